@@ -1,0 +1,90 @@
+"""What a trainer may ask of an engine. Trainers know this protocol only, so a run on any engine gives the same curve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megaswift.losses.contract import Batch, Loss, Needs, Outputs
+from megaswift.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The numbers of one optimizer step or one evaluation, the same on every rank."""
+
+    loss: float
+    """Objective of the global batch, without auxiliary, z and MTP losses."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The terms under their names when there are several, the algorithm's own metrics, auxiliary losses."""
+    grad_norm: float | None = None
+    """Before clipping, each parameter counted once; None in evaluation."""
+    skipped: bool = False
+    """True when the step was not taken because a gradient was not finite."""
+    tokens: int = 0
+    label_tokens: int = 0
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """Exact numbers for the first screen. Bytes are of the largest rank."""
+
+    parameters_total: int
+    parameters_per_rank: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    flops_per_token_parameters: int
+    """Parameters that count in the FLOP rule: all active ones but the input embedding."""
+
+
+class Engine(Protocol):
+    """A model spread over ranks, with its optimizer."""
+
+    layout: Layout
+    rank: int
+    kind: str
+    """`megatron`, `ddp`, ... for the log."""
+    vocab_size: int
+
+    def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
+        """Forward, backward and one optimizer step (or a skipped one) over this rank's micro-batches."""
+
+    def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
+        """The same numbers, no gradient, no state touched."""
+
+    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[Outputs]:
+        """Evaluation mode, no RNG use, input order, on every model-parallel rank."""
+
+    def reference(self, update: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
+        """Reference weights inside the context; never inside train_batch."""
+
+    def hf_weights(self, adapter_only: bool = False, dtype: Any = None) -> Iterator[tuple[str, Tensor]]:
+        """Streamed (Hugging Face name, full tensor): export and rollout sync. Collective; every rank iterates, rank 0 gets tensors."""
+
+    def load_hf(self, directory: Path) -> None:
+        """Weights from a Hugging Face folder, each rank reading its own slices."""
+
+    def save(self, directory: Path) -> None:
+        """Sharded state: weights, optimizer, RNG of every rank. Collective."""
+
+    def load(self, directory: Path) -> None:
+        """The inverse of `save`, on the same or another layout."""
+
+    def offload(self, parts: frozenset[str]) -> None:
+        """Move params, grads or optimizer state off the device."""
+
+    def onload(self, parts: frozenset[str]) -> None:
+        """The inverse of `offload`."""
+
+    def freeze(self, patterns: Sequence[str]) -> None:
+        """Only before the first step: parameters whose HF names match do not train."""
+
+    def report(self) -> ParameterReport:
+        """Exact sizes for the first screen."""

@@ -1,0 +1,23 @@
+"""Messages of a run: rank 0 speaks, the others are silent. No torch here: the rank comes from torchrun's environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def is_main() -> bool:
+    """True on the process that talks to the user (global rank 0, or a run without torchrun)."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def info(text: str) -> None:
+    """A line for the user on standard error, from rank 0 only."""
+    if is_main():
+        print(f"megaswift: {text}", file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """A line that should not be missed, from rank 0 only."""
+    if is_main():
+        print(f"megaswift: warning: {text}", file=sys.stderr, flush=True)

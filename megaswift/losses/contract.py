@@ -1,0 +1,148 @@
+"""What an algorithm sees: a batch, what it asked the model for, and how it hands back its loss.
+
+Owns the seam between data, losses and engines. Losses know neither logits nor process groups: the engine computes the
+requested fields (vocab-parallel, chunked), joins context-parallel shards, and divides each term once by the global count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+FIELDS = ("logprobs", "entropy", "logsumexp", "correct", "mean_logit", "log_sum_sq")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on one data-parallel rank, whole sequences (the engine makes the context-parallel slices).
+
+    Shapes: `[b, s]` for every tensor but `cu_seqlens`. A packed batch has b = 1 and `cu_seqlens`.
+    """
+
+    input_ids: Tensor
+    """int64 [b, s]."""
+    labels: Tensor
+    """int64 [b, s], already shifted: labels[b, t] follows token t. Any valid id where the weight is 0."""
+    loss_weights: Tensor
+    """float32 [b, s]: weight of the label at t; 0 where there is none."""
+    positions: Tensor
+    """int64 [b, s]: position within the document, from 0."""
+    valid: Tensor
+    """bool [b, s]: False on padding (routers leave these tokens out of their losses)."""
+    cu_seqlens: Tensor | None = None
+    """int32 [documents + 1], starts of the padded documents in a packed row and its end; None when not packed."""
+    sample_ids: Tensor | None = None
+    """int64 [rows or documents]: which samples of the data set these are."""
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the algorithm needs besides: pair indices, advantages, old and reference log-probabilities."""
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """Inputs of towers (images)."""
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on `device`."""
+        def move(v: Any) -> Any:
+            if isinstance(v, Tensor):
+                return v.to(device, non_blocking=True)
+            return {k: move(x) for k, x in v.items()} if isinstance(v, Mapping) else v
+        return replace(self, **{k: move(getattr(self, k)) for k in self.__dataclass_fields__})
+
+    @property
+    def tokens(self) -> int:
+        """Non-padding tokens."""
+        return int(self.valid.sum())
+
+    @property
+    def label_tokens(self) -> int:
+        """Tokens with a label of non-zero weight."""
+        return int((self.loss_weights != 0).sum())
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a task asks of the model for each label position."""
+
+    fields: frozenset[str] = frozenset({"logprobs"})
+    temperature: float = 1.0
+    topk: int = 0
+    head: str | None = None
+
+    def __post_init__(self) -> None:
+        unknown = set(self.fields) - set(FIELDS)
+        assert not unknown, f"unknown output fields {sorted(unknown)}"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the engine computed, float32 `[b, s]` each, zero where the label's weight is 0. None where not asked for."""
+
+    logprobs: Tensor | None = None
+    """log p(labels[b, t] | tokens up to t) at the needed temperature; differentiable in training."""
+    entropy: Tensor | None = None
+    logsumexp: Tensor | None = None
+    correct: Tensor | None = None
+    """1 where the label is the arg max; never differentiable."""
+    mean_logit: Tensor | None = None
+    log_sum_sq: Tensor | None = None
+    """log of the sum over the vocabulary of p^2."""
+    values: Tensor | None = None
+    """float32 [b, s, k] of the `head`."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of the objective: weight x sum / global count of `denominator`."""
+
+    name: str
+    sum: Tensor
+    """Differentiable scalar, summed over this micro-batch, not divided by anything."""
+    denominator: str
+    """A key of `Loss.counts`."""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A metric reduced as sum of sums over sum of counts."""
+
+    sum: Tensor | float
+    count: Tensor | float
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A metric that adds up over micro-batches and data-parallel ranks."""
+
+    value: Tensor | float
+
+
+@dataclass(frozen=True)
+class Max:
+    """A metric of which the largest counts."""
+
+    value: Tensor | float
+
+
+@dataclass(frozen=True)
+class Min:
+    """A metric of which the smallest counts."""
+
+    value: Tensor | float
+
+
+Metric = Mean | Sum | Max | Min
+
+
+class Loss(Protocol):
+    """An objective. Pure: no state, no logits, no groups."""
+
+    needs: Needs
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        """The numbers by which terms are divided, of this micro-batch; the engine sums them over the global batch."""
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+        """Terms and metrics of one micro-batch."""

@@ -1,0 +1,33 @@
+"""Next-token cross-entropy over the labelled tokens: SFT and pretraining.
+
+The loss of a global batch is sum(weight x -log p) / sum(weight): one division by the global count, so that neither the
+number of ranks nor the cut into micro-batches changes it (design: one normaliser per term).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megaswift.losses.contract import Batch, Mean, Metric, Needs, Outputs, Term
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Weighted token cross-entropy."""
+
+    needs: Needs = Needs(fields=frozenset({"logprobs", "correct"}))
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        """`label_weight`: the sum of the loss weights."""
+        return {"label_weight": float(batch.loss_weights.sum())}
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+        """One term, and the share of labels that are the model's first choice."""
+        assert outputs.logprobs is not None
+        total = -(outputs.logprobs * batch.loss_weights).sum()
+        labelled = batch.loss_weights != 0
+        metrics: dict[str, Metric] = {}
+        if outputs.correct is not None:
+            metrics["token_accuracy"] = Mean(outputs.correct[labelled].sum(), labelled.sum())
+        return [Term("loss", total, "label_weight")], metrics
