@@ -1,0 +1,34 @@
+"""Megatron's pipeline layout strings: `Ett|(tt|)*6L`, one stage between two bars.
+
+Owns the syntax (that of Megatron-Core's `PipelineParallelLayerLayout`): `E` embedding, `t` a transformer layer, `m` a
+multi-token-prediction layer, `L` the loss; `x*n` and `(...)*n` repeat; commas are ornament. Leaves out what the stages
+mean for a given model (`stages.py`).
+"""
+
+from __future__ import annotations
+
+import re
+
+from megaswift.errors import LayoutError, Problem
+
+LETTERS = {"E": "embedding", "t": "transformer layer", "m": "multi-token-prediction layer", "L": "loss"}
+
+_REPEATS = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+
+
+def _repeat(match: re.Match[str]) -> str:
+    return match.group(1) * int(match.group(2))
+
+
+def parse(text: str) -> list[str]:
+    """One string of letters a stage, in the order in which a sample passes them; LayoutError for an unknown letter."""
+    unrolled = text.replace(",", "").replace(" ", "")
+    for pattern in _REPEATS:
+        unrolled = pattern.sub(_repeat, unrolled)
+    stages = unrolled.split("|")
+    unknown = sorted(set("".join(stages)) - set(LETTERS))
+    if unknown:
+        known = ", ".join(f"{letter} ({name})" for letter, name in LETTERS.items())
+        rule = f"has {' '.join(map(repr, unknown))}; known are {known}, | * ( ) and commas"
+        raise LayoutError(Problem(f"--pipeline_layout {text}", rule))
+    return stages
