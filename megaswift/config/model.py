@@ -1,0 +1,51 @@
+"""Section `model`: which weights, in which precision, with which kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaswift.config.option import option
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16",
+          "torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
+ATTENTION = {"flash_attn": "flash", "flash_attention_2": "flash", "flash_attention_3": "flash", "eager": "unfused"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model"""
+
+    model: str | None = option(
+        None, "Hugging Face folder, a checkpoint of ours, or a hub id", aliases=("model_id_or_path", "model_name_or_path"), metavar="DIR")
+    use_hf: bool = option(True, "Hub ids are Hugging Face's; false: ModelScope's")
+    model_revision: str | None = option(None, "Branch, tag or commit of a hub id", metavar="REV")
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model's folder")
+    random_init: bool = option(False, "Random weights from config.json alone, for pretraining from scratch")
+    train_type: str = option("full", "What trains: full = all weights", aliases=("tuner_type",), choices=("full",))
+    torch_dtype: str = option(
+        "auto", "Compute precision; auto: the checkpoint's on a GPU, float32 on a CPU", aliases=("dtype", "model_dtype"),
+        choices=("auto", "float32", "bfloat16", "float16"), spellings=DTYPES)
+    attn_impl: str = option(
+        "auto", "Attention kernel; flash, fused and unfused are Transformer Engine's",
+        aliases=("attn_implementation", "attention_backend"), choices=("auto", "flash", "fused", "unfused", "sdpa"), spellings=ATTENTION)
+    transformer_impl: str = option(
+        "auto", "Layer kernels; auto: Transformer Engine on a GPU that has it", choices=("auto", "transformer_engine", "torch"),
+        spellings={"te": "transformer_engine", "local": "torch"})
+    recompute_granularity: str | None = option(
+        None, "Recompute activations in the backward pass", choices=("none", "full", "selective"), metavar="none")
+    recompute_method: str | None = option(
+        None, "Which layers full recompute takes: in groups, or the first ones", choices=("uniform", "block"), metavar="METHOD")
+    recompute_num_layers: int | None = option(
+        None, "Layers per group (uniform) or per stage (block)", minimum=1, unit="layers")
+    recompute_modules: tuple[str, ...] = option(
+        (), "Parts that selective recompute takes",
+        choices=("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"))
+    fp8_format: str | None = option(
+        None, "FP8 matrix products (GPU with Transformer Engine)", choices=("hybrid", "e4m3"), metavar="none")
+    fp8_recipe: str = option("delayed", "How FP8 scales are chosen", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))
+    moe_aux_loss_coeff: float | None = option(
+        None, "Weight of the MoE load-balancing loss; unset: the model's own", aliases=("router_aux_loss_coef",), minimum=0, metavar="X")
+    moe_z_loss_coeff: float | None = option(None, "Weight of the MoE router's z loss; unset: none", minimum=0, metavar="X")
+    moe_token_dispatcher_type: str = option("alltoall", "How tokens reach their experts", choices=("alltoall", "allgather"))
+    moe_grouped_gemm: bool | None = option(None, "One grouped product for all experts; unset: where Transformer Engine is used")
+    freeze_parameters: tuple[str, ...] = option((), "Patterns of Hugging Face weight names that do not train", metavar="PATTERN...")

@@ -1,0 +1,92 @@
+"""One configuration option: declared once, on the field itself, with all its spellings, its unit and its range.
+
+Owns `option(...)` and what can be read back from a section's fields. Turning text into values is `values.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
+
+
+class Details(TypedDict, total=False):
+    """What an option may say about itself besides default and help."""
+
+    aliases: tuple[str, ...]
+    unit: str
+    choices: tuple[str, ...]
+    spellings: dict[str, str]
+    """Other ways to write a choice: `fp32` for `float32`."""
+    minimum: float
+    above: float
+    maximum: float
+    below: float
+    tasks: tuple[str, ...]
+    """The tasks that have this option; none named: all."""
+    metavar: str
+    """What `--help` shows in place of a default that is not set."""
+
+
+def option(default: Any, help: str, **details: Unpack[Details]) -> Any:
+    """A dataclass field that is an option. `help` is one line without a full stop."""
+    metadata = {"help": help, **details}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option as the loader, the help and the schema see it."""
+
+    name: str
+    section: str
+    kind: str
+    """text | int | float | bool | list | map."""
+    optional: bool
+    """None is a value: not set, decided elsewhere."""
+    default: Any
+    help: str
+    details: Details
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Other names of the option."""
+        return self.details.get("aliases", ())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The canonical name, then the aliases."""
+        return (self.name, *self.aliases)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The only values allowed; empty when any will do."""
+        return self.details.get("choices", ())
+
+    @property
+    def unit(self) -> str:
+        """Unit of the value, empty for pure numbers and text."""
+        return self.details.get("unit", "")
+
+    def belongs_to(self, task: str) -> bool:
+        """Whether `task` has this option."""
+        return task in self.details.get("tasks", (task,))
+
+
+_KINDS = {str: "text", int: "int", float: "float", bool: "bool", tuple: "list", dict: "map"}
+
+
+def options_of(section: str, cls: type) -> tuple[Option, ...]:
+    """The options of a section class, in order."""
+    hints = get_type_hints(cls)
+    found = []
+    for f in dataclasses.fields(cls):
+        arms = get_args(hints[f.name]) if type(None) in get_args(hints[f.name]) else (hints[f.name],)
+        inner = next(a for a in arms if a is not type(None))
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        details = {k: v for k, v in f.metadata.items() if k != "help"}
+        kind = _KINDS[get_origin(inner) or inner]
+        found.append(Option(f.name, section, kind, len(arms) > 1, default, f.metadata["help"], details))  # type: ignore[arg-type]
+    return tuple(found)

@@ -1,0 +1,113 @@
+"""Sources in order of weight to one checked set of sections; all mistakes of all sources in one ConfigError.
+
+Owns precedence, spellings and task names. Reading is `source.py`, values are `values.py`, meaning is `rules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaswift.config.option import Option
+from megaswift.config.rules import check
+from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
+from megaswift.config.source import Given, Source
+from megaswift.config.values import Invalid, parse, show
+from megaswift.errors import ConfigError, Problem, nearest
+
+TASK_NAMES = (*TASKS, "dpo", "kto", "orpo", "cpo", "simpo", "rm", "grpo", "ppo", "rlhf")
+"""Values of `train_type` and `rlhf_type` that name a task; those of TASKS exist here."""
+
+HINTS = {
+    "bf16": "--torch_dtype bfloat16", "fp16": "--torch_dtype float16", "fp32": "--torch_dtype float32",
+    "gradient_checkpointing": "--recompute_granularity full", "distributed_timeout_minutes": "--ddp_timeout, in seconds",
+    "sequence_parallel_size": "--context_parallel_size", "world_size": "--nproc_per_node", "resume": "--resume_from_checkpoint latest",
+    "flash_attn": "--attn_impl flash", "use_flash_attn": "--attn_impl flash", "eval_strategy": "--eval_steps", "save_strategy": "--save_steps",
+    "logging_dir": "--output_dir: TensorBoard's files lie in OUT/runs", "tokenizer": "--model: the tokenizer lies in the model's folder"}
+"""Names of other toolkits that have another shape here."""
+
+
+@dataclass
+class _State:
+    values: dict[str, Any] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    wrong: set[str] = field(default_factory=set)
+    problems: list[Problem] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    task: str | None = None
+
+
+def resolve(task: str | None, sources: Iterable[Source], complete: bool = False) -> Sections:
+    """The checked sections of `task` (None: what the sources say, else sft). `complete`: model and dataset must be there."""
+    state = _State(task=task)
+    for source in sources:
+        state.problems += source.problems
+        _take(state, source)
+    given = frozenset(name for name in state.labels if state.values.get(name) is not None)
+    parts = {key: cls(**{n: v for n, v in state.values.items() if OPTIONS[n].section == key}) for key, cls in SECTIONS.items()}
+    sections = Sections(task=state.task or "sft", **parts, given=given, notices=tuple(state.notices))
+    problems = [*state.problems, *check(sections, state.labels, frozenset(state.wrong))]
+    problems += [p for p in _missing(sections, state) if complete]
+    if problems:
+        raise ConfigError(problems)
+    return sections
+
+
+def _take(state: _State, source: Source) -> None:
+    first: dict[str, Given] = {}
+    for given in source.givens:
+        if given.name in ("task", "rlhf_type") or (NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES):
+            _take_task(state, given)
+            continue
+        option = OPTIONS.get(NAMES.get(given.name, ""))
+        if option is None:
+            state.problems.append(_unknown(given))
+            continue
+        _take_value(state, option, given, first.get(option.name))
+        first.setdefault(option.name, given)
+
+
+def _take_value(state: _State, option: Option, given: Given, earlier: Given | None) -> None:
+    try:
+        value = parse(option, given.value)
+    except Invalid as error:
+        state.problems.append(Problem(given.label, error.rule, error.fix))
+        state.wrong.add(option.name)
+        state.labels.setdefault(option.name, given.label)
+        return
+    if earlier and option.name not in state.wrong and value != state.values[option.name]:
+        rule = f"{earlier.label} says otherwise" + (f" (both set {option.name})" if earlier.name != given.name else "")
+        state.problems.append(Problem(given.label, rule, f"one of the two: --{option.name} {show(value)}"))
+        return
+    state.values[option.name], state.labels[option.name] = value, given.label
+    state.wrong.discard(option.name)
+
+
+def _take_task(state: _State, given: Given) -> None:
+    name = str(given.value).lower()
+    if given.name not in ("task", "rlhf_type"):
+        state.notices.append(f"{given.label}: {name} is a task, so it is taken as rlhf_type; train_type stays full")
+    if name not in TASKS:
+        here = ", ".join(f"{n} ({text})" for n, text in TASKS.items())
+        state.problems.append(Problem(given.label, f"is not a task of this version; tasks are {here}", nearest(name, list(TASKS)) or "megaswift sft"))
+    elif state.task is None:
+        state.task = name
+    elif name != state.task:
+        state.problems.append(Problem(given.label, f"but this is {state.task}", f"megaswift {name} ..."))
+
+
+def _unknown(given: Given) -> Problem:
+    hint = HINTS.get(given.name)
+    positive = given.name.removeprefix("no_")
+    if hint is None and positive != given.name and positive in NAMES:
+        hint = f"--{positive} false"
+    close = f"--{hint}" if hint and not hint.startswith("--") else hint
+    return Problem(given.label, "is not an option", close or nearest(given.name, list(NAMES)) or "megaswift sft --help lists them all")
+
+
+def _missing(sections: Sections, state: _State) -> Iterable[Problem]:
+    if sections.model.model is None and "model" not in state.wrong:
+        yield Problem("--model", "is missing", "--model DIR, a Hugging Face model folder")
+    if not sections.data.dataset and "dataset" not in state.wrong:
+        yield Problem("--dataset", "is missing", "--dataset data.jsonl")

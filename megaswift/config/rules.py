@@ -1,0 +1,196 @@
+"""What options mean together, as a table: one that would be ignored, two that contradict each other, one that lacks another.
+
+Owns rules that need nothing but the options. What depends on model, machine or data is checked where these are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaswift.config.batch import batch_problems
+from megaswift.config.sections import OPTIONS, Sections
+from megaswift.config.values import show
+from megaswift.errors import Problem
+
+Test = Callable[[Sections], Any]
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """`option` does nothing while `when` holds: giving it is a mistake, unless with a value that says so itself."""
+
+    option: str
+    reads: tuple[str, ...]
+    """Options that `when` looks at; the rule waits until their own mistakes are mended."""
+    when: Test
+    why: str
+    fix: str
+    neutral: tuple[Any, ...] = (None, False, 0, ())
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Options that cannot go together; the first is the one to name."""
+
+    options: tuple[str, ...]
+    when: Test
+    why: str
+    fix: str
+
+
+def _no_evaluation(c: Sections) -> bool:
+    return not c.data.val_dataset and not c.data.split_dataset_ratio
+
+
+def _no_random_order(c: Sections) -> bool:
+    return not c.data.shuffle and not c.data.split_dataset_ratio and not any("#" in d for d in (*c.data.dataset, *c.data.val_dataset))
+
+
+def _is_folder(c: Sections) -> bool:
+    return c.model.model is not None and Path(c.model.model).is_dir()
+
+
+_SCHEDULE = ("lr_scheduler_type",)
+_GRANULARITY = ("recompute_granularity",)
+_EVALUATION = ("val_dataset", "split_dataset_ratio")
+_ADAM, _SGD = "belongs to the optimizer adam", "belongs to the optimizer sgd"
+_FULL = "needs recompute_granularity full"
+_NO_VAL = "needs data to evaluate on"
+_ONE_STAGE = "needs pipeline_parallel_size > 1"
+_VAL_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"
+_NO_FULL: Test = lambda c: c.model.recompute_granularity != "full"  # noqa: E731
+_NOT_ADAM: Test = lambda c: c.optim.optimizer != "adam"  # noqa: E731
+_NO_PP: Test = lambda c: c.parallel.pipeline_parallel_size == 1  # noqa: E731
+
+IGNORED: tuple[Ignored, ...] = (
+    Ignored("min_lr", _SCHEDULE, lambda c: c.optim.lr_scheduler_type == "constant",
+            "a constant schedule has no lowest learning rate", "--lr_scheduler_type cosine"),
+    Ignored("wsd_decay_ratio", _SCHEDULE, lambda c: c.optim.lr_scheduler_type != "wsd",
+            "only the wsd schedule has a decay phase (lr_scheduler_type is {lr_scheduler_type})", "--lr_scheduler_type wsd"),
+    Ignored("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
+    Ignored("adam_beta1", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
+    Ignored("adam_beta2", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
+    Ignored("adam_epsilon", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
+    Ignored("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
+    Ignored("fp8_recipe", ("fp8_format",), lambda c: c.model.fp8_format is None, "needs fp8_format", "--fp8_format hybrid"),
+    Ignored("recompute_method", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
+    Ignored("recompute_num_layers", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
+    Ignored("recompute_modules", _GRANULARITY, lambda c: c.model.recompute_granularity != "selective",
+            "needs recompute_granularity selective", "--recompute_granularity selective"),
+    Ignored("model_revision", ("model",), _is_folder, "belongs to a hub id, and the model is a folder", "--model ORGANISATION/NAME"),
+    Ignored("cp_comm_type", ("context_parallel_size",), lambda c: c.parallel.context_parallel_size == 1,
+            "needs context_parallel_size > 1", "--context_parallel_size 2"),
+    Ignored("sequence_parallel", ("tensor_parallel_size",), lambda c: c.parallel.tensor_parallel_size == 1,
+            "splits over the tensor-parallel ranks, and there is one", "--tensor_parallel_size 2"),
+    Ignored("tp_comm_overlap", ("tensor_parallel_size",), lambda c: c.parallel.tensor_parallel_size == 1,
+            "needs tensor_parallel_size > 1", "--tensor_parallel_size 2"),
+    Ignored("virtual_pipeline_parallel_size", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None, 1)),
+    Ignored("first_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)),
+    Ignored("last_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)),
+    Ignored("pipeline_layout", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2"),
+    Ignored("overlap_p2p_comm", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2"),
+    Ignored("eval_steps", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
+    Ignored("eval_iters", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
+    Ignored("per_device_eval_batch_size", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
+    Ignored("data_seed", ("shuffle", "split_dataset_ratio", "dataset", "val_dataset"), _no_random_order,
+            "orders and splits rows, and nothing is ordered or split", "--shuffle true"),
+    Ignored("dataset_cache_dir", ("streaming",), lambda c: c.data.streaming, "nothing is kept on disk while streaming", "--streaming false"),
+    Ignored("dataset_num_proc", ("streaming",), lambda c: c.data.streaming, "a stream is tokenised as it is read", "--streaming false", (1,)),
+    Ignored("num_train_epochs", ("max_steps",), lambda c: c.train.max_steps is not None,
+            "max_steps {max_steps} already says how long the run is", "one of the two"),
+    Ignored("save_total_limit", ("save_steps",), lambda c: c.train.save_steps is None,
+            "needs save_steps: one checkpoint is written, at the end", "--save_steps 500"),
+    Ignored("warmup_ratio", ("warmup_steps",), lambda c: c.optim.warmup_steps > 0,
+            "warmup_steps {warmup_steps} already says how long the warm-up is", "one of the two"),
+    Ignored("node_rank", ("nnodes",), lambda c: c.launch.nnodes in (None, 1), "there is one machine", "--nnodes 2"),
+)
+
+CLASHES: tuple[Clash, ...] = (
+    Clash(("truncation_strategy",), lambda c: c.data.truncation_strategy == "split" and c.task == "sft",
+          "a conversation cannot be split: later parts lack what they answer (split is for pt)", "--truncation_strategy delete"),
+    Clash(("split_dataset_ratio", "val_dataset"), lambda c: c.data.split_dataset_ratio > 0 and c.data.val_dataset,
+          "val_dataset is given too, so nothing is split", "one of the two"),
+    Clash(("split_dataset_ratio", "streaming"), lambda c: c.data.split_dataset_ratio > 0 and c.data.streaming,
+          "a stream has no length of which to take a part", "--val_dataset FILE"),
+    Clash(("streaming", "max_steps"), lambda c: c.data.streaming and c.train.max_steps is None,
+          "a stream has no length, so the run needs max_steps", "--max_steps 1000"),
+    Clash(("pipeline_layout", "first_stage_layers", "last_stage_layers"),
+          lambda c: c.parallel.pipeline_layout and (c.parallel.first_stage_layers, c.parallel.last_stage_layers) != (None, None),
+          "already places every layer; first_stage_layers and last_stage_layers place some of them", "one of the two"),
+    Clash(("overlap_param_gather", "distributed_optimizer"),
+          lambda c: c.parallel.overlap_param_gather and not c.parallel.distributed_optimizer,
+          "gathers what the distributed optimizer has split", "--distributed_optimizer true"),
+    Clash(("overlap_param_gather", "overlap_grad_reduce"),
+          lambda c: c.parallel.overlap_param_gather and c.parallel.overlap_grad_reduce is False,
+          "needs overlap_grad_reduce", "--overlap_grad_reduce true"),
+    Clash(("tp_comm_overlap", "sequence_parallel", "tensor_parallel_size"),
+          lambda c: c.parallel.tp_comm_overlap and c.parallel.sequence_parallel is False and c.parallel.tensor_parallel_size > 1,
+          "needs sequence_parallel", "--sequence_parallel true"),
+    Clash(("tp_comm_overlap", "transformer_impl"), lambda c: c.parallel.tp_comm_overlap and c.model.transformer_impl == "torch",
+          "needs Transformer Engine's layers", "--transformer_impl transformer_engine"),
+    Clash(("fp8_format", "transformer_impl"), lambda c: c.model.fp8_format and c.model.transformer_impl == "torch",
+          "needs Transformer Engine's layers", "--transformer_impl transformer_engine"),
+    Clash(("moe_grouped_gemm", "transformer_impl"), lambda c: c.model.moe_grouped_gemm and c.model.transformer_impl == "torch",
+          "needs Transformer Engine's layers", "--transformer_impl transformer_engine"),
+    Clash(("attn_impl", "transformer_impl"),
+          lambda c: c.model.attn_impl in ("flash", "fused", "unfused") and c.model.transformer_impl == "torch",
+          "is a kernel of Transformer Engine, and transformer_impl is torch", "--attn_impl sdpa"),
+    Clash(("attn_impl", "transformer_impl"), lambda c: c.model.attn_impl == "sdpa" and c.model.transformer_impl == "transformer_engine",
+          "belongs to transformer_impl torch", "--attn_impl flash"),
+    Clash(("overwrite_output_dir", "resume_from_checkpoint"),
+          lambda c: c.train.overwrite_output_dir and c.train.resume_from_checkpoint,
+          "would delete the run that resume_from_checkpoint continues", "one of the two"),
+    Clash(("warmup_steps", "max_steps"), lambda c: c.train.max_steps is not None and c.optim.warmup_steps > c.train.max_steps,
+          "is longer than the run of {max_steps} steps", "--warmup_steps {max_steps}"),
+    Clash(("min_lr", "learning_rate"), lambda c: c.optim.min_lr > c.optim.learning_rate,
+          "is above learning_rate {learning_rate}", "--min_lr 0"),
+    Clash(("node_rank", "nnodes"), lambda c: c.launch.nnodes is not None and 1 < c.launch.nnodes <= (c.launch.node_rank or 0),
+          "counts machines from 0, and there are {nnodes}", "--node_rank 0"),
+    Clash(("nnodes", "master_addr"), lambda c: (c.launch.nnodes or 1) > 1 and c.launch.master_addr is None,
+          "needs the address of machine 0", "--master_addr HOST (or MASTER_ADDR)"),
+    Clash(("nnodes", "node_rank"), lambda c: (c.launch.nnodes or 1) > 1 and c.launch.node_rank is None,
+          "needs the number of this machine", "--node_rank 0 (or NODE_RANK)"),
+)
+
+
+def ignored_names(c: Sections) -> set[str]:
+    """Options that play no part in this configuration; a written-out configuration leaves them out."""
+    return {r.option for r in IGNORED if r.when(c)} | {o.name for o in OPTIONS.values() if not o.belongs_to(c.task)}
+
+
+def check(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> list[Problem]:
+    """Every rule that is broken. `labels`: how the user wrote each given option; `wrong`: options whose value is a mistake already."""
+    return [*_wrong_task(c, labels), *_ignored(c, labels, wrong), *_clashes(c, labels, wrong), *_batch(c, labels, wrong)]
+
+
+def _wrong_task(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:
+    for name in sorted(c.given):
+        option = OPTIONS[name]
+        if not option.belongs_to(c.task):
+            yield Problem(labels[name], f"has no effect in {c.task}; it belongs to {', '.join(option.details['tasks'])}", "leave it out")
+
+
+def _ignored(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
+    for r in IGNORED:
+        if r.option in c.given and not wrong & {r.option, *r.reads} and c.value(r.option) not in r.neutral and r.when(c):
+            yield Problem(labels[r.option], f"would be ignored: {_fill(r.why, c)}", _fill(r.fix, c) + ", or leave it out")
+
+
+def _clashes(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
+    for r in CLASHES:
+        if not wrong & set(r.options) and r.when(c):
+            name = r.options[0]
+            yield Problem(labels.get(name, f"--{name} {show(c.value(name))}"), _fill(r.why, c), _fill(r.fix, c))
+
+
+def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
+    reads = {"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "data_parallel_size"}
+    if not wrong & reads:
+        yield from batch_problems(c.train, c.parallel.data_parallel_size, labels)
+
+
+def _fill(text: str, c: Sections) -> str:
+    return text.format_map({name: show(c.value(name)) for name in OPTIONS}) if "{" in text else text

@@ -1,0 +1,66 @@
+"""All sections together: the table of options, of their spellings, and the plain record that rules look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaswift.config.data import DataConfig
+from megaswift.config.launch import LaunchConfig
+from megaswift.config.model import ModelConfig
+from megaswift.config.optim import OptimConfig
+from megaswift.config.option import Option, options_of
+from megaswift.config.parallel import ParallelConfig
+from megaswift.config.train import TrainConfig
+
+TASKS = {"sft": "supervised fine-tuning on conversations", "pt": "pretraining on plain text"}
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig, "parallel": ParallelConfig, "data": DataConfig, "train": TrainConfig, "optim": OptimConfig, "launch": LaunchConfig}
+
+SECTION_ALIASES = {
+    "training": "train", "parallelism": "parallel", "datasets": "data", "dataset": "data", "optimizer": "optim", "launcher": "launch",
+    "logging": "train", "checkpoint": "train"}
+"""Other headings in a file. A heading only groups: any option may stand under any of them."""
+
+OPTIONS: dict[str, Option] = {o.name: o for key, cls in SECTIONS.items() for o in options_of(key, cls)}
+"""Every option by its canonical name."""
+
+
+def _spellings() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for o in OPTIONS.values():
+        for name in o.names:
+            assert name not in found, f"{name} names both {found.get(name)} and {o.name}"
+            found[name] = o.name
+    return found
+
+
+NAMES: dict[str, str] = _spellings()
+"""Any spelling to the canonical name."""
+
+
+def is_section(name: str, value: Any) -> bool:
+    """Whether `name: value` opens a section: `model: {...}` does, `model: DIR` does not."""
+    return isinstance(value, dict) and (name in SECTIONS or name in SECTION_ALIASES)
+
+
+@dataclass(frozen=True)
+class Sections:
+    """A configuration whose values are of the right type and range each, not yet checked against each other."""
+
+    task: str
+    model: ModelConfig
+    parallel: ParallelConfig
+    data: DataConfig
+    train: TrainConfig
+    optim: OptimConfig
+    launch: LaunchConfig
+    given: frozenset[str] = field(compare=False)
+    """Canonical names of what the user set."""
+    notices: tuple[str, ...] = field(default=(), compare=False)
+    """What the user should know, though it is no mistake."""
+
+    def value(self, name: str) -> Any:
+        """The value of the option with this canonical name."""
+        return getattr(getattr(self, OPTIONS[name].section), name)

@@ -1,0 +1,210 @@
+"""Where values come from: a YAML or JSON file, the command line, the environment, Python. Each gives a list of `Given`.
+
+Owns reading and what the user literally wrote; it neither types values nor knows rules.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, is_section
+from megaswift.config.values import FALSE, TRUE, show
+from megaswift.errors import ConfigError, Problem
+
+ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value from the user, and what to call it when it is wrong."""
+
+    name: str
+    """As written, dashes turned to underscores; any spelling."""
+    value: Any
+    label: str
+    """`--lr 3`, `run.yaml:7 lr: 3`."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """All values of one place. Later places override earlier ones."""
+
+    givens: tuple[Given, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass
+class CommandLine:
+    """What stands on a command line."""
+
+    files: list[str] = field(default_factory=list)
+    givens: list[Given] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def from_environment(environ: Mapping[str, str]) -> Source:
+    """The launch section from torchrun-style variables. Not for workers: there torchrun has set some of them itself."""
+    return Source(tuple(Given(n.lower(), environ[n], f"{n}={environ[n]} (environment)") for n in ENVIRONMENT if environ.get(n)))
+
+
+def from_mapping(options: Mapping[str, Any]) -> Source:
+    """Options of the Python API: flat names, or sections as dicts or section objects."""
+    givens: list[Given] = []
+    for name, value in options.items():
+        if name in SECTIONS and isinstance(value, SECTIONS[name]):
+            fields = {f: getattr(value, f) for f, o in OPTIONS.items() if o.section == name}
+            value = {f: v for f, v in fields.items() if v != OPTIONS[f].default}
+        inner = value if is_section(name, value) else {name: value}
+        givens += [Given(normal(n), v, f"{n}={v!r}") for n, v in inner.items()]
+    return Source(tuple(givens))
+
+
+def normal(name: str) -> str:
+    """`--Learning-rate` and `learning_rate` are one name."""
+    return name.lstrip("-").replace("-", "_")
+
+
+# ---- files
+
+def read_file(path: str) -> Source:
+    """A configuration file; every entry with its line."""
+    file = Path(path)
+    if file.is_dir() or not file.exists():
+        raise ConfigError(Problem(path, "is a folder" if file.is_dir() else "no such file", "a YAML or JSON file: megaswift sft run.yaml"))
+    try:
+        text = file.read_text(encoding="utf-8")
+        pairs = list(_json_pairs(text) if file.suffix.lower() == ".json" else _yaml_pairs(text))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem(path, f"cannot be read: {error}")) from None
+    except _Malformed as error:
+        raise ConfigError(Problem(f"{path}{error.line}", error.rule, "name: value, one a line, or sections of these")) from None
+    givens, problems, seen = [], [], set()
+    for section, name, value, line in pairs:
+        label = f"{path}{line} {name}: {show(value)}"
+        if (section, name) in seen:
+            problems.append(Problem(label, "stands twice in the file", "remove one of the two"))
+        elif section and normal(section) not in NAMES and not is_section(normal(section), {}):
+            problems.append(Problem(f"{path}{line} {section}:", f"is no section; sections are {', '.join(SECTIONS)}"))
+        else:
+            givens.append(Given(normal(name), value, label))
+        seen.add((section, name))
+    return Source(tuple(givens), tuple(problems))
+
+
+class _Malformed(Exception):
+    def __init__(self, rule: str, line: str = "") -> None:
+        self.rule, self.line = rule, line
+
+
+_Pair = tuple[str, str, Any, str]
+"""Section or the empty string, name, value, `:line`."""
+
+
+def _yaml_pairs(text: str) -> Iterator[_Pair]:
+    import yaml  # 20 ms that --help need not pay
+
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        yield from _walk(loader, root, "")
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise _Malformed(f"is not YAML: {what}", f":{mark.line + 1}" if mark else "") from None
+
+
+def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:
+    import yaml
+
+    if node is None:
+        return
+    if not isinstance(node, yaml.MappingNode):
+        raise _Malformed("must hold `name: value` entries", f":{node.start_mark.line + 1}")
+    loader.flatten_mapping(node)
+    for key, value in node.value:
+        name, line = str(key.value), f":{key.start_mark.line + 1}"
+        plain = loader.construct_object(value, deep=True)
+        opens = isinstance(plain, dict) and not section and OPTIONS.get(NAMES.get(normal(name), ""), None) is None
+        if not section and (is_section(normal(name), plain) or opens):
+            yield from _walk(loader, value, name)
+        else:
+            yield section, name, plain, line
+
+
+def _json_pairs(text: str) -> Iterator[_Pair]:
+    try:
+        root = json.loads(text, object_pairs_hook=_Pairs)
+    except json.JSONDecodeError as error:
+        raise _Malformed(f"is not JSON: {error.msg}", f":{error.lineno}") from None
+    if not isinstance(root, _Pairs):
+        raise _Malformed("must hold an object of options")
+    for name, value in root:
+        known = normal(name) in NAMES and not is_section(normal(name), {})
+        if isinstance(value, _Pairs) and not known:
+            yield from ((name, n, _plain(v), "") for n, v in value)
+        else:
+            yield "", name, _plain(value), ""
+
+
+class _Pairs(list):
+    """A JSON object that still knows names that stand twice."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _Pairs):
+        return {k: _plain(v) for k, v in value}
+    return [_plain(v) for v in value] if isinstance(value, list) else value
+
+
+# ---- command line
+
+_FLAG = re.compile(r"^--[A-Za-z]")
+
+
+def read_command_line(argv: list[str]) -> CommandLine:
+    """A first word that is no flag, and --config, name files; the rest are `--name value...`, `--name=value`, `--switch`."""
+    line = CommandLine()
+    words = list(argv)
+    if words and not _FLAG.match(words[0]):
+        line.files.append(words.pop(0))
+    while words:
+        word = words.pop(0)
+        if not _FLAG.match(word):
+            line.problems.append(Problem(word, "belongs to no option", "--name value; the configuration file comes first or after --config"))
+            continue
+        flag, equals, text = word.partition("=")
+        values = [text] if equals else []
+        while not equals and words and not _FLAG.match(words[0]):
+            values.append(words.pop(0))
+        _take(line, flag, values)
+    if len(line.files) > 1:
+        line.problems.append(Problem(" and ".join(line.files), "are two configuration files", "one file, then options that override it"))
+    return line
+
+
+def _take(line: CommandLine, flag: str, values: list[str]) -> None:
+    name = normal(flag)
+    option = OPTIONS.get(NAMES.get(name, ""))
+    label = " ".join([flag, *values])
+    if name == "config" and len(values) == 1:
+        line.files.append(values[0])
+    elif option is None:
+        line.givens.append(Given(name, values[0] if values else None, label))
+    elif option.kind in ("list", "map") and values:
+        earlier = next((g for g in line.givens if g.name == name), None)
+        if earlier:  # --dataset a --dataset b
+            line.givens.remove(earlier)
+            values, label = [*earlier.value, *values], f"{earlier.label} {label}"
+        line.givens.append(Given(name, values, label))
+    elif option.kind == "bool" and (not values or values[0].lower() not in TRUE + FALSE) and len(values) != 1:
+        line.givens.append(Given(name, True, label))
+        line.problems += [Problem(v, f"belongs to no option ({flag} is a switch)", f"{flag} true") for v in values]
+    else:
+        line.givens.append(Given(name, values[0] if values else None, " ".join([flag, *values[:1]])))
+        line.problems += [Problem(v, f"belongs to no option ({flag} takes one value)", f'quotes around text with spaces: {flag} "a b"')
+                          for v in values[1:]]

@@ -1,0 +1,82 @@
+"""`SwiftConfig`: one run's configuration, checked once where it is made and frozen since; and how it is loaded and written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megaswift.config.resolve import resolve
+from megaswift.config.rules import ignored_names
+from megaswift.config.sections import OPTIONS, SECTIONS, Sections
+from megaswift.config.source import Source, from_environment, from_mapping, read_command_line, read_file
+
+
+@dataclass(frozen=True, init=False)
+class SwiftConfig(Sections):
+    """A run's configuration: `SwiftConfig(task="sft", parallel={"tp": 4}, dtype="bf16")`, sections or flat names, any spelling.
+
+    ConfigError with every mistake when something is wrong.
+    """
+
+    def __init__(self, task: str | None = None, **options: Any) -> None:
+        self._fill(resolve(task, [from_mapping(options)]))
+
+    def _fill(self, sections: Sections) -> None:
+        for f in fields(sections):
+            object.__setattr__(self, f.name, getattr(sections, f.name))
+
+    @classmethod
+    def from_sources(cls, task: str | None, sources: Sequence[Source], complete: bool = False) -> SwiftConfig:
+        """From what was read elsewhere, later sources over earlier ones."""
+        made = cls.__new__(cls)
+        made._fill(resolve(task, sources, complete))
+        return made
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SwiftConfig:
+        """The inverse of `to_dict`; also takes flat names."""
+        return cls(**values)
+
+    def replace(self, **options: Any) -> SwiftConfig:
+        """The same configuration with these options over it; a value of None unsets one."""
+        kept = {n: self.value(n) for n in sorted(self.given)}
+        return type(self).from_sources(self.task, [from_mapping(kept), from_mapping(options)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by section, complete enough to repeat the run; options that play no part are left out."""
+        idle = ignored_names(self)
+        found: dict[str, Any] = {"task": self.task}
+        for key in SECTIONS:
+            found[key] = {n: _plain(self.value(n)) for n, o in OPTIONS.items() if o.section == key and n not in idle}
+        return found
+
+    def to_yaml(self) -> str:
+        """`to_dict` as the text of a file that `megaswift sft FILE` takes."""
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
+
+
+def is_worker(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun started this process. (RANK and WORLD_SIZE alone do not say so: some clusters count machines with them.)"""
+    return "LOCAL_RANK" in environ
+
+
+def load(task: str | None, argv: Sequence[str], complete: bool = False, environ: Mapping[str, str] | None = None) -> SwiftConfig:
+    """A configuration from a command line: file, then environment (launch options only), then flags, the last one counts.
+
+    `complete`: it must name a model and a data set. `task` None: the file says.
+    """
+    environ = os.environ if environ is None else environ
+    line = read_command_line(list(argv))
+    sources = [read_file(f) for f in line.files]
+    if not is_worker(environ):
+        sources.append(from_environment(environ))
+    sources.append(Source(tuple(line.givens), tuple(line.problems)))
+    return SwiftConfig.from_sources(task, sources, complete)
