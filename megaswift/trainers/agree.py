@@ -1,0 +1,96 @@
+"""Agreement between the ranks of a run: a flag, a maximum, a sum, the outcome of work that only rank 0 does.
+
+Works on the default process group, and is the identity without one. Owns no groups: trainers know the Engine protocol only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megaswift import errors
+from megaswift.errors import CheckpointError, Problem, UserError
+
+T = TypeVar("T")
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    """Global rank, 0 without a process group."""
+    return dist.get_rank() if _several() else 0
+
+
+def world_size() -> int:
+    """Number of ranks, 1 without a process group."""
+    return dist.get_world_size() if _several() else 1
+
+
+def _reduce(values: Sequence[float], operation: Any) -> list[float]:
+    if not _several():
+        return [float(v) for v in values]
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=operation)
+    return tensor.tolist()
+
+
+def largest(values: Sequence[float]) -> list[float]:
+    """Of each value, the largest over the ranks."""
+    return _reduce(values, dist.ReduceOp.MAX)
+
+
+def total(values: Sequence[float]) -> list[float]:
+    """Of each value, the sum over the ranks (float64: exact for whole numbers up to 2^53)."""
+    return _reduce(values, dist.ReduceOp.SUM)
+
+
+def any_rank(number: int) -> int:
+    """The largest number that any rank holds: 0 means that none raised its flag."""
+    return int(largest([number])[0])
+
+
+def barrier() -> None:
+    """Waits until every rank is here."""
+    if _several():
+        dist.barrier()
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank."""
+    if not _several():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """Does `work` on rank 0 and hands its result to all; a user's mistake found there is raised on every rank."""
+    outcome: tuple[str, Any] = ("failed", None)
+    try:
+        if rank() == 0:
+            outcome = ("done", work())
+    except UserError as error:
+        if not _several():
+            raise
+        outcome = (type(error).__name__, error.problems)
+    except OSError as error:
+        problem = Problem(str(error.filename or "writing the output"), error.strerror or str(error), "free space, or another --output_dir")
+        outcome = (CheckpointError.__name__, [problem])
+    finally:
+        if _several():
+            box = [outcome]
+            dist.broadcast_object_list(box, src=0)
+            outcome = box[0]
+    kind, value = outcome
+    if kind == "done":
+        return value
+    if kind == "failed":
+        raise RuntimeError("rank 0 failed; its message says why")
+    raise getattr(errors, kind, UserError)(value)

@@ -1,0 +1,101 @@
+"""Saving every `save_steps`, at the end and on a signal; going on from a checkpoint.
+
+Owns which rank does what and what the trainer itself must remember. How a folder becomes a checkpoint is `commit`'s,
+what the engine writes is the engine's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaswift.errors import CheckpointError, Problem
+from megaswift.trainers import agree, commit
+from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.progress import tell
+
+if TYPE_CHECKING:
+    from megaswift.trainers.loop import Loop
+
+ENGINE = "engine"
+"""The engine's part of a step folder."""
+
+
+class Checkpoint(Hook):
+    """Writes checkpoints. Stands last in the list: the lines of the step are on disk before it."""
+
+    def __init__(self, store: commit.Store, every: int | None, limit: int | None, facts: Mapping[str, Any]) -> None:
+        self.store, self.every, self.limit, self.facts = store, every, limit, facts
+        self.attach: Callable[[Path], None] = lambda folder: None
+        """Writes what makes the folder usable by itself (config.json, tokenizer); rank 0."""
+        self.saved = -1
+        """The step of the last checkpoint, or of the one the run went on from."""
+
+    def on_start(self, loop: Loop) -> None:
+        """What was restored needs no saving."""
+        self.saved = loop.step
+
+    def on_step(self, loop: Loop, step: Step) -> None:
+        """Saves when it is due."""
+        if self.every and step.number % self.every == 0:
+            self.save(loop)
+
+    def on_end(self, loop: Loop) -> None:
+        """Saves the last step."""
+        if self.saved != loop.step:
+            self.save(loop)
+
+    def save(self, loop: Loop) -> Path:
+        """One checkpoint, on every rank together."""
+        began = time.perf_counter()
+        rank, ranks = agree.rank(), agree.world_size()
+        hooks = {type(h).__name__: state for h in loop.hooks if (state := h.state_dict())}
+        state = {**self.facts, "total_steps": loop.total_steps, "data": loop.source.state_dict(), "hooks": hooks}
+        folder = agree.on_main(lambda: self._open(loop.step))
+        loop.engine.save(folder / ENGINE)
+        agree.barrier()
+        files = {name: entry for share in agree.gather(commit.hash_share(folder, rank, ranks)) for name, entry in share.items()}
+        done = agree.on_main(lambda: self.store.finish(loop.step, files, state))
+        agree.on_main(lambda: self.store.rotate(self.limit))
+        self.saved = loop.step
+        size = sum(entry["bytes"] for entry in files.values())
+        tell(f"step {loop.step}: checkpoint {done} ({size / 2**20:,.1f} MiB, {time.perf_counter() - began:.1f} s)")
+        return done
+
+    def _open(self, step: int) -> Path:
+        folder = self.store.begin(step)
+        (folder / ENGINE).mkdir()
+        self.attach(folder)
+        return folder
+
+
+def restore(loop: Loop, folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything back to where `folder` was saved, on this or another layout; returns its manifest."""
+    rank, ranks = agree.rank(), agree.world_size()
+    manifest = agree.on_main(lambda: commit.read_manifest(folder))
+    if manifest is None:
+        raise CheckpointError(Problem(str(folder), f"has no complete {commit.MARKER}"))
+    problems = differences(manifest, model)
+    problems += [p for share in agree.gather(commit.verify_share(folder, manifest, rank, ranks)) for p in share]
+    if problems:
+        raise CheckpointError(problems)
+    loop.engine.load(folder / ENGINE)
+    loop.source.load_state_dict(manifest["data"])
+    for hook in loop.hooks:
+        if type(hook).__name__ in manifest["hooks"]:
+            hook.load_state_dict(manifest["hooks"][type(hook).__name__])
+    loop.step = int(manifest["step"])
+    return manifest
+
+
+def differences(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[Problem]:
+    """What makes a checkpoint unfit for this run: another format, another model."""
+    problems = []
+    if manifest["format"] != commit.FORMAT:
+        problems.append(Problem("checkpoint", f"has format {manifest['format']}, this version reads {commit.FORMAT}", "the version that wrote it"))
+    saved = manifest.get("model", {})
+    problems += [Problem(f"model {name}", f"is {saved[name]} in the checkpoint and {model[name]} in --model", "the model the checkpoint is of")
+                 for name in model if name in saved and saved[name] != model[name]]
+    return problems

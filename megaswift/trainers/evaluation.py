@@ -1,0 +1,61 @@
+"""Evaluation every `eval_steps` and after the last step: eval.jsonl.
+
+The loss is the objective over the whole validation set: each global batch weighs by its own count. Touches no state.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaswift.losses.contract import Batch
+from megaswift.trainers import agree
+from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.metrics import Window, drop_after, to_json, weight_of
+
+if TYPE_CHECKING:
+    from megaswift.trainers.loop import Loop
+
+
+class Evaluation(Hook):
+    """Runs the validation batches through the engine."""
+
+    def __init__(self, path: Path, batches: Callable[[], Iterable[list[Batch]]], every: int | None, limit: int | None, count: str) -> None:
+        self.path, self.batches, self.every, self.limit, self.count = path, batches, every, limit, count
+        self.last = 0
+        """The step of the last evaluation."""
+
+    def on_start(self, loop: Loop) -> None:
+        """Drops the lines past the checkpoint."""
+        if agree.rank() == 0:
+            drop_after(self.path, loop.step)
+
+    def on_step(self, loop: Loop, step: Step) -> None:
+        """Evaluates when it is due."""
+        due = bool(self.every) and step.number % int(self.every or 1) == 0
+        if due or step.number == loop.total_steps:
+            self.evaluate(loop, step.epoch)
+
+    def evaluate(self, loop: Loop, epoch: float) -> dict[str, Any]:
+        """One pass over the validation set, one line."""
+        began = time.perf_counter()
+        window = Window()
+        for microbatches in islice(self.batches(), self.limit):
+            result = loop.engine.evaluate(microbatches, loop.loss)
+            step = Step(loop.step, epoch, 0.0, result, 0.0, 0.0, 0)
+            window.add(step, weight_of(step, self.count))
+        self.last = loop.step
+        line: dict[str, Any] = {
+            "step": loop.step, "epoch": epoch, "loss": window.loss / window.weight if window.weight else math.nan,
+            "tokens": window.tokens, "label_tokens": window.label_tokens, "batches": window.steps, "seconds": time.perf_counter() - began,
+        }
+        line |= {k: v / window.weights[k] for k, v in window.metrics.items() if k not in line}
+        if agree.rank() == 0:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(to_json(line) + "\n")
+        loop.emit("on_evaluate", line)
+        return line

@@ -1,0 +1,39 @@
+"""One stated FLOP rule and the devices' peaks.
+
+FLOPs of a training step = 6 x N x tokens + 6 x layers x heads x head size x sum of (document length)^2, with N the
+parameters without the input embedding (of a mixture of experts: those active for a token). Forward counts 2 a weight and
+token, backward 4; the attention part is that of a causal mask, half of the full square (PaLM, appendix B, halved).
+Recomputed activations and padding do not count: they are work, not use.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    (r"GB200", 2500.0), (r"B200", 2250.0), (r"H200", 989.4), (r"H100.*PCIe", 756.0), (r"H100 NVL", 835.0), (r"GH200|H100|H800", 989.4),
+    (r"H20\b", 148.0), (r"A100|A800", 312.0), (r"L40S", 362.0), (r"L40\b", 181.0), (r"L4\b", 121.0), (r"A10G", 70.0), (r"A10\b", 125.0),
+    (r"RTX 4090", 165.2), (r"RTX 3090", 71.0), (r"MI300X", 1307.4), (r"MI250", 383.0),
+)
+"""Dense bf16 TFLOP/s by the makers' data sheets; the first pattern that the device's name contains counts."""
+
+
+@dataclass(frozen=True)
+class FlopRule:
+    """The rule's two constants for one model."""
+
+    parameters: int
+    attention: int
+    """layers x heads x head size."""
+
+    def step(self, tokens: float, squares: float) -> float:
+        """FLOPs of forward and backward over `tokens` tokens in documents whose squared lengths add up to `squares`."""
+        return 6.0 * self.parameters * tokens + 6.0 * self.attention * squares
+
+
+def peak_tflops(device_name: str, dtype: str) -> float | None:
+    """Peak of a device in bf16 or fp16; None where it is not known, and for float32, whose peak depends on TF32 settings."""
+    if dtype not in ("bfloat16", "float16"):
+        return None
+    return next((peak for pattern, peak in PEAK_TFLOPS if re.search(pattern, device_name)), None)

@@ -1,0 +1,58 @@
+"""Ctrl-C and SIGTERM: the first one lets the step finish and the state be saved, a later one ends the process at once.
+
+Owns the signal handlers while the loop runs; outside it the defaults hold, so start-up can be stopped at any time.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from megaswift import log
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_SIGNAL_SECONDS = 3.0
+"""Ctrl-C reaches a worker twice: from the terminal, and from torchrun, which passes it on."""
+
+
+class Interrupted(SystemExit):
+    """The run ended early on a signal, with its state saved. The exit code is the shell's: 128 + signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+
+
+class Received:
+    """The signal that arrived on this rank, 0 when none did."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._since = 0.0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """The handler."""
+        now = time.monotonic()
+        if not self.number:
+            self.number, self._since = number, now
+            log.info(f"{signal.Signals(number).name} received: finishing this step and saving; send it again to stop at once")
+        elif now - self._since > SAME_SIGNAL_SECONDS:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def listen() -> Iterator[Received]:
+    """Takes the signals over inside the context. In a thread other than the main one it does nothing."""
+    received = Received()
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {s: signal.signal(s, received) for s in SIGNALS}
+    try:
+        yield received
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

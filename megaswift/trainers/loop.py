@@ -1,0 +1,88 @@
+"""The train loop. All of it is here; metrics, evaluation, checkpoints and the progress bar are hooks.
+
+Leaves out how a step is computed (engine), what a batch holds (data) and how the parts are made (`run`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megaswift.engine.protocol import Engine
+from megaswift.losses.contract import Batch, Loss
+from megaswift.trainers import agree, interrupt
+from megaswift.trainers.hook import Hook, Step
+
+
+class Source(Protocol):
+    """Where the batches come from."""
+
+    epoch: float
+    """Passes over the data so far, as a fraction."""
+
+    def next(self) -> list[Batch]:
+        """This data-parallel rank's micro-batches of the next global batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the same on every rank."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from that position."""
+
+
+@dataclass
+class Loop:
+    """Steps from `step` to `total_steps`, the same on every rank."""
+
+    engine: Engine
+    source: Source
+    loss: Loss
+    learning_rate: Callable[[int], float]
+    """Learning rate of the step of this number, counted from 0."""
+    total_steps: int
+    hooks: Sequence[Hook] = ()
+    step: int = 0
+    """Optimizer steps taken."""
+    interrupted: int = 0
+    """The signal that ended the run early, 0 when none did."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of the parts, for the report."""
+
+    def run(self) -> None:
+        """Trains until the last step, or until a signal; then the hooks finish their work."""
+        try:
+            self.emit("on_start")
+            with interrupt.listen() as signal:
+                while self.step < self.total_steps and not self.interrupted:
+                    began = time.perf_counter()
+                    microbatches = self.source.next()
+                    waited = time.perf_counter() - began
+                    rate = self.learning_rate(self.step)
+                    result = self.engine.train_batch(microbatches, self.loss, rate)
+                    seconds = time.perf_counter() - began
+                    self.step += 1
+                    squares = sum(length_squares(b) for b in microbatches)
+                    self.emit("on_step", Step(self.step, self.source.epoch, rate, result, seconds, waited, squares))
+                    self.interrupted = agree.any_rank(signal.number)
+                self.emit("on_end")
+        finally:
+            for hook in self.hooks:
+                hook.close()
+
+    def emit(self, event: str, *values: Any) -> None:
+        """Calls every hook's method of this name, and keeps the time it took."""
+        for hook in self.hooks:
+            began = time.perf_counter()
+            getattr(hook, event)(self, *values)
+            self.spent(type(hook).__name__.lower(), time.perf_counter() - began)
+
+    def spent(self, part: str, seconds: float) -> None:
+        """Adds to the time of a part of the run."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+
+def length_squares(batch: Batch) -> int:
+    """Sum over documents of length squared: a document of n tokens has positions 0..n-1, and n^2 = sum of (2 p + 1)."""
+    return int(((2 * batch.positions + 1) * batch.valid).sum())

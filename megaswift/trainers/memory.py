@@ -1,0 +1,61 @@
+"""Memory of a rank: how much it took, and what to try when there is not enough."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from megaswift.errors import Problem, UserError
+
+GIB = 2**30
+
+
+def peak_gib() -> float:
+    """Peak of this rank in GiB: what torch allocated on the GPU, the resident set on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / GIB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+class OutOfMemory(UserError):
+    """The device or the machine has too little memory for this run."""
+
+    title = "out of memory"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for torch's own error on a GPU, and for a failed allocation on a CPU."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def out_of_memory(cfg: Any, experts: int, error: BaseException) -> OutOfMemory:
+    """The error for the user: what to try, cheapest first."""
+    tries = "\n".join(f"         {i}. {text}" for i, text in enumerate(advice(cfg, experts), 1))
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return OutOfMemory(Problem("memory", f"{first} (peak of this rank: {peak_gib():.1f} GiB)", f"in this order\n{tries}"))
+
+
+def advice(cfg: Any, experts: int) -> list[str]:
+    """Settings that lower the peak, in the order of what they cost; those already in use are left out."""
+    m, p, d, t = cfg.model, cfg.parallel, cfg.data, cfg.train
+    gpu = torch.cuda.is_available()
+    heads_tp = p.tensor_parallel_size * 2
+    rows: list[tuple[bool, str]] = [
+        (t.per_device_train_batch_size > 1, "--per_device_train_batch_size 1 with more --gradient_accumulation_steps: same result, same speed within a few %"),
+        (not p.distributed_optimizer, "--distributed_optimizer true: optimizer state divided by data-parallel ranks, no cost"),
+        (p.tensor_parallel_size > 1 and p.sequence_parallel is False, "--sequence_parallel true: activations divided by TP, no cost"),
+        (gpu and m.torch_dtype == "float32", "--torch_dtype bfloat16: half the weights and activations"),
+        (m.recompute_granularity in (None, "none"), "--recompute_granularity selective: attention is recomputed, about 3% slower"),
+        (m.recompute_granularity != "full", "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1: about 30% slower"),
+        (True, f"--tp {heads_tp} (inside one machine): weights, activations and optimizer state divided by {heads_tp}"),
+        (experts > 1, f"--ep {p.expert_parallel_size * 2}: experts divided over more ranks"),
+        (True, f"--pp {p.pipeline_parallel_size * 2}: layers divided over more ranks"),
+        (d.max_length > 4096, f"--cp {p.context_parallel_size * 2}: each sequence divided over more ranks"),
+        (d.max_length > 1024, f"--max_length {d.max_length // 2}: shorter sequences, other data"),
+        (gpu and not cfg.optim.optimizer_cpu_offload, "--optimizer_cpu_offload true: optimizer state in the machine's memory, slower steps"),
+    ]
+    return [text for applies, text in rows if applies]

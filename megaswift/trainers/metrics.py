@@ -1,0 +1,165 @@
+"""metrics.jsonl: one line per logged optimizer step, written and flushed by rank 0.
+
+Owns the meaning of every field (docs/outputs.md says it for readers). Sums and means run over all steps since the last
+line; a window that a checkpoint cuts goes on after the resume.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from megaswift.trainers import agree, memory
+from megaswift.trainers.flops import FlopRule
+from megaswift.trainers.hook import Hook, Step
+
+if TYPE_CHECKING:
+    from megaswift.trainers.loop import Loop
+
+
+@dataclass
+class Window:
+    """What has added up since the last line. Plain values: it travels in checkpoints."""
+
+    steps: int = 0
+    weight: float = 0.0
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    label_tokens: int = 0
+    seconds: float = 0.0
+    data_wait: float = 0.0
+    squares: float = 0.0
+    skipped: int = 0
+
+    def add(self, step: Step, weight: float) -> None:
+        """One step more. `weight` is the count by which the step's loss was divided."""
+        result = step.result
+        self.steps += 1
+        if weight:
+            self.weight += weight
+            self.loss += result.loss * weight
+            for name, value in result.metrics.items():
+                self.metrics[name] = self.metrics.get(name, 0.0) + value * weight
+                self.weights[name] = self.weights.get(name, 0.0) + weight
+        self.tokens += result.tokens
+        self.label_tokens += result.label_tokens
+        self.seconds += step.seconds
+        self.data_wait += step.data_wait
+        self.squares += step.squares
+        self.skipped += result.skipped
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What turns tokens and seconds into TFLOP/s."""
+
+    rule: FlopRule
+    devices: int
+    replicas: int
+    """Ranks that hold the same data: TP x PP x CP."""
+    peak_tflops: float | None = None
+
+
+class Metrics(Hook):
+    """Adds steps up and writes the lines."""
+
+    def __init__(self, path: Path, every: int, speed: Speed, count: str) -> None:
+        self.path, self.every, self.speed, self.count = path, every, speed, count
+        self.window = Window()
+        self._file: IO[str] | None = None
+
+    def on_start(self, loop: Loop) -> None:
+        """Drops the lines past the checkpoint and opens the file."""
+        if agree.rank() == 0:
+            drop_after(self.path, loop.step)
+            self._file = self.path.open("a", encoding="utf-8")
+
+    def on_step(self, loop: Loop, step: Step) -> None:
+        """Adds the step; writes a line when it is due, and at the last step."""
+        self.window.add(step, weight_of(step, self.count))
+        if step.number % self.every == 0 or step.number == loop.total_steps:
+            line = self.line(step)
+            self.window = Window()
+            if self._file is not None:
+                self._file.write(to_json(line) + "\n")
+                self._file.flush()
+            loop.emit("on_log", line)
+
+    def line(self, step: Step) -> dict[str, Any]:
+        """The line of this window, the same on every rank."""
+        w, speed = self.window, self.speed
+        (squares,) = agree.total([w.squares])
+        data_wait, memory_gib = agree.largest([w.data_wait, memory.peak_gib()])
+        flops = speed.rule.step(w.tokens, squares / speed.replicas)
+        tflops = flops / max(w.seconds, 1e-12) / speed.devices / 1e12
+        per_second = w.tokens / max(w.seconds, 1e-12)
+        line = {
+            "step": step.number, "epoch": step.epoch, "loss": w.loss / w.weight if w.weight else math.nan,
+            "grad_norm": step.result.grad_norm, "learning_rate": step.learning_rate, "tokens": w.tokens, "label_tokens": w.label_tokens,
+            "step_time": w.seconds / w.steps, "data_wait": data_wait / w.steps, "tokens_per_second": per_second,
+            "tokens_per_second_per_device": per_second / speed.devices, "tflops_per_device": tflops,
+            "mfu": tflops / speed.peak_tflops if speed.peak_tflops else None, "memory_gib": memory_gib,
+        }
+        if w.skipped:
+            line["skipped"] = w.skipped
+        return line | {k: v / w.weights[k] for k, v in w.metrics.items() if k not in line}
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The open window, `squares` over all data-parallel ranks: any layout can go on with it."""
+        (squares,) = agree.total([self.window.squares])
+        return asdict(self.window) | {"squares": squares / self.speed.replicas}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the window."""
+        self.window = Window(**state)
+        self.window.squares *= self.speed.replicas / agree.world_size()
+
+
+def weight_of(step: Step, count: str) -> float:
+    """The count that weighs a step's means; a step without one (no label at all) weighs nothing."""
+    return float(step.result.counts.get(count, step.result.label_tokens))
+
+
+def to_json(line: Mapping[str, Any]) -> str:
+    """Strict JSON in full precision; what is not finite becomes null."""
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+    return json.dumps(plain, allow_nan=False)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file of ours; a last line that a crash cut short is left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
+        try:
+            value = json.loads(text) if text.strip() else None
+        except json.JSONDecodeError:
+            value = None
+        if isinstance(value, dict):
+            lines.append(value)
+    return lines
+
+
+def drop_after(path: Path, step: int) -> int:
+    """Keeps the lines up to `step` (by rename, so a crash loses nothing); returns how many were dropped."""
+    if not path.exists():
+        return 0
+    lines = read_lines(path)
+    kept = [line for line in lines if line.get("step", 0) <= step]
+    text = "".join(to_json(line) + "\n" for line in kept)
+    if text != path.read_text(encoding="utf-8"):
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    return len(lines) - len(kept)

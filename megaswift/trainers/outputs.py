@@ -1,0 +1,120 @@
+"""The output directory: where each thing lies, and that one run never destroys another (docs/outputs.md).
+
+A folder that holds a run is refused unless the user resumes it or says `--overwrite_output_dir`; then the old run is
+moved aside, by rename. Files that are not ours are never touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaswift import log
+from megaswift.config import SwiftConfig
+from megaswift.errors import Problem, UserError
+from megaswift.trainers import commit
+
+NAMES = ("config.yaml", "metrics.jsonl", "eval.jsonl", "completions.jsonl", "checkpoints", "hf", "loss.png", "report.html", "runs", "wandb")
+"""What a run writes; nothing else in the folder is ours."""
+ASIDE = "replaced"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The paths of one run."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per logged step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def evaluation(self) -> Path:
+        """One line per evaluation."""
+        return self.root / "eval.jsonl"
+
+    @property
+    def hf(self) -> Path:
+        """The Hugging Face export."""
+        return self.root / "hf"
+
+    @property
+    def curves(self) -> Path:
+        """The picture."""
+        return self.root / "loss.png"
+
+    @property
+    def report(self) -> Path:
+        """The page."""
+        return self.root / "report.html"
+
+    @property
+    def store(self) -> commit.Store:
+        """The checkpoints."""
+        return commit.Store(self.root / "checkpoints")
+
+    def present(self) -> list[Path]:
+        """What of a run is there. TensorBoard's folder alone, or an empty one, is not a run."""
+        return [p for name in NAMES if (p := self.root / name).exists() and not (p.is_dir() and not any(p.iterdir()))]
+
+
+def check(cfg: SwiftConfig) -> list[Problem]:
+    """What speaks against this output directory; changes nothing."""
+    train, outputs = cfg.train, Outputs(Path(cfg.train.output_dir))
+    problems, flag = [], f"--output_dir {train.output_dir}"
+    occupied = next((p for p in (outputs.root, *outputs.root.parents) if p.exists()), None)
+    if occupied is not None and not occupied.is_dir():
+        return [Problem(flag, f"{occupied} is a file", "a folder")]
+    resume = None
+    if train.resume_from_checkpoint is not None:
+        try:
+            resume, _ = commit.select(train.resume_from_checkpoint, outputs.root)
+        except UserError as error:
+            problems += error.problems
+    present = outputs.present()
+    own = train.resume_from_checkpoint == "latest" or (resume is not None and _inside(resume, outputs.root))
+    if present and train.overwrite_output_dir and own:
+        problems.append(Problem("--overwrite_output_dir", "would move away the run that --resume_from_checkpoint goes on with", "one of the two"))
+    elif present and train.overwrite_output_dir and cfg.model.model and _inside(Path(cfg.model.model), outputs.root):
+        problems.append(Problem(f"--model {cfg.model.model}", f"lies in {train.output_dir}, which is to be replaced", "another --output_dir"))
+    elif present and not own and not train.overwrite_output_dir and not problems:
+        problems.append(Problem(
+            flag, f"holds another run ({', '.join(p.name for p in present)})",
+            "another folder, --resume_from_checkpoint latest to go on with it, or --overwrite_output_dir to start anew (the old run is moved aside)"))
+    return problems
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    return path.exists() and path.resolve().is_relative_to(folder.resolve())
+
+
+def prepare(cfg: SwiftConfig) -> Outputs:
+    """Makes the folder, moves a replaced run aside and writes config.yaml. Rank 0, after `check`."""
+    outputs = Outputs(Path(cfg.train.output_dir))
+    outputs.root.mkdir(parents=True, exist_ok=True)
+    if cfg.train.overwrite_output_dir and (present := outputs.present()):
+        aside = _free(outputs.root / ASIDE)
+        aside.mkdir(parents=True)
+        for path in present:
+            path.rename(aside / path.name)
+        log.info(f"the run that was in {outputs.root} now lies in {aside}; remove it when you no longer need it")
+    if cfg.train.resume_from_checkpoint is not None:
+        outputs.store.recover()
+    fresh = outputs.config.with_name("config.yaml.new")
+    fresh.write_text(cfg.to_yaml(), encoding="utf-8")
+    fresh.replace(outputs.config)
+    return outputs
+
+
+def _free(root: Path) -> Path:
+    number = 1
+    while (root / str(number)).exists():
+        number += 1
+    return root / str(number)

@@ -1,0 +1,91 @@
+"""What is seen while the loop runs, on rank 0: a bar on a terminal, plain lines now and then elsewhere.
+
+Owns the only writes to the terminal inside the loop (`tell`, `warn`), so that messages do not cut the bar.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, TextIO
+
+from tqdm import tqdm
+
+from megaswift import log
+from megaswift.trainers import agree
+from megaswift.trainers.hook import Hook, Line, Step
+
+if TYPE_CHECKING:
+    from megaswift.trainers.loop import Loop
+
+BAR = "{percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
+PLAIN_SECONDS = 10.0
+"""At least so long between two plain lines."""
+
+
+def tell(text: str) -> None:
+    """A message to the user that leaves the bar whole."""
+    with tqdm.external_write_mode(file=sys.stderr):
+        log.info(text)
+
+
+def warn(text: str) -> None:
+    """The same for what should not be missed."""
+    with tqdm.external_write_mode(file=sys.stderr):
+        log.warn(text)
+
+
+def duration(seconds: float) -> str:
+    """`0:42`, `7:05`, `2:03:44`, `3d 04:05`."""
+    s = round(max(seconds, 0.0))
+    days, hours, minutes = s // 86400, s // 3600 % 24, s // 60 % 60
+    if days:
+        return f"{days}d {hours:02d}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{s % 60:02d}" if hours else f"{minutes}:{s % 60:02d}"
+
+
+def short(line: Line) -> str:
+    """The figures of a line that matter while one waits."""
+    loss = "nan" if line["loss"] is None else f"{line['loss']:.4f}"
+    return f"loss {loss}  lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s"
+
+
+class Progress(Hook):
+    """The bar, or the lines."""
+
+    def __init__(self, stream: TextIO | None = None, every: float = PLAIN_SECONDS) -> None:
+        self.stream = stream or sys.stderr
+        self.every = every
+        self.bar: tqdm | None = None
+        self._first = 0
+        self._began = self._last = 0.0
+
+    def on_start(self, loop: Loop) -> None:
+        """Opens the bar where there is a terminal."""
+        self._first, self._began, self._last = loop.step, time.monotonic(), float("-inf")
+        if agree.rank() == 0 and self.stream.isatty():
+            self.bar = tqdm(total=loop.total_steps, initial=loop.step, bar_format=BAR, dynamic_ncols=True, file=self.stream, mininterval=0.2)
+
+    def on_step(self, loop: Loop, step: Step) -> None:
+        """Moves the bar."""
+        if self.bar is not None:
+            self.bar.update(1)
+
+    def on_log(self, loop: Loop, line: Line) -> None:
+        """Shows the figures."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(short(line), refresh=False)
+        elif agree.rank() == 0 and (time.monotonic() - self._last >= self.every or line["step"] == loop.total_steps):
+            self._last = time.monotonic()
+            left = (self._last - self._began) / max(line["step"] - self._first, 1) * (loop.total_steps - line["step"])
+            print(f"step {line['step']}/{loop.total_steps}  {short(line)}  ETA {duration(left)}", file=self.stream, flush=True)
+
+    def on_evaluate(self, loop: Loop, line: Line) -> None:
+        """One line an evaluation."""
+        tell(f"step {line['step']}: evaluation loss {line['loss']:.4f} over {line['label_tokens']:,} label tokens")
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
