@@ -1,0 +1,100 @@
+"""Which layouts are proven: every legal one up to 8 processes (slow tier), and a small set in which every pair of choices occurs.
+
+Owns the tables of choices and the rule of what is legal, written out by hand: `megaswift.parallel.checks` is tested against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations, product
+
+from tests.parity.cases import Case, parse
+
+RANKS = 8
+HEADS, KV_HEADS, LAYERS, EXPERTS = 8, 4, 4, 4
+"""Of the models `dense` and `moe`."""
+POWERS = (1, 2, 4, 8)
+SWITCHES: dict[str, tuple[object, ...]] = {
+    "do": (True, False), "recompute": ("none", "full", "selective"), "packed": (False, True), "tied": (False, True),
+}
+MOE_SWITCHES: dict[str, tuple[object, ...]] = {**SWITCHES, "allgather": (False, True)}
+SMALL = {
+    "dense": ("single", "tp2", "tp2 sp", "pp2", "pp2 vpp2", "cp2", "cp2 packed", "dp2", "dp2 do", "pp2 tied", "tp2 packed",
+              "pp3 first2", "dp3"),
+    "moe": ("single", "dp2 ep2 do", "tp2 sp", "pp2 packed", "cp2", "tp2 sp ep2", "pp2 last1"),
+}
+"""One axis at a time on few ranks, uneven stages, sizes that are no power of two: what to look at first when the cover fails."""
+AXES = ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")
+
+
+def legal(c: Case) -> bool:
+    """The rule by hand, for sizes that are powers of two."""
+    if c.world > RANKS or HEADS % c.tp or KV_HEADS % c.tp or LAYERS % (c.pp * c.vpp):
+        return False
+    if (c.sp and c.tp == 1) or (c.vpp > 1 and c.pp == 1):
+        return False
+    if not c.moe:
+        return c.ep == c.etp == 1
+    experts_fit = EXPERTS % c.ep == 0 and c.world % (c.etp * c.ep * c.pp) == 0
+    return experts_fit and (c.sp or c.tp == 1)  # Megatron-Core trains experts under TP with sequence parallelism only
+
+
+def layouts(model: str) -> list[Case]:
+    """Every legal layout of `dense` or `moe`, switches at their defaults, small worlds first."""
+    experts = (POWERS, POWERS) if model == "moe" else ((1,), (1,))
+    cases = [
+        Case(model, tp=tp, sp=sp, pp=pp, vpp=vpp, cp=cp, dp=dp, ep=ep, etp=etp)
+        for tp, sp, pp, vpp, cp, dp, ep, etp in product(POWERS, (False, True), POWERS, (1, 2), POWERS, POWERS, *experts)
+    ]
+    return sorted((c for c in cases if legal(c)), key=lambda c: c.world)
+
+
+def switched(model: str) -> Iterator[Case]:
+    """Every layout with every setting of the switches."""
+    switches = MOE_SWITCHES if model == "moe" else SWITCHES
+    for case in layouts(model):
+        for values in product(*switches.values()):
+            yield Case(**{**case.to_dict(), **dict(zip(switches, values, strict=True))})
+
+
+@cache
+def every(model: str) -> tuple[Case, ...]:
+    """Every layout, with and without the distributed optimizer; the other switches go round, so that all occur on most shapes."""
+    switches = {k: v for k, v in (MOE_SWITCHES if model == "moe" else SWITCHES).items() if k != "do"}
+    turns = list(product(*switches.values()))
+    found = []
+    for n, (case, do) in enumerate(product(layouts(model), (True, False))):
+        chosen = dict(zip(switches, turns[n * 5 % len(turns)], strict=True))  # 5 is coprime to the 12 and 24 settings
+        found.append(Case(**{**case.to_dict(), **chosen, "do": do}))
+    return tuple(found)
+
+
+@cache
+def pairwise(model: str) -> tuple[Case, ...]:
+    """A deterministic greedy cover: every two choices that can go together on this model do so in some case.
+
+    Of the candidates that add most pairs the smallest world is taken, so that the cover is cheap.
+    """
+    keys = (*AXES, *(MOE_SWITCHES if model == "moe" else SWITCHES))
+    candidates = list(switched(model))
+    number: dict[tuple[str, object, str, object], int] = {}
+    masks = []
+    for case in candidates:
+        mask = 0
+        for a, b in combinations(keys, 2):
+            mask |= 1 << number.setdefault((a, getattr(case, a), b, getattr(case, b)), len(number))
+        masks.append(mask)
+    left = (1 << len(number)) - 1
+    chosen: list[Case] = []
+    while left:
+        best = max(range(len(masks)), key=lambda i: ((masks[i] & left).bit_count(), -candidates[i].world, -i))
+        chosen.append(candidates[best])
+        left &= ~masks[best]
+    return tuple(sorted(chosen, key=lambda c: c.world))
+
+
+def default(model: str) -> tuple[Case, ...]:
+    """What the default run proves: one axis at a time, then the cover."""
+    small = [parse(text, model=model) for text in SMALL[model]]
+    return (*small, *(c for c in pairwise(model) if c not in small))

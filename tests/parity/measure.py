@@ -1,0 +1,115 @@
+"""What the engine computes for one case, measured on its ranks.
+
+Owns the rank side of the parity tests: build the engine on a layout, load the Hugging Face folder, gradients of the first global
+batch, then one optimizer step per global batch. Rank 0 hands back full tensors by their names on disk.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift.losses.contract import Batch, Loss, Needs, Outputs, Term
+from megaswift.losses.sft import CrossEntropy
+from tests.parity.cases import Case, global_batch, own
+from tests.parity.oracle import Recipe, Reference
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the ranks get: a case, the model folder, the optimizer, and a fault to inject (self-check of the harness)."""
+
+    case: Case
+    folder: Path
+    recipe: Recipe
+    steps: int = STEPS
+    fault: str = ""
+    """`scale`: the loss x 1.00001; `mask`: one label is dropped; empty: none."""
+
+
+@dataclass(frozen=True)
+class ScaledLoss:
+    """Cross-entropy with its sum scaled: a wrong objective that the comparison has to notice."""
+
+    factor: float
+    needs: Needs = CrossEntropy().needs
+
+    def counts(self, batch: Batch) -> Any:
+        """Those of cross-entropy."""
+        return CrossEntropy().counts(batch)
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Any]:
+        """Cross-entropy's term, its sum scaled."""
+        terms, metrics = CrossEntropy()(outputs, batch)
+        return [replace(t, sum=t.sum * self.factor) for t in terms], metrics
+
+
+def build(case: Case, folder: Path, world: int, **options: Any) -> tuple[Any, Any]:
+    """(engine with the folder's weights, context) on this rank."""
+    from megaswift.config import SwiftConfig
+    from megaswift.engine.megatron.context import ParallelContext
+    from megaswift.engine.megatron.engine import MegatronEngine
+    from megaswift.families import family_of
+    from megaswift.parallel.layout import Layout
+
+    cfg = SwiftConfig(task="sft", model=str(folder), **case.config(**options))
+    hf_config = json.loads((folder / "config.json").read_text())
+    spec = family_of(hf_config).spec(hf_config)
+    context = ParallelContext(Layout.from_config(cfg.parallel, world), timeout_s=60, seed=11)
+    engine = MegatronEngine(spec, cfg, context)
+    engine.load_hf(folder)
+    return engine, context
+
+
+def recipe_options(recipe: Recipe, moe: bool) -> dict[str, Any]:
+    """The same optimizer as flat options."""
+    options = {
+        "learning_rate": recipe.lr, "weight_decay": recipe.weight_decay, "adam_beta1": recipe.betas[0],
+        "adam_beta2": recipe.betas[1], "adam_epsilon": recipe.eps, "max_grad_norm": recipe.max_grad_norm,
+    }
+    if moe:
+        options |= {"moe_aux_loss_coeff": recipe.aux_coeff, "moe_z_loss_coeff": recipe.z_coeff}
+    return options
+
+
+def full(pairs: Any) -> dict[str, Tensor]:
+    """A stream of (name, tensor) as a dict of copies."""
+    return {name: tensor.detach().to("cpu", torch.float32).clone() for name, tensor in pairs if tensor is not None}
+
+
+def spoil(batches: list[Batch], fault: str) -> list[Batch]:
+    """Drops one label of the last micro-batch when `fault` says so."""
+    if fault != "mask":
+        return batches
+    weights = batches[-1].loss_weights.clone()
+    weights.view(-1)[weights.view(-1).nonzero()[0]] = 0.0
+    return [*batches[:-1], replace(batches[-1], loss_weights=weights)]
+
+
+def train(rank: int, world: int, task: Task) -> Reference | None:
+    """The engine's numbers; on rank 0 all of them, None elsewhere."""
+    case = task.case
+    engine, context = build(case, task.folder, world, **recipe_options(task.recipe, case.moe))
+    loss: Loss = ScaledLoss(1.00001) if task.fault == "scale" else CrossEntropy()
+    mine = [own(spoil(global_batch(case, k), task.fault), case.dp, context.layout.coordinates(rank).dp) for k in range(task.steps)]
+    out = Reference()
+    result = engine.accumulate(mine[0], loss)
+    out.loss = result.loss
+    out.gradients = full(engine.hf_gradients())
+    for k in range(task.steps):
+        result = engine.train_batch(mine[k], loss, task.recipe.lr)
+        out.losses.append(result.loss)
+        out.norms.append(result.grad_norm)
+        out.aux_steps.append(result.metrics.get("aux_loss", 0.0))
+        out.z_steps.append(result.metrics.get("z_loss", 0.0))
+    out.weights = full(engine.hf_weights())
+    torch.distributed.barrier()
+    context.close()
+    return out if rank == 0 else None

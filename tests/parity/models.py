@@ -1,0 +1,132 @@
+"""Tiny Hugging Face model folders with random weights, made on the spot, and the names of their tensors on disk.
+
+Owns the model variants of the parity tests. Weights are drawn larger than an initialiser would (norms away from 1, biases
+away from 0, routers decisive), so that a parameter that goes unused, or in the wrong place, moves the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB = 130
+"""Not a multiple of anything: TP has to pad it, and the padding must leave no trace."""
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 16, "intermediate_size": 96, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}
+MOE: dict[str, Any] = {
+    **BASE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1,
+    "norm_topk_prob": True, "mlp_only_layers": [], "router_aux_loss_coef": 0.02,
+}
+MIXTRAL: dict[str, Any] = {
+    **{k: v for k, v in BASE.items() if k != "intermediate_size"}, "intermediate_size": 48, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "sliding_window": None,
+}
+
+
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **more}}
+
+
+LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=16)
+NO_HEAD_DIM = {k: v for k, v in BASE.items() if k != "head_dim"}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("Qwen3", BASE),
+    "dense-tied": ("Qwen3", {**BASE, "tie_word_embeddings": True}),
+    "moe": ("Qwen3Moe", MOE),
+    "moe-tied": ("Qwen3Moe", {**MOE, "tie_word_embeddings": True}),
+    "moe-mixed": ("Qwen3Moe", {**MOE, "mlp_only_layers": [0], "norm_topk_prob": False}),
+    "llama": ("Llama", BASE),
+    "llama3-rope": ("Llama", {**BASE, **LLAMA3}),
+    "llama-linear": ("Llama", {**BASE, **_rope("linear", factor=4.0)}),
+    "llama-bias": ("Llama", {**BASE, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {**BASE, "sliding_window": None}),
+    "mistral-window": ("Mistral", {**BASE, "sliding_window": 7}),
+    "qwen2": ("Qwen2", NO_HEAD_DIM),
+    "qwen2-window": ("Qwen2", {**NO_HEAD_DIM, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
+    "qwen3-yarn": ("Qwen3", {**BASE, **YARN}),
+    "qwen3-tiny-heads": ("Qwen3", {**BASE, "head_dim": 24}),
+    "mixtral": ("Mixtral", MIXTRAL),
+    "qwen3_moe": ("Qwen3Moe", MOE),
+    "qwen3": ("Qwen3", BASE),
+}
+
+
+def is_moe(variant: str) -> bool:
+    """Whether the variant has experts."""
+    return VARIANTS[variant][0] in ("Qwen3Moe", "Mixtral")
+
+
+def config(variant: str) -> Any:
+    """The transformers configuration of a variant."""
+    import transformers
+
+    name, fields = VARIANTS[variant]
+    return getattr(transformers, f"{name}Config")(**{"rope_theta": 10000.0, **fields})
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Weights that make every parameter matter; the same for the same seed, in the order of names."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in sorted(model.named_parameters()):
+        noise = torch.randn(p.shape, generator=generator)
+        if p.dim() == 1:
+            p.data = 0.1 * noise + (1.0 if "norm" in name else 0.0)
+        elif name.endswith(("mlp.gate.weight", "embed_tokens.weight", "lm_head.weight")):
+            p.data = noise * 0.15
+        else:
+            p.data = noise * 0.8 / math.sqrt(p.shape[-1])
+
+
+def build(variant: str, folder: Path, seed: int = 7) -> Path:
+    """Writes the variant as a Hugging Face folder (fp32, several shards) and returns it; an existing one is kept."""
+    import transformers
+
+    if not (folder / "config.json").exists():
+        model = getattr(transformers, f"{VARIANTS[variant][0]}ForCausalLM")(config(variant))
+        randomise(model, seed)
+        model.save_pretrained(folder, max_shard_size="200KB")
+    return folder
+
+
+def disk_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a Hugging Face folder, by its name on disk."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(file))
+    return tensors
+
+
+def by_disk_name(model: torch.nn.Module, value: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """`value` of every parameter, as (disk name, tensor): transformers 5 holds all experts of a layer in one tensor.
+
+    In memory `mlp.experts.gate_up_proj [E, 2I, H]` and `mlp.experts.down_proj [E, H, I]`; on disk one matrix an expert,
+    called gate_proj, up_proj, down_proj or, by Mixtral, w1, w3, w2 of `block_sparse_moe`.
+    """
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, parameter in model.named_parameters():
+        tensor = value(parameter)
+        moe = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        stem = moe.rsplit(".", 1)[0]
+        if name.endswith("mlp.experts.gate_up_proj"):
+            for e, both in enumerate(tensor):
+                first, second = both.chunk(2, dim=0)
+                yield f"{stem}.{e}.{gate}.weight", first
+                yield f"{stem}.{e}.{up}.weight", second
+        elif name.endswith("mlp.experts.down_proj"):
+            for e, one in enumerate(tensor):
+                yield f"{stem}.{e}.{down}.weight", one
+        else:
+            yield moe, tensor

@@ -1,0 +1,188 @@
+"""The reference numbers: the Hugging Face model in fp32 on one process, trained in plain torch on the very same micro-batches.
+
+Owns loss, gradients (by disk name), MoE auxiliary losses, gradient norm, clipping and AdamW steps, all written out here in plain
+torch. It imports nothing of the engine and nothing of Megatron-Core, so that agreement means something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from megaswift.losses.contract import Batch
+from tests.parity.models import by_disk_name
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The optimizer of both sides, and the coefficients of the routers' losses."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-6
+    max_grad_norm: float = 5.0
+    aux_coeff: float = 0.0
+    z_coeff: float = 0.0
+
+
+@dataclass
+class Reference:
+    """What one side computed. `loss` leaves the auxiliary losses out; `aux` and `z` are per layer sums, coefficient left out."""
+
+    loss: float = 0.0
+    aux: float = 0.0
+    z: float = 0.0
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    aux_steps: list[float] = field(default_factory=list)
+    z_steps: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, tuple[int, int]]]:
+    """Each row of a micro-batch, or each document of a packed one, without its padding.
+
+    Yields ids [1, n], labels [1, n], weights [1, n], positions [1, n] and (row, start) of its first token.
+    """
+    bounds = batch.cu_seqlens.tolist() if batch.cu_seqlens is not None else [0, batch.input_ids.shape[1]]
+    for row in range(batch.input_ids.shape[0]):
+        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+            n = int(batch.valid[row, start:end].sum())
+            if n == 0:
+                continue
+            part = slice(start, start + n)
+            assert bool(batch.valid[row, part].all()) and not bool(batch.loss_weights[row, start + n:end].any())
+            ids, labels, weights = (t[row:row + 1, part] for t in (batch.input_ids, batch.labels, batch.loss_weights))
+            yield ids, labels, weights, torch.arange(n)[None], (row, start)
+
+
+@contextmanager
+def router_logits(model: torch.nn.Module) -> Iterator[dict[int, list[Tensor]]]:
+    """Collects every router's logits [tokens, E] by layer while the model runs."""
+    seen: dict[int, list[Tensor]] = {}
+    handles = []
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            layer = int(name.split("layers.")[1].split(".")[0])
+            handles.append(module.register_forward_hook(lambda _m, _i, out, n=layer: seen.setdefault(n, []).append(out[0])))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def load_balancing(logits: Tensor, topk: int) -> Tensor:
+    """Switch Transformer's loss (arXiv 2101.03961, eq. 4-6) of one layer and micro-batch: E x sum_i f_i P_i.
+
+    f_i is the share of the (token, slot) pairs sent to expert i, P_i the mean probability of expert i; logits [tokens, E].
+    """
+    tokens, experts = logits.shape
+    probs = logits.float().softmax(-1)
+    counts = torch.zeros(experts).index_add(0, probs.topk(topk).indices.flatten(), torch.ones(tokens * topk))
+    return experts * (counts / (tokens * topk) * probs.mean(0)).sum()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """ST-MoE's loss (arXiv 2202.08906, eq. 5) of one layer and micro-batch: the mean of logsumexp(logits)^2."""
+    return logits.float().logsumexp(-1).square().mean()
+
+
+class Oracle:
+    """A Hugging Face model under plain torch."""
+
+    def __init__(self, folder: Path, recipe: Recipe, attention: str = "sdpa") -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.recipe = recipe
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+        self.model.train()
+        self.topk = getattr(self.model.config, "num_experts_per_tok", 0)
+        decay = [p for p in self.model.parameters() if p.dim() > 1]
+        plain = [p for p in self.model.parameters() if p.dim() == 1]
+        groups = [{"params": decay, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
+
+    def logits(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[int, int]]]:
+        """Per document: logits [1, n, V] in float32, labels, weights, place."""
+        for ids, labels, weights, positions, place in documents(batch):
+            out = self.model(input_ids=ids, position_ids=positions, use_cache=False)
+            yield out.logits.float(), labels, weights, place
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """float32 [b, s]: log p(label), 0 where the weight is 0."""
+        result = torch.zeros_like(batch.loss_weights)
+        with torch.no_grad():
+            for logits, labels, weights, (row, start) in self.logits(batch):
+                n = labels.shape[1]
+                picked = F.log_softmax(logits, -1).gather(-1, labels[..., None])[0, :, 0]
+                result[row, start:start + n] = torch.where(weights[0] != 0, picked, 0.0)
+        return result
+
+    def accumulate(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
+        """Forward and backward over the global batch (all ranks' micro-batches); loss, aux and z losses."""
+        self.optimizer.zero_grad(set_to_none=True)
+        count = sum(float(b.loss_weights.sum()) for b in batches)
+        total = aux = z = 0.0
+        for batch in batches:
+            objective = torch.zeros(())
+            with router_logits(self.model) as seen:
+                for logits, labels, weights, _ in self.logits(batch):
+                    picked = F.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
+                    objective = objective - (picked * weights).sum() / count
+            total += float(objective.detach())
+            for parts in seen.values():
+                rows = torch.cat(parts)
+                balance, square = load_balancing(rows, self.topk) / len(batches), z_loss(rows) / len(batches)
+                aux, z = aux + float(balance.detach()), z + float(square.detach())
+                objective = objective + self.recipe.aux_coeff * balance + self.recipe.z_coeff * square
+            if objective.requires_grad:
+                objective.backward()
+        return total, aux, z
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients by disk name; zeros where a parameter took no part."""
+        zero = torch.zeros_like
+        return {n: t.clone() for n, t in by_disk_name(self.model, lambda p: zero(p) if p.grad is None else p.grad)}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Weights by disk name."""
+        return {n: t.detach().clone() for n, t in by_disk_name(self.model, lambda p: p)}
+
+    def step(self) -> float:
+        """Clip by the global norm (coefficient max_norm / (norm + 1e-6), only downwards), one AdamW step; the norm."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = float(torch.sqrt(sum(g.double().square().sum() for g in grads)))
+        scale = self.recipe.max_grad_norm / (norm + 1e-6)
+        for p in self.model.parameters():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif scale < 1.0:
+                p.grad.mul_(scale)
+        self.optimizer.step()
+        return norm
+
+
+def reference(folder: Path, recipe: Recipe, steps: Sequence[Sequence[Batch]], attention: str = "sdpa") -> Reference:
+    """Loss and gradients of the first global batch at the first weights, then one optimizer step per global batch."""
+    oracle = Oracle(folder, recipe, attention)
+    out = Reference()
+    for k, batches in enumerate(steps):
+        loss, aux, z = oracle.accumulate(batches)
+        if k == 0:
+            out.loss, out.aux, out.z, out.gradients = loss, aux, z, oracle.gradients()
+        out.losses.append(loss)
+        out.aux_steps.append(aux)
+        out.z_steps.append(z)
+        out.norms.append(oracle.step())
+    out.weights = oracle.weights()
+    return out

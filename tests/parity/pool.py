@@ -1,0 +1,190 @@
+"""Rank processes for the parity tests: imports are paid once, each job gets fresh processes, and nothing hangs.
+
+A server process imports torch, Megatron-Core and the engine, and then forks `n` ranks a job (some 50 ms). Fresh processes leave no
+process group, RNG or module state from one layout to the next. A rank that fails or hangs is reported with its traceback
+(a hanging one by faulthandler), the others are ended, and the pool goes on.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELOAD = ("torch", "torch.distributed", "safetensors.torch", "megatron.core", "megaswift.engine.megatron.engine",
+           "megaswift.config", "megaswift.families", "tests.parity.measure")
+GRACE = 5.0
+"""Seconds that the other ranks get to end, or fail by themselves, after the first failure."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """`target` ("module:function") is called as function(rank, world, payload) in `ranks` processes."""
+
+    target: str
+    payload: Any
+    ranks: int
+    timeout: float
+    folder: str
+
+
+class RankError(Exception):
+    """A job whose ranks failed or hung; the message holds their tracebacks."""
+
+
+class Pool:
+    """The user's side: starts the server once, runs jobs in it."""
+
+    def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="ranks-")
+        address = str(Path(self._scratch.name) / "server")
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        with Listener(address, "AF_UNIX") as listener:
+            command = [sys.executable, "-m", "tests.parity.pool", address, *preload]
+            self._server = subprocess.Popen(command, cwd=ROOT, env=environment)
+            self._connection = listener.accept()
+        self._jobs = 0
+
+    def run(self, target: str, payload: Any, ranks: int, timeout: float = 120.0) -> list[Any]:
+        """The functions' results in order of rank; RankError when one failed or `timeout` seconds passed."""
+        import torch
+
+        folder = Path(self._scratch.name) / f"job-{self._jobs}"
+        folder.mkdir()
+        self._jobs += 1
+        self._connection.send(Job(target, payload, ranks, timeout, str(folder)))
+        failures = self._connection.recv()
+        if failures:
+            raise RankError(_describe(target, failures))
+        return [torch.load(folder / f"rank-{r}.pt", weights_only=False) for r in range(ranks)]
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._connection.close()
+        self._server.wait(timeout=30)
+        self._scratch.cleanup()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _describe(target: str, failures: dict[int, str]) -> str:
+    """One block a distinct text, with the ranks that gave it; genuine errors before hangs."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in sorted(failures.items(), key=lambda item: item[1].startswith("ended")):
+        by_text.setdefault(text, []).append(rank)
+    blocks = [f"--- rank {', '.join(map(str, ranks))}:\n{text}" for text, ranks in by_text.items()]
+    return f"{target} failed\n" + "\n".join(blocks)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _rank(job: Job, rank: int, port: int) -> None:
+    """The life of a rank; never returns."""
+    code = 1
+    folder = Path(job.folder)
+    try:
+        log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        faulthandler.register(signal.SIGUSR1, all_threads=False, chain=False)
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.ranks), "LOCAL_WORLD_SIZE": str(job.ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }
+        module, _, function = job.target.partition(":")
+        result = getattr(importlib.import_module(module), function)(rank, job.ranks, job.payload)
+        import torch
+
+        torch.save(result, folder / f"rank-{rank}.pt")
+        code = 0
+    except BaseException:  # noqa: BLE001 - a forked rank must not unwind into the server
+        (folder / f"rank-{rank}.error").write_text(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(job: Job) -> dict[int, str]:
+    """Forks the ranks, waits; what went wrong, by rank."""
+    port = _free_port()
+    alive: dict[int, int] = {}
+    for rank in range(job.ranks):
+        pid = os.fork()
+        if pid == 0:
+            _rank(job, rank, port)
+        alive[pid] = rank
+    failed: dict[int, str] = {}
+    deadline = time.monotonic() + job.timeout
+    while alive and time.monotonic() < deadline:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            time.sleep(0.005)
+            continue
+        rank = alive.pop(pid)
+        if status != 0:
+            failed[rank] = _error(Path(job.folder), rank, status)
+            deadline = min(deadline, time.monotonic() + GRACE)
+    for pid in alive:
+        os.kill(pid, signal.SIGUSR1)
+    if alive:
+        time.sleep(0.3)
+    for pid, rank in alive.items():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        why = "ended with the others" if failed else f"ended after {job.timeout:.0f} s"
+        failed[rank] = f"{why}, it was at\n{_tail(Path(job.folder) / f'rank-{rank}.log', 25)}"
+    return failed
+
+
+def _error(folder: Path, rank: int, status: int) -> str:
+    error = folder / f"rank-{rank}.error"
+    if error.exists():
+        return error.read_text()
+    return f"exit status {os.waitstatus_to_exitcode(status)}\n{_tail(folder / f'rank-{rank}.log', 25)}"
+
+
+def _tail(path: Path, lines: int) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+
+
+def _serve(address: str, preload: Sequence[str]) -> None:
+    connection: Connection = Client(address, "AF_UNIX")
+    for name in preload:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            print(f"pool: {name} cannot be imported: {error}", file=sys.stderr)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        connection.send(_run(job))
+
+
+if __name__ == "__main__":
+    from tests.parity import pool  # jobs are pickled under this name, not as __main__'s
+
+    pool._serve(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,41 @@
+"""The oracle's numbers, computed once per model variant and number of micro-batches, and the model folders they are for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from tests.parity.cases import Case, global_batch
+from tests.parity.measure import STEPS
+from tests.parity.models import build
+from tests.parity.oracle import Recipe, Reference, reference
+
+AUX = Recipe(aux_coeff=0.02, z_coeff=0.01)
+
+
+class References:
+    """A cache under one folder."""
+
+    def __init__(self, folder: Path, aux: bool = True) -> None:
+        self.folder, self.aux = folder, aux
+        self._known: dict[tuple[str, int], Reference] = {}
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The optimizer; MoE models train with both auxiliary losses unless told otherwise."""
+        return AUX if self.aux else Recipe()
+
+    def model(self, variant: str) -> Path:
+        """The variant's folder."""
+        return build(variant, self.folder / variant)
+
+    def of(self, case: Case) -> tuple[Path, Recipe, Reference]:
+        """(model folder, recipe, the oracle's numbers) of a case."""
+        recipe = self.recipe if case.moe else replace(self.recipe, aux_coeff=0.0, z_coeff=0.0)
+        folder = self.model(case.variant)
+        key = (case.variant, case.total)
+        if key not in self._known:
+            rows = replace(case, packed=False)
+            self._known[key] = reference(folder, recipe, [global_batch(rows, k) for k in range(STEPS)])
+        return folder, recipe, self._known[key]

@@ -1,0 +1,77 @@
+"""`python -m tests.parity.run "tp2 pp2 vpp2" "moe ep2 dp2" ...`: the worst differences of some cases against Hugging Face.
+
+Words: tp2 pp2 vpp2 cp2 dp2 ep2 etp2 first1 last1, sp, do (distributed optimizer), packed, tied, allgather, recompute=full|selective, and
+a model variant of tests/parity/models.py (or --model for all). `--all dense|moe` and `--cover dense|moe` take the listed layouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.parity.cases import Case, parse
+from tests.parity.compare import compare, table
+from tests.parity.measure import Task
+from tests.parity.pool import Pool, RankError
+from tests.parity.references import References
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.parity.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="cases, one in quotes each")
+    parser.add_argument("--model", default="dense", help="variant of the cases that name none")
+    parser.add_argument("--cover", default="", help="the default run's cases of dense or moe")
+    parser.add_argument("--all", default="", help="every layout of dense or moe")
+    parser.add_argument("--part", default="1/1", help="k/n: only every n-th case, from the k-th")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds a case")
+    parser.add_argument("--rows", type=int, default=8, help="tensors shown of a failing case")
+    parser.add_argument("--no-aux", action="store_true", help="auxiliary losses off")
+    return parser
+
+
+def chosen(args: argparse.Namespace) -> list[Case]:
+    """The cases that the command line names."""
+    from tests.parity import cover
+
+    cases = [parse(text, **({} if any(w in text.split() for w in ("dense", "moe")) else {"model": args.model})) for text in args.cases]
+    if args.cover:
+        cases += cover.default(args.cover)
+    if args.all:
+        cases += cover.every(args.all)
+    k, n = map(int, args.part.split("/"))
+    return cases[k - 1::n]
+
+
+def main() -> int:
+    """Runs the cases; the number that failed."""
+    args = options().parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as scratch, Pool() as pool:
+        references = References(Path(scratch), aux=not args.no_aux)
+        for case in chosen(args):
+            folder, recipe, want = references.of(case)
+            start = time.monotonic()
+            try:
+                got = pool.run("tests.parity.measure:train", Task(case, folder, recipe), case.world, args.timeout)[0]
+            except RankError as error:
+                failed += 1
+                print(f"FAIL {case}\n{error}", flush=True)
+                continue
+            differences = compare(got, want, recipe)
+            bad = any(d.bad for d in differences)
+            failed += bad
+            took = f"{time.monotonic() - start:.1f} s"
+            if bad or len(args.cases) == 1:
+                print(table(f"{'FAIL' if bad else 'ok'} {case} ({took})", differences, args.rows), flush=True)
+            else:
+                worst = max(differences, key=lambda d: d.error / d.limit)
+                print(f"ok   {case} ({took}); nearest its limit: {worst}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 99))

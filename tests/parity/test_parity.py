@@ -1,0 +1,60 @@
+"""Every parallel layout against Hugging Face on one process: loss, each gradient, three optimizer steps, exported weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.parity import cover
+from tests.parity.cases import Case, parse
+from tests.parity.compare import compare, table
+from tests.parity.measure import Task
+from tests.parity.pool import Pool
+from tests.parity.references import References
+
+DEFAULT = [*cover.default("dense"), *cover.default("moe")]
+REST = [c for model in ("dense", "moe") for c in cover.every(model) if c not in DEFAULT]
+
+
+def check(case: Case, pool: Pool, references: References) -> None:
+    """Measures the case and fails with a table."""
+    folder, recipe, want = references.of(case)
+    got = pool.run("tests.parity.measure:train", Task(case, folder, recipe), case.world)[0]
+    differences = compare(got, want, recipe)
+    assert not any(d.bad for d in differences), "\n" + table(str(case), differences)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", DEFAULT, ids=str)
+def test_layout(case: Case, pool: Pool, references: References) -> None:
+    """One axis at a time, then the pairwise cover."""
+    check(case, pool, references)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("case", REST, ids=str)
+def test_every_layout(case: Case, pool: Pool, references: References) -> None:
+    """All other legal layouts up to 8 processes."""
+    check(case, pool, references)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("text", ["moe single", "moe tp2 sp ep2", "moe pp2 packed cp2"])
+def test_without_auxiliary_losses(text: str, pool: Pool, references: References) -> None:
+    """Coefficients 0: the routers' losses leave no trace."""
+    check(parse(text), pool, References(references.folder, aux=False))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("fault", ["scale", "mask"])
+def test_a_wrong_objective_is_noticed(fault: str, pool: Pool, references: References) -> None:
+    """The comparison itself: a loss scaled by 1.00001, and a single dropped label, have to fail it."""
+    case = parse("dense tp2 dp2")
+    folder, recipe, want = references.of(case)
+    task = Task(case, folder, recipe, steps=1, fault=fault)
+    got = pool.run("tests.parity.measure:train", task, case.world)[0]
+    got.weights = want.weights
+    failed = {d.name.split()[0] for d in compare(got, want, replace(recipe)) if d.bad}
+    assert {"loss", "gradient", "grad"} <= failed
