@@ -1,0 +1,101 @@
+"""Wrong layouts, refused before any process group: all mistakes at once, and the nearest layout that works.
+
+Owns how mistakes are collected and the search; the rules themselves are in `rules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+from math import log2
+from typing import Any
+
+from megaswift.config.swift import SwiftConfig
+from megaswift.errors import LayoutError, Problem
+from megaswift.parallel.layout import FLAGS, Layout
+from megaswift.parallel.rules import Asked, broken
+from megaswift.parallel.shape import ModelShape
+from megaswift.parallel.stages import Split, divisors
+
+MOST_CHANGES = 4
+"""The search gives up past this many changed settings: no one would recognise their layout."""
+
+
+def layout_for(cfg: SwiftConfig, shape: ModelShape, world_size: int) -> Layout:
+    """The layout of a run; LayoutError with everything that is wrong with it."""
+    asked = Asked.from_config(cfg, world_size)
+    problems = check_layout(shape, asked)
+    if problems:
+        raise LayoutError(problems)
+    return asked.layout
+
+
+def check_layout(shape: ModelShape, asked: Asked) -> list[Problem]:
+    """All that is wrong; the last entry also names the nearest layout that works."""
+    problems = list(dict.fromkeys(broken(shape, asked)))
+    if problems:
+        near = nearest_layout(shape, asked)
+        if near is not None:
+            last = problems[-1]
+            text = f"nearest layout that works on {asked.world_size} processes: {describe(near, asked)}"
+            problems[-1] = replace(last, fix="\n         ".join(filter(None, (last.fix, text))))
+    return problems
+
+
+def nearest_layout(shape: ModelShape, asked: Asked) -> Asked | None:
+    """The legal layout on as many processes with the fewest changed settings, then the smallest change of sizes (as ratios).
+
+    The model, the sequence length and the batch sizes stay as they are. None when there is none within reach."""
+    options = _options(shape, asked)
+    for changes in range(MOST_CHANGES + 1):
+        found = [a for names in combinations(options, changes) for a in _variants(asked, options, names) if _works(shape, a)]
+        if found:
+            return min(found, key=lambda a: (_distance(a, asked), -a.tp * a.pp * a.cp))
+    alone = Asked(asked.world_size, max_length=asked.max_length, train=asked.train)
+    return alone if _works(shape, alone) else None
+
+
+def describe(near: Asked, asked: Asked) -> str:
+    """The flags of a layout: those that are not 1, and those that differ from what was asked."""
+    parts = [f"{FLAGS[axis]} {size}" for axis, size in near.axes.items() if size > 1 or size != asked.axes[axis]]
+    if near.split != Split():
+        ends = {"--first_stage_layers": near.split.first, "--last_stage_layers": near.split.last, "--pipeline_layout": near.split.custom}
+        parts += [f"{flag} {value}" for flag, value in ends.items() if value is not None]
+    if near.sequence_parallel is not None:
+        parts.append(f"--sequence_parallel {str(near.sequence_parallel).lower()}")
+    if near.cp > 1 and near.cp_comm_type != "p2p":
+        parts.append(f"--cp_comm_type {near.cp_comm_type}")
+    return " ".join(parts or ["none of these flags"]) + f" (data parallel: {near.known_dp})"
+
+
+def _options(shape: ModelShape, asked: Asked) -> dict[str, list[Any]]:
+    """For each setting the values to try instead of the one asked for."""
+    world = divisors(asked.world_size)
+    options: dict[str, list[Any]] = {axis: world for axis in ("tp", "pp", "cp", "ep", "etp")}
+    options["vpp"] = divisors(shape.num_layers)
+    options["split"] = [Split()]
+    options["sequence_parallel"] = [None]
+    options["cp_comm_type"] = ["p2p"]
+    others = {name: [v for v in values if v != getattr(asked, name)] for name, values in options.items()}
+    if not shape.experts:
+        others = {name: [1] if name in ("ep", "etp") and 1 in values else values for name, values in others.items()}
+        others = {name: values for name, values in others.items() if name not in ("ep", "etp") or values == [1]}
+    return {name: values for name, values in others.items() if values}
+
+
+def _variants(asked: Asked, options: dict[str, list[Any]], names: tuple[str, ...]) -> Iterator[Asked]:
+    for values in product(*(options[name] for name in names)):
+        changed = dict(zip(names, values, strict=True))
+        sizes = {**asked.axes, **changed}
+        if asked.world_size % max(1, sizes["tp"] * sizes["pp"] * sizes["cp"]) == 0 and (sizes["pp"] > 1 or sizes["vpp"] == 1):
+            yield replace(asked, dp=None, **changed)
+
+
+def _works(shape: ModelShape, asked: Asked) -> bool:
+    return next(broken(shape, asked), None) is None
+
+
+def _distance(near: Asked, asked: Asked) -> float:
+    sizes = sum(abs(log2(near.axes[axis] / max(1, size))) for axis, size in asked.axes.items())
+    return sizes + (asked.dp is not None and near.known_dp != asked.dp) / 2
