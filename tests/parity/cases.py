@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,21 @@ from torch import Tensor
 from megaswift.losses.contract import Batch
 from tests.parity.models import VARIANTS, VOCAB, is_moe
 
+T = TypeVar("T")
 ROW = 32
 LENGTHS = ((32, 19, 6), (9, 27, 30), (25, 4, 16), (13, 32, 21))
 """Document lengths of the micro-batches, in turn."""
 SIZES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "first", "last")
-FLAGS = {"sp": "sp", "do": "do", "packed": "packed", "tied": "tied", "allgather": "allgather"}
+FLAGS = ("sp", "do", "packed", "tied", "allgather")
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")},
+}
 
 
 @dataclass(frozen=True)
@@ -89,11 +99,7 @@ class Case:
             options["last_stage_layers"] = self.last
         if self.moe:
             options["moe_token_dispatcher_type"] = "allgather" if self.allgather else "alltoall"
-        if self.recompute == "full":
-            options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if self.recompute == "selective":
-            options |= {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}
-        return options | more
+        return options | RECOMPUTE[self.recompute] | more
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -195,7 +201,7 @@ def global_batch(case: Case, step: int) -> list[Batch]:
     return [packed(g, multiple, length) for g in groups]
 
 
-def own(batches: Sequence[Batch], dp: int, rank: int) -> list[Batch]:
-    """The micro-batches of one data-parallel rank."""
+def own(batches: Sequence[T], dp: int, rank: int) -> list[T]:
+    """The part of one data-parallel rank, of micro-batches or of what belongs to them."""
     n = len(batches) // dp
     return list(batches[rank * n:(rank + 1) * n])

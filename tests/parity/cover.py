@@ -21,8 +21,8 @@ SWITCHES: dict[str, tuple[object, ...]] = {
 MOE_SWITCHES: dict[str, tuple[object, ...]] = {**SWITCHES, "allgather": (False, True)}
 SMALL = {
     "dense": ("single", "tp2", "tp2 sp", "pp2", "pp2 vpp2", "cp2", "cp2 packed", "dp2", "dp2 do", "pp2 tied", "tp2 packed",
-              "pp3 first2", "dp3"),
-    "moe": ("single", "dp2 ep2 do", "tp2 sp", "pp2 packed", "cp2", "tp2 sp ep2", "pp2 last1"),
+              "pp3 first2", "dp3", "recompute=block", "recompute=mlp"),
+    "moe": ("single", "dp2 ep2 do", "tp2 sp", "pp2 packed", "cp2", "tp2 sp ep2", "pp2 last1", "recompute=moe"),
 }
 """One axis at a time on few ranks, uneven stages, sizes that are no power of two: what to look at first when the cover fails."""
 AXES = ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")

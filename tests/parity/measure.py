@@ -113,3 +113,25 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     torch.distributed.barrier()
     context.close()
     return out if rank == 0 else None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What one rank saw: its data-parallel index, log-probabilities per micro-batch, and on rank 0 the weights, dtypes kept."""
+
+    dp: int
+    logprobs: list[Tensor]
+    weights: dict[str, Tensor]
+
+
+def score(rank: int, world: int, task: Task) -> Scored:
+    """Log-probabilities of the third global batch, twice (nothing may change in between), and the weights as exported."""
+    engine, context = build(task.case, task.folder, world)
+    dp = context.layout.coordinates(rank).dp
+    mine = own(global_batch(task.case, 2), task.case.dp, dp)
+    first, second = (engine.score(mine, Needs()) for _ in range(2))
+    assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(first, second, strict=True))
+    weights = {name: tensor.cpu().clone() for name, tensor in engine.hf_weights() if tensor is not None}
+    torch.distributed.barrier()
+    context.close()
+    return Scored(dp, [o.logprobs.cpu() for o in first], weights)

@@ -37,41 +37,44 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
 
 LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=16)
+EXPERT_TYPES = ("mixtral",)
 NO_HEAD_DIM = {k: v for k, v in BASE.items() if k != "head_dim"}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("Qwen3", BASE),
-    "dense-tied": ("Qwen3", {**BASE, "tie_word_embeddings": True}),
-    "moe": ("Qwen3Moe", MOE),
-    "moe-tied": ("Qwen3Moe", {**MOE, "tie_word_embeddings": True}),
-    "moe-mixed": ("Qwen3Moe", {**MOE, "mlp_only_layers": [0], "norm_topk_prob": False}),
-    "llama": ("Llama", BASE),
-    "llama3-rope": ("Llama", {**BASE, **LLAMA3}),
-    "llama-linear": ("Llama", {**BASE, **_rope("linear", factor=4.0)}),
-    "llama-bias": ("Llama", {**BASE, "attention_bias": True, "mlp_bias": True}),
-    "mistral": ("Mistral", {**BASE, "sliding_window": None}),
-    "mistral-window": ("Mistral", {**BASE, "sliding_window": 7}),
-    "qwen2": ("Qwen2", NO_HEAD_DIM),
-    "qwen2-window": ("Qwen2", {**NO_HEAD_DIM, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
-    "qwen3-yarn": ("Qwen3", {**BASE, **YARN}),
-    "qwen3-tiny-heads": ("Qwen3", {**BASE, "head_dim": 24}),
-    "mixtral": ("Mixtral", MIXTRAL),
-    "qwen3_moe": ("Qwen3Moe", MOE),
-    "qwen3": ("Qwen3", BASE),
+    "dense": ("qwen3", BASE),
+    "dense-tied": ("qwen3", {**BASE, "tie_word_embeddings": True}),
+    "moe": ("qwen3_moe", MOE),
+    "moe-tied": ("qwen3_moe", {**MOE, "tie_word_embeddings": True}),
+    "moe-mixed": ("qwen3_moe", {**MOE, "mlp_only_layers": [0], "norm_topk_prob": False}),
+    "llama": ("llama", BASE),
+    "llama3-rope": ("llama", {**BASE, **LLAMA3}),
+    "llama-linear": ("llama", {**BASE, **_rope("linear", factor=4.0)}),
+    "llama-bias": ("llama", {**BASE, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {**BASE, "sliding_window": None}),
+    "mistral-window": ("mistral", {**BASE, "sliding_window": 7}),
+    "qwen2": ("qwen2", NO_HEAD_DIM),
+    "qwen2-window": ("qwen2", {**NO_HEAD_DIM, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
+    "qwen3-yarn": ("qwen3", {**BASE, **YARN}),
+    "qwen3-tiny-heads": ("qwen3", {**BASE, "head_dim": 24}),
+    "mixtral": ("mixtral", MIXTRAL),
+    "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
 }
 
 
 def is_moe(variant: str) -> bool:
     """Whether the variant has experts."""
-    return VARIANTS[variant][0] in ("Qwen3Moe", "Mixtral")
+    return bool(getattr(config(variant), "num_experts_per_tok", 0))
 
 
 def config(variant: str) -> Any:
-    """The transformers configuration of a variant."""
-    import transformers
+    """The transformers configuration of a variant, or of a model type that has none: a tiny one of that type."""
+    from transformers import AutoConfig
 
-    name, fields = VARIANTS[variant]
-    return getattr(transformers, f"{name}Config")(**{"rope_theta": 10000.0, **fields})
+    if variant in VARIANTS:
+        model_type, fields = VARIANTS[variant]
+        return AutoConfig.for_model(model_type, **{"rope_theta": 10000.0, **fields})
+    standard = AutoConfig.for_model(variant)
+    return AutoConfig.for_model(variant, **{k: v for k, v in {**MIXTRAL, **MOE}.items() if hasattr(standard, k)})
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
@@ -87,14 +90,14 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             p.data = noise * 0.8 / math.sqrt(p.shape[-1])
 
 
-def build(variant: str, folder: Path, seed: int = 7) -> Path:
-    """Writes the variant as a Hugging Face folder (fp32, several shards) and returns it; an existing one is kept."""
+def build(variant: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 7) -> Path:
+    """Writes the variant as a Hugging Face folder (several shards) and returns it; an existing one is kept."""
     import transformers
 
     if not (folder / "config.json").exists():
-        model = getattr(transformers, f"{VARIANTS[variant][0]}ForCausalLM")(config(variant))
+        model = transformers.AutoModelForCausalLM.from_config(config(variant))
         randomise(model, seed)
-        model.save_pretrained(folder, max_shard_size="200KB")
+        model.to(dtype).save_pretrained(folder, max_shard_size="200KB")
     return folder
 
 

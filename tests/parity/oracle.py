@@ -35,11 +35,9 @@ class Recipe:
 
 @dataclass
 class Reference:
-    """What one side computed. `loss` leaves the auxiliary losses out; `aux` and `z` are per layer sums, coefficient left out."""
+    """What one side computed. `loss` leaves the auxiliary losses out; these are means over MoE layers, coefficient left out."""
 
     loss: float = 0.0
-    aux: float = 0.0
-    z: float = 0.0
     gradients: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -106,6 +104,7 @@ class Oracle:
         self.recipe = recipe
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
         self.model.train()
+        self.largest = 0.0
         self.topk = getattr(self.model.config, "num_experts_per_tok", 0)
         decay = [p for p in self.model.parameters() if p.dim() > 1]
         plain = [p for p in self.model.parameters() if p.dim() == 1]
@@ -119,17 +118,18 @@ class Oracle:
             yield out.logits.float(), labels, weights, place
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """float32 [b, s]: log p(label), 0 where the weight is 0."""
+        """float32 [b, s]: log p(label), 0 where the weight is 0. Keeps the largest logit in `largest`."""
         result = torch.zeros_like(batch.loss_weights)
         with torch.no_grad():
             for logits, labels, weights, (row, start) in self.logits(batch):
                 n = labels.shape[1]
+                self.largest = max(self.largest, float(logits.abs().max()))
                 picked = F.log_softmax(logits, -1).gather(-1, labels[..., None])[0, :, 0]
                 result[row, start:start + n] = torch.where(weights[0] != 0, picked, 0.0)
         return result
 
     def accumulate(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
-        """Forward and backward over the global batch (all ranks' micro-batches); loss, aux and z losses."""
+        """Forward and backward over the global batch (all ranks' micro-batches); loss, and the mean over layers of aux and z losses."""
         self.optimizer.zero_grad(set_to_none=True)
         count = sum(float(b.loss_weights.sum()) for b in batches)
         total = aux = z = 0.0
@@ -143,7 +143,7 @@ class Oracle:
             for parts in seen.values():
                 rows = torch.cat(parts)
                 balance, square = load_balancing(rows, self.topk) / len(batches), z_loss(rows) / len(batches)
-                aux, z = aux + float(balance.detach()), z + float(square.detach())
+                aux, z = aux + float(balance.detach()) / len(seen), z + float(square.detach()) / len(seen)
                 objective = objective + self.recipe.aux_coeff * balance + self.recipe.z_coeff * square
             if objective.requires_grad:
                 objective.backward()
@@ -179,7 +179,7 @@ def reference(folder: Path, recipe: Recipe, steps: Sequence[Sequence[Batch]], at
     for k, batches in enumerate(steps):
         loss, aux, z = oracle.accumulate(batches)
         if k == 0:
-            out.loss, out.aux, out.z, out.gradients = loss, aux, z, oracle.gradients()
+            out.loss, out.gradients = loss, oracle.gradients()
         out.losses.append(loss)
         out.aux_steps.append(aux)
         out.z_steps.append(z)
