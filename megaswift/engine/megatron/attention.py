@@ -1,0 +1,97 @@
+"""Attention of the torch layer spec: PyTorch's scaled-dot-product kernels with GQA, windows, packing and context parallelism.
+
+Owns the core attention module and the per-row facts it needs (`RowLayout`), which travel in Megatron's `packed_seq_params` slot
+because every layer, also a recomputed one, receives it. Rotary positions are not here (see rope.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaswift.engine.megatron.context_slices import gather_order, gather_sequence, local_index
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+
+
+class RowLayout(PackedSeqParams):
+    """How the rows of a batch are made of documents and context-parallel slices.
+
+    `qkv_format` is not "thd": queries keep their [s, b, heads, d] shape and rotary angles come by position.
+    """
+
+    def __init__(self, length: int, cu_seqlens: Tensor | None, cp: int, rank: int) -> None:
+        super().__init__(qkv_format="rows")
+        self.length, self.cp, self.rank = length, cp, rank
+        self.bounds: list[int] = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+        self.index = local_index(length, cu_seqlens, cp, rank)
+        self.order = gather_order(length, cu_seqlens, cp) if cp > 1 else self.index
+
+    def pieces(self) -> list[tuple[int, int, int, int, int]]:
+        """(first local query, queries, first key, keys, key of the first query) of each run of consecutive positions."""
+        out, at = [], 0
+        for start, end in zip(self.bounds, self.bounds[1:], strict=False):
+            chunk = (end - start) // (2 * self.cp) if self.cp > 1 else end - start
+            chunks = [self.rank, 2 * self.cp - 1 - self.rank] if self.cp > 1 else [0]
+            for c in chunks:
+                if chunk:
+                    out.append((at, chunk, start, (c + 1) * chunk, c * chunk))
+                at += chunk
+        return out
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, offset: int, window: int | None, scale: float, dropout: float) -> Tensor:
+    """[b, h, q, d] attending to [b, h, k, d]; query i stands at key position offset + i. `window` counts visible keys."""
+    queries, keys = query.shape[2], key.shape[2]
+    if window is None or window >= keys:
+        if offset == 0 and queries == keys:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, dropout_p=dropout)
+    q_at = torch.arange(offset, offset + queries, device=query.device)[:, None]
+    k_at = torch.arange(keys, device=query.device)[None]
+    mask = k_at <= q_at
+    if window is not None:
+        mask &= k_at > q_at - window
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, dropout_p=dropout)
+
+
+class TorchAttention(MegatronModule):
+    """Causal self-attention over documents. Takes [s / cp, b, heads, d], gives [s / cp, b, heads x d]."""
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any = None, attention_type: str = "self",
+                 attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
+                 pg_collection: Any = None, **_: Any) -> None:  # noqa: PLR0913 (Megatron's signature)
+        super().__init__(config=config)
+        self.cp_group = pg_collection.cp
+        self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window = None
+        skip = getattr(config, "window_attn_skip_freq", None)
+        if config.window_size is not None and (skip is None or _is_windowed(skip, layer_number)):
+            self.window = config.window_size[0] + 1
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, attn_mask_type: Any = None,
+                attention_bias: Any = None, packed_seq_params: RowLayout | None = None) -> Tensor:  # noqa: PLR0913 (Megatron's signature)
+        """Attention of the local queries to every key of their document that stands before them."""
+        rows = packed_seq_params if packed_seq_params is not None else RowLayout(query.shape[0], None, 1, 0)
+        if rows.cp > 1:
+            both = gather_sequence(torch.cat([key, value], dim=-1), rows.order, rows.index, self.cp_group)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        repeat = query.shape[2] // key.shape[2]
+        if repeat > 1:
+            key, value = (t.repeat_interleave(repeat, dim=2) for t in (key, value))
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, h, s, d]
+        dropout = self.dropout if self.training else 0.0
+        outs = []
+        for at, count, first, keys, offset in rows.pieces():
+            span = slice(first, first + keys)
+            outs.append(_attend(q[:, :, at : at + count], k[:, :, span], v[:, :, span], offset, self.window, self.softmax_scale, dropout))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
+
+
+def _is_windowed(skip: int | list[int], layer_number: int) -> bool:
+    """Megatron's rule: an int n makes every n-th layer a full one, a list says it layer by layer (1: window)."""
+    return layer_number % skip != 0 if isinstance(skip, int) else bool(skip[layer_number - 1])

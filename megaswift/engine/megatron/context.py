@@ -1,0 +1,75 @@
+"""Process groups and random states of a run. Several engines (policy, critic, reward model) may live on one context.
+
+Owns initialisation and tear-down of torch.distributed and of Megatron-Core's groups for a `Layout`; what runs on them is not here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from megaswift.engine.megatron import device as _device
+from megaswift.errors import LayoutError, Problem
+from megaswift.parallel.layout import Layout
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+class ParallelContext:
+    """The groups of `layout` on this process. Made once a process; `close` before another is made."""
+
+    def __init__(self, layout: Layout, timeout_s: float = 600.0, seed: int = 42, store: dist.Store | None = None) -> None:
+        self.layout = layout
+        self.rank = int(os.environ.get("RANK", "0"))
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world != layout.world_size:
+            raise LayoutError(Problem(f"{world} processes", f"the layout is for {layout.world_size}", f"--nproc_per_node {layout.world_size}"))
+        self._start(timeout_s, store)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            create_gloo_process_groups=not _device.on_cpu(),
+        )
+        self.device = _device.device()
+        self.coordinates = layout.coordinates(self.rank)
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.seed(seed)
+
+    def _start(self, timeout_s: float, store: dist.Store | None) -> None:
+        if not _device.on_cpu():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if dist.is_initialized():
+            return
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")):
+            os.environ.setdefault(name, value)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        backend = "gloo" if _device.on_cpu() else "cpu:gloo,cuda:nccl"
+        if store is None and self.layout.world_size == 1:
+            store = dist.HashStore()
+        if store is not None:
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.layout.world_size, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
+
+    def seed(self, seed: int) -> None:
+        """Random states: the same on data-parallel replicas, other dropout on tensor-parallel ranks and pipeline stages."""
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+    def close(self) -> None:
+        """Take the groups down; another layout may follow in this process.
+
+        Everything goes, torch.distributed too: Megatron's own tear-down alone leaks file descriptors and threads.
+        """
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_global_memory_buffer()
+        if dist.is_initialized():
+            dist.destroy_process_group()

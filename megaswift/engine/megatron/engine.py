@@ -1,0 +1,172 @@
+"""The native engine: a model on Megatron-Core under any layout, behind the engine protocol.
+
+Owns the order in which the parts are built and used; each part is a module of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaswift.bridge.hf_source import HfSource
+from megaswift.bridge.plan import WeightPlan
+from megaswift.config import SwiftConfig
+from megaswift.engine.megatron import optimizer as optim
+from megaswift.engine.megatron import schedule_pass as passes
+from megaswift.engine.megatron.aux import AuxLosses
+from megaswift.engine.megatron.context import ParallelContext
+from megaswift.engine.megatron.layer_spec import pick
+from megaswift.engine.megatron.model import build_chunks, wrap
+from megaswift.engine.megatron.model_config import transformer_config
+from megaswift.engine.megatron.sizes import measure
+from megaswift.engine.megatron.weights import RandomSource, RankWeights, frozen
+from megaswift.engine.protocol import ParameterReport, StepResult
+from megaswift.errors import ConfigError, Problem
+from megaswift.families import family_of
+from megaswift.families.spec import ModelSpec
+from megaswift.losses.contract import Batch, Loss, Needs, Outputs
+
+
+class MegatronEngine:
+    """A model, its gradients and its optimizer over the ranks of a context. Weights come by `load_hf` or `random_init`."""
+
+    kind = "megatron"
+
+    def __init__(self, spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
+        self.spec, self.cfg, self.context = spec, cfg, context
+        self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
+        self.impl, self.impl_reason = pick(cfg.model.transformer_impl)
+        self.config = transformer_config(spec, cfg, self.layout, self.impl)
+        self.plain = build_chunks(spec, self.config, context, self.impl)
+        self.plan = WeightPlan(family_of(spec.hf_config), spec)
+        self.weights = RankWeights(self.plain, spec, self.plan, context)
+        self.freeze(cfg.model.freeze_parameters)
+        self.aux = AuxLosses(self.plain, spec, cfg, context)
+        self.chunks = wrap(self.plain, self.config, cfg, context)
+        self.optimizer = optim.build(self.chunks, self.config, cfg, context)
+        self.config.grad_scale_func = self.optimizer.scale_loss if self.config.fp16 else None
+
+    def load_hf(self, directory: Path) -> None:
+        """Weights from a Hugging Face folder; each rank reads its own slices only."""
+        source = HfSource(Path(directory))
+        self.plan.check(source, contents=self.rank == 0)
+        self._fill(source)
+
+    def random_init(self, seed: int) -> None:
+        """Weights from the seed and each tensor's name: the same under every layout."""
+        self._fill(RandomSource(self.plan, self.spec, seed))
+
+    def _fill(self, source: object) -> None:
+        self.weights.load(source)
+        self.optimizer.reload_model_params()
+
+    def freeze(self, patterns: Sequence[str]) -> None:
+        """Parameters whose Hugging Face names match any pattern do not train. Before the model is wrapped."""
+        hits = frozen(self.weights.placed, patterns)
+        gathered: list[Mapping[str, bool]] = [{}] * self.layout.world_size
+        if patterns and self.layout.world_size > 1:
+            dist.all_gather_object(gathered, {p: bool(names) for p, names in hits.items()})
+        else:
+            gathered = [{p: bool(names) for p, names in hits.items()}]
+        missing = [p for p in patterns if not any(g.get(p) for g in gathered)]
+        if missing:
+            names = [name for entry in self.plan.entries[:12] for name in entry.hf]
+            raise ConfigError([Problem(f"--freeze_parameters {p}", f"matches no weight; names are like {', '.join(names[:4])}") for p in missing])
+
+    def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
+        """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
+        result = self.accumulate(microbatches, loss, whole_gradients=False)
+        optim.set_rates(self.optimizer, lr, self.cfg.optim.weight_decay)
+        norm, taken = optim.step(self.optimizer, self.cfg.optim.max_grad_norm)
+        return StepResult(**{**result.__dict__, "grad_norm": norm, "skipped": not taken})
+
+    def accumulate(self, microbatches: Sequence[Batch], loss: Loss, whole_gradients: bool = True) -> StepResult:
+        """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return self._run(microbatches, loss, passes.PassSettings(self.impl, False, whole_gradients))
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
+        """The numbers of `train_batch` without dropout, gradient or change of state."""
+        with _evaluating(self):
+            return self._run(microbatches, loss, passes.PassSettings(self.impl, True))
+
+    def _run(self, microbatches: Sequence[Batch], loss: Loss, settings: passes.PassSettings) -> StepResult:
+        counted = passes.count(microbatches, loss, self.context)
+        objective = passes.Objective(loss, counted)
+        self._need(loss.needs)
+        self.aux.begin(counted.microbatches)
+        passes.run(self.chunks, microbatches, objective, self.context, settings)
+        total, metrics = passes.report(objective, self.context)
+        if not settings.forward_only:
+            metrics = {**metrics, **self.aux.report()}
+        return StepResult(total, metrics, None, False, counted.tokens, counted.label_tokens, counted.counts)
+
+    def _need(self, needs: Needs) -> None:
+        for chunk in self.plain:
+            chunk.needs = needs
+
+    @torch.no_grad()
+    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[Outputs]:
+        """What `needs` asks for, per micro-batch in input order, on every model-parallel rank."""
+        found: list[Tensor] = []
+
+        def keep(_: object, fields: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            found.append(fields)
+            return fields.new_zeros(()), torch.zeros((), dtype=torch.int, device=fields.device), {}
+
+        self._need(needs)
+        with _evaluating(self):
+            passes.run(self.chunks, microbatches, keep, self.context, passes.PassSettings(self.impl, True))
+        if self.layout.pp > 1:
+            if not found:
+                found = [torch.empty(len(needs.fields), *b.input_ids.shape, device=self.context.device) for b in microbatches]
+            for tensor in found:
+                dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
+        return [passes.outputs_of(fields, needs) for fields in found]
+
+    def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) on rank 0; every rank iterates."""
+        return self.weights.stream(lambda p: p.data if dtype is None else p.data.to(dtype))
+
+    def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, gradient) after `accumulate`, as `hf_weights` streams weights. Frozen ones are zero."""
+        return self.weights.stream(lambda p: getattr(p, "main_grad", None))
+
+    def report(self) -> ParameterReport:
+        """Exact sizes, for the first screen."""
+        return measure(self)
+
+    def save(self, directory: Path) -> None:
+        """Weights, optimizer and this rank's random states as a sharded checkpoint. Collective."""
+        from megaswift.engine.megatron.checkpoint import save
+
+        save(self, directory)
+
+    def load(self, directory: Path) -> None:
+        """The inverse of `save`, on this or another layout. Collective."""
+        from megaswift.engine.megatron.checkpoint import load
+
+        load(self, directory)
+
+
+class _evaluating:  # noqa: N801 (reads as a verb)
+    """Evaluation mode for a block, training mode after it."""
+
+    def __init__(self, engine: MegatronEngine) -> None:
+        self.engine = engine
+
+    def __enter__(self) -> None:
+        for chunk in self.engine.chunks:
+            chunk.eval()
+
+    def __exit__(self, *_: object) -> None:
+        for chunk in self.engine.chunks:
+            chunk.train()

@@ -1,0 +1,148 @@
+"""From hidden states to what losses need: log-probabilities and kin over a vocabulary split across ranks.
+
+Owns the vocabulary head. The full logits of a batch are never gathered; where they are large they are not even kept: the
+forward pass runs over chunks of tokens and the backward pass computes each chunk's logits again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+KEEP_BYTES = 1 << 28
+"""Probabilities of a micro-batch up to this size are kept for the backward pass (no second product with the head)."""
+
+
+@dataclass(frozen=True)
+class HeadShard:
+    """This rank's part of the vocabulary."""
+
+    first: int
+    """Vocabulary id of the first row."""
+    real: int
+    """Rows that are not padding."""
+    group: dist.ProcessGroup
+    temperature: float
+    fields: tuple[str, ...]
+    """Which outputs, in order; `logprobs` first when asked for."""
+
+    def reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+        """All-reduce over the vocabulary's ranks, in place."""
+        if self.group.size() > 1:
+            dist.all_reduce(x, op, self.group)
+        return x
+
+
+def _logits(hidden: Tensor, weight: Tensor, shard: HeadShard) -> Tensor:
+    """float32 [t, v]; padding rows of the vocabulary can never be chosen."""
+    out = (hidden @ weight.t()).float()
+    if shard.temperature != 1.0:
+        out /= shard.temperature
+    if shard.real < out.shape[1]:
+        out[:, max(shard.real, 0) :] = float("-inf")
+    return out
+
+
+def _local_labels(labels: Tensor, shard: HeadShard, width: int) -> tuple[Tensor, Tensor]:
+    """(label within this shard, clamped; whether it lies here), each [t]."""
+    local = labels - shard.first
+    here = (local >= 0) & (local < width)
+    return local.clamp(0, width - 1), here
+
+
+def _forward_chunk(logits: Tensor, labels: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
+    """(fields [f, t], probabilities [t, v]); overwrites `logits`."""
+    biggest = shard.reduce(logits.max(dim=-1).values, dist.ReduceOp.MAX)
+    logits -= biggest[:, None]
+    local, here = _local_labels(labels, shard, logits.shape[1])
+    at_label = shard.reduce(logits.gather(1, local[:, None]).squeeze(1).masked_fill(~here, 0.0))
+    values: dict[str, Tensor] = {"correct": (at_label == 0).float()}
+    if "mean_logit" in shard.fields:
+        values["mean_logit"] = _mean_logit(logits, shard) + biggest
+    shifted = logits.clone() if "entropy" in shard.fields else None
+    probs = logits.exp_()
+    total = shard.reduce(probs.sum(dim=-1))
+    log_total = total.log()
+    probs /= total[:, None]
+    values["logprobs"] = at_label - log_total
+    values["logsumexp"] = log_total + biggest
+    if shifted is not None:
+        weighted = (probs * shifted.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
+        values["entropy"] = log_total - shard.reduce(weighted)
+    if "log_sum_sq" in shard.fields:
+        values["log_sum_sq"] = shard.reduce(probs.square().sum(dim=-1)).log()
+    return torch.stack([values[name] for name in shard.fields]), probs
+
+
+def _mean_logit(logits: Tensor, shard: HeadShard) -> Tensor:
+    real = max(min(shard.real, logits.shape[1]), 0)
+    sums = torch.stack([logits[:, :real].sum(dim=-1), torch.full_like(logits[:, 0], float(real))])
+    sums = shard.reduce(sums)
+    return sums[0] / sums[1]
+
+
+def _backward_chunk(grads: Tensor, out: Tensor, probs: Tensor, labels: Tensor, shard: HeadShard) -> Tensor:
+    """Gradient of the logits [t, v] from the fields' gradients [f, t]; overwrites `probs` where only log-probabilities are wanted."""
+    by_name = {name: grads[i] for i, name in enumerate(shard.fields)}
+    values = {name: out[i] for i, name in enumerate(shard.fields)}
+    g = by_name.get("logprobs")
+    local, here = _local_labels(labels, shard, probs.shape[1])
+    extra = torch.zeros_like(probs) if set(shard.fields) - {"logprobs", "correct"} else None
+    if "logsumexp" in by_name:
+        extra += by_name["logsumexp"][:, None] * probs
+    if "entropy" in by_name:
+        log_p = probs.clamp(min=torch.finfo(torch.float32).tiny).log()
+        extra -= (by_name["entropy"][:, None] * probs) * (log_p + values["entropy"][:, None])
+    if "log_sum_sq" in by_name:
+        extra += 2 * by_name["log_sum_sq"][:, None] * (probs.square() / values["log_sum_sq"].exp()[:, None] - probs)
+    if "mean_logit" in by_name:
+        real = max(min(shard.real, probs.shape[1]), 0)
+        vocabulary = shard.reduce(torch.tensor(float(real), device=probs.device))
+        extra[:, :real] += by_name["mean_logit"][:, None] / vocabulary
+    if g is None:
+        result = extra if extra is not None else torch.zeros_like(probs)
+    else:
+        result = probs.mul_(-g[:, None])
+        result.scatter_add_(1, local[:, None], (g * here).unsqueeze(1))
+        if extra is not None:
+            result += extra
+    return result / shard.temperature if shard.temperature != 1.0 else result
+
+
+class VocabularyHead(torch.autograd.Function):
+    """(hidden [t, h], weight [v, h], labels [t]) to the fields [f, t] in float32.
+
+    The gradient of `hidden` is this shard's part: the caller's region function sums it over the tensor-parallel ranks.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, shard: HeadShard) -> Tensor:  # noqa: ANN001
+        rows = max(1, KEEP_BYTES // (4 * weight.shape[0]))
+        chunks = [slice(a, a + rows) for a in range(0, max(1, hidden.shape[0]), rows)]
+        parts = [_forward_chunk(_logits(hidden[c], weight, shard), labels[c], shard) for c in chunks]
+        out = torch.cat([p[0] for p in parts], dim=1)
+        keep = parts[0][1] if len(chunks) == 1 else hidden.new_empty(0)
+        ctx.chunks, ctx.shard = chunks, shard
+        ctx.save_for_backward(hidden, weight, labels, out, keep)
+        return out
+
+    @staticmethod
+    def backward(ctx, grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # noqa: ANN001
+        hidden, weight, labels, out, keep = ctx.saved_tensors
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight: Tensor | None = None
+        for c in ctx.chunks:
+            probs = keep if len(ctx.chunks) == 1 else _forward_chunk(_logits(hidden[c], weight, ctx.shard), labels[c], ctx.shard)[1]
+            d_logits = _backward_chunk(grads[:, c], out[:, c], probs, labels[c], ctx.shard).to(hidden.dtype)
+            if d_hidden is not None:
+                d_hidden[c] = d_logits @ weight
+            if ctx.needs_input_grad[1]:
+                part = d_logits.t() @ hidden[c]
+                if d_weight is None:
+                    d_weight = part if len(ctx.chunks) == 1 else part.float()
+                else:
+                    d_weight += part
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None

@@ -1,0 +1,98 @@
+"""Which modules a transformer layer is made of: Transformer Engine's fused ones, or plain torch ones.
+
+Owns the choice (`pick`) and both specs. The two have the same parameter names, so they share one checkpoint format.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from megaswift.engine.megatron.attention import TorchAttention
+from megaswift.engine.megatron.norm import NormColumnParallelLinear, QKNorm, TorchNorm
+from megaswift.engine.megatron.router import BalancedRouter
+from megaswift.errors import ConfigError, Problem
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
+
+
+def pick(asked: str) -> tuple[str, str]:
+    """(`transformer_engine` or `torch`, why) for `--transformer_impl`."""
+    cuda, installed = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
+    if asked == "torch":
+        return "torch", "asked for"
+    if asked == "transformer_engine":
+        if not (cuda and installed):
+            lack = "no CUDA device is visible" if not cuda else "the package transformer_engine is not installed"
+            raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))
+        return "transformer_engine", "asked for"
+    if cuda and installed:
+        return "transformer_engine", "CUDA and Transformer Engine are there"
+    return "torch", "no CUDA device" if not cuda else "Transformer Engine is not installed"
+
+
+def _torch_mlp(moe: bool) -> ModuleSpec:
+    if not moe:
+        return ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear))
+    expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts = ModuleSpec(module=SequentialMLP, submodules=expert)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=BalancedRouter))
+
+
+def torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
+    """One layer from plain torch modules."""
+    norm = QKNorm if config.qk_layernorm else None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=NormColumnParallelLinear, core_attention=TorchAttention, linear_proj=RowParallelLinear,
+        q_layernorm=norm, k_layernorm=norm,
+    )
+    extra: dict[str, Any] = {"pre_mlp_layernorm": TorchNorm} if moe else {}
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attn_bda=get_bias_dropout_add,
+            mlp=_torch_mlp(moe),
+            mlp_bda=get_bias_dropout_add,
+            **extra,
+        ),
+    )
+
+
+def te_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
+    """One layer from Transformer Engine's fused modules, with our router."""
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm,
+    )
+    if moe:
+        spec.submodules.mlp.submodules.router = BalancedRouter
+    return spec
+
+
+def block_spec(config: TransformerConfig, impl: str, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
+    """The layers of one pipeline chunk, dense or MoE as `moe_layer_freq` says, and the final norm."""
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    build = torch_layer if impl == "torch" else te_layer
+    freq = config.moe_layer_freq
+    layers = []
+    for layer in range(offset, offset + count):
+        moe = config.num_moe_experts is not None and (layer % freq == 0 if isinstance(freq, int) else bool(freq[layer]))
+        layers.append(build(config, moe))
+    if impl == "torch":
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)

@@ -1,0 +1,134 @@
+"""The model of one rank: Megatron's GPTModel with our vocabulary head, one module per pipeline chunk.
+
+Owns construction (chunks, precision wrapper, DDP) and the forward pass of one micro-batch. Weights are in weights.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift.config import SwiftConfig
+from megaswift.engine.megatron.context import ParallelContext
+from megaswift.engine.megatron.context_slices import join
+from megaswift.engine.megatron.head import HeadShard, VocabularyHead
+from megaswift.engine.megatron.layer_spec import block_spec
+from megaswift.engine.megatron.model_config import padded_vocabulary
+from megaswift.engine.megatron.passes import Pass
+from megaswift.engine.megatron.rope import PositionRotary, inverse_frequencies
+from megaswift.families.spec import ModelSpec
+from megaswift.losses.contract import FIELDS, Needs
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SwiftGPT(GPTModel):
+    """GPTModel whose last stage returns what the loss needs, float32 [fields, b, s], never logits."""
+
+    needs: Needs
+    step: Pass
+    real_vocabulary: int
+
+    def run(self, module: torch.nn.Module, step: Pass) -> Tensor:
+        """One micro-batch through `module`, this chunk with its wrappers: hidden states, or the fields on the last stage."""
+        self.step = step
+        if isinstance(self.rotary_pos_emb, PositionRotary):
+            self.rotary_pos_emb.positions = step.positions
+        mask = self._padding_mask(step)
+        return module(step.input_ids, step.positions, None, packed_seq_params=step.rows, padding_mask=mask)
+
+    def _padding_mask(self, step: Pass) -> Tensor | None:
+        """[b, s / cp], or its sequence-parallel part on later stages: Megatron cuts it on the first stage only."""
+        if self.config.num_moe_experts is None:
+            return None
+        if self.config.sequence_parallel and not self.pre_process:
+            return step.padding.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()].contiguous()
+        return step.padding
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self._fields(hidden_states) if self.post_process else hidden_states
+
+    def _fields(self, hidden: Tensor) -> Tensor:
+        """hidden [s / cp (/ tp), b, h] to the needed fields [f, b, s]; 0 where there is no label."""
+        group, step = self.pg_collection.tp, self.step
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        b, s = step.labels.shape
+        wanted = step.labelled.t().reshape(-1).nonzero().squeeze(1)  # hidden is [s, b, h]: rows of the flat [s x b]
+        picked = hidden.reshape(s * b, -1).index_select(0, wanted)
+        labels = step.labels.t().reshape(-1).index_select(0, wanted)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        first = group.rank() * weight.shape[0]
+        names = tuple(f for f in FIELDS if f in self.needs.fields)
+        shard = HeadShard(first, self.real_vocabulary - first, group, self.needs.temperature, names)
+        values = VocabularyHead.apply(picked, weight, labels, shard)
+        full = values.new_zeros(len(names), s * b).index_copy(1, wanted, values)
+        full = full.view(len(names), s, b).transpose(1, 2)
+        cp = self.pg_collection.cp
+        return join(full, step.order, step.index, cp) if cp.size() > 1 else full.contiguous()
+
+
+def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelContext, impl: str) -> list[SwiftGPT]:
+    """This rank's model chunks, without wrappers and with weights still to be loaded."""
+    layout, at = context.layout, context.coordinates
+    inv_freq, _ = inverse_frequencies(spec)
+    chunks = []
+    for i in range(layout.vpp):
+        stage = i if layout.vpp > 1 else None
+        model = SwiftGPT(
+            config=config,
+            transformer_layer_spec=block_spec(config, impl, stage, at.pp),
+            vocab_size=padded_vocabulary(spec, layout.tp),
+            max_sequence_length=spec.max_positions,
+            pre_process=at.pp == 0 and i == 0,
+            post_process=at.pp == layout.pp - 1 and i == layout.vpp - 1,
+            share_embeddings_and_output_weights=spec.tied,
+            position_embedding_type="rope",
+            rotary_percent=spec.rope.partial,
+            rotary_base=spec.rope.base,
+            pg_collection=context.groups,
+            vp_stage=stage,
+        )
+        if impl == "torch":
+            model.rotary_pos_emb = PositionRotary(inv_freq.to(context.device))
+        else:
+            model.rotary_pos_emb.inv_freq = inv_freq.to(context.device)
+        model.real_vocabulary = spec.vocab_size
+        model.needs = Needs()
+        chunks.append(model.to(context.device))
+    return chunks
+
+
+def wrap(chunks: list[SwiftGPT], config: TransformerConfig, cfg: SwiftConfig, context: ParallelContext) -> list[DistributedDataParallel]:
+    """Precision wrapper and Megatron's DDP with float32 gradients."""
+    cuda = context.device.type == "cuda"
+    p = cfg.parallel
+    overlap_reduce = cuda if p.overlap_grad_reduce is None else p.overlap_grad_reduce
+    overlap_gather = (cuda and p.distributed_optimizer and overlap_reduce) if p.overlap_param_gather is None else p.overlap_param_gather
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap_reduce,
+        overlap_param_gather=overlap_gather,
+        use_distributed_optimizer=p.distributed_optimizer,
+        check_for_nan_in_grad=False,
+        average_in_collective=False,
+    )
+    half = config.bf16 or config.fp16
+    inner = [Float16Module(config, c) if half else c for c in chunks]
+    wrapped = [
+        DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0 and not overlap_reduce, pg_collection=context.groups)
+        for i, m in enumerate(inner)
+    ]
+    config.no_sync_func = [m.no_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    if overlap_reduce:
+        config.grad_sync_func = [m.start_grad_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].start_grad_sync
+    if overlap_gather:
+        config.param_sync_func = [m.start_param_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].start_param_sync
+    return wrapped

@@ -1,0 +1,130 @@
+"""From a model and a run's options to Megatron-Core's TransformerConfig.
+
+Owns every field that the engine sets; the model's own fields come from its family (`ModelSpec.transformer`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megaswift.config import SwiftConfig
+from megaswift.engine.megatron.rope import inverse_frequencies
+from megaswift.errors import ConfigError, Problem
+from megaswift.families.spec import ModelSpec
+from megaswift.parallel.layout import Layout
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+VOCABULARY_MULTIPLE = 8
+"""Rows of a rank's vocabulary shard are padded to this multiple (tensor cores)."""
+
+
+def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
+    """The dtype of weights and activations: the asked one; `auto` is the checkpoint's on CUDA, float32 on a CPU."""
+    name = cfg.model.torch_dtype
+    if name == "auto":
+        name = spec.dtype if cuda else "float32"
+    if name == "float16" and not cuda:
+        raise ConfigError(Problem("--torch_dtype float16", "float16 training needs a CUDA device", "--torch_dtype bfloat16"))
+    return DTYPES[name]
+
+
+def padded_vocabulary(spec: ModelSpec, tp: int) -> int:
+    """Vocabulary rows in all, so that each rank has the same number of them."""
+    multiple = VOCABULARY_MULTIPLE * tp if tp > 1 else 1
+    return math.ceil(spec.vocab_size / multiple) * multiple
+
+
+def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    p = cfg.parallel
+    interleaved = layout.vpp > 1
+    overlap_p2p = interleaved if p.overlap_p2p_comm is None else p.overlap_p2p_comm
+    if interleaved and layout.pp == 2:
+        overlap_p2p = True  # batched p2p crosses two messages between two ranks in silence (megatron_on_cpu: wrong loss)
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if interleaved and p.pipeline_layout is None else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sequence_parallel,
+        "pipeline_dtype": dtype,
+        "overlap_p2p_comm": overlap_p2p,
+        "batch_p2p_comm": not overlap_p2p,
+        "num_layers_in_first_pipeline_stage": p.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": p.last_stage_layers,
+        "pipeline_model_parallel_layout": p.pipeline_layout,
+        "tp_comm_overlap": p.tp_comm_overlap,
+    }
+    if layout.cp > 1:
+        fields["cp_comm_type"] = p.cp_comm_type
+    return fields
+
+
+def _kernels(cfg: SwiftConfig, impl: str, cuda: bool) -> dict[str, Any]:
+    m = cfg.model
+    fused = impl == "transformer_engine"
+    fields: dict[str, Any] = {
+        "use_cpu_initialization": not cuda,
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": cuda,
+        "bias_activation_fusion": fused,
+        "apply_rope_fusion": fused,
+        "recompute_granularity": m.recompute_granularity,
+        "recompute_method": m.recompute_method,
+        "recompute_num_layers": m.recompute_num_layers,
+        "fp8": m.fp8_format,
+        "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
+        "moe_grouped_gemm": fused if m.moe_grouped_gemm is None else m.moe_grouped_gemm,
+    }
+    if m.recompute_modules:
+        fields["recompute_modules"] = list(m.recompute_modules)
+    if m.fp8_format:
+        fields["fp8_recipe"] = m.fp8_recipe
+    if fused and m.attn_impl in ("flash", "fused", "unfused"):
+        fields["attention_backend"] = AttnBackend[m.attn_impl]
+    return fields
+
+
+def _yarn(config: TransformerConfig, factor: float) -> None:
+    """Make Megatron multiply cosine and sine by `factor`: it knows it as 0.1 ln(scale) + 1 (YaRN, arXiv:2309.00071)."""
+    if factor != 1.0:
+        config.yarn_rotary_scaling_factor = math.exp((factor - 1.0) / 0.1)
+        config.yarn_mscale = config.yarn_mscale_all_dim = None
+
+
+def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: str) -> TransformerConfig:
+    """Megatron-Core's configuration of this model in this run."""
+    cuda = torch.cuda.is_available()
+    dtype = compute_dtype(cfg, spec, cuda)
+    fields = dict(spec.transformer)
+    fields["activation_func"] = ACTIVATIONS[fields.get("activation_func", "silu")]
+    fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py
+    fields.update(_parallel(cfg, layout, dtype))
+    fields.update(_kernels(cfg, impl, cuda))
+    if not spec.experts:
+        fields = {k: v for k, v in fields.items() if not k.startswith("moe_")}
+    fields.update(
+        params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, autocast_dtype=dtype,
+        calculate_per_token_loss=True,  # before DDP is built: set later, gradients are divided by DP x CP in silence
+        deallocate_pipeline_outputs=True, hidden_dropout=fields.get("hidden_dropout", 0.0),
+        attention_dropout=fields.get("attention_dropout", 0.0),
+    )
+    if spec.experts:
+        fields["moe_router_dtype"] = "fp32"
+    known = inspect.signature(TransformerConfig).parameters
+    unknown = sorted(set(fields) - set(known))
+    assert not unknown, f"this Megatron-Core's TransformerConfig has no {unknown}"
+    config = TransformerConfig(**fields)
+    _yarn(config, inverse_frequencies(spec)[1])
+    return config

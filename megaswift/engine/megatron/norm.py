@@ -1,0 +1,77 @@
+"""Norms of the torch layer spec, under the very parameter names of the Transformer Engine spec.
+
+`TorchNorm` stands alone; `NormColumnParallelLinear` is a norm followed by a column-parallel product, with the norm's weight as
+`layer_norm_weight`, so that both specs write the same checkpoint. The weights know sequence parallelism: their gradients are
+summed over the tensor-parallel group where each rank saw a part of the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, in float32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return weight * F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype)
+
+
+class TorchNorm(nn.Module):
+    """RMSNorm or LayerNorm of the last dimension, `weight` [h]."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps, self.kind = eps, config.normalization
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if self.kind == "LayerNorm" else None
+        for p in self.parameters():
+            p.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] to [..., h]."""
+        if self.kind == "RMSNorm":
+            return rms_norm(x, self.weight, self.eps)
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+
+
+class QKNorm(TorchNorm):
+    """Norm of each head's query or key. Heads lie on tensor-parallel ranks, so its gradient is always summed over them."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps)
+        for p in self.parameters():
+            p.sequence_parallel = config.tensor_model_parallel_size > 1
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """norm(x) W^T with W split by rows: x [s, b, h] (a sequence shard under SP) to [s, b, out / tp]."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps, self.kind = config.layernorm_epsilon, config.normalization
+        self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+        if self.kind == "LayerNorm":
+            self.layer_norm_bias = nn.Parameter(torch.zeros(input_size, dtype=config.params_dtype))
+            self.layer_norm_bias.sequence_parallel = config.sequence_parallel
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """(output, bias to be added later or None)."""
+        if self.kind == "RMSNorm":
+            normed = rms_norm(input_, self.layer_norm_weight, self.eps)
+        else:
+            normed = F.layer_norm(input_, (input_.shape[-1],), self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        return super().forward(normed, *args, **kwargs)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """The product's shards by rows, the norm whole."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0, "bias": 0}, sharded_offsets)

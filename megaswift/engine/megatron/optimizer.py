@@ -1,0 +1,63 @@
+"""Megatron's optimizers, and one step of them that can be skipped.
+
+Owns the optimizer's configuration, learning rate and weight decay per group, the gradient norm and the step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import torch
+
+from megaswift.config import SwiftConfig
+from megaswift.engine.megatron.context import ParallelContext
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def build(chunks: list[DistributedDataParallel], config: TransformerConfig, cfg: SwiftConfig, context: ParallelContext) -> MegatronOptimizer:
+    """The optimizer over this rank's chunks."""
+    o = cfg.optim
+    options = OptimizerConfig(
+        optimizer=o.optimizer, lr=o.learning_rate, min_lr=o.min_lr, weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1, adam_beta2=o.adam_beta2, adam_eps=o.adam_epsilon, sgd_momentum=o.sgd_momentum,
+        clip_grad=o.max_grad_norm, bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype,
+        use_distributed_optimizer=cfg.parallel.distributed_optimizer,
+        overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+        use_precision_aware_optimizer=o.precision_aware_optimizer,
+        optimizer_cpu_offload=o.optimizer_cpu_offload, optimizer_offload_fraction=1.0 if o.optimizer_cpu_offload else 0.0,
+    )
+    extra = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in inspect.signature(get_megatron_optimizer).parameters else {}
+    return get_megatron_optimizer(options, chunks, **extra)
+
+
+def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+    """Learning rate and weight decay of every group: biases and norms (1-D parameters) do not decay."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that a chained one is made of (dense and expert parameters), without empty stubs."""
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [o for o in chained if not getattr(o, "is_stub_optimizer", False)]
+
+
+@torch.no_grad()
+def step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bool]:
+    """(gradient norm before clipping, whether the step was taken). Not taken where a gradient is not finite."""
+    overflow = optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm()) if not overflow else math.nan
+    if not math.isfinite(norm):
+        return norm, False
+    if clip > 0:
+        for part in parts(optimizer):
+            parameters = part.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=norm)
+    return norm, bool(optimizer.step_with_ready_grads())

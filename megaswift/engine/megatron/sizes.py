@@ -1,0 +1,49 @@
+"""Exact sizes of what an engine holds, counted from its own buffers, for the first screen."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megaswift.engine.megatron import optimizer as optim
+from megaswift.engine.protocol import ParameterReport
+
+if TYPE_CHECKING:
+    from megaswift.engine.megatron.engine import MegatronEngine
+
+MOMENTS = {"adam": 2, "sgd": 1}
+
+
+def _optimizer_bytes(engine: MegatronEngine) -> int:
+    """Moments and float32 main weights of this rank's part. Moments exist from the first step on; they are counted before it."""
+    moments = MOMENTS[engine.cfg.optim.optimizer]
+    if engine.cfg.optim.optimizer == "sgd" and engine.cfg.optim.sgd_momentum == 0:
+        moments = 0
+    half = engine.config.bf16 or engine.config.fp16
+    total = 0
+    for part in optim.parts(engine.optimizer):
+        for group in part.optimizer.param_groups:
+            for p in group["params"]:
+                total += p.numel() * (4 * moments + (4 if half else 0))
+    return total
+
+
+def measure(engine: MegatronEngine) -> ParameterReport:
+    """Sizes of the largest rank, parameters in all. Collective."""
+    spec = engine.spec
+    own = sum(p.numel() for c in engine.plain for p in c.parameters())
+    weights = sum(p.numel() * p.element_size() for c in engine.plain for p in c.parameters())
+    gradients = sum(b.grad_data.numel() * b.grad_data.element_size() for c in engine.chunks for b in c.buffers + c.expert_parallel_buffers)
+    largest = torch.tensor([own, weights, gradients, _optimizer_bytes(engine)], dtype=torch.int64, device=engine.context.device)
+    if engine.layout.world_size > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    own, weights, gradients, optimizer = largest.tolist()
+    full = {e.megatron: math.prod(e.full_shape()) for e in engine.plan.entries}
+    total = sum(full.values())
+    idle = sum(n for e, n in zip(engine.plan.entries, full.values(), strict=True) if e.expert is not None)
+    active = total - idle + (idle * spec.topk // spec.experts if spec.experts else 0)
+    embedding = 0 if spec.tied else spec.vocab_size * spec.hidden_size
+    return ParameterReport(total, own, weights, gradients, optimizer, active - embedding)

@@ -1,0 +1,197 @@
+"""Weights of this rank's modules, by Megatron's canonical names: loading from and streaming to Hugging Face tensors.
+
+Owns the map from a module's parameters to the family's weight plan and the gathers over tensor, expert and pipeline ranks.
+Reading, cutting and merging of tensors belong to the bridge.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megaswift.bridge.plan import Entry, WeightPlan
+from megaswift.engine.megatron.context import ParallelContext
+from megaswift.engine.megatron.model import SwiftGPT
+from megaswift.engine.megatron.model_config import padded_vocabulary
+from megaswift.families.spec import ModelSpec
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+
+
+def canonical_name(name: str, chunk: SwiftGPT, spec: ModelSpec, context: ParallelContext) -> str:
+    """The checkpoint's name of a chunk's parameter: global layer and expert numbers, tied output as the embedding."""
+    if name == "output_layer.weight" and spec.tied:
+        return "embedding.word_embeddings.weight"
+    if found := _LAYER.match(name):
+        number = chunk.decoder.layers[int(found.group(1))].layer_number - 1
+        name = f"decoder.layers.{number}." + name[found.end() :]
+    if spec.experts:
+        first = context.coordinates.ep * (spec.experts // context.layout.ep)
+        name = _LOCAL_EXPERT.sub(lambda m: f"mlp.experts.{first + int(m.group(1))}.", name)
+        name = _GROUPED_EXPERT.sub(lambda m: f"mlp.experts.{first + int(m.group(2))}.{m.group(1)}.weight", name)
+    return name
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter of this rank and its entry in the weight plan."""
+
+    entry: Entry
+    parameter: nn.Parameter
+
+
+class RankWeights:
+    """Every parameter of this rank, each matched with exactly one entry of the family's plan."""
+
+    def __init__(self, chunks: list[SwiftGPT], spec: ModelSpec, plan: WeightPlan, context: ParallelContext) -> None:
+        self.spec, self.plan, self.context = spec, plan, context
+        self.padded = padded_vocabulary(spec, context.layout.tp)
+        self.placed: list[Placed] = []
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                canonical = canonical_name(name, chunk, spec, context)
+                entry = plan.by_megatron.get(canonical)
+                assert entry is not None, f"{canonical} has no entry in the weight plan of {spec.family}"
+                shape = tuple(entry.shard_shape(self._tp(entry)[0], self.padded))
+                assert shape == tuple(parameter.shape), f"{canonical}: module has {tuple(parameter.shape)}, plan says {shape}"
+                self.placed.append(Placed(entry, parameter))
+        self.by_name = {p.entry.megatron: p.parameter for p in self.placed}
+
+    def _tp(self, entry: Entry) -> tuple[int, int]:
+        """(ranks, rank) that split this entry: ETP for experts, TP otherwise."""
+        layout, at = self.context.layout, self.context.coordinates
+        return (layout.etp, at.etp) if entry.expert is not None else (layout.tp, at.tp)
+
+    @torch.no_grad()
+    def load(self, source: Any) -> None:
+        """Fill every parameter from `source`, reading only this rank's slices."""
+        for placed in self.placed:
+            ranks, rank = self._tp(placed.entry)
+            placed.parameter.copy_(placed.entry.read(source, ranks, rank, self.padded))
+
+    def stream(self, value: Callable[[nn.Parameter], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor on the CPU) of `value(parameter)` for all entries in the plan's order.
+
+        Collective: every rank iterates to the end; only rank 0 yields tensors, one entry at a time.
+        """
+        for entry in self.plan.entries:
+            parts = self._gather(entry, value)
+            if self.context.rank == 0:
+                assert parts is not None
+                yield from entry.write(parts).items()
+
+    def _gather(self, entry: Entry, value: Callable[[nn.Parameter], Tensor | None]) -> list[Tensor] | None:
+        """The entry's shards in order, on rank 0; None elsewhere. Shards travel as CPU tensors, whatever the device."""
+        here = self.context.rank
+        shape = entry.shard_shape(self._tp(entry)[0], self.padded)
+        parts: list[Tensor] = []
+        for holder in self._holders(entry):
+            if here == holder:
+                found = value(self.by_name[entry.megatron])
+                mine = torch.zeros(shape) if found is None else found.detach().cpu().contiguous()
+                if holder == 0:
+                    parts.append(mine)
+                else:
+                    _send(mine, 0)
+            elif here == 0:
+                parts.append(_receive(shape, holder))
+        return parts if here == 0 else None
+
+    def _holders(self, entry: Entry) -> list[int]:
+        """Global ranks of the shards of `entry`, in shard order."""
+        layout = self.context.layout
+        stage = self.stage_of(entry)
+        expert = entry.expert
+        split = entry.shard != "replicated"
+        found: dict[int, int] = {}
+        for rank in range(layout.world_size):
+            at = layout.coordinates(rank)
+            if at.pp != stage:
+                continue
+            if expert is None:
+                first, index = at.dp == 0 and at.cp == 0, at.tp
+            else:
+                owner = expert // (self.spec.experts // layout.ep)
+                first, index = at.ep == owner and at.edp == 0, at.etp
+            if first and (split or index == 0):
+                found.setdefault(index, rank)
+        return [found[i] for i in sorted(found)]
+
+    def stage_of(self, entry: Entry) -> int:
+        """The pipeline stage that holds `entry` (the first one for tied embeddings)."""
+        if entry.layer is not None:
+            return self._stages()[entry.layer]
+        return 0 if entry.megatron.startswith("embedding") else self.context.layout.pp - 1
+
+    def _stages(self) -> dict[int, int]:
+        if not hasattr(self, "_stage_table"):
+            mine = {p.entry.layer for p in self.placed if p.entry.layer is not None}
+            layout, at = self.context.layout, self.context.coordinates
+            table: dict[int, int] = dict.fromkeys(mine, at.pp)
+            if layout.pp > 1:
+                held: list[Any] = [None] * layout.pp
+                dist.all_gather_object(held, sorted(mine), group=self.context.groups.pp)
+                table = {layer: stage for stage, layers in enumerate(held) for layer in layers}
+            self._stage_table = table
+        return self._stage_table
+
+
+class RandomSource:
+    """Stands where Hugging Face files would: each tensor from its own seed, so that no layout changes a weight.
+
+    Matrices are normal(0, initializer_range), norms 1, biases 0, as transformers initialises these families.
+    """
+
+    def __init__(self, plan: WeightPlan, spec: ModelSpec, seed: int) -> None:
+        self.shapes = plan.hf_shapes
+        self.std, self.seed = float(spec.hf_config.get("initializer_range", 0.02)), seed
+
+    def dtype(self, _: str) -> torch.dtype:
+        """All tensors are float32."""
+        return torch.float32
+
+    def slice(self, name: str, index: Any = ...) -> Tensor:
+        """A slice of the tensor `name`."""
+        shape = self.shapes[name]
+        if name.endswith("bias"):
+            return torch.zeros(shape)[index]
+        if len(shape) == 1:
+            return torch.ones(shape)[index]
+        generator = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
+        return (torch.randn(shape, generator=generator) * self.std)[index]
+
+
+_WIRE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _send(tensor: Tensor, to: int) -> None:
+    dist.send(torch.tensor([_WIRE.index(tensor.dtype)]), to)
+    dist.send(tensor, to)
+
+
+def _receive(shape: tuple[int, ...], source: int) -> Tensor:
+    code = torch.zeros(1, dtype=torch.int64)
+    dist.recv(code, source)
+    tensor = torch.empty(shape, dtype=_WIRE[int(code)])
+    dist.recv(tensor, source)
+    return tensor
+
+
+def frozen(placed: Iterable[Placed], patterns: Iterable[str]) -> dict[str, list[str]]:
+    """Freeze parameters of which any Hugging Face name matches a pattern; pattern to what it matched."""
+    hits: dict[str, list[str]] = {p: [] for p in patterns}
+    for item in placed:
+        for pattern, found in hits.items():
+            if any(re.search(pattern, name) for name in item.entry.hf):
+                item.parameter.requires_grad_(False)
+                found.extend(item.entry.hf)
+    return hits
