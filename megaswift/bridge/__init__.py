@@ -1,0 +1,8 @@
+"""Hugging Face safetensors to Megatron shards and back, each rank reading only what it owns, with no conversion step."""
+
+from megaswift.bridge.export import ExportOptions, export_hf
+from megaswift.bridge.hf_source import HfSource, TensorMeta
+from megaswift.bridge.hf_writer import HfWriter
+from megaswift.bridge.plan import Entry, WeightPlan
+
+__all__ = ["Entry", "ExportOptions", "HfSource", "HfWriter", "TensorMeta", "WeightPlan", "export_hf"]

@@ -1,0 +1,50 @@
+"""A stream of Hugging Face tensors into a folder that transformers loads.
+
+Owns which dtype each tensor gets and where the side files come from. Gathering tensors from ranks is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaswift.bridge.hf_source import INDEX, SINGLE, HfSource
+from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
+from megaswift.bridge.plan import WeightPlan
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a folder is written."""
+
+    source: Path | None = None
+    """The folder the weights came from: each tensor keeps the dtype it had there; config and tokenizer files are copied."""
+    dtype: torch.dtype | None = None
+    """One dtype for all tensors instead."""
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    overwrite: bool = False
+
+
+def stored_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtype]:
+    """The dtype of each HF tensor in `source`; config.json's where the folder has none or no weights at all."""
+    default: torch.dtype = getattr(torch, plan.spec.dtype)
+    if source is None or not ((source / INDEX).exists() or (source / SINGLE).exists()):
+        return dict.fromkeys(plan.hf_shapes, default)
+    stored = HfSource(source)
+    names = set(stored.names())
+    return {name: stored.dtype(name) if name in names else default for name in plan.hf_shapes}
+
+
+def export_hf(directory: Path | str, plan: WeightPlan, weights: Iterable[tuple[str, Tensor]],
+              options: ExportOptions = ExportOptions()) -> Path:  # noqa: B008
+    """Write `weights` (all HF tensors of `plan`, in any order, one at a time) as a Hugging Face folder."""
+    dtypes = options.dtype or stored_dtypes(plan, options.source)
+    with HfWriter(directory, plan.hf_tensors(dtypes), options.max_shard_bytes, options.overwrite) as writer:
+        for name, tensor in weights:
+            writer.add(name, tensor)
+        config = None if options.source is not None else plan.spec.hf_config
+        return writer.close(options.source, config)

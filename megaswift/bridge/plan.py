@@ -1,0 +1,205 @@
+"""Every Megatron parameter of one model and the Hugging Face tensors it is made of.
+
+Owns the expansion of a family's weight table over layers and experts, and both directions of its rules on real tensors. Which rank
+holds which layer or expert is the engine's affair; files are `hf_source` and `hf_writer`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from megaswift.bridge.hf_source import HfSource, TensorMeta, TensorSource
+from megaswift.errors import Problem, WeightsError
+from megaswift.families.family import Family
+from megaswift.families.rules import Cut, Rule, Shard, dim_of
+from megaswift.families.spec import ModelSpec
+
+FLOATS = ("F32", "BF16", "F16", "F64")
+SHOWN = 8
+"""Problems of one kind that are told in full."""
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Stored tensors that carry nothing of their own."""
+
+    pattern: str
+    why: str
+
+
+INV_FREQ = Ignored(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "follows from config.json")
+TIED_HEAD = Ignored(r"lm_head\.weight", "a stored duplicate of the tied embedding")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Megatron parameter."""
+
+    rule: Rule
+    spec: ModelSpec
+    layer: int | None = None
+    expert: int | None = None
+    """Global number of the expert."""
+
+    def _name(self, pattern: str) -> str:
+        return pattern.replace("{L}", str(self.layer)).replace("{E}", str(self.expert))
+
+    @property
+    def megatron(self) -> str:
+        """Full canonical name."""
+        return self._name(self.rule.megatron)
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        """Full Hugging Face names."""
+        return tuple(self._name(name) for name in self.rule.hf)
+
+    @property
+    def shard(self) -> Shard:
+        """How tensor parallelism cuts it."""
+        return self.rule.shard
+
+    @property
+    def hf_shapes(self) -> list[tuple[int, ...]]:
+        """Shape of each HF tensor."""
+        return self.rule.shapes(self.spec)
+
+    def shard_shape(self, tp: int = 1, padded_vocab: int | None = None) -> tuple[int, ...]:
+        """Shape of one rank's shard."""
+        dim, shape = dim_of(self.rule), list(self.hf_shapes[0])
+        shape[dim] = sum(p.stop - p.start for p in self.rule.pieces(self.spec, Cut(tp, 0, padded_vocab)))
+        return tuple(shape)
+
+    def full_shape(self, padded_vocab: int | None = None) -> tuple[int, ...]:
+        """Shape of the whole parameter, vocabulary padding included."""
+        return self.shard_shape(1, padded_vocab)
+
+    def read(self, source: TensorSource, tp: int = 1, rank: int = 0, padded_vocab: int | None = None) -> Tensor:
+        """The shard of `rank` (for experts: of the expert-tensor-parallel group), reading no more than that. Padding is zero."""
+        dim, names, shapes = dim_of(self.rule), self.hf, self.hf_shapes
+        parts = []
+        for piece in self.rule.pieces(self.spec, Cut(tp, rank, padded_vocab)):
+            shape = shapes[piece.source]
+            start, stop = (min(x, shape[dim]) for x in (piece.start, piece.stop))
+            if stop > start:
+                parts.append(source.slice(names[piece.source], (*[slice(0, n) for n in shape[:dim]], slice(start, stop))))
+            if piece.stop > shape[dim]:
+                padding = list(shape)
+                padding[dim] = piece.stop - max(piece.start, shape[dim])
+                parts.append(torch.zeros(padding, dtype=source.dtype(names[piece.source])))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def write(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
+        """HF name -> full tensor, from the shards of all ranks in order; of a replicated parameter the first counts."""
+        dim, shapes, shards = dim_of(self.rule), self.hf_shapes, list(shards[:1] if self.shard == "replicated" else shards)
+        if len(shapes) == len(shards) == 1 and tuple(shards[0].shape) == shapes[0]:
+            return {self.hf[0]: shards[0]}
+        whole = [shards[0].new_empty(shape) for shape in shapes]
+        padded = sum(s.shape[dim] for s in shards) if self.shard == "vocab" else None
+        covered = 0
+        for rank, shard in enumerate(shards):
+            at = 0
+            for piece in self.rule.pieces(self.spec, Cut(len(shards), rank, padded)):
+                into, length = whole[piece.source], piece.stop - piece.start
+                start, stop = (min(x, into.shape[dim]) for x in (piece.start, piece.stop))
+                into.narrow(dim, start, stop - start).copy_(shard.narrow(dim, at, stop - start))
+                at, covered = at + length, covered + stop - start
+            assert at == shard.shape[dim], f"{self.megatron}: shard {rank} has {shard.shape[dim]}, its pieces {at}"
+        assert covered == sum(shape[dim] for shape in shapes), f"{self.megatron}: the shards do not cover {self.hf}"
+        return dict(zip(self.hf, whole, strict=True))
+
+
+class WeightPlan:
+    """All parameters of a model, in the order of export. Every HF tensor and every Megatron parameter is in exactly one entry."""
+
+    def __init__(self, family: Family, spec: ModelSpec) -> None:
+        self.family, self.spec = family, spec
+        self.entries: tuple[Entry, ...] = tuple(self._expand(family.weights))
+        self.by_megatron: dict[str, Entry] = {e.megatron: e for e in self.entries}
+        self.by_hf: dict[str, Entry] = {name: e for e in self.entries for name in e.hf}
+        self.hf_shapes: dict[str, tuple[int, ...]] = {n: s for e in self.entries for n, s in zip(e.hf, e.hf_shapes, strict=True)}
+        assert len(self.by_megatron) == len(self.entries), f"family {family.name}: a Megatron name is used twice"
+        assert len(self.by_hf) == sum(len(e.hf) for e in self.entries), f"family {family.name}: an HF name is used twice"
+        self.ignored: tuple[Ignored, ...] = (INV_FREQ, TIED_HEAD) if spec.tied else (INV_FREQ,)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model, without vocabulary padding."""
+        return sum(math.prod(shape) for shape in self.hf_shapes.values())
+
+    def _expand(self, rules: Sequence[Rule]) -> Iterator[Entry]:
+        """Layer by layer, and expert by expert within a layer."""
+        active = [rule for rule in rules if not rule.when or getattr(self.spec, rule.when)]
+        for in_model, block in groupby(active, key=lambda rule: rule.scope == "model"):
+            chosen = list(block)
+            if in_model:
+                yield from (Entry(rule, self.spec) for rule in chosen)
+                continue
+            for layer, sparse in enumerate(self.spec.moe_layers):
+                scopes = ("layer", "moe", "expert") if sparse else ("layer", "dense")
+                of_layer = [rule for rule in chosen if rule.scope in scopes]
+                for in_expert, part in groupby(of_layer, key=lambda rule: rule.scope == "expert"):
+                    same = list(part)
+                    for expert in range(self.spec.experts) if in_expert else (None,):
+                        yield from (Entry(rule, self.spec, layer, expert) for rule in same)
+
+    def hf_tensors(self, dtypes: Mapping[str, torch.dtype] | torch.dtype) -> dict[str, TensorMeta]:
+        """Every HF tensor with its shape and dtype, in the order of export."""
+        one = dtypes if isinstance(dtypes, torch.dtype) else None
+        return {name: TensorMeta(shape, one or dtypes[name]) for name, shape in self.hf_shapes.items()}  # type: ignore[index]
+
+    def check(self, source: HfSource, contents: bool = True) -> list[str]:
+        """Whether `source` holds this model: a WeightsError names each missing, unmapped or wrong tensor with its file.
+
+        The answer is the names that are ignored. With `contents`, a stored duplicate of a tied head must equal the embedding.
+        """
+        problems: list[Problem] = []
+        names = set(source.names())
+        missing = [name for name in self.by_hf if name not in names]
+        problems += [Problem(f"{source.directory}, tensor {name}", "is missing: no file holds it", self._fix_missing(name))
+                     for name in missing[:SHOWN]]
+        extra = sorted(names - set(self.by_hf))
+        ignored = [name for name in extra if any(re.fullmatch(i.pattern, name) for i in self.ignored)]
+        unmapped = [name for name in extra if name not in ignored]
+        problems += [Problem(f"{source.file(name)}, tensor {name}",
+                             f"is in no row of the weight table of {self.family.name} for this config.json ({self.spec.num_layers} layers)")
+                     for name in unmapped[:SHOWN]]
+        wrong = [p for name in self.by_hf if name in names for p in self._wrong(source, name)]
+        problems += wrong[:SHOWN]
+        left = sum(max(0, len(kind) - SHOWN) for kind in (missing, unmapped, wrong))
+        if left:
+            problems.append(Problem(str(source.directory), f"and {left} more tensors like these"))
+        if not problems and contents and self.spec.tied:
+            problems += [p for name in ignored if re.fullmatch(TIED_HEAD.pattern, name) for p in self._unequal(source, name)]
+        if problems:
+            raise WeightsError(problems)
+        return ignored
+
+    def _fix_missing(self, name: str) -> str:
+        return "set tie_word_embeddings to true in config.json if the output layer is the embedding" if name == "lm_head.weight" else ""
+
+    def _wrong(self, source: HfSource, name: str) -> Iterator[Problem]:
+        what, shape = f"{source.file(name)}, tensor {name}", source.shape(name)
+        if shape != self.hf_shapes[name]:
+            yield Problem(what, f"has shape {list(shape)}, but config.json asks for {list(self.hf_shapes[name])}")
+        if source.dtype_name(name) not in FLOATS:
+            yield Problem(what, f"has dtype {source.dtype_name(name)}; weights should be F32, BF16 or F16",
+                          "use the checkpoint in bfloat16")
+
+    def _unequal(self, source: HfSource, head: str, rows: int = 4096) -> Iterator[Problem]:
+        embedding = self.entries[0].hf[0]
+        same = source.shape(head) == source.shape(embedding)
+        for at in range(0, self.spec.vocab_size, rows):
+            if same:
+                part = (slice(at, min(at + rows, self.spec.vocab_size)), slice(0, self.spec.hidden_size))
+                same = torch.equal(source.slice(head, part), source.slice(embedding, part))
+        if not same:
+            yield Problem(f"{source.file(head)}, tensor {head}", f"differs from {embedding}, but config.json says tie_word_embeddings",
+                          "set tie_word_embeddings to false to train both, or remove the tensor")

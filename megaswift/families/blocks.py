@@ -1,0 +1,56 @@
+"""Weight tables of the parts that decoder families share, by their Hugging Face names.
+
+Owns attention and MLP tables; a family file puts them together and adds what is its own.
+"""
+
+from __future__ import annotations
+
+from megaswift.families.rules import QKV, Copy, GatedMLP, RowParallel, Rule, Scope, Vocab
+
+M = "decoder.layers.{L}."
+H = "model.layers.{L}."
+A = H + "self_attn."
+
+EMBEDDING: tuple[Rule, ...] = (Vocab("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),)
+
+HEAD: tuple[Rule, ...] = (
+    Copy("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden_size",), "model"),
+    Vocab("output_layer.weight", ("lm_head.weight",), when="untied"),
+)
+
+ATTENTION: tuple[Rule, ...] = (
+    Copy(M + "self_attention.linear_qkv.layer_norm_weight", (H + "input_layernorm.weight",), ("hidden_size",)),
+    QKV(M + "self_attention.linear_qkv.weight", (A + "q_proj.weight", A + "k_proj.weight", A + "v_proj.weight")),
+    QKV(M + "self_attention.linear_qkv.bias", (A + "q_proj.bias", A + "k_proj.bias", A + "v_proj.bias"), matrix=False, when="qkv_bias"),
+    RowParallel(M + "self_attention.linear_proj.weight", (A + "o_proj.weight",), ("hidden_size", "attention_width")),
+    Copy(M + "self_attention.linear_proj.bias", (A + "o_proj.bias",), ("hidden_size",), when="linear_bias"),
+)
+
+QK_NORM: tuple[Rule, ...] = (
+    Copy(M + "self_attention.q_layernorm.weight", (A + "q_norm.weight",), ("head_dim",)),
+    Copy(M + "self_attention.k_layernorm.weight", (A + "k_norm.weight",), ("head_dim",)),
+)
+
+
+def dense_mlp(scope: Scope = "layer") -> tuple[Rule, ...]:
+    """Norm, gate and up, down. `scope` is `dense` in families that mix dense and MoE layers."""
+    mlp = H + "mlp."
+    return (
+        Copy(M + "mlp.linear_fc1.layer_norm_weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), scope),
+        GatedMLP(M + "mlp.linear_fc1.weight", (mlp + "gate_proj.weight", mlp + "up_proj.weight"), scope=scope),
+        GatedMLP(M + "mlp.linear_fc1.bias", (mlp + "gate_proj.bias", mlp + "up_proj.bias"),
+                 matrix=False, scope=scope, when="linear_bias"),
+        RowParallel(M + "mlp.linear_fc2.weight", (mlp + "down_proj.weight",), ("hidden_size", "ffn"), scope),
+        Copy(M + "mlp.linear_fc2.bias", (mlp + "down_proj.bias",), ("hidden_size",), scope, when="linear_bias"),
+    )
+
+
+def moe(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Norm, router and experts of a MoE layer whose HF module is called `block`, its projections `gate`, `up`, `down`."""
+    b, e = f"{H}{block}.", f"{H}{block}.experts.{{E}}."
+    return (
+        Copy(M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"),
+        Copy(M + "mlp.router.weight", (b + "gate.weight",), ("experts", "hidden_size"), "moe"),
+        GatedMLP(M + "mlp.experts.{E}.linear_fc1.weight", (f"{e}{gate}.weight", f"{e}{up}.weight"), "expert_ffn", scope="expert"),
+        RowParallel(M + "mlp.experts.{E}.linear_fc2.weight", (f"{e}{down}.weight",), ("hidden_size", "expert_ffn"), "expert"),
+    )

@@ -1,0 +1,256 @@
+"""Configuration rows that families share: sizes, rotary embedding, sliding windows, mixture of experts, and what does not matter.
+
+Owns the meaning of Hugging Face's fields for Llama-like decoders, in the spelling of transformers 5 (`rope_parameters`, `dtype`) and
+in the older one (`rope_theta`, `rope_scaling`, `torch_dtype`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megaswift.families.config_rows import ConfigRow, Group, MustBe, Reading, Row, Unused
+from megaswift.families.spec import RopeSpec
+
+NUMBER = (int, float)
+ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    "yarn": (("factor",), ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+                           "mscale_all_dim", "truncate")),
+}
+"""Kind of scaling -> required and optional parameters."""
+ROPE_REFUSED = {
+    "dynamic": "its frequencies change with the length of each batch, so packing and context parallelism would change the model; "
+               "up to max_position_embeddings it equals the default type",
+    "longrope": "its frequencies switch with the length of each batch",
+}
+
+
+def _dtype(reading: Reading) -> None:
+    name = reading.raw.get("dtype") or reading.raw.get("torch_dtype") or "float32"
+    key = "dtype" if reading.raw.get("dtype") else "torch_dtype"
+    name = str(name).removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        reading.problem(key, "should be float32, bfloat16 or float16")
+    reading.values["dtype"] = name
+
+
+def head_dim(default: int | None = None) -> Group:
+    """`head_dim`, else `default`, else hidden size / heads."""
+    def read(reading: Reading) -> None:
+        hidden, heads = reading.raw.get("hidden_size"), reading.raw.get("num_attention_heads")
+        width = reading.get("head_dim", int, default or 0)
+        if width == 0 and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            if hidden % heads:
+                reading.problem("head_dim", f"is missing, and {heads} attention heads do not divide hidden_size {hidden}")
+            width = hidden // heads
+        if width and width % 2:
+            reading.problem("head_dim", f"should be even for rotary embedding, not {width}")
+        reading.values["kv_channels"] = width
+    return Group(("head_dim",), read)
+
+
+def kv_heads(required: bool = True) -> Group:
+    """`num_key_value_heads`; null means as many as attention heads. Where transformers' default is a number, it must be there."""
+    def read(reading: Reading) -> None:
+        heads = reading.raw.get("num_attention_heads")
+        if required and "num_key_value_heads" not in reading.raw:
+            reading.problem("num_key_value_heads", "is missing")
+        groups = reading.get("num_key_value_heads", int, heads, 1)
+        if isinstance(heads, int) and groups and heads % groups:
+            reading.problem("num_key_value_heads", f"does not divide num_attention_heads {heads}")
+        reading.values["num_query_groups"] = groups
+    return Group(("num_key_value_heads",), read)
+
+
+def rope(theta: float = 10000.0) -> Group:
+    """Rotary embedding; `theta` is transformers' default base for the family."""
+    def read(reading: Reading) -> None:
+        raw = reading.raw
+        key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+        given = raw.get(key) or {}
+        if not isinstance(given, dict):
+            reading.problem(key, "should be a mapping or null")
+            return
+        base = given.get("rope_theta", raw.get("rope_theta")) or theta
+        partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+        if isinstance(base, bool) or not isinstance(base, NUMBER) or base <= 0:
+            reading.problem("rope_theta" if "rope_theta" in raw else key, f"rope_theta should be a positive number, not {base!r}")
+            return
+        if partial not in (None, 1, 1.0):
+            reading.problem("partial_rotary_factor" if "partial_rotary_factor" in raw else key,
+                            "partial_rotary_factor must be 1: this family rotates whole heads")
+        reading.values["rope"] = RopeSpec(float(base), _scaling(reading, key, given))
+    return Group(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), read)
+
+
+def _scaling(reading: Reading, key: str, given: dict[str, Any]) -> dict[str, Any] | None:
+    """The scaling parameters with `rope_type`, defaults filled in that depend on other fields; None for the default type."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    rest = {k: v for k, v in given.items() if k not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and v is not None}
+    if kind == "default" and not rest:
+        return None
+    required, optional = ROPE_KEYS.get(kind, ((), ()))
+    if kind in ROPE_REFUSED:
+        reading.problem(key, f"rope type {kind!r} is not supported: {ROPE_REFUSED[kind]}",
+                        f"set {key} to null, and max_length to at most max_position_embeddings" if kind == "dynamic" else "")
+    elif kind not in ROPE_KEYS and kind != "default":
+        reading.problem(key, f"rope type {kind!r} is not known; known are default, {', '.join(ROPE_KEYS)}")
+    else:
+        for name in rest:
+            if name not in required + optional:
+                reading.problem(key, f"{name} is not a parameter of rope type {kind!r}")
+        for name in required:
+            if isinstance(rest.get(name), bool) or not isinstance(rest.get(name), NUMBER):
+                reading.problem(key, f"rope type {kind!r} needs the number {name}")
+    if "original_max_position_embeddings" in optional:
+        rest.setdefault("original_max_position_embeddings", reading.raw.get("max_position_embeddings"))
+    return {"rope_type": kind, **rest}
+
+
+def window(default: int | None) -> Group:
+    """One `sliding_window` for all layers; transformers' default where the field is absent. A token sees itself and w - 1 before it."""
+    def read(reading: Reading) -> None:
+        width = reading.get("sliding_window", int, None, 1) if "sliding_window" in reading.raw else default
+        if width is not None:
+            reading.values["window_size"] = (width - 1, 0)
+    return Group(("sliding_window",), read)
+
+
+def _switched_window(reading: Reading) -> int | None:
+    """The window's width, transformers' default where the field is absent; None when it is switched off or null."""
+    if not reading.get("use_sliding_window", bool, False):
+        return None
+    return reading.get("sliding_window", int, None if "sliding_window" in reading.raw else 4096, 1)
+
+
+def _window_switched(reading: Reading) -> None:
+    """Windows on all layers when `use_sliding_window`."""
+    width = _switched_window(reading)
+    if width is not None:
+        reading.values["window_size"] = (width - 1, 0)
+
+
+def _window_by_layer(reading: Reading) -> None:
+    """Windows by `layer_types`, else from layer `max_window_layers` on; a mix becomes Megatron's list of 1 for a windowed layer."""
+    layers = reading.raw.get("num_hidden_layers")
+    width = _switched_window(reading)
+    first = reading.get("max_window_layers", int, 28)
+    kinds = reading.raw.get("layer_types")
+    if not isinstance(layers, int) or first is None:
+        return
+    if kinds is None:
+        kinds = ["sliding_attention" if width is not None and i >= first else "full_attention" for i in range(layers)]
+    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        reading.problem("layer_types", f"should hold {layers} times sliding_attention or full_attention")
+        return
+    windowed = [int(k == "sliding_attention") for k in kinds]
+    if any(windowed) and width is None:
+        reading.problem("layer_types", "has sliding_attention, but use_sliding_window is off or sliding_window is null")
+    elif any(windowed):
+        reading.values["window_size"] = (width - 1, 0)
+        if not all(windowed):
+            reading.values["window_attn_skip_freq"] = windowed
+
+
+def _biases(reading: Reading) -> None:
+    attention, mlp = reading.get("attention_bias", bool, False), reading.get("mlp_bias", bool, False)
+    if attention != mlp:
+        reading.problem("attention_bias" if attention else "mlp_bias",
+                        f"attention_bias {attention} with mlp_bias {mlp} cannot be expressed: Megatron has one switch for biases of the "
+                        "attention output and the MLP together")
+    reading.values["add_bias_linear"] = bool(attention and mlp)
+
+
+def architecture(name: str) -> Group:
+    """`architectures` must hold the causal language model, whose tensor names the weight table has."""
+    def read(reading: Reading) -> None:
+        given = reading.raw.get("architectures")
+        if given and name not in given:
+            reading.problem("architectures", f"must hold {name}, whose tensors this table names")
+    return Group(("architectures",), read)
+
+
+def sparse_layers(pattern: Callable[[Reading, int], list[int] | None], keys: tuple[str, ...] = ()) -> Group:
+    """Experts and which layers have them; `pattern` gives 1 for each MoE layer. Without any the model is dense."""
+    def read(reading: Reading) -> None:
+        layers = reading.get("num_hidden_layers", int, 0)
+        experts_key = "num_experts" if reading.raw.get("num_experts") is not None else "num_local_experts"
+        experts, topk = reading.get(experts_key, int), reading.get("num_experts_per_tok", int, least=1)
+        freq = pattern(reading, layers or 0)
+        if experts is None or topk is None or freq is None:
+            return
+        if experts == 0 or not any(freq):
+            for name in [n for n in reading.values if n.startswith("moe_")]:
+                del reading.values[name]
+            return
+        if topk > experts:
+            reading.problem("num_experts_per_tok", f"is more than the {experts} experts")
+        if topk == 1 and not reading.values.get("moe_router_pre_softmax"):
+            reading.problem("num_experts_per_tok", "one expert a token with normalised weights gives a weight of 1 and the router no "
+                            "gradient; Megatron refuses it")
+        reading.values.setdefault("ffn_hidden_size", reading.values.get("moe_ffn_hidden_size"))  # Megatron's default is 4 x hidden
+        reading.values.update(num_moe_experts=experts, moe_router_topk=topk, moe_layer_freq=freq, moe_router_score_function="softmax",
+                              moe_router_load_balancing_type="aux_loss")
+    return Group(("num_experts", "num_local_experts", "num_experts_per_tok", *keys), read)
+
+
+def _sparse_step(reading: Reading, layers: int) -> list[int] | None:
+    step, dense = reading.get("decoder_sparse_step", int, 1, 1), reading.raw.get("mlp_only_layers") or []
+    if not all(isinstance(i, int) and 0 <= i < layers for i in dense):
+        reading.problem("mlp_only_layers", f"should hold layer numbers from 0 to {layers - 1}")
+    return None if step is None else [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
+
+
+def _norm_topk(reading: Reading) -> None:
+    """Softmax over all, top k, renormalised = softmax over the top k. Not renormalised: softmax first."""
+    reading.values["moe_router_pre_softmax"] = not reading.get("norm_topk_prob", bool, False)
+
+
+WINDOW_SWITCHED = Group(("use_sliding_window", "sliding_window"), _window_switched)
+WINDOW_BY_LAYER = Group(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), _window_by_layer)
+BIASES = Group(("attention_bias", "mlp_bias"), _biases)
+NO_ATTENTION_BIAS = MustBe("attention_bias", (False,), "Megatron has one switch for biases of the attention output and the MLP together")
+SPARSE_STEP = (Group(("norm_topk_prob",), _norm_topk), sparse_layers(_sparse_step, ("decoder_sparse_step", "mlp_only_layers")))
+ROUTER: tuple[ConfigRow, ...] = (
+    Row("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.001),
+    Unused(("output_router_logits",), "whether transformers returns them; the auxiliary loss follows its coefficient here"),
+)
+
+SIZES: tuple[ConfigRow, ...] = (
+    Row("vocab_size", "vocab_size", int),
+    Row("max_position_embeddings", "max_positions", int),
+    Row("tie_word_embeddings", "tied", bool, False),
+    Row("num_hidden_layers", "num_layers", int),
+    Row("hidden_size", "hidden_size", int),
+    Row("num_attention_heads", "num_attention_heads", int),
+    Row("rms_norm_eps", "layernorm_epsilon", float),
+    Row("initializer_range", "init_method_std", float, 0.02),
+    Row("attention_dropout", "attention_dropout", float, 0.0),
+    MustBe("hidden_act", ("silu", "swish"), "the gated MLP's activation"),
+    Group(("dtype", "torch_dtype"), _dtype),
+)
+FFN = Row("intermediate_size", "ffn_hidden_size", int)
+
+IRRELEVANT: tuple[ConfigRow, ...] = (
+    Unused(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix"),
+           "the tokenizer says which tokens these are"),
+    Unused(("transformers_version", "_name_or_path", "_commit_hash", "unsloth_version", "unsloth_fixed"), "where the file comes from"),
+    Unused(("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_scores", "tie_last_hidden_states",
+            "torchscript", "use_bfloat16", "chunk_size_feed_forward", "is_decoder", "_attn_implementation", "attn_implementation",
+            "_attn_implementation_autoset"),
+           "how transformers runs the model, not what it computes"),
+    Unused(("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"), "of classifiers"),
+    Unused(("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams", "num_beam_groups",
+            "num_return_sequences", "early_stopping", "repetition_penalty", "length_penalty", "diversity_penalty",
+            "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
+            "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+            "return_dict_in_generate"), "of generation"),
+    MustBe("is_encoder_decoder", (False,), "decoders only"),
+    MustBe("add_cross_attention", (False,), "decoders only"),
+    MustBe("pruned_heads", ({},), "all heads must be there"),
+    MustBe("quantization_config", (), "these are quantized weights", "use the checkpoint in bfloat16"),
+    MustBe("auto_map", (), "the folder's own code may compute something else than the tables here",
+           "remove auto_map if transformers' built-in model gives the same results"),
+)

@@ -1,0 +1,84 @@
+"""A model family: two tables, and the registry of all families.
+
+Owns what a family is and how one is found by its `model_type`. A family file is `FAMILIES.register(name, Family(...))`, no code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megaswift.errors import Problem, WeightsError, nearest
+from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
+from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
+from megaswift.families.rules import Rule
+from megaswift.families.spec import ModelSpec
+from megaswift.registry import Registry
+
+LLAMA_LIKE: Mapping[str, Any] = MappingProxyType({
+    "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False, "hidden_dropout": 0.0})
+"""Megatron fields that all families here have in common."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`."""
+
+    name: str
+    architecture: str
+    config: tuple[ConfigRow, ...]
+    """Rows beyond the ones that all families share."""
+    weights: tuple[Rule, ...]
+    """In the order of export."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Megatron fields that no config.json field sets."""
+
+    @property
+    def rows(self) -> tuple[ConfigRow, ...]:
+        """All configuration rows; the family's own are read last."""
+        return (*SIZES, architecture(self.architecture), *IRRELEVANT, *self.config)
+
+    def spec(self, hf_config: Mapping[str, Any]) -> ModelSpec:
+        """The model that `hf_config` describes; a WeightsError names every field that is wrong or not known."""
+        values = read_rows(self.name, self.rows, hf_config)
+        own = {name: values.pop(name) for name in SPEC_FIELDS}
+        transformer = {**LLAMA_LIKE, **self.fixed, **values}
+        return ModelSpec(family=self.name, transformer=transformer, hf_config=dict(hf_config), **own)
+
+
+FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """The family of this `model_type`; a WeightsError that lists the known ones."""
+    name = hf_config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        known = FAMILIES.names()
+        raise WeightsError(Problem(f"config.json, model_type {name!r}", f"is not a known model family; known are {', '.join(known)}",
+                                   nearest(str(name), known)))
+    return FAMILIES.get(name)
+
+
+def read_config(directory: Path | str) -> dict[str, Any]:
+    """The `config.json` of a model folder (or the path of the file itself)."""
+    path = Path(directory)
+    path = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WeightsError(Problem(str(path), "does not exist", "give a folder that holds a Hugging Face model")) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
+    if not isinstance(config, dict):
+        raise WeightsError(Problem(str(path), "should hold a JSON object"))
+    return config
+
+
+def load_spec(directory: Path | str) -> ModelSpec:
+    """The model that a folder's config.json describes."""
+    config = read_config(directory)
+    return family_of(config).spec(config)

@@ -1,0 +1,19 @@
+"""Llama 2 and 3.x (with rope scaling), and the many models that call themselves llama. https://arxiv.org/abs/2407.21783."""
+
+from __future__ import annotations
+
+from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.families.config_rows import MustBe, Unused
+from megaswift.families.config_tables import BIASES, FFN, head_dim, kv_heads, rope
+from megaswift.families.family import FAMILIES, Family
+
+FAMILIES.register("llama", Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    config=(
+        FFN, head_dim(), kv_heads(required=False), rope(), BIASES,
+        MustBe("pretraining_tp", (1,), "other values ask for another order of summation"),
+        Unused(("max_sequence_length",), "max_position_embeddings says it"),
+    ),
+    weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
+))

@@ -1,0 +1,20 @@
+"""Mixtral: every layer a mixture of experts. https://arxiv.org/abs/2401.04088."""
+
+from __future__ import annotations
+
+from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, moe
+from megaswift.families.config_rows import MustBe, Row
+from megaswift.families.config_tables import ROUTER, head_dim, kv_heads, rope, sparse_layers, window
+from megaswift.families.family import FAMILIES, Family
+
+FAMILIES.register("mixtral", Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    config=(
+        Row("intermediate_size", "moe_ffn_hidden_size", int), head_dim(), kv_heads(), rope(1e6), window(None), *ROUTER,
+        sparse_layers(lambda reading, layers: [1] * layers),
+        MustBe("router_jitter_noise", (0,), "transformers puts the noise on the experts' inputs too, Megatron on the router's only"),
+    ),
+    weights=(*EMBEDDING, *ATTENTION, *moe("block_sparse_moe", "w1", "w3", "w2"), *HEAD),
+    fixed={"moe_router_pre_softmax": False},
+))

@@ -1,0 +1,16 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value. https://arxiv.org/abs/2407.10671."""
+
+from __future__ import annotations
+
+from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
+from megaswift.families.config_rows import MustBe
+from megaswift.families.config_tables import FFN, WINDOW_BY_LAYER, head_dim, kv_heads, rope
+from megaswift.families.family import FAMILIES, Family
+
+FAMILIES.register("qwen2", Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    config=(FFN, head_dim(), kv_heads(), rope(), WINDOW_BY_LAYER, MustBe("use_mrope", (False,), "of vision models")),
+    weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
+    fixed={"add_qkv_bias": True},
+))

@@ -1,0 +1,15 @@
+"""Qwen3, dense: norms on each head's query and key, heads of explicit width. https://arxiv.org/abs/2505.09388."""
+
+from __future__ import annotations
+
+from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp
+from megaswift.families.config_tables import FFN, NO_ATTENTION_BIAS, WINDOW_BY_LAYER, head_dim, kv_heads, rope
+from megaswift.families.family import FAMILIES, Family
+
+FAMILIES.register("qwen3", Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    config=(FFN, head_dim(128), kv_heads(), rope(), WINDOW_BY_LAYER, NO_ATTENTION_BIAS),
+    weights=(*EMBEDDING, *ATTENTION, *QK_NORM, *dense_mlp(), *HEAD),
+    fixed={"qk_layernorm": True},
+))

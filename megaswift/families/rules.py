@@ -1,0 +1,181 @@
+"""How one Megatron parameter is made from Hugging Face tensors, and how it is cut over tensor-parallel ranks.
+
+A rule states one direction only: `pieces(spec, cut)` lists, in order, which ranges of which HF tensors lie in one shard. Reading
+joins these ranges, writing puts them back: the bridge derives both, and checks that the pieces of all shards cover every HF element
+exactly once. Rules are pure integer arithmetic: names and shapes only, no tensors, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+from megaswift.errors import LayoutError, Problem
+from megaswift.families.spec import ModelSpec
+
+Shard = Literal["column", "row", "vocab", "replicated"]
+Scope = Literal["model", "layer", "dense", "moe", "expert"]
+"""Once in the model; in every layer; in dense or in MoE layers; in every expert of every MoE layer."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which shard: that of `rank` out of `tp`, with the vocabulary padded to `padded_vocab` rows (None: not padded)."""
+
+    tp: int = 1
+    rank: int = 0
+    padded_vocab: int | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows or columns [start, stop) of HF tensor number `source`."""
+
+    source: int
+    start: int
+    stop: int
+
+
+class Rule(Protocol):
+    """One line of a family's weight table. Names hold {L} for the layer and {E} for the expert."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    scope: Scope
+    when: str
+    shard: ClassVar[Shard]
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """Shape of each HF tensor."""
+
+    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+        """What the shard is made of, joined along `dim`."""
+
+
+def dim_of(rule: Rule) -> int:
+    """The dimension along which pieces are joined and shards are cut: 1 for a row-parallel weight, else 0."""
+    return 1 if rule.shard == "row" else 0
+
+
+def even(total: int, tp: int, what: str) -> int:
+    """total / tp; a LayoutError where that is no whole number."""
+    if total % tp:
+        raise LayoutError(Problem(f"tensor parallel size {tp}", f"does not divide {what} ({total})"))
+    return total // tp
+
+
+def sizes(spec: ModelSpec, names: Sequence[str]) -> tuple[int, ...]:
+    """Sizes by the names of ModelSpec's properties."""
+    return tuple(getattr(spec, name) for name in names)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The same tensor on every rank: norms, routers, biases after a row-parallel layer."""
+
+    megatron: str
+    hf: tuple[str]
+    dims: tuple[str, ...]
+    scope: Scope = "layer"
+    when: str = ""
+    shard: ClassVar[Shard] = "replicated"
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[*dims]."""
+        return [sizes(spec, self.dims)]
+
+    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+        """All of it."""
+        return [Piece(0, 0, self.shapes(spec)[0][0])]
+
+
+@dataclass(frozen=True)
+class RowParallel:
+    """[out, in], cut along the input: attention's output projection, the second MLP layer."""
+
+    megatron: str
+    hf: tuple[str]
+    dims: tuple[str, str]
+    scope: Scope = "layer"
+    when: str = ""
+    shard: ClassVar[Shard] = "row"
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[out, in]."""
+        return [sizes(spec, self.dims)]
+
+    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+        """A range of columns."""
+        n = even(getattr(spec, self.dims[1]), cut.tp, self.dims[1])
+        return [Piece(0, cut.rank * n, (cut.rank + 1) * n)]
+
+
+@dataclass(frozen=True)
+class QKV:
+    """Query, key and value projections in Megatron's order: for each KV group [its query heads; its key head; its value head].
+
+    A rank holds whole groups. `matrix` False is for the biases.
+    """
+
+    megatron: str
+    hf: tuple[str, str, str]
+    matrix: bool = True
+    scope: Scope = "layer"
+    when: str = ""
+    shard: ClassVar[Shard] = "column"
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[heads x d, h], [KV heads x d, h] twice; without h for biases."""
+        tail = (spec.hidden_size,) if self.matrix else ()
+        return [(n * spec.head_dim, *tail) for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
+
+    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+        """Three ranges for each of this rank's groups."""
+        groups, d = even(spec.kv_heads, cut.tp, "key/value heads"), spec.head_dim
+        q = even(spec.heads, spec.kv_heads, "attention heads") * d
+        return [Piece(source, g * width, (g + 1) * width)
+                for g in range(cut.rank * groups, (cut.rank + 1) * groups)
+                for source, width in ((0, q), (1, d), (2, d))]
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """Gate and up projections: on each rank [its part of gate; its part of up]."""
+
+    megatron: str
+    hf: tuple[str, str]
+    inner: str = "ffn"
+    matrix: bool = True
+    scope: Scope = "layer"
+    when: str = ""
+    shard: ClassVar[Shard] = "column"
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[ffn, h] twice; without h for biases."""
+        return [(getattr(spec, self.inner), *((spec.hidden_size,) if self.matrix else ()))] * 2
+
+    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+        """One range of each."""
+        n = even(getattr(spec, self.inner), cut.tp, self.inner)
+        return [Piece(source, cut.rank * n, (cut.rank + 1) * n) for source in (0, 1)]
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """[vocab, h], cut along the vocabulary; the bridge pads it with zero rows to the padded size, and cuts these off again."""
+
+    megatron: str
+    hf: tuple[str]
+    scope: Scope = "model"
+    when: str = ""
+    shard: ClassVar[Shard] = "vocab"
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[vocab, h], without padding."""
+        return [(spec.vocab_size, spec.hidden_size)]
+
+    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+        """This rank's rows, those of the padding included: a piece may reach beyond the HF tensor."""
+        n = even(cut.padded_vocab or spec.vocab_size, cut.tp, "padded vocabulary")
+        return [Piece(0, cut.rank * n, (cut.rank + 1) * n)]

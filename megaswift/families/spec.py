@@ -1,0 +1,121 @@
+"""What a model is, whatever file described it: the fields the engine, the bridge and the checks read.
+
+Owns the value types. How a `config.json` becomes one belongs to `config_rows`; weights belong to `rules` and the bridge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding."""
+
+    base: float
+    scaling: Mapping[str, Any] | None = None
+    """Hugging Face's parameters with `rope_type` (linear, llama3 or yarn); None for the default type."""
+    partial: float = 1.0
+    """Rotated share of each head."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model. Plain values only, so that it can be written as JSON."""
+
+    family: str
+    transformer: Mapping[str, Any]
+    """Keyword arguments of Megatron's TransformerConfig by name; the activation is the string `silu`."""
+    vocab_size: int
+    max_positions: int
+    rope: RopeSpec
+    tied: bool
+    """Whether the output layer is the embedding."""
+    dtype: str
+    """`bfloat16`, `float16` or `float32`: what config.json says."""
+    hf_config: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    """The config.json as read, exported unchanged."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.transformer["num_layers"]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.transformer["hidden_size"]
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.transformer["num_attention_heads"]
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads (Megatron's query groups)."""
+        return self.transformer["num_query_groups"]
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.transformer["kv_channels"]
+
+    @property
+    def attention_width(self) -> int:
+        """heads x head_dim: the width of the output projection's input."""
+        return self.heads * self.head_dim
+
+    @property
+    def ffn(self) -> int:
+        """Inner width of a dense MLP."""
+        return self.transformer["ffn_hidden_size"]
+
+    @property
+    def experts(self) -> int:
+        """Experts of a MoE layer; 0 for a dense model."""
+        return self.transformer.get("num_moe_experts") or 0
+
+    @property
+    def topk(self) -> int:
+        """Experts per token; 0 for a dense model."""
+        return self.transformer["moe_router_topk"] if self.experts else 0
+
+    @property
+    def expert_ffn(self) -> int:
+        """Inner width of one expert; 0 for a dense model."""
+        return self.transformer["moe_ffn_hidden_size"] if self.experts else 0
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """For each layer whether it is a MoE layer."""
+        return tuple(bool(x) for x in self.transformer["moe_layer_freq"]) if self.experts else (False,) * self.num_layers
+
+    @property
+    def untied(self) -> bool:
+        """Whether the output layer has a weight of its own."""
+        return not self.tied
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Bias on the query, key and value projections."""
+        return bool(self.transformer.get("add_qkv_bias") or self.linear_bias)
+
+    @property
+    def linear_bias(self) -> bool:
+        """Bias on every linear layer (Megatron has one switch for all of them)."""
+        return bool(self.transformer["add_bias_linear"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `from_dict` is the inverse, also through JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelSpec:
+        """The inverse of `to_dict`. JSON has no tuples: the window's is restored."""
+        transformer = dict(values["transformer"])
+        if transformer.get("window_size") is not None:
+            transformer["window_size"] = tuple(transformer["window_size"])
+        return cls(**{**values, "transformer": transformer, "rope": RopeSpec(**values["rope"])})
