@@ -18,8 +18,8 @@ from megaswift.parallel.rules import Asked, broken
 from megaswift.parallel.shape import ModelShape
 from megaswift.parallel.stages import Split, divisors
 
-MOST_CHANGES = 4
-"""The search gives up past this many changed settings: no one would recognise their layout."""
+ALONE = ("tp", "cp", "ep", "etp")
+"""Axes whose size is ruled out, whatever the others are, when it does not work with all others at 1."""
 
 
 def layout_for(cfg: SwiftConfig, shape: ModelShape, world_size: int) -> Layout:
@@ -46,14 +46,15 @@ def check_layout(shape: ModelShape, asked: Asked) -> list[Problem]:
 def nearest_layout(shape: ModelShape, asked: Asked) -> Asked | None:
     """The legal layout on as many processes with the fewest changed settings, then the smallest change of sizes (as ratios).
 
-    The model, the sequence length and the batch sizes stay as they are. None when there is none within reach."""
+    The model, the sequence length and the batch sizes stay as they are. None when no layout goes with these."""
     options = _options(shape, asked)
-    for changes in range(MOST_CHANGES + 1):
-        found = [a for names in combinations(options, changes) for a in _variants(asked, options, names) if _works(shape, a)]
+    hopeless = {axis for axis in ALONE if axis in options and not _alone(shape, asked, axis, asked.axes[axis])}
+    for changes in range(len(hopeless), len(options) + 1):
+        choices = [names for names in combinations(options, changes) if hopeless <= set(names)]
+        found = [a for names in choices for a in _variants(asked, options, names) if _works(shape, a)]
         if found:
             return min(found, key=lambda a: (_distance(a, asked), -a.tp * a.pp * a.cp))
-    alone = Asked(asked.world_size, max_length=asked.max_length, train=asked.train)
-    return alone if _works(shape, alone) else None
+    return None
 
 
 def describe(near: Asked, asked: Asked) -> str:
@@ -69,18 +70,20 @@ def describe(near: Asked, asked: Asked) -> str:
     return " ".join(parts or ["none of these flags"]) + f" (data parallel: {near.known_dp})"
 
 
+def _alone(shape: ModelShape, asked: Asked, axis: str, size: int) -> bool:
+    return _works(shape, replace(Asked(asked.world_size, max_length=asked.max_length), **{axis: size}))
+
+
 def _options(shape: ModelShape, asked: Asked) -> dict[str, list[Any]]:
     """For each setting the values to try instead of the one asked for."""
     world = divisors(asked.world_size)
-    options: dict[str, list[Any]] = {axis: world for axis in ("tp", "pp", "cp", "ep", "etp")}
+    options: dict[str, list[Any]] = {axis: [n for n in world if _alone(shape, asked, axis, n)] for axis in ALONE}
+    options["pp"] = [n for n in world if n <= shape.num_layers and (asked.split != Split() or shape.num_layers % n == 0)]
     options["vpp"] = divisors(shape.num_layers)
     options["split"] = [Split()]
     options["sequence_parallel"] = [None]
     options["cp_comm_type"] = ["p2p"]
     others = {name: [v for v in values if v != getattr(asked, name)] for name, values in options.items()}
-    if not shape.experts:
-        others = {name: [1] if name in ("ep", "etp") and 1 in values else values for name, values in others.items()}
-        others = {name: values for name, values in others.items() if name not in ("ep", "etp") or values == [1]}
     return {name: values for name, values in others.items() if values}
 
 

@@ -129,8 +129,9 @@ def _experts(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
         if size > 1 and not shape.experts:
             yield Problem(f"{FLAGS[axis]} {size}", "splits experts, and this model is dense: it has none", f"no {FLAGS[axis]}")
     if shape.experts % asked.ep:
-        rule = f"{shape.experts} experts are {'fewer than' if asked.ep > shape.experts else 'not divisible by'} {asked.ep} expert-parallel ranks"
-        fits = [n for n in divisors(shape.experts) if asked.world_size % (n * asked.etp * asked.pp) == 0]
+        compared = "fewer than" if asked.ep > shape.experts else "not divisible by"
+        rule = f"{shape.experts} experts are {compared} {asked.ep} expert-parallel ranks"
+        fits = [n for n in divisors(shape.experts) if asked.world_size % n == 0]
         yield Problem(f"--ep {asked.ep}", rule, _flags("--ep", fits, asked.ep))
 
 
@@ -152,7 +153,8 @@ def _context(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
         near = [n for n in (length // (2 * cp) * 2 * cp, (length // (2 * cp) + 1) * 2 * cp) if n]
         yield Problem(f"--max_length {length}", rule, _flags("--max_length", near, length))
     if kind == "a2a+p2p" and (cp < 4 or cp % 2):
-        yield Problem(f"--cp_comm_type {kind} --cp {cp}", "pairs of ranks exchange heads, so --cp must be even and at least 4", "--cp_comm_type p2p")
+        rule = "pairs of ranks exchange heads, so --cp must be even and at least 4"
+        yield Problem(f"--cp_comm_type {kind} --cp {cp}", rule, "--cp_comm_type p2p")
     elif kind.startswith("a2a") and _heads_fit(shape, asked.tp):
         share = cp if kind == "a2a" else 2
         local, local_kv = shape.heads // asked.tp, max(1, shape.kv_heads // asked.tp)
