@@ -94,6 +94,7 @@ def build(variant: str, folder: Path, dtype: torch.dtype = torch.float32, seed: 
     """Writes the variant as a Hugging Face folder (several shards) and returns it; an existing one is kept."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     if not (folder / "config.json").exists():
         model = transformers.AutoModelForCausalLM.from_config(config(variant))
         randomise(model, seed)

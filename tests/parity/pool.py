@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ("torch", "torch.distributed", "safetensors.torch", "megatron.core", "megaswift.engine.megatron.engine",
-           "megaswift.config", "megaswift.families", "tests.parity.measure")
+PRELOAD = ("torch", "torch.distributed", "safetensors.torch", "megaswift.engine.megatron.engine", "tests.parity.measure")
 GRACE = 5.0
 """Seconds that the other ranks get to end, or fail by themselves, after the first failure."""
 
