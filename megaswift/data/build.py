@@ -1,0 +1,76 @@
+"""The data layer's front door: from options and a tokenizer to batch sources.
+
+Owns the wiring and the checks of the whole data set (anything to train on? enough for a batch?). Every step has a file of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megaswift import log
+from megaswift.data.collate import Shape
+from megaswift.data.documents import Documents, gather, hold_out, truncate
+from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, StoredSource, make_rows
+from megaswift.data.order import Order
+from megaswift.data.prepare import prepare
+from megaswift.errors import DataError, Problem
+
+
+def data_seed(data: Any, train: Any) -> int:
+    """`--data_seed`, or `--seed` where it is not given."""
+    return int(train.seed if data.data_seed is None else data.data_seed)
+
+
+def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple[Documents, Documents | None]:
+    """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
+    if data.truncation_strategy == "split" and task != "pt":
+        raise DataError(Problem("--truncation_strategy split", "is for plain text (pt): it would tear conversations apart", "delete, left or right"))
+    docs = truncate(gather(prepare(data, train, tokenizer, task)), data.max_length, data.truncation_strategy)
+    _check_labels(docs, data)
+    for what in ("deleted", "truncated", "empty"):
+        if docs.counted.get(what):
+            log.warn(f"{docs.counted[what]} of {docs.counted['rows']} rows {what} "
+                     + ("(no tokens)" if what == "empty" else f"(longer than --max_length {data.max_length})"))
+    silent = int((docs.labels == 0).sum())
+    if silent:
+        log.warn(f"{silent} of {len(docs)} rows have no token that carries loss")
+    if data.val_dataset:
+        held = truncate(gather(prepare(data, train, tokenizer, task, val=True)), data.max_length, data.truncation_strategy)
+        _check_labels(held, data)
+        return docs, held
+    return hold_out(docs, data.split_dataset_ratio, data_seed(data, train))
+
+
+def _check_labels(docs: Documents, data: Any) -> None:
+    if not docs.labels.any():
+        raise DataError(Problem(", ".join(data.dataset), f"no token of {len(docs)} rows carries loss",
+                                "rows with assistant messages (not all `loss: false`), a larger --max_length, or --loss_scale all"))
+
+
+def shape_of(tokenizer: Any, geometry: LoaderGeometry) -> Shape:
+    """Padding as the geometry asks for; the padding id is the tokenizer's, or its end of text."""
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return Shape(geometry.doc_multiple, geometry.row_multiple, 0 if pad is None else int(pad))
+
+
+def build_train(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft") -> BatchSource:
+    """The source of training batches."""
+    return build(data, train, tokenizer, geometry, task)[0]
+
+
+def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft") -> tuple[BatchSource, EvalSource | None]:
+    """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch at a time."""
+    shape = shape_of(tokenizer, geometry)
+    docs, held = documents(data, train, tokenizer, task)
+    rows = make_rows(docs, data.packing, data.max_length, shape)
+    if len(rows) < geometry.global_batch:
+        packed = f", packed into {len(rows)}" if data.packing else ""
+        raise DataError(Problem(", ".join(data.dataset), f"{len(docs)} rows{packed}, fewer than one global batch of {geometry.global_batch}",
+                                f"--global_batch_size {len(rows)} or less, more data, or `{data.dataset[0]}#{geometry.global_batch}` to repeat rows"))
+    order = Order(len(rows), data.shuffle, data_seed(data, train))
+    source = StoredSource(rows, geometry, shape, order, data.dataloader_num_workers)
+    if held is None:
+        return source, None
+    per_device = train.per_device_eval_batch_size or geometry.per_device
+    return source, EvalSource(make_rows(held, data.packing, data.max_length, shape), replace(geometry, per_device=per_device, accumulation=1), shape)

@@ -1,0 +1,127 @@
+"""One build a job: who tokenises, who waits, and where the result lies.
+
+Owns the cache folder's protocol. A build is named by the hash of everything it depends on. The process of local rank 0 builds
+it under a file lock (so that nodes and jobs that share the folder build it once); the others wait for the folder to appear,
+and hear of a failure. What is built belongs to `prepare.py`. No torch.distributed: ranks come from torchrun's environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megaswift.errors import DataError, Problem
+
+SILENCE_S = 600.0
+"""A waiting process gives up when the builder has shown no sign of life for this long."""
+BEAT_S = 5.0
+
+
+def cache_root(folder: str | None) -> Path:
+    """The cache folder: the option, else MEGASWIFT_CACHE, else ~/.cache/megaswift/data."""
+    root = Path(folder or os.environ.get("MEGASWIFT_CACHE") or Path.home() / ".cache" / "megaswift" / "data").expanduser()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise DataError(Problem(f"--dataset_cache_dir {root}", f"cannot be made ({e.strerror})", "a folder that can be written")) from None
+    return root
+
+
+def is_builder() -> bool:
+    """True on the process of a node that builds: local rank 0, or a run without torchrun."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+
+
+@contextlib.contextmanager
+def _beating(path: Path) -> Iterator[None]:
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(BEAT_S):
+            path.touch()
+    path.touch()
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(f, fcntl.LOCK_UN)
+
+
+def build_once(target: Path, build: Callable[[Path], None]) -> None:
+    """Make `target` exist: `build(scratch folder)` must rename its result to it. For the building process."""
+    if target.exists():
+        return
+    failed, scratch = _beside(target, "failed"), _beside(target, f"build-{os.getpid()}")
+    with _locked(_beside(target, "lock")):
+        if target.exists():
+            return
+        failed.unlink(missing_ok=True)
+        for old in target.parent.glob(f"{target.name}.build-*"):  # of an interrupted run: the lock says that nobody is at it
+            shutil.rmtree(old, ignore_errors=True)
+        scratch.mkdir()
+        try:
+            with _beating(_beside(target, "beat")):
+                build(scratch)
+        except DataError as e:
+            _publish(failed, json.dumps([[p.what, p.rule, p.fix] for p in e.problems]))
+            raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def wait_for(target: Path, watch: Path | None = None) -> None:
+    """Return when `target` exists; DataError when its build failed or its builder fell silent."""
+    beat, failed = _beside(watch or target, "beat"), _beside(watch or target, "failed")
+    seen, since = None, time.monotonic()
+    while not target.exists():
+        if failed.exists():
+            raise DataError([Problem(*p) for p in json.loads(failed.read_text())])
+        stamp = beat.stat().st_mtime_ns if beat.exists() else None
+        if stamp != seen:
+            seen, since = stamp, time.monotonic()
+        if time.monotonic() - since > SILENCE_S:
+            raise DataError(Problem(f"waiting for the tokenised data ({target})", f"no sign of life of the building process for {SILENCE_S:.0f} s",
+                                    "--dataset_cache_dir on a file system that all processes of the node see; is local rank 0 alive?"))
+        time.sleep(0.1)
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(f"{target.name}.{suffix}")
+
+
+def _publish(path: Path, text: str) -> None:
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(text)
+    new.replace(path)
+
+
+def publish_alias(root: Path, name: str, key: str) -> None:
+    """Let waiting processes know the content hash `key` of the inputs whose paths, sizes and times hash to `name`."""
+    _publish(root / f"{name}.alias", key)
+
+
+def read_alias(root: Path, name: str) -> str:
+    """The content hash that the builder published; waits for it."""
+    alias = root / f"{name}.alias"
+    wait_for(alias)
+    return alias.read_text()

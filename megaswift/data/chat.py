@@ -1,0 +1,137 @@
+"""Conversations to text through the tokenizer's own chat template, and which characters carry loss.
+
+Owns rendering (always transformers' own, so that the text is what `apply_chat_template` gives) and the choice of turns by
+`loss_scale` and the rows' `loss` flags. Finding turns in templates without `{% generation %}` belongs to `turns.py`; tokens
+belong to `encode.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megaswift.data.sample import RowError, Sample
+from megaswift.data.turns import TurnFinder
+from megaswift.errors import DataError, Problem
+
+Span = tuple[int, int]
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation's text and the character ranges that carry loss, in order, not overlapping."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Templates:
+    """The chat template(s) of a tokenizer with what they need to render; plain values, so that it can go to workers."""
+
+    named: dict[str, str]
+    """`default` and whatever else the tokenizer has (`tool_use`)."""
+    special_tokens: dict[str, Any] = field(default_factory=dict)
+    """bos_token, eos_token, ... by name, as transformers hands them to templates."""
+    end_tokens: tuple[str, ...] = ()
+    """Texts of the special tokens, any of which may end a turn."""
+
+    def pick(self, tools: Any) -> str:
+        """The template for a conversation with or without tools, as transformers chooses."""
+        if tools is not None and "tool_use" in self.named:
+            return self.named["tool_use"]
+        return self.named.get("default") or next(iter(self.named.values()))
+
+
+def templates_of(tokenizer: Any, chat_template: str | None) -> Templates:
+    """The templates of `tokenizer`, or `chat_template` (a file or the template itself) in their place."""
+    if chat_template is not None:
+        named = {"default": read_template(chat_template)}
+    else:
+        own = tokenizer.chat_template
+        named = dict(own) if isinstance(own, dict) else {"default": own} if own else {}
+    if not named:
+        raise DataError(Problem(f"the tokenizer of {tokenizer.name_or_path or 'the model'}", "has no chat template",
+                                "--chat_template FILE.jinja (or the template itself)"))
+    added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+    return Templates(named, dict(tokenizer.special_tokens_map), tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added])))
+
+
+def read_template(value: str) -> str:
+    """A template from a file, or `value` itself when it is one."""
+    if "{%" in value or "{{" in value:
+        return value
+    path = Path(value).expanduser()
+    if not path.is_file():
+        raise DataError(Problem(f"--chat_template {value}", "neither a file nor a template (no {{ or {% in it)"))
+    return path.read_text(encoding="utf-8")
+
+
+def trained_turns(sample: Sample, loss_scale: str) -> list[bool]:
+    """For each assistant message in order: does it carry loss?"""
+    roles = [m["role"] for m in sample.messages]
+    last = max((i for i, r in enumerate(roles) if r == "assistant"), default=-1)
+    opening = max((i for i in range(last) if roles[i] == "user"), default=-1)
+    return [flag if flag is not None else loss_scale != "last_round" or opening < i <= last
+            for i, (role, flag) in enumerate(zip(roles, sample.loss, strict=True)) if role == "assistant"]
+
+
+class ChatRenderer:
+    """Renders conversations and finds the characters that carry loss."""
+
+    def __init__(self, templates: Templates, loss_scale: str = "default") -> None:
+        self.templates, self.loss_scale = templates, loss_scale
+        self._finders: dict[str, TurnFinder] = {}
+
+    def _text(self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
+        return self._render(template, messages, tools, prompt, False)[0]
+
+    def _render(self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool, track: bool) -> tuple[str, list[Span]]:
+        try:
+            texts, spans = render_jinja_template(
+                [list(messages)], tools=None if tools is None else list(tools), chat_template=template, add_generation_prompt=prompt,
+                return_assistant_tokens_mask=track, **self.templates.special_tokens)
+        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as e:  # whatever a template's expressions raise
+            raise RowError("messages", f"the chat template refuses this conversation ({e})", "a conversation that it can render") from None
+        return texts[0], spans[0] if track else []
+
+    def _finder(self, template: str) -> TurnFinder:
+        if template not in self._finders:
+            def render(messages: Sequence[dict[str, Any]], tools: Any, prompt: bool) -> str:
+                return self._text(template, messages, tools, prompt)
+            self._finders[template] = TurnFinder(render, self.templates.end_tokens)
+        return self._finders[template]
+
+    def render(self, sample: Sample) -> Rendered:
+        """The text of the whole conversation and its loss spans; RowError when the template refuses it."""
+        template = self.templates.pick(sample.tools)
+        wanted = trained_turns(sample, self.loss_scale)
+        marked = GENERATION.search(template) is not None
+        text, spans = self._render(template, sample.messages, sample.tools, False, marked)
+        everything = self.loss_scale == "all"
+        if everything and all(wanted):
+            return Rendered(text, ((0, len(text)),))
+        if not marked:
+            turns = self._finder(template).find(sample.messages, sample.tools, text)
+        elif len(spans) == len(wanted):
+            turns = list(spans)
+        elif all(wanted) and not everything:
+            return Rendered(text, tuple(spans))
+        else:
+            raise RowError("messages", f"the template marks {len(spans)} generated parts for {len(wanted)} assistant messages",
+                           "one a message, where single messages are left out of the loss")
+        if everything:
+            return Rendered(text, _without([t for t, keep in zip(turns, wanted, strict=True) if not keep], len(text)))
+        return Rendered(text, tuple(t for t, keep in zip(turns, wanted, strict=True) if keep))
+
+
+def _without(holes: Sequence[Span], length: int) -> tuple[Span, ...]:
+    edges = [0, *(edge for hole in holes for edge in hole), length]
+    return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)

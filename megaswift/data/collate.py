@@ -1,0 +1,88 @@
+"""Documents to one micro-batch's tensors: padding, shifted labels, positions and document edges.
+
+Owns the shapes of `losses.contract.Batch`. Which documents come together belongs to `loader.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+import numpy as np
+import torch
+
+from megaswift.losses.contract import Batch
+
+Document = tuple[np.ndarray, np.ndarray, int]
+"""(int32 tokens [n], uint8 mask [n], sample id)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How rows are padded."""
+
+    doc_multiple: int = 1
+    """Packed documents are padded to a multiple of this."""
+    row_multiple: int = 1
+    """Rows are padded to a multiple of this."""
+    pad_id: int = 0
+
+    def row_length(self, tokens: int) -> int:
+        """The length of a row for so many tokens: the next multiple."""
+        unit = lcm(self.doc_multiple, self.row_multiple)
+        return -(-max(tokens, 1) // unit) * unit
+
+    def packed_length(self, row: Sequence[Document]) -> int:
+        """The length of a packed row: its documents, each padded, and the row's own padding."""
+        return self.row_length(sum(-(-len(d[0]) // self.doc_multiple) * self.doc_multiple for d in row))
+
+
+def _fill(arrays: dict[str, np.ndarray], at: tuple[int, int], document: Document) -> None:
+    row, begin = at
+    ids, mask, _ = document
+    end = begin + len(ids)
+    arrays["input_ids"][row, begin:end] = ids
+    arrays["labels"][row, begin:end - 1] = ids[1:]
+    arrays["loss_weights"][row, begin:end - 1] = mask[1:]
+    arrays["valid"][row, begin:end] = True
+
+
+def _empty(rows: int, length: int, pad_id: int) -> dict[str, np.ndarray]:
+    return {"input_ids": np.full((rows, length), pad_id, dtype=np.int64), "labels": np.full((rows, length), pad_id, dtype=np.int64),
+            "loss_weights": np.zeros((rows, length), dtype=np.float32), "positions": np.tile(np.arange(length), (rows, 1)),
+            "valid": np.zeros((rows, length), dtype=bool)}
+
+
+def collate_rows(documents: Sequence[Document | None], shape: Shape, length: int) -> Batch:
+    """`[b, length]`: one document a row, padded on the right; None is a row without weight."""
+    arrays = _empty(len(documents), length, shape.pad_id)
+    for i, document in enumerate(documents):
+        if document is not None:
+            _fill(arrays, (i, 0), document)
+    ids = torch.tensor([-1 if d is None else d[2] for d in documents])
+    return Batch(**{k: torch.from_numpy(v) for k, v in arrays.items()}, sample_ids=ids)
+
+
+def collate_packed(rows: Sequence[Sequence[Document]], shape: Shape, lengths: Sequence[int]) -> Batch:
+    """`[1, sum(lengths)]`: packed rows one after the other; `cu_seqlens` holds the padded documents' starts and the end.
+
+    A row's own padding belongs to its last document; attention is causal, so nothing sees it. An empty row is one document
+    without weight.
+    """
+    arrays = _empty(1, sum(lengths), shape.pad_id)
+    starts, ids, begin = [], [], 0
+    for row, length in zip(rows, lengths, strict=True):
+        at = begin
+        for document in row:
+            _fill(arrays, (0, at), document)
+            starts.append(at)
+            ids.append(document[2])
+            at += -(-len(document[0]) // shape.doc_multiple) * shape.doc_multiple
+        if not row:
+            starts.append(begin)
+            ids.append(-1)
+        begin += length
+    edges = np.array([*starts, begin], dtype=np.int32)
+    arrays["positions"][0] = np.arange(begin) - np.repeat(edges[:-1], np.diff(edges))
+    return Batch(**{k: torch.from_numpy(v) for k, v in arrays.items()}, cu_seqlens=torch.from_numpy(edges), sample_ids=torch.tensor(ids))

@@ -1,0 +1,144 @@
+"""The documents to train on: a view over token stores, cut to length.
+
+Owns taking `#rows`, truncation (raise, delete, left, right, split) and the split for evaluation. Nothing is copied: a document is
+a store, a start and a length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megaswift.data.sources import Source
+from megaswift.data.store import TokenStore
+from megaswift.errors import DataError, Problem
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents in file order. Arrays `[n]`, one entry a document."""
+
+    stores: tuple[TokenStore, ...]
+    store: np.ndarray
+    """int32: which store."""
+    start: np.ndarray
+    """int64: first token in the store."""
+    length: np.ndarray
+    """int64: tokens."""
+    labels: np.ndarray
+    """int64: tokens with a label (with loss, and not the first)."""
+    sample: np.ndarray
+    """int64: number of the row, counted through all data sets in the order given."""
+    counted: dict[str, int] = field(default_factory=dict)
+    """What happened on the way: rows, deleted, truncated, split, empty."""
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """(int32 tokens [length], uint8 mask [length]) of document i."""
+        store, a = self.stores[self.store[i]], self.start[i]
+        return store.tokens[a: a + self.length[i]], store.mask[a: a + self.length[i]]
+
+    def take(self, which: np.ndarray) -> Documents:
+        """Some of the documents, in the order asked for."""
+        return replace(self, store=self.store[which], start=self.start[which], length=self.length[which],
+                       labels=self.labels[which], sample=self.sample[which])
+
+    @property
+    def fingerprint(self) -> str:
+        """Names this choice of documents, so that a resumed run can tell whether it sees the same data."""
+        digest = hashlib.sha256()
+        for array in (self.store, self.start, self.length):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(" ".join(s.folder.name for s in self.stores).encode())
+        return digest.hexdigest()[:32]
+
+
+def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
+    """All rows of the data sets in order, each taken as often as its `#rows` says."""
+    number, start, length, labels, sample, first = [], [], [], [], [], 0
+    for k, (source, store) in enumerate(stores):
+        if len(store) == 0:
+            raise DataError(Problem(source.name, "holds no rows"))
+        rows = np.arange(len(store)) if source.rows is None else np.arange(source.rows) % len(store)
+        offsets = np.asarray(store.offsets)
+        number.append(np.full(len(rows), k, dtype=np.int32))
+        start.append(offsets[rows])
+        length.append(offsets[rows + 1] - offsets[rows])
+        labels.append(np.asarray(store.labels)[rows])
+        sample.append(rows + first)
+        first += len(store)
+    total = sum(map(len, sample))
+    return Documents(tuple(s for _, s in stores), np.concatenate(number), np.concatenate(start), np.concatenate(length),
+                     np.concatenate(labels), np.concatenate(sample).astype(np.int64), {"rows": total})
+
+
+def truncate(docs: Documents, max_length: int, strategy: str) -> Documents:
+    """Every document at most `max_length` tokens, by one of raise, delete, left, right, split; counted."""
+    long = np.flatnonzero(docs.length > max_length)
+    counted = dict(docs.counted)
+    if len(long) and strategy == "raise":
+        raise DataError([_too_long(docs, int(i), max_length) for i in long[:10]])
+    start, length = docs.start.copy(), docs.length.copy()
+    out = replace(docs, start=start, length=length, counted=counted)
+    if strategy == "delete":
+        counted["deleted"] = len(long)
+        out = out.take(np.flatnonzero(docs.length <= max_length))
+    elif strategy == "split":
+        counted["split"] = len(long)
+        out = _split(out, max_length)
+    elif strategy in ("left", "right"):
+        counted["truncated"] = len(long)
+        if strategy == "left":
+            start[long] += length[long] - max_length
+        length[long] = max_length
+        out = replace(out, labels=_relabelled(out, long))
+    empty = int((out.length < 1).sum())
+    if empty:
+        counted["empty"] = empty
+        out = out.take(np.flatnonzero(out.length > 0))
+    if len(out) == 0:
+        longest = int(docs.length.max(initial=0))
+        raise DataError(Problem(f"--max_length {max_length}", f"no row is left of {len(docs)}: the longest has {longest} tokens",
+                                f"--max_length {longest}, or --truncation_strategy right (or split, for pt)"))
+    return out
+
+
+def _too_long(docs: Documents, i: int, max_length: int) -> Problem:
+    store = docs.stores[docs.store[i]]
+    row = int(np.searchsorted(store.offsets, docs.start[i], side="right")) - 1
+    return Problem(store.place(row), f"{docs.length[i]} tokens, --max_length is {max_length}",
+                   "a larger --max_length, or --truncation_strategy delete, left or right")
+
+
+def _split(docs: Documents, size: int) -> Documents:
+    pieces = np.maximum(1, -(-docs.length // size))
+    which = np.repeat(np.arange(len(docs)), pieces)
+    nth = np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    out = docs.take(which)
+    length = np.minimum(size, out.length - nth * size)
+    return replace(out, start=out.start + nth * size, length=length, labels=np.minimum(out.labels, length - 1))
+
+
+def _relabelled(docs: Documents, cut: np.ndarray) -> np.ndarray:
+    labels = docs.labels.copy()
+    for i in cut.tolist():
+        labels[i] = int(docs.read(i)[1][1:].sum())
+    return labels
+
+
+def hold_out(docs: Documents, ratio: float, seed: int) -> tuple[Documents, Documents | None]:
+    """(training, evaluation) documents: `ratio` of the rows, chosen at random, leave training; both keep the file's order."""
+    if ratio <= 0:
+        return docs, None
+    rows = np.unique(docs.sample)
+    count = round(len(rows) * ratio)
+    if not 0 < count < len(rows):
+        raise DataError(Problem(f"--split_dataset_ratio {ratio}", f"leaves {len(rows) - count} of {len(rows)} rows for training, {count} for evaluation",
+                                "a ratio that leaves rows on both sides"))
+    held = np.isin(docs.sample, np.random.default_rng([seed, 7]).permutation(rows)[:count])
+    return docs.take(np.flatnonzero(~held)), docs.take(np.flatnonzero(held))

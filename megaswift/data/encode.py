@@ -1,0 +1,167 @@
+"""Rows to tokens and loss masks: the work of one process.
+
+Owns tokenising in batches and turning character spans into token masks, exactly. Everything it needs comes in `EncodeSpec`,
+plain values that travel to worker processes; reading files belongs to `sources.py`, keeping the result to `store.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from tokenizers import Encoding, Tokenizer, processors
+
+from megaswift.data.chat import ChatRenderer, Rendered, Templates, templates_of
+from megaswift.data.formats import recognise
+from megaswift.data.readers import Located
+from megaswift.data.sample import RowError, Sample, with_system
+from megaswift.data.sources import Part
+from megaswift.errors import DataError, Problem
+
+BATCH = 256
+SHOWN = 10
+"""Malformed rows that are told one by one."""
+
+
+@dataclass(frozen=True)
+class EncodeSpec:
+    """How rows become tokens; equal specs and equal files give equal tokens."""
+
+    task: str
+    tokenizer: str
+    """The fast tokenizer as JSON."""
+    eos_id: int | None
+    templates: Templates | None
+    loss_scale: str = "default"
+    system: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    """File column -> canonical column."""
+    strict: bool = True
+
+
+@dataclass
+class Encoded:
+    """Tokens of some rows. `lengths[i]` tokens belong to row i; `mask` is 1 where a token carries loss."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    lengths: np.ndarray
+    lines: np.ndarray
+    problems: list[Problem]
+    bad: int = 0
+
+
+def encode_spec(data: Any, tokenizer: Any, task: str) -> EncodeSpec:
+    """The spec of a run's options and tokenizer; DataError when they cannot work together."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise DataError(Problem(f"the tokenizer of {tokenizer.name_or_path or 'the model'}", "has no tokenizer.json (fast tokenizer)",
+                                "save a fast version: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"))
+    if task == "pt" and tokenizer.eos_token_id is None:
+        raise DataError(Problem(f"the tokenizer of {tokenizer.name_or_path or 'the model'}", "has no end-of-text token to put after a document"))
+    return EncodeSpec(
+        task=task, tokenizer=backend.to_str(), eos_id=tokenizer.eos_token_id,
+        templates=templates_of(tokenizer, data.chat_template) if task == "sft" else None,
+        loss_scale=data.loss_scale, system=data.system, columns=dict(data.columns), strict=data.strict)
+
+
+def token_range(encoding: Encoding, begin: int, end: int, length: int) -> tuple[int, int]:
+    """Tokens that cover any of the characters [begin, end) of a text of `length` characters."""
+    count = len(encoding)
+    if begin >= end:
+        return 0, 0
+    first = encoding.char_to_token(begin)
+    while first is None and begin + 1 < end:  # a character that the normaliser dropped
+        begin += 1
+        first = encoding.char_to_token(begin)
+    if first is None:
+        return 0, 0
+    last = encoding.char_to_token(end) if end < length else count
+    while last is None and end < length:
+        end += 1
+        last = encoding.char_to_token(end) if end < length else count
+    if last is not None and last < count:
+        chars = encoding.token_to_chars(last)
+        if chars is not None and chars[0] < end:  # one token over both sides of the edge
+            last += 1
+    return first, count if last is None else last
+
+
+class Encoder:
+    """Turns located rows into tokens and masks."""
+
+    def __init__(self, spec: EncodeSpec) -> None:
+        self.spec = spec
+        self._tokenizer = Tokenizer.from_str(spec.tokenizer)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.post_processor = processors.Sequence([])  # adds nothing here, but would trim white space off the offsets
+        self._chat = ChatRenderer(spec.templates, spec.loss_scale) if spec.templates is not None else None
+
+    def sample(self, row: Any) -> Sample:
+        """The sample of a row, with the run's column names and system message."""
+        if isinstance(row, RowError):
+            raise row
+        if self.spec.columns:
+            row = {self.spec.columns.get(k, k): v for k, v in row.items()}
+        return with_system(recognise(row, self.spec.task).parse(row), self.spec.system)
+
+    def render(self, row: Any) -> Rendered:
+        """The text of a row and its loss spans."""
+        sample = self.sample(row)
+        if sample.text is not None:
+            return Rendered(sample.text, ((0, len(sample.text)),))
+        assert self._chat is not None
+        return self._chat.render(sample)
+
+    def tokenize(self, rendered: list[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(int32 tokens [n], uint8 mask [n]) of each text."""
+        end = self.spec.eos_id if self._chat is None else None
+        for text, encoding in zip(rendered, self._tokenizer.encode_batch([r.text for r in rendered], add_special_tokens=False), strict=True):
+            ids = np.array(encoding.ids if end is None else [*encoding.ids, end], dtype=np.int32)
+            mask = np.zeros(len(ids), dtype=np.uint8)
+            if end is not None:
+                mask[:] = 1
+            else:
+                for a, b in text.spans:
+                    first, last = token_range(encoding, a, b, len(text.text))
+                    mask[first:last] = 1
+            yield ids, mask
+
+    def encode(self, rows: Iterable[tuple[str, Located]]) -> Encoded:
+        """All rows at once; malformed ones are counted and the first few told."""
+        tokens: list[np.ndarray] = []
+        masks: list[np.ndarray] = []
+        lines: list[int] = []
+        problems: list[Problem] = []
+        bad = 0
+        rows = iter(rows)
+        while group := list(islice(rows, BATCH)):
+            good: list[Rendered] = []
+            for path, located in group:
+                try:
+                    good.append(self.render(located.row))
+                    lines.append(located.line)
+                except RowError as e:
+                    bad += 1
+                    if len(problems) < SHOWN:
+                        problems.append(row_problem(path, located.line, e))
+            for ids, mask in self.tokenize(good):
+                tokens.append(ids)
+                masks.append(mask)
+        lengths = np.array([len(t) for t in tokens], dtype=np.int64)
+        flat = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
+        return Encoded(flat, np.concatenate(masks) if masks else np.zeros(0, dtype=np.uint8), lengths,
+                       np.array(lines, dtype=np.int64), problems, bad)
+
+    def encode_part(self, part: Part) -> Encoded:
+        """The rows of a part of a file."""
+        return self.encode((part.path, located) for located in part.rows())
+
+
+def row_problem(path: str, line: int, error: RowError) -> Problem:
+    """A malformed row for the user: file, line, column, what was found and what was expected."""
+    return Problem(f"{path}:{line}", f"column {error.column}: {error.found}; expected {error.expected}")

@@ -1,0 +1,14 @@
+"""`messages`: [{"role", "content", "tool_calls"?, "loss"?}], the form that chat templates take."""
+
+from __future__ import annotations
+
+from megaswift.data.formats import FORMATS, Format, Row
+from megaswift.data.sample import Sample, conversation, string
+
+
+def parse(row: Row) -> Sample:
+    """The messages as they are."""
+    return conversation(row["messages"], "messages", string(row, "system", optional=True), row.get("tools"))
+
+
+FORMATS.register("messages", Format("messages", ("messages",), parse, ("tools", "system")))

@@ -1,0 +1,46 @@
+"""`conversation` (or `conversations`): [{"human", "assistant"}], one object a round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megaswift.data.formats import FORMATS, Format, Row
+from megaswift.data.sample import RowError, Sample, conversation, decoded, describe, string
+
+
+def _rounds(row: Row, column: str) -> Any:
+    return decoded(row[column], column, "a list of rounds")
+
+
+def _pairs(row: Row) -> bool:
+    value = row.get("conversations")
+    if isinstance(value, str):
+        return value.lstrip().startswith("[") and '"human"' in value and '"from"' not in value
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "human" in value[0]
+
+
+def _parse(row: Row, column: str) -> Sample:
+    rounds = _rounds(row, column)
+    if not isinstance(rounds, list):
+        raise RowError(column, describe(rounds), "a list of rounds")
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(rounds):
+        if not isinstance(item, dict) or not isinstance(item.get("human"), str) or not isinstance(item.get("assistant"), str):
+            raise RowError(f"{column}[{i}]", describe(item), 'an object {"human": string, "assistant": string}')
+        answer = {"role": "assistant", "content": item["assistant"]} | ({"loss": item["loss"]} if "loss" in item else {})
+        messages += [{"role": "user", "content": item["human"]}, answer]
+    return conversation(messages, column, string(row, "system", optional=True), row.get("tools"))
+
+
+def parse(row: Row) -> Sample:
+    """Rounds under `conversation`."""
+    return _parse(row, "conversation")
+
+
+def parse_plural(row: Row) -> Sample:
+    """Rounds under `conversations`."""
+    return _parse(row, "conversations")
+
+
+FORMATS.register("sharegpt", Format("sharegpt", ("conversation",), parse, ("tools", "system"), rank=1))
+FORMATS.register("sharegpt (conversations)", Format("sharegpt", ("conversations",), parse_plural, ("tools", "system"), detect=_pairs, rank=1))

@@ -1,0 +1,14 @@
+"""`text`: a plain document for pretraining."""
+
+from __future__ import annotations
+
+from megaswift.data.formats import FORMATS, Format, Row
+from megaswift.data.sample import Sample, string
+
+
+def parse(row: Row) -> Sample:
+    """The document as it is; the end-of-text token is added when it is tokenised."""
+    return Sample(text=string(row, "text"))
+
+
+FORMATS.register("text", Format("text", ("text",), parse, tasks=("pt",), rank=5))

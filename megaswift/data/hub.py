@@ -1,0 +1,39 @@
+"""Data sets by id from a hub: fetched with `datasets`, kept as Parquet beside the token cache.
+
+Owns the download only. Without `datasets` or without a reachable hub the answer is a DataError that says so.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megaswift.errors import DataError, Problem
+
+
+def fetch(cache: Path, name: str, subset: str | None) -> tuple[Path, ...]:
+    """The training split of `name` as a Parquet file under `cache`."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise DataError(Problem(f"--dataset {name}", "neither a file or folder here nor an id of a hub"))
+    target = cache / "hub" / (re.sub(r"\W", "_", f"{name}__{subset or 'default'}") + ".parquet")
+    if target.is_file():
+        return (target,)
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(Problem(f"--dataset {name}", "no such file or folder here, and `datasets`, which fetches ids from a hub, is not installed",
+                                "pip install datasets, or the path of a local file")) from None
+    try:
+        loaded = datasets.load_dataset(name, subset)
+    except (OSError, ValueError, RuntimeError) as e:  # what datasets, huggingface_hub and their HTTP clients raise when they find nothing
+        reason = (str(e).splitlines() or [type(e).__name__])[0]
+        raise DataError(Problem(f"--dataset {name}", f"no such file or folder here, and no hub gave it ({reason})",
+                                "the path of a local file, or a machine that reaches the hub")) from None
+    split = loaded["train"] if isinstance(loaded, dict) and "train" in loaded else None
+    if split is None:
+        raise DataError(Problem(f"--dataset {name}", f"has no split `train` but {', '.join(map(str, loaded))}"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_suffix(".part")
+    split.to_parquet(str(part))
+    part.replace(target)
+    return (target,)

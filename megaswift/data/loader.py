@@ -1,0 +1,215 @@
+"""Micro-batches for one data-parallel rank, step after step, with a position that can be saved and gone back to.
+
+Owns the cut of global batches into ranks and micro-batches, read-ahead, padding statistics and the sources' state. The order of
+rows belongs to `order.py`, tensors to `collate.py`, streaming to `stream.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from megaswift.data.collate import Document, Shape, collate_packed, collate_rows
+from megaswift.data.documents import Documents
+from megaswift.data.order import Order
+from megaswift.data.packing import Packing, best_fit, padded
+from megaswift.errors import DataError, Problem
+from megaswift.log import warn
+from megaswift.losses.contract import Batch
+
+
+@dataclass(frozen=True)
+class LoaderGeometry:
+    """A rank's place among the data-parallel ranks, and how rows are padded."""
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    per_device: int = 1
+    """Rows of a micro-batch."""
+    accumulation: int = 1
+    """Micro-batches a step on this rank."""
+    doc_multiple: int = 1
+    """2 x CP when CP > 1: each packed document is padded to it."""
+    row_multiple: int = 1
+    """Each row's length is a multiple of it (TP x CP and the like)."""
+    uniform: bool = False
+    """All micro-batches of a step have one length (pipelines)."""
+    seed: int = 42
+
+    @property
+    def global_batch(self) -> int:
+        """Rows a step over all ranks."""
+        return self.dp_size * self.per_device * self.accumulation
+
+    def own(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
+        """This rank's micro-batches of a global batch: row (m x dp + rank) x per_device + i is row i of micro-batch m."""
+        width = self.per_device * self.dp_size
+        at = self.dp_rank * self.per_device
+        return [rows[m * width + at: m * width + at + self.per_device] for m in range(self.accumulation)]
+
+
+class BatchSource(Protocol):
+    """What a trainer takes its batches from."""
+
+    steps_per_epoch: int | None
+    rows: int | None
+
+    def next(self) -> list[Batch]:
+        """This rank's micro-batches of the next global batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as JSON."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position."""
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Rows, documents and fill."""
+
+
+@dataclass
+class Rows:
+    """Numbered rows, each one document or a pack of them."""
+
+    docs: Documents
+    packing: Packing | None = None
+
+    def __len__(self) -> int:
+        return len(self.docs) if self.packing is None else len(self.packing)
+
+    def read(self, row: int) -> list[Document]:
+        """The documents of a row."""
+        which = [row] if self.packing is None else self.packing.row(row).tolist()
+        return [(*self.docs.read(i), int(self.docs.sample[i])) for i in which]
+
+
+def make_rows(docs: Documents, packing: bool, max_length: int, shape: Shape) -> Rows:
+    """Rows of one document each, or packed by best fit into rows of `max_length` (rounded up to the padding's multiple)."""
+    if not packing:
+        return Rows(docs)
+    return Rows(docs, best_fit(padded(docs.length, shape.doc_multiple), shape.row_length(max_length)))
+
+
+def batches(rows: Sequence[Sequence[list[Document]]], packed: bool, shape: Shape, uniform: bool) -> list[Batch]:
+    """Tensors of a step's micro-batches. An empty row is one without weight."""
+    if packed:
+        lengths = [[shape.packed_length(r) for r in micro] for micro in rows]
+        longest = max(max(m) for m in lengths)
+        return [collate_packed(m, shape, [longest] * len(m) if uniform else n) for m, n in zip(rows, lengths, strict=True)]
+    plain = [shape.row_length(max((len(r[0][0]) for r in micro if r), default=1)) for micro in rows]
+    return [collate_rows([r[0] if r else None for r in micro], shape, max(plain) if uniform else n) for micro, n in zip(rows, plain, strict=True)]
+
+
+@dataclass
+class StoredSource:
+    """Batches from token stores: endless, in a known order."""
+
+    data: Rows
+    geometry: LoaderGeometry
+    shape: Shape
+    order: Order
+    threads: int = 0
+    """Read ahead by so many threads (0: none)."""
+    _taken: int = 0
+    _ahead: deque[tuple[int, Future[list[Batch]]]] = field(default_factory=deque)
+    _pool: ThreadPoolExecutor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch."""
+        return len(self.data)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole global batches in an epoch."""
+        return self.rows // self.geometry.global_batch
+
+    def steps_for(self, epochs: float) -> int:
+        """Steps that see each row `epochs` times, the last one running on into the next epoch where it must."""
+        return max(1, int(np.ceil(epochs * self.rows / self.geometry.global_batch - 1e-9)))
+
+    def _make(self, start: int) -> list[Batch]:
+        numbers = self.order.slice(start, start + self.geometry.global_batch)
+        rows = [[self.data.read(int(i)) for i in micro] for micro in self.geometry.own(numbers)]
+        return batches(rows, self.data.packing is not None, self.shape, self.geometry.uniform)
+
+    def next(self) -> list[Batch]:
+        """This rank's micro-batches of the next global batch."""
+        start, size = self._taken, self.geometry.global_batch
+        if self.threads == 0:
+            made = self._make(start)
+        else:
+            self._pool = self._pool or ThreadPoolExecutor(self.threads, thread_name_prefix="megaswift-data")
+            nearest = self._ahead[-1][0] + size if self._ahead else start
+            for at in range(nearest, start + (self.threads + 1) * size, size):
+                self.order.slice(at, at + size)  # here, so that threads only read the cached permutation
+                self._ahead.append((at, self._pool.submit(self._make, at)))
+            made = self._ahead.popleft()[1].result()
+        self._taken += size
+        return made
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self._taken / self.rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in rows, and what names the data and their order."""
+        return {"version": 1, "rows_taken": self._taken, "rows": self.rows, "fingerprint": self.data.docs.fingerprint,
+                "shuffle": self.order.shuffle, "seed": self.order.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position, on this or another number of ranks; DataError when the data are not the same."""
+        now = self.state_dict()
+        for key, what in (("fingerprint", "the data set, its tokenisation or --max_length"), ("seed", "--data_seed"), ("shuffle", "--shuffle")):
+            if state[key] != now[key]:
+                raise DataError(Problem("--resume_from_checkpoint", f"{what} is not what it was in the checkpoint ({state[key]}, now {now[key]})",
+                                        "the same data and options, or a new run from the exported weights"))
+        self._ahead.clear()
+        self._taken = state["rows_taken"]
+        if state["rows"] != self.rows:  # packed for another context-parallel size: rows are other rows
+            self._taken = round(state["rows_taken"] * self.rows / state["rows"])
+            warn(f"documents are packed into {self.rows} rows, {state['rows']} in the checkpoint: going on at the same fraction of the epoch")
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Rows, documents, tokens; `fill` real tokens over all, `padded_fill` with the padding of documents counted as filled."""
+        docs, geometry = self.data.docs, self.geometry
+        tokens = float(docs.length.sum())
+        stats = {"rows": float(self.rows), "documents": float(len(docs)), "tokens": tokens, "label_tokens": float(docs.labels.sum()),
+                 "global_batch": float(geometry.global_batch)} | {k: float(v) for k, v in docs.counted.items() if k != "rows"}
+        if self.data.packing is not None:
+            space = float(self.rows * self.data.packing.capacity)
+            stats |= {"fill": tokens / space, "padded_fill": float(padded(docs.length, self.shape.doc_multiple).sum()) / space}
+        return stats
+
+
+@dataclass(frozen=True)
+class EvalSource:
+    """Batches for evaluation: every row once, in file order, the last global batch filled up with rows without weight."""
+
+    data: Rows
+    geometry: LoaderGeometry
+    shape: Shape
+
+    def __len__(self) -> int:
+        return -(-len(self.data) // self.geometry.global_batch)
+
+    def eval_batches(self, limit: int | None = None) -> Iterator[list[Batch]]:
+        """This rank's micro-batches of each global batch; at most `limit` of them."""
+        size = self.geometry.global_batch
+        for step in range(len(self) if limit is None else min(limit, len(self))):
+            numbers: list[int | None] = list(range(step * size, min(len(self.data), (step + 1) * size)))
+            numbers += [None] * (size - len(numbers))
+            rows = [[[] if i is None else self.data.read(i) for i in micro] for micro in self.geometry.own(numbers)]
+            yield batches(rows, self.data.packing is not None, self.shape, self.geometry.uniform)

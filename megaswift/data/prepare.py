@@ -1,0 +1,142 @@
+"""From `--dataset` to token stores: each sample is tokenised once per job, in parallel, and kept on disk by content hash.
+
+Owns the cache key (file contents, tokenizer, template, options, our code) and running the workers. What the key leaves out on
+purpose: max_length, truncation, packing and order, which are views over the store (`documents.py`, `packing.py`, `order.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from megaswift import log
+from megaswift.data import hub
+from megaswift.data.cache import build_once, cache_root, is_builder, publish_alias, read_alias, wait_for
+from megaswift.data.encode import SHOWN, Encoder, EncodeSpec, encode_spec
+from megaswift.data.sources import Part, Source, parts_of, resolve
+from megaswift.data.store import TokenStore, merge, read_report, write_piece
+from megaswift.errors import DataError, Problem
+
+_CODE = ("chat.py", "turns.py", "encode.py", "sample.py", "readers.py", "sources.py", "store.py", "formats")
+
+
+@cache
+def code_version() -> str:
+    """Hash of the code that decides which tokens a row becomes."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    for name in _CODE:
+        for path in sorted((here / name).glob("*.py")) if (here / name).is_dir() else [here / name]:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "blake2b").hexdigest()
+
+
+def _spec_key(spec: EncodeSpec) -> str:
+    facts = asdict(spec)
+    dated = spec.templates is not None and any("strftime_now" in t for t in spec.templates.named.values())
+    import tokenizers
+    import transformers
+    return _digest(facts, code_version(), time.strftime("%Y-%m-%d") if dated else "", tokenizers.__version__, transformers.__version__)
+
+
+def prepare(data: Any, train: Any, tokenizer: Any, task: str = "sft", val: bool = False) -> list[tuple[Source, TokenStore]]:
+    """The tokenised data sets of `--dataset` (or `--val_dataset`), built by local rank 0 while the others wait.
+
+    Raises DataError for anything that cannot be read, before any model exists.
+    """
+    spec = encode_spec(data, tokenizer, task)
+    root = cache_root(data.dataset_cache_dir)
+    names = data.val_dataset if val else data.dataset
+    if not names:
+        raise DataError(Problem("--dataset", "is not given", "--dataset data.jsonl"))
+    stores = []
+    for name in names:
+        source = resolve(name, partial(hub.fetch, root))
+        store = TokenStore(_store(root, source, spec, data.dataset_num_proc))
+        if store.manifest["bad"]:
+            log.warn(f"{name}: {store.manifest['bad']} malformed rows skipped (--strict false)")
+        stores.append((source, store))
+    return stores
+
+
+def _store(root: Path, source: Source, spec: EncodeSpec, processes: int) -> Path:
+    stats = [(str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
+    options = (_spec_key(spec), source.rows)
+    alias = _digest("alias", stats, options)
+    if not is_builder():
+        target = root / read_alias(root, alias)
+        wait_for(target)
+        return target
+    target = root / _digest([(str(f), _file_hash(f)) for f in source.files], options)
+    publish_alias(root, alias, target.name)
+    build_once(target, lambda scratch: _build(scratch, target, source, (spec, processes)))
+    return target
+
+
+def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, int]) -> None:
+    spec, processes = how
+    began = time.monotonic()
+    parts = parts_of(source, processes)
+    count = min(processes, len(parts))
+    if count > 1:
+        _run_workers(scratch, spec, parts, count)
+    else:
+        encoder = Encoder(spec)
+        for i, part in enumerate(parts):
+            piece = encoder.encode_part(part)
+            write_piece(scratch, i, piece)
+            if spec.strict and piece.bad:
+                break
+    reports = [r for r in (read_report(scratch, i) for i in range(len(parts))) if r is not None]
+    bad = sum(r.bad for r in reports)
+    if bad and spec.strict:
+        told = [p for r in reports for p in r.problems][:SHOWN]
+        if bad > len(told):
+            told.append(Problem(f"and {bad - len(told)} more rows", "malformed too", "--strict false skips such rows and counts them"))
+        else:
+            told[-1] = Problem(told[-1].what, told[-1].rule, "mend the row, or --strict false to skip such rows and count them")
+        raise DataError(told)
+    merge(scratch, [p.path for p in parts], target, {"bad": bad, "source": source.name})
+    seconds = time.monotonic() - began
+    manifest = json.loads((target / "manifest.json").read_text())
+    rows = manifest["rows"]
+    log.info(f"{source.name}: {rows:,} rows, {manifest['tokens']:,} tokens in {seconds:.1f} s ({rows / max(seconds, 1e-9):,.0f} rows/s)")
+
+
+def _run_workers(scratch: Path, spec: EncodeSpec, parts: list[Part], count: int) -> None:
+    job = scratch / "job"
+    job.write_bytes(pickle.dumps((spec, parts)))
+    root = str(Path(__file__).parents[2])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])), "TOKENIZERS_PARALLELISM": "false"}
+    workers = [subprocess.Popen([sys.executable, "-m", "megaswift.data.worker", str(job), str(i), str(count)],
+                                env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) for i in range(count)]
+    try:
+        codes = [w.wait() for w in workers]
+    finally:
+        for w in workers:
+            if w.poll() is None:
+                w.kill()
+    told = [Problem(*p) for path in sorted(scratch.glob("error-*.json")) for p in json.loads(path.read_text())]
+    if told:
+        raise DataError(list(dict.fromkeys(told)))
+    if any(codes):
+        raise DataError(Problem("tokenising", f"worker processes ended with exit codes {codes}",
+                                "a smaller --dataset_num_proc when memory ran out; their messages are above"))

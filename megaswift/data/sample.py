@@ -1,0 +1,118 @@
+"""One training example before tokens: a conversation or a text.
+
+Owns `Sample`, `RowError` and the checks that every format shares (roles, contents, tools). Which columns a file has belongs
+to `megaswift.data.formats`; how a conversation becomes text belongs to `megaswift.data.chat`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+
+
+class RowError(Exception):
+    """A row that a format cannot read: the column, what is wrong and what was expected."""
+
+    def __init__(self, column: str, found: str, expected: str) -> None:
+        self.column, self.found, self.expected = column, found, expected
+        super().__init__(f"column {column!r}: {found}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A conversation (`messages`, as the chat template takes them) or a plain `text`."""
+
+    messages: tuple[dict[str, Any], ...] = ()
+    loss: tuple[bool | None, ...] = ()
+    """Per message: the row's own `loss` flag, or None where the row says nothing."""
+    tools: tuple[dict[str, Any], ...] | None = None
+    text: str | None = None
+
+
+def describe(value: Any) -> str:
+    """A value of the user's in a few words for a message."""
+    if value is None:
+        return "nothing"
+    shown = json.dumps(value, ensure_ascii=False, default=str)
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+
+
+def decoded(value: Any, column: str, expected: str) -> Any:
+    """A nested value that a flat file (CSV, Parquet) may hold as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as e:
+        raise RowError(column, f"{describe(value)} is not JSON ({e.msg} at character {e.pos})", expected) from None
+
+
+def string(row: Mapping[str, Any], column: str, optional: bool = False) -> str:
+    """The text in `column`; "" for a missing optional one."""
+    value = row.get(column)
+    if value is None and optional:
+        return ""
+    if not isinstance(value, str):
+        raise RowError(column, describe(value), "a string")
+    return value
+
+
+def _content(message: Mapping[str, Any], where: str) -> None:
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return
+    parts = isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("type"), str) for p in content)
+    if parts and any(p["type"] == "text" and not isinstance(p.get("text"), str) for p in content):
+        raise RowError(f"{where}.content", describe(content), "text parts with a string `text`")
+    if not isinstance(content, str) and not parts:
+        raise RowError(f"{where}.content", describe(content), "a string (or a list of parts with a `type`)")
+
+
+def _message(message: Any, where: str) -> tuple[dict[str, Any], bool | None]:
+    if not isinstance(message, Mapping):
+        raise RowError(where, describe(message), 'an object {"role": ..., "content": ...}')
+    role = message.get("role")
+    if role not in ROLES:
+        raise RowError(f"{where}.role", describe(role), "one of " + ", ".join(ROLES))
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(c, Mapping) for c in calls)):
+        raise RowError(f"{where}.tool_calls", describe(calls), "a list of objects")
+    _content(message, where)
+    loss = message.get("loss")
+    if loss not in (None, True, False):
+        raise RowError(f"{where}.loss", describe(loss), "true or false")
+    if loss and role != "assistant":
+        raise RowError(f"{where}.loss", f"true on a {role} message", "true on assistant messages only")
+    return {k: v for k, v in message.items() if k != "loss" and v is not None}, None if loss is None else bool(loss)
+
+
+def conversation(messages: Any, column: str, system: str | None = None, tools: Any = None) -> Sample:
+    """A checked conversation from messages in the template's form; `system` goes first when they have none."""
+    messages = decoded(messages, column, "a list of messages")
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RowError(column, describe(messages), "a list of at least one message")
+    checked = [_message(m, f"{column}[{i}]") for i, m in enumerate(messages)]
+    if system and checked[0][0]["role"] not in ("system", "developer"):
+        checked.insert(0, ({"role": "system", "content": system}, None))
+    return Sample(tuple(m for m, _ in checked), tuple(flag for _, flag in checked), _tools(tools))
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
+    if tools is None or tools == "":
+        return None
+    tools = decoded(tools, "tools", "a list of tool descriptions")
+    tools = [decoded(t, "tools", "tool descriptions") for t in tools] if isinstance(tools, (list, tuple)) else tools
+    if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
+        raise RowError("tools", describe(tools), "a list of objects (JSON schemas of functions)")
+    return tuple(dict(t) for t in tools) or None
+
+
+def with_system(sample: Sample, system: str | None) -> Sample:
+    """The sample with the run's default system message where the row brought none."""
+    if not system or not sample.messages or sample.messages[0]["role"] in ("system", "developer"):
+        return sample
+    return Sample(({"role": "system", "content": system}, *sample.messages), (None, *sample.loss), sample.tools)

@@ -1,0 +1,161 @@
+"""Where rows come from: dataset specifications, local files, and rows with their place in the file.
+
+Owns `path#500`, `path:subset`, folders, the file kinds (JSONL, JSON, CSV, Parquet, text) and cutting files into parts that
+worker processes read on their own. Ids on a hub belong to `hub.py`; what the columns mean belongs to `formats/`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaswift.data import readers
+from megaswift.errors import DataError, Problem
+
+KIND_OF = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "txt",
+           ".text": "txt", ".md": "txt"}
+PART_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of `--dataset`: its files in order and how many rows to take."""
+
+    name: str
+    files: tuple[Path, ...]
+    rows: int | None = None
+    """From `#500`: take this many rows, from the start again when there are fewer."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of one file that a worker reads on its own."""
+
+    path: str
+    kind: str
+    start: int
+    """First byte (jsonl, txt) or first row (the others)."""
+    stop: int
+    """One past the last."""
+    first_line: int = 1
+    limit: int | None = None
+    """Read at most this many rows."""
+
+    def rows(self, start: int | None = None) -> Iterator[readers.Located]:
+        """The rows of this part; broken ones come as errors."""
+        reader: Callable[..., Iterator[readers.Located]] = readers.READERS[self.kind]
+        for n, located in enumerate(reader(Path(self.path), self.start if start is None else start, self.stop, self.first_line)):
+            if self.limit is not None and n >= self.limit:
+                return
+            yield located
+
+
+def _split_spec(spec: str) -> tuple[str, str | None, int | None]:
+    """(path or id, subset, rows) of `path:subset#500`."""
+    rows = None
+    found = re.fullmatch(r"(.+)#(\d+)", spec)
+    if found and not Path(spec).exists():
+        spec, rows = found[1], int(found[2])
+        if rows == 0:
+            raise DataError(Problem(f"--dataset {spec}#0", "takes no rows", f"{spec}#500 for 500 rows"))
+    if not Path(spec).exists():
+        found = re.fullmatch(r"(.+):([^:/]+)", spec)
+        if found:
+            return found[1], found[2], rows
+    return spec, None, rows
+
+
+def _folder(path: Path, subset: str | None) -> tuple[Path, ...]:
+    if subset is not None and (path / subset).is_dir():
+        path, subset = path / subset, None
+    files = [f for f in sorted(path.rglob("*")) if f.suffix.lower() in KIND_OF and f.is_file()]
+    files = [f for f in files if not any(p.startswith((".", "_")) for p in f.relative_to(path).parts)]
+    if not any(KIND_OF[f.suffix.lower()] != "txt" for f in files):
+        named = files
+    else:
+        named = [f for f in files if f.suffix.lower() != ".md"]
+    return tuple(f for f in named if subset is None or f.stem == subset)
+
+
+def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) -> Source:
+    """The files behind one entry of `--dataset`; DataError where there are none. `from_hub` fetches an id that is no path."""
+    name, subset, rows = _split_spec(spec)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = _folder(path, subset)
+        if not files:
+            raise DataError(Problem(spec, f"no data files{f' named {subset}' if subset else ''} in this folder",
+                                    "a folder with " + ", ".join(sorted(KIND_OF))))
+        return Source(spec, files, rows)
+    if path.is_file():
+        if subset is not None:
+            raise DataError(Problem(spec, "a single file has no subset", str(path)))
+        if path.suffix.lower() not in KIND_OF:
+            raise DataError(Problem(spec, f"files ending in {path.suffix or 'nothing'} are not known", "one of " + ", ".join(sorted(KIND_OF))))
+        return Source(spec, (path,), rows)
+    if path.suffix.lower() in KIND_OF or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise DataError(Problem(f"--dataset {spec}", "no such file or folder", str(path.absolute().parent) + "/..."))
+    return Source(spec, from_hub(name, subset), rows)
+
+
+def kind_of(path: Path) -> str:
+    """The kind of a file; a `.json` file that holds one object a line is JSONL."""
+    kind = KIND_OF[path.suffix.lower()]
+    if kind != "json":
+        return kind
+    with path.open("rb") as f:
+        head = f.read(1 << 16).lstrip()
+        first, rest = head.split(b"\n", 1) if b"\n" in head else (head, b"")
+    if not first.startswith(b"{"):
+        return "json"
+    try:
+        json.loads(first)
+    except ValueError:
+        return "json"
+    return "jsonl" if rest.strip() or '"data"' not in first.decode(errors="replace") else "json"
+
+
+def _line_parts(path: Path, kind: str, size: int) -> list[Part]:
+    parts, start, line = [], 0, 1
+    total = path.stat().st_size
+    with path.open("rb") as f:
+        while start < total:
+            f.seek(start)
+            block = f.read(size)
+            block += f.readline()
+            parts.append(Part(str(path), kind, start, start + len(block), line))
+            start += len(block)
+            line += block.count(b"\n")
+    return parts
+
+
+def parts_of(source: Source, processes: int, size: int = PART_BYTES) -> list[Part]:
+    """The source's files cut into parts, in order; small enough that every process gets several where the data allow it."""
+    parts: list[Part] = []
+    left = source.rows
+    for path in source.files:
+        kind = kind_of(path)
+        if left is not None:
+            count = readers.count_rows(path, kind, left)
+            parts.append(Part(str(path), kind, 0, path.stat().st_size if kind in readers.BY_BYTES else count, 1, left))
+            left -= count
+            if left <= 0:
+                break
+        elif kind in readers.BY_BYTES:
+            wanted = max(1 << 16, min(size, path.stat().st_size // (4 * processes) + 1))
+            parts += _line_parts(path, kind, wanted)
+        else:
+            count = readers.count_rows(path, kind)
+            step = max(1, -(-count // processes))
+            parts += [Part(str(path), kind, i, min(i + step, count)) for i in range(0, count, step)]
+    return parts
+
+
+def describe_files(sources: list[Source]) -> str:
+    """The files' names for a message."""
+    names: list[Any] = [f for s in sources for f in s.files]
+    return ", ".join(map(str, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,114 @@
+"""Tokens on disk, memory-mapped: one folder a data set.
+
+    tokens.bin int32 [all tokens]   mask.bin uint8 [all tokens]   rows.npy int64 [rows + 1] offsets
+    labels.npy int64 [rows]: tokens with a label   lines.npy int64 [rows]: place in the file   manifest.json
+
+Owns the files' layout. A folder under its final name is complete: it is built under another name and renamed. Who builds it,
+and when, belongs to `prepare.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megaswift.errors import Problem
+
+if TYPE_CHECKING:
+    from megaswift.data.encode import Encoded
+
+VERSION = 1
+
+
+def write_piece(folder: Path, number: int, piece: Encoded) -> None:
+    """One worker's result for one part of a file; `done` comes last."""
+    base = folder / f"piece-{number:06d}"
+    piece.tokens.tofile(f"{base}.tokens")
+    piece.mask.tofile(f"{base}.mask")
+    np.save(f"{base}.rows.npy", np.stack([piece.lengths, _labels(piece.mask, piece.lengths), piece.lines]))
+    report = {"bad": piece.bad, "problems": [[p.what, p.rule, p.fix] for p in piece.problems]}
+    base.with_suffix(".done").write_text(json.dumps(report))
+
+
+def _labels(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Labelled tokens of each row: those with loss but the first, which has nothing before it."""
+    total = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    return total[ends] - total[np.minimum(starts + 1, ends)]
+
+
+@dataclass(frozen=True)
+class PieceReport:
+    """What a piece says of malformed rows."""
+
+    bad: int
+    problems: list[Problem]
+
+
+def read_report(folder: Path, number: int) -> PieceReport | None:
+    """The report of a finished piece."""
+    path = folder / f"piece-{number:06d}.done"
+    if not path.exists():
+        return None
+    report = json.loads(path.read_text())
+    return PieceReport(report["bad"], [Problem(*p) for p in report["problems"]])
+
+
+def merge(folder: Path, paths: list[str], target: Path, facts: dict[str, Any]) -> None:
+    """Join the pieces, in order, into a store at `target`, whose parts came from the files `paths`."""
+    new = folder / "store"
+    new.mkdir()
+    rows: list[np.ndarray] = []
+    files: list[tuple[str, int]] = []
+    with (new / "tokens.bin").open("wb") as tokens, (new / "mask.bin").open("wb") as mask:
+        for i, path in enumerate(paths):
+            base = folder / f"piece-{i:06d}"
+            for suffix, out in ((".tokens", tokens), (".mask", mask)):
+                with Path(f"{base}{suffix}").open("rb") as f:
+                    shutil.copyfileobj(f, out, 1 << 22)
+            rows.append(np.load(f"{base}.rows.npy"))
+            files.append((path, rows[-1].shape[1]))
+    lengths, labels, lines = np.concatenate(rows, axis=1) if rows else np.zeros((3, 0), dtype=np.int64)
+    np.save(new / "rows.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+    np.save(new / "labels.npy", labels)
+    np.save(new / "lines.npy", lines)
+    (new / "manifest.json").write_text(json.dumps({"version": VERSION, "rows": len(lengths), "tokens": int(lengths.sum()),
+                                                   "labels": int(labels.sum()), "files": files} | facts, indent=1))
+    new.rename(target)
+
+
+class TokenStore:
+    """A finished folder, opened for reading. Nothing but what is touched comes into memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+        empty = self.manifest["tokens"] == 0
+        self.tokens: np.ndarray = np.zeros(0, np.int32) if empty else np.memmap(folder / "tokens.bin", dtype=np.int32, mode="r")
+        self.mask: np.ndarray = np.zeros(0, np.uint8) if empty else np.memmap(folder / "mask.bin", dtype=np.uint8, mode="r")
+        self.offsets: np.ndarray = np.load(folder / "rows.npy", mmap_mode="r")
+        self.labels: np.ndarray = np.load(folder / "labels.npy", mmap_mode="r")
+        self.lines: np.ndarray = np.load(folder / "lines.npy", mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, mask) of row i."""
+        a, b = self.offsets[i], self.offsets[i + 1]
+        return self.tokens[a:b], self.mask[a:b]
+
+    def place(self, i: int) -> str:
+        """`file:line` of row i."""
+        first = 0
+        for path, rows in self.manifest["files"]:
+            if i < first + rows:
+                return f"{path}:{self.lines[i]}"
+            first += rows
+        raise IndexError(i)
