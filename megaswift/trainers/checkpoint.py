@@ -94,8 +94,9 @@ def differences(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[P
     """What makes a checkpoint unfit for this run: another format, another model."""
     problems = []
     if manifest["format"] != commit.FORMAT:
-        problems.append(Problem("checkpoint", f"has format {manifest['format']}, this version reads {commit.FORMAT}", "the version that wrote it"))
+        rule = f"has format {manifest['format']}, this version reads {commit.FORMAT}"
+        problems.append(Problem("checkpoint", rule, "the version that wrote it"))
     saved = manifest.get("model", {})
-    problems += [Problem(f"model {name}", f"is {saved[name]} in the checkpoint and {model[name]} in --model", "the model the checkpoint is of")
+    problems += [Problem(f"model's {name}", f"is {saved[name]} in the checkpoint and {model[name]} in --model", "the checkpoint's own model")
                  for name in model if name in saved and saved[name] != model[name]]
     return problems

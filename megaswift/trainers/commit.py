@@ -214,8 +214,8 @@ def select(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
         if not STEP.fullmatch(root.name) and (inner := Store(root).latest()) is not None:
             return inner, []
     if read_manifest(path) is None:
-        raise CheckpointError(Problem(
-            f"--resume_from_checkpoint {wanted}", f"has no complete {MARKER}: not a checkpoint of ours, or an interrupted save", _others(output)))
+        rule = f"has no complete {MARKER}: not a checkpoint of ours, or an interrupted save"
+        raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", rule, _others(output)))
     return path, []
 
 

@@ -45,17 +45,17 @@ def advice(cfg: Any, experts: int) -> list[str]:
     gpu = torch.cuda.is_available()
     heads_tp = p.tensor_parallel_size * 2
     rows: list[tuple[bool, str]] = [
-        (t.per_device_train_batch_size > 1, "--per_device_train_batch_size 1 with more --gradient_accumulation_steps: same result, same speed within a few %"),
+        (t.per_device_train_batch_size > 1, "--per_device_train_batch_size 1, accumulating more often: the same result"),
         (not p.distributed_optimizer, "--distributed_optimizer true: optimizer state divided by data-parallel ranks, no cost"),
         (p.tensor_parallel_size > 1 and p.sequence_parallel is False, "--sequence_parallel true: activations divided by TP, no cost"),
         (gpu and m.torch_dtype == "float32", "--torch_dtype bfloat16: half the weights and activations"),
-        (m.recompute_granularity in (None, "none"), "--recompute_granularity selective: attention is recomputed, about 3% slower"),
-        (m.recompute_granularity != "full", "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1: about 30% slower"),
+        (m.recompute_granularity in (None, "none"), "--recompute_granularity selective: attention's inner activations are recomputed, cheap"),
+        (m.recompute_granularity != "full", "--recompute_granularity full: every layer's activations are recomputed, about a third slower"),
         (True, f"--tp {heads_tp} (inside one machine): weights, activations and optimizer state divided by {heads_tp}"),
         (experts > 1, f"--ep {p.expert_parallel_size * 2}: experts divided over more ranks"),
         (True, f"--pp {p.pipeline_parallel_size * 2}: layers divided over more ranks"),
         (d.max_length > 4096, f"--cp {p.context_parallel_size * 2}: each sequence divided over more ranks"),
         (d.max_length > 1024, f"--max_length {d.max_length // 2}: shorter sequences, other data"),
-        (gpu and not cfg.optim.optimizer_cpu_offload, "--optimizer_cpu_offload true: optimizer state in the machine's memory, slower steps"),
+        (gpu and not cfg.optim.optimizer_cpu_offload, "--optimizer_cpu_offload true: optimizer state in main memory, slower steps"),
     ]
     return [text for applies, text in rows if applies]

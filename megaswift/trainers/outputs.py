@@ -17,6 +17,8 @@ from megaswift.trainers import commit
 NAMES = ("config.yaml", "metrics.jsonl", "eval.jsonl", "completions.jsonl", "checkpoints", "hf", "loss.png", "report.html", "runs", "wandb")
 """What a run writes; nothing else in the folder is ours."""
 ASIDE = "replaced"
+HEADER = "# The resolved configuration of this run, written by megaswift.\n"
+"""First line of our config.yaml: one without it is the user's own."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,15 @@ class Outputs:
         return commit.Store(self.root / "checkpoints")
 
     def present(self) -> list[Path]:
-        """What of a run is there. TensorBoard's folder alone, or an empty one, is not a run."""
-        return [p for name in NAMES if (p := self.root / name).exists() and not (p.is_dir() and not any(p.iterdir()))]
+        """What of a run is there. What a start that failed before its first step left behind is no run."""
+        found = [p for name in NAMES if (p := self.root / name).exists() and not _empty(p)]
+        failed_start = {"config.yaml", "runs", "wandb", "loss.png", "report.html"}
+        ours = self.config.is_file() and self.config.read_text(encoding="utf-8", errors="replace").startswith(HEADER)
+        return [] if ours and all(p.name in failed_start for p in found) else found
+
+
+def _empty(path: Path) -> bool:
+    return not any(path.iterdir()) if path.is_dir() else path.suffix == ".jsonl" and path.stat().st_size == 0
 
 
 def check(cfg: SwiftConfig) -> list[Problem]:
@@ -81,13 +90,15 @@ def check(cfg: SwiftConfig) -> list[Problem]:
     present = outputs.present()
     own = train.resume_from_checkpoint == "latest" or (resume is not None and _inside(resume, outputs.root))
     if present and train.overwrite_output_dir and own:
-        problems.append(Problem("--overwrite_output_dir", "would move away the run that --resume_from_checkpoint goes on with", "one of the two"))
+        rule = "would move away the run that --resume_from_checkpoint goes on with"
+        problems.append(Problem("--overwrite_output_dir", rule, "one of the two"))
     elif present and train.overwrite_output_dir and cfg.model.model and _inside(Path(cfg.model.model), outputs.root):
-        problems.append(Problem(f"--model {cfg.model.model}", f"lies in {train.output_dir}, which is to be replaced", "another --output_dir"))
+        rule = f"lies in {train.output_dir}, which is to be replaced"
+        problems.append(Problem(f"--model {cfg.model.model}", rule, "another --output_dir"))
     elif present and not own and not train.overwrite_output_dir and not problems:
         problems.append(Problem(
             flag, f"holds another run ({', '.join(p.name for p in present)})",
-            "another folder, --resume_from_checkpoint latest to go on with it, or --overwrite_output_dir to start anew (the old run is moved aside)"))
+            "another folder, --resume_from_checkpoint latest to go on, or --overwrite_output_dir to start anew (the old run is moved aside)"))
     return problems
 
 
@@ -108,7 +119,7 @@ def prepare(cfg: SwiftConfig) -> Outputs:
     if cfg.train.resume_from_checkpoint is not None:
         outputs.store.recover()
     fresh = outputs.config.with_name("config.yaml.new")
-    fresh.write_text(cfg.to_yaml(), encoding="utf-8")
+    fresh.write_text(HEADER + cfg.to_yaml(), encoding="utf-8")
     fresh.replace(outputs.config)
     return outputs
 

@@ -64,7 +64,7 @@ class Progress(Hook):
         """Opens the bar where there is a terminal."""
         self._first, self._began, self._last = loop.step, time.monotonic(), float("-inf")
         if agree.rank() == 0 and self.stream.isatty():
-            self.bar = tqdm(total=loop.total_steps, initial=loop.step, bar_format=BAR, dynamic_ncols=True, file=self.stream, mininterval=0.2)
+            self.bar = tqdm(total=loop.total_steps, initial=loop.step, bar_format=BAR, dynamic_ncols=True, file=self.stream)
 
     def on_step(self, loop: Loop, step: Step) -> None:
         """Moves the bar."""

@@ -1,44 +1,23 @@
 """`report_to`: TensorBoard events under OUT/runs, and Weights & Biases when it is installed and asked for.
 
-A tracker that is asked for and not installed is an error before the run, never a silent omission.
+A tracker that is asked for and not installed is refused by `preflight`, never left out in silence.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaswift.errors import Problem, nearest
 from megaswift.trainers import agree
 from megaswift.trainers.hook import Hook, Line
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
-TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""Name in `report_to` -> the package it needs."""
-
-
 def numbers(prefix: str, line: Line) -> dict[str, float]:
     """The figures of a line under `prefix/name`; the step itself is the axis."""
     return {f"{prefix}/{k}": v for k, v in line.items() if k != "step" and isinstance(v, (int, float)) and not isinstance(v, bool)}
-
-
-def check(report_to: Sequence[str]) -> list[Problem]:
-    """What is wrong with `report_to`."""
-    problems = []
-    for name in report_to:
-        if name == "none":
-            continue
-        if name not in TRACKERS:
-            known = ", ".join([*TRACKERS, "none"])
-            problems.append(Problem(f"--report_to {name}", f"is not known; known are {known}", nearest(name, list(TRACKERS))))
-        elif importlib.util.find_spec(TRACKERS[name]) is None:
-            problems.append(Problem(f"--report_to {name}", f"the package {TRACKERS[name]} is not installed",
-                                    f"pip install {TRACKERS[name]}, or leave it out of --report_to"))
-    return problems
 
 
 class TensorBoard(Hook):
@@ -81,11 +60,15 @@ class WandB(Hook):
         self.session: Any = None
 
     def on_start(self, loop: Loop) -> None:
-        """Opens the run, under the output directory's name: a resumed run goes on as the same one."""
+        """Opens the run, under the output directory's name; a resumed run goes on as the same one (OUT/wandb/run-id)."""
         if agree.rank() == 0:
             import wandb
-            name = self.directory.resolve().name
-            self.session = wandb.init(dir=str(self.directory), name=name, config=self.config, resume="allow")
+            identity = self.directory / "wandb" / "run-id"
+            if not identity.exists():
+                identity.parent.mkdir(exist_ok=True)
+                identity.write_text(wandb.util.generate_id(), encoding="utf-8")
+            self.session = wandb.init(dir=str(self.directory), name=self.directory.resolve().name, config=self.config,
+                                      id=identity.read_text(encoding="utf-8"), resume="allow")
 
     def on_log(self, loop: Loop, line: Line) -> None:
         """Sends a line of metrics."""

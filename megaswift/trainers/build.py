@@ -1,0 +1,181 @@
+"""Puts the parts of a run together on a rank: tokenizer, data, engine, hooks, and the facts for the screen.
+
+Owns which part gets which option. Nothing here trains, and only this file names a concrete engine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaswift import data, log
+from megaswift.config import SwiftConfig
+from megaswift.config.batch import batch_plan
+from megaswift.engine.megatron.context import ParallelContext
+from megaswift.engine.megatron.engine import MegatronEngine
+from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.families.spec import ModelSpec
+from megaswift.parallel.layout import Layout
+from megaswift.parallel.picture import picture
+from megaswift.trainers import agree
+from megaswift.trainers.checkpoint import Checkpoint
+from megaswift.trainers.evaluation import Evaluation
+from megaswift.trainers.flops import FlopRule, peak_tflops
+from megaswift.trainers.hook import Hook
+from megaswift.trainers.metrics import Metrics, Speed
+from megaswift.trainers.outputs import Outputs
+from megaswift.trainers.progress import Progress
+from megaswift.trainers.screen import Facts, data_text
+from megaswift.trainers.tasks import TASKS, Task
+from megaswift.trainers.trackers import trackers
+from megaswift.trainers.watch import Watch
+
+
+SHAPE = ("family", "num_layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "tied", "experts", "topk", "expert_ffn")
+"""What a checkpoint and the model it is loaded into must agree on."""
+
+
+@dataclass
+class Build:
+    """One run on one rank, in the order in which its parts are made."""
+
+    cfg: SwiftConfig
+    spec: ModelSpec
+    folder: Path
+    """The model's Hugging Face folder."""
+    context: ParallelContext
+    outputs: Outputs
+    tokenizer: Any = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        """The ranks' grid."""
+        return self.context.layout
+
+    @property
+    def task(self) -> Task:
+        """What is trained."""
+        return TASKS.get(self.cfg.task)
+
+    def geometry(self, evaluation: bool = False) -> data.LoaderGeometry:
+        """What the loader must know of this rank and its batches."""
+        train, layout = self.cfg.train, self.layout
+        plan = batch_plan(train, layout.dp)
+        per_device = (train.per_device_eval_batch_size or plan.per_device) if evaluation else plan.per_device
+        seed = train.seed if self.cfg.data.data_seed is None else self.cfg.data.data_seed
+        whole = layout.cp * (2 if layout.cp > 1 else 1)
+        return data.LoaderGeometry(
+            dp_rank=self.context.coordinates.dp, dp_size=layout.dp, per_device=per_device, accumulation=plan.accumulation,
+            doc_multiple=whole if layout.cp > 1 else 1, row_multiple=whole * (layout.tp if layout.sequence_parallel else 1),
+            uniform=layout.pp > 1, seed=seed)
+
+    def load_tokenizer(self) -> None:
+        """The model's tokenizer; a template of the user's replaces its own."""
+        self.tokenizer = tokenizer_of(self.cfg, self.folder)
+
+    def engine(self, fresh: bool) -> MegatronEngine:
+        """The model; `fresh` False leaves its weights to a checkpoint."""
+        engine = MegatronEngine(self.spec, self.cfg, self.context)
+        if fresh and self.cfg.model.random_init:
+            engine.random_init(self.cfg.train.seed)
+        elif fresh:
+            engine.load_hf(self.folder)
+        return engine
+
+    def hooks(self, engine: MegatronEngine, evaluation: Callable[[], Any] | None) -> list[Hook]:
+        """In the order of their work within a step: lines first, the checkpoint last."""
+        train, outputs, task = self.cfg.train, self.outputs, self.task
+        hooks: list[Hook] = [Metrics(outputs.metrics, train.logging_steps, self.speed(engine), task.count), Watch(), Progress()]
+        hooks += trackers(train.report_to, outputs.root, self.cfg.to_dict())
+        if evaluation is not None:
+            hooks.append(Evaluation(outputs.evaluation, evaluation, train.eval_steps, train.eval_iters, task.count))
+        facts = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout), "config": self.cfg.to_dict()}
+        checkpoint = Checkpoint(outputs.store, train.save_steps, train.save_total_limit, facts)
+        checkpoint.attach = self.attach
+        return [*hooks, checkpoint]
+
+    def attach(self, folder: Path) -> None:
+        """config.json and tokenizer beside the state, so that a checkpoint can be converted without its model folder."""
+        target = folder / "model"
+        write_model_files(self.spec, self.tokenizer, target)
+
+    def model_facts(self) -> dict[str, Any]:
+        """What must be the same when a checkpoint is resumed."""
+        return {name: getattr(self.spec, name) for name in SHAPE}
+
+    def speed(self, engine: MegatronEngine) -> Speed:
+        """The FLOP rule of this model on these devices."""
+        rule = FlopRule(engine.report().flops_per_token_parameters, self.spec.num_layers * self.spec.attention_width)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        peak = peak_tflops(device, str(engine.config.params_dtype).removeprefix("torch."))
+        layout = self.layout
+        return Speed(rule, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
+
+    def facts(self, engine: MegatronEngine, source: Any, total_steps: int, start: int) -> Facts:
+        """For the first screen."""
+        s, layout = self.spec, self.layout
+        experts = f", {s.experts} experts, {s.topk} active" if s.experts else ""
+        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
+        kernels = f"{engine.impl} ({engine.impl_reason}), {str(engine.config.params_dtype).removeprefix('torch.')}"
+        plan = batch_plan(self.cfg.train, layout.dp)
+        processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
+        return Facts(
+            title=self.task.title,
+            model=f"{s.family}, {s.num_layers} layers x {s.hidden_size}, {s.heads} heads ({s.kv_heads} KV), vocabulary {s.vocab_size:,}"
+                  f"{experts}: {self.folder}{' (random weights)' if self.cfg.model.random_init else ''}",
+            parameters=engine.report(), layout=f"{layout.describe()} on {processes} ({where})", picture=picture(layout, s.num_layers),
+            kernels=kernels, data=data_text(source.stats), dp=layout.dp, accumulation=plan.accumulation, total_steps=total_steps,
+            steps_per_epoch=source.steps_per_epoch, start=start)
+
+
+def tokenizer_of(cfg: SwiftConfig, folder: Path) -> Any:
+    """The tokenizer in `folder`; code that comes with it runs only with --trust_remote_code."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(Problem(f"tokenizer in {folder}", f"cannot be read: {reason}", "the model's own tokenizer files, unchanged")) from None
+    template = cfg.data.chat_template
+    if template:
+        tokenizer.chat_template = Path(template).read_text(encoding="utf-8") if "{" not in template else template
+    return tokenizer
+
+
+def write_model_files(spec: ModelSpec, tokenizer: Any, target: Path) -> None:
+    """config.json as it was read, and the tokenizer."""
+    import json
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(dict(spec.hf_config), indent=2) + "\n", encoding="utf-8")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
+
+
+def count_steps(cfg: SwiftConfig, source: Any) -> int:
+    """Optimizer steps of the run: `max_steps`, else what the epochs need, the last one rounded up."""
+    if cfg.train.max_steps is not None:
+        return cfg.train.max_steps
+    if source.steps_per_epoch is None:
+        raise ConfigError(Problem("--streaming", "the length of the data is not known, so epochs cannot be counted", "--max_steps N"))
+    return max(1, math.ceil(cfg.train.num_train_epochs * source.steps_per_epoch - 1e-9))
+
+
+def changed(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`learning_rate 1e-05 -> 2e-05` for every option that a resumed run has otherwise."""
+    quiet = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}
+    found = []
+    for section, values in now.items():
+        before = saved.get(section)
+        if isinstance(values, dict) and isinstance(before, dict):
+            found += [f"{n} {before.get(n)} -> {v}" for n, v in values.items() if n not in quiet and n in before and before[n] != v]
+    if found and agree.rank() == 0:
+        log.info("differs from the checkpoint's run: " + ", ".join(found))
+    return found

@@ -1,0 +1,95 @@
+"""Line charts as inline SVG for report.html: no script needed to see them, no asset outside the page.
+
+Colours are CSS classes, so that the page's light and dark themes hold. Hover text comes from SVG's own `<title>`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Points = list[tuple[float, float]]
+MOST_POINTS = 600
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 26
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart."""
+
+    name: str
+    points: Points
+    style: str
+    """CSS class: raw, mean, eval."""
+    marks: bool = False
+
+
+def thin(points: Points, most: int = MOST_POINTS) -> Points:
+    """Few enough points to draw: of each stretch the lowest and the highest, so that no spike is lost."""
+    points = [p for p in points if math.isfinite(p[1])]
+    if len(points) <= most:
+        return points
+    size = math.ceil(len(points) / (most // 2))
+    kept: Points = []
+    for start in range(0, len(points), size):
+        stretch = points[start:start + size]
+        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+    return sorted({points[0], *kept, points[-1]})
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten apart) inside the range."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """A short label: 1.2k, 0.25, 3e-05."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / {'G': 1e9, 'M': 1e6, 'k': 1e3}[unit]:.4g}{unit}"
+    return f"{value:.3g}" if size >= 1e-3 else f"{value:.2g}"
+
+
+def line_chart(title: str, series: Sequence[Series], bounds: tuple[float, float], width: int = 560, height: int = 220) -> str:
+    """An SVG of the series over the step, `bounds` on the vertical axis; points outside are cut at the frame."""
+    series = [Series(s.name, thin(s.points), s.style, s.marks) for s in series]
+    steps = [x for s in series for x, _ in s.points]
+    if not steps:
+        return ""
+    x0, x1 = min(steps), max(steps)
+    x0, x1 = (x0, x1) if x1 > x0 else (x0 - 1, x1 + 1)
+    y0, y1 = bounds
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        inside = min(max(y, y0), y1)
+        return (LEFT + (x - x0) / (x1 - x0) * (width - LEFT - RIGHT), height - BOTTOM - (inside - y0) / (y1 - y0) * (height - TOP - BOTTOM))
+
+    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{title}">']
+    for value in ticks(y0, y1, 4):
+        _, y = place(x0, value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+                     f'<text x="{LEFT - 8}" y="{y + 3.5:.1f}" text-anchor="end">{number(value)}</text>')
+    for value in ticks(x0, x1, 6):
+        if value == int(value):
+            x, _ = place(value, y0)
+            parts.append(f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{number(value)}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{height - BOTTOM}" y2="{height - BOTTOM}"/>')
+    for s in series:
+        placed = [place(x, y) for x, y in s.points]
+        parts.append(f'<polyline class="{s.style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in placed)}"/>')
+        if s.marks or len(placed) <= 40:
+            parts += [f'<circle class="{s.style}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y in placed]
+        for (x, y), (step, value) in zip(placed, s.points, strict=True):
+            text = f"<title>{s.name}, step {step:g}: {value:.6g}</title>"
+            parts.append(f'<circle class="hover" cx="{x:.1f}" cy="{y:.1f}" r="7">{text}</circle>')
+    return "".join([*parts, "</svg>"])

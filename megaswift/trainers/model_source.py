@@ -1,0 +1,84 @@
+"""Where `--model` lies on this machine: a folder as it is, a hub id as its downloaded snapshot. No torch.
+
+Owns finding and fetching; what the files mean is read by the families and the bridge.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+from megaswift.config.model import ModelConfig
+from megaswift.errors import Problem, WeightsError
+
+CONFIG_FILES = (
+    "config.json", "generation_config.json", "*.jinja", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model")
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+def locate(model: ModelConfig, weights: bool = True) -> Path:
+    """The folder of the model. `weights` False: configuration and tokenizer are enough."""
+    name = str(model.model)
+    path = Path(name)
+    if path.is_dir():
+        return _folder(path, name)
+    if path.exists():
+        raise WeightsError(Problem(f"--model {name}", "is a file", f"the folder it lies in: {path.parent}"))
+    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        raise WeightsError(Problem(f"--model {name}", "no such folder"))
+    return _fetch(model, name, (*CONFIG_FILES, *(WEIGHT_FILES if weights else ())))
+
+
+def _folder(path: Path, name: str) -> Path:
+    if (path / "config.json").is_file():
+        return path
+    if (path / "hf" / "config.json").is_file() and (path / "metrics.jsonl").exists():
+        return path / "hf"
+    if (path / "manifest.json").is_file():
+        raise WeightsError(Problem(f"--model {name}", "is a checkpoint to resume from, not a Hugging Face folder",
+                                   f"--resume_from_checkpoint {name} to go on with its run, or the run's export (the folder hf)"))
+    raise WeightsError(Problem(f"--model {name}", "has no config.json", "a folder that holds a Hugging Face model"))
+
+
+def _fetch(model: ModelConfig, name: str, patterns: tuple[str, ...]) -> Path:
+    """A snapshot from the hub; the library's own cache and locks keep ranks from fetching twice."""
+    package = "huggingface_hub" if model.use_hf else "modelscope"
+    if importlib.util.find_spec(package) is None:
+        raise WeightsError(Problem(f"--model {name}", f"no such folder, and {package} is not installed", f"pip install {package}"))
+    try:
+        if model.use_hf:
+            from huggingface_hub import snapshot_download
+            return Path(snapshot_download(name, revision=model.model_revision, allow_patterns=list(patterns)))
+        from modelscope import snapshot_download as from_modelscope
+        return Path(from_modelscope(name, revision=model.model_revision, allow_patterns=list(patterns)))
+    except (OSError, ValueError, RuntimeError) as error:  # what the hubs' clients raise: not found, no access, no network
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        hub = "Hugging Face" if model.use_hf else "ModelScope"
+        raise WeightsError(Problem(f"--model {name}", f"no such folder here, and {hub} did not give it ({reason})",
+                                   "the path of a local folder, or a machine that reaches the hub")) from None
+
+
+def missing_files(folder: Path, random_init: bool) -> list[Problem]:
+    """What a run needs and `folder` lacks; only names are looked at, so this is quick on any disk."""
+    problems = []
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        problems.append(Problem(str(folder), "has no tokenizer (tokenizer.json)", "copy the model's tokenizer files beside config.json"))
+    if random_init:
+        return problems
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            return [*problems, Problem(str(index), f"is no index of shards ({type(error).__name__})", "fetch the model again")]
+        absent = sorted(name for name in wanted if not (folder / name).is_file())
+        if absent:
+            rule = f"lacks {len(absent)} of {len(wanted)} shards: {', '.join(absent[:3])}"
+            problems.append(Problem(str(folder), rule, "fetch the model again"))
+    elif not any(folder.glob("*.safetensors")):
+        old = " (*.bin files are pickles and are not read)" if any(folder.glob("*.bin")) else ""
+        fix = "a folder with safetensors, or --random_init true to train from scratch"
+        problems.append(Problem(str(folder), f"has no *.safetensors{old}", fix))
+    return problems

@@ -1,0 +1,70 @@
+"""Everything that can be wrong before a process group exists, told at once: seconds instead of a failed start on many GPUs.
+
+Reads the model's config.json, the layout, the output directory and the trackers; changes nothing on disk, imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megaswift.config import SwiftConfig
+from megaswift.config.capabilities import missing_transformer_engine
+from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.families import load_spec
+from megaswift.parallel.checks import check_layout
+from megaswift.parallel.rules import Asked
+from megaswift.parallel.shape import ModelShape
+from megaswift.trainers import outputs
+from megaswift.trainers.model_source import locate, missing_files
+
+TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
+"""Name in `report_to` -> the package it needs."""
+
+
+def preflight(cfg: SwiftConfig, world_size: int) -> None:
+    """Raises one UserError with all problems of this run on `world_size` processes."""
+    errors: list[UserError] = []
+
+    def collect(check: Callable[[], Sequence[Problem]], kind: type[UserError]) -> None:
+        try:
+            problems = check()
+        except UserError as error:
+            errors.append(error)
+        else:
+            if problems:
+                errors.append(kind(problems))
+
+    collect(lambda: missing_transformer_engine(cfg), ConfigError)
+    collect(lambda: model_problems(cfg, world_size), UserError)
+    collect(lambda: data_problems(cfg), ConfigError)
+    collect(lambda: outputs.check(cfg), ConfigError)
+    collect(lambda: tracker_problems(cfg.train.report_to), ConfigError)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError([p for error in errors for p in error.problems])
+
+
+def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
+    """The model's files and its layout."""
+    folder = locate(cfg.model, weights=False)
+    local = Path(str(cfg.model.model)).is_dir()
+    problems = missing_files(folder, cfg.model.random_init) if local else []
+    return problems + check_layout(ModelShape.of(load_spec(folder)), Asked.from_config(cfg, world_size))
+
+
+def data_problems(cfg: SwiftConfig) -> list[Problem]:
+    """A chat template that looks like a path and is none; the data itself is read by `megaswift.data`."""
+    template = cfg.data.chat_template
+    if template and "{" not in template and not Path(template).is_file():
+        return [Problem(f"--chat_template {template}", "is neither a file nor a Jinja template")]
+    return []
+
+
+def tracker_problems(report_to: Sequence[str]) -> list[Problem]:
+    """Trackers that are asked for and not installed."""
+    return [Problem(f"--report_to {name}", f"the package {TRACKERS[name]} is not installed",
+                    f"pip install {TRACKERS[name]}, or leave it out of --report_to")
+            for name in report_to if name in TRACKERS and importlib.util.find_spec(TRACKERS[name]) is None]

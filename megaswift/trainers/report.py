@@ -1,0 +1,178 @@
+"""report.html: one page about a run, readable without network: curves, layout, configuration, timings, versions.
+
+Made from the files of the output directory and what `run` hands over; draws nothing itself (`charts`) and measures nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.trainers.charts import Points, Series, line_chart
+from megaswift.trainers.curves import column, limits, smooth, smoothing_window
+from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.progress import duration
+from megaswift.trainers.screen import Rows
+
+PACKAGES = ("megaswift", "torch", "megatron-core", "transformer-engine", "transformers", "tokenizers", "safetensors", "datasets", "numpy")
+
+STYLE = """
+:root{--ink:#1d2430;--soft:#5d6775;--line:#e2e6ec;--card:#fff;--page:#f5f6f8;--blue:#1f5fb4;--pale:#9ec5f4;--orange:#d9730d;
+--given:#fff3df}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#9aa5b4;--line:#333b47;--card:#1c222b;--page:#13171d;--blue:#6aa9f5;
+--pale:#2f5683; --orange:#f0a050;--given:#3a2f1c}}*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+main{max-width:1180px;margin:0 auto;padding:28px 20px 60px}h1{font-size:24px;margin:0}h2{font-size:17px;margin:34px 0 10px}
+.sub{color:var(--soft);margin:2px 0 20px;overflow-wrap:anywhere}.tiles,.charts{display:grid;gap:12px}
+.tiles{grid-template-columns:repeat(auto-fit,minmax(150px,1fr))}
+.charts{grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr))}
+.card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px;min-width:0}
+.tile b{display:block;font-size:20px}.tile span,.card h3,.key{color:var(--soft);font-size:13px}.card h3{margin:0 0 4px;font-weight:600}
+.key i{display:inline-block;width:14px;height:3px; margin:0 5px 3px 12px;background:var(--blue)}.key i.raw{background:var(--pale)}
+.key i.eval{background:var(--orange)}svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:11px}
+.grid{stroke:var(--line)}.axis{stroke:var(--soft)}polyline{fill:none;stroke-width:1.8;stroke-linejoin:round}
+polyline.raw{stroke:var(--pale);stroke-width:1}polyline.mean{stroke:var(--blue)}polyline.eval{stroke:var(--orange)}
+circle.mean,circle.raw{fill:var(--blue)}circle.eval{fill:var(--orange)}circle.hover{fill:transparent}
+circle.hover:hover{fill:var(--orange);fill-opacity:.35}table{border-collapse:collapse;width:100%}
+td{padding:4px 10px 4px 0;border-top:1px solid var(--line);vertical-align:top;overflow-wrap:anywhere}tr:first-child td{border-top:0}
+td:first-child{color:var(--soft);width:240px}.wide td:first-child{width:120px}
+td pre,.mono{font:13px/1.35 ui-monospace,Menlo,Consolas,monospace;margin:0;white-space:pre;overflow-x:auto}
+tr.given td{background:var(--given)}.bar{background:var(--blue);height:9px;border-radius:4px;min-width:2px}
+.right{text-align:right;width:90px}details summary{cursor:pointer;color:var(--soft);margin:6px 0}
+"""
+
+
+@dataclass
+class Story:
+    """What the page tells besides the files."""
+
+    title: str
+    status: str
+    """`finished`, `interrupted at step 40 (SIGTERM)`, `failed at step 7`."""
+    rows: Rows
+    """The rows of the first screen."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall time by part, start-up first."""
+
+
+def versions() -> Rows:
+    """Versions of what took part, and the machine."""
+    import torch
+    rows = [("python", f"{platform.python_version()} on {platform.platform()}")]
+    for name in PACKAGES:
+        try:
+            rows.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        rows.append(("device", f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} on this machine"))
+    else:
+        rows.append(("device", f"CPU ({os.cpu_count()} logical cores)"))
+    return rows
+
+
+def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], total: float) -> Rows:
+    """The figures one looks for first: value, what it is."""
+    if not lines:
+        return [("0", "logged steps")]
+    losses = [v for v in column(list(lines), "loss") if math.isfinite(v)]
+    speeds = sorted(v for v in column(list(lines), "tokens_per_second") if math.isfinite(v))
+    last = lines[-1]
+    found = [(f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "nan", "training loss, first and last line")]
+    if evals and evals[-1]["loss"] is not None:
+        found.append((f"{evals[-1]['loss']:.4g}", f"evaluation loss at step {evals[-1]['step']:,}"))
+    found.append((f"{last['step']:,}", f"optimizer steps, {last['epoch']:.3g} epochs"))
+    found.append((f"{sum(line['tokens'] for line in lines):,}", f"tokens, {sum(line['label_tokens'] for line in lines):,} with a label"))
+    if speeds:
+        found.append((f"{speeds[len(speeds) // 2]:,.0f}", "tokens per second (median)"))
+    flops = sorted(column(list(lines), "tflops_per_device"))
+    mfu = sorted(v for v in column(list(lines), "mfu") if math.isfinite(v))
+    share = f", {mfu[len(mfu) // 2]:.1%} of the peak" if mfu else ""
+    found.append((f"{flops[len(flops) // 2]:.3g}", f"TFLOP/s per device (median){share}"))
+    found.append((f"{max(column(list(lines), 'memory_gib')):.2f} GiB", "peak memory of the largest rank"))
+    return [*found, (duration(total), "wall time of this start")]
+
+
+def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
+    """The cards with curves."""
+    def points(name: str, of: list[dict[str, Any]]) -> Points:
+        return list(zip(column(of, "step"), column(of, name), strict=True))
+
+    losses = column(lines, "loss")
+    window = smoothing_window(len(lines))
+    averaged = list(zip(column(lines, "step"), smooth(losses, window), strict=True))
+    loss = [Series("each line", points("loss", lines), "raw" if window > 1 else "mean")]
+    loss += [Series(f"mean of {window} lines around", averaged, "mean")] if window > 1 else []
+    loss += [Series("evaluation", points("loss", evals), "eval", marks=True)] if evals else []
+    cards = [("loss", loss, limits(losses + column(evals, "loss")))]
+    for name, title in (("grad_norm", "gradient norm"), ("learning_rate", "learning rate"), ("tokens_per_second", "tokens per second"),
+                        ("step_time", "seconds per step"), ("memory_gib", "peak memory, GiB")):
+        cards.append((title, [Series(title, points(name, lines), "mean")], limits(column(lines, name))))
+    html = []
+    for title, series, bounds in cards:
+        if bounds is not None:
+            key = "".join(f'<i class="{s.style}"></i>{escape(s.name)}' for s in series) if len(series) > 1 else ""
+            head = f'<h3>{escape(title)}<span class="key">{key}</span></h3>'
+            html.append(f'<div class="card">{head}{line_chart(title, series, bounds)}</div>')
+    return "".join(html)
+
+
+def table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozenset(), style: str = "") -> str:
+    """Two columns; text of several lines keeps its shape."""
+    html = []
+    for label, text in rows:
+        cell = f"<pre>{escape(text)}</pre>" if "\n" in text else escape(text)
+        html.append(f'<tr{" class=given" if label in given else ""}><td>{escape(label)}</td><td>{cell}</td></tr>')
+    return f'<div class="card"><table class="{style}">{"".join(html)}</table></div>'
+
+
+def timings(seconds: Mapping[str, float]) -> str:
+    """The parts of the wall time as bars."""
+    longest = max([*seconds.values(), 1e-9])
+    rows = "".join(f'<tr><td>{escape(name)}</td><td class="right">{value:,.2f} s</td>'
+                   f'<td><div class="bar" style="width:{100 * value / longest:.1f}%"></div></td></tr>' for name, value in seconds.items())
+    return f'<div class="card"><table>{rows}</table></div>'
+
+
+def configuration(cfg: SwiftConfig) -> str:
+    """Every option by section, those the user set marked."""
+    html = []
+    for section, values in cfg.to_dict().items():
+        if isinstance(values, dict):
+            rows = [(name, "" if value is None else str(value)) for name, value in values.items()]
+            count = sum(name in cfg.given for name in values)
+            summary = f"{escape(section)} ({count} of {len(rows)} set)"
+            html.append(f"<details open><summary>{summary}</summary>{table(rows, cfg.given)}</details>")
+    return "".join(html)
+
+
+def page(cfg: SwiftConfig, story: Story, lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
+    """The page's text."""
+    figures = "".join(f'<div class="card tile"><b>{escape(v)}</b><span>{escape(w)}</span></div>'
+                      for v, w in tiles(lines, evals, sum(story.seconds.values())))
+    when = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    where = escape(str(Path(cfg.train.output_dir).resolve()))
+    body = (
+        f'<h1>{escape(story.title)}</h1><p class="sub">{escape(story.status)} · {when} · {where}</p>'
+        f'<div class="tiles">{figures}</div><h2>Curves</h2><div class="charts">{charts(lines, evals)}</div>'
+        f'<h2>The run</h2>{table(story.rows, style="wide")}<h2>Where the time went</h2>{timings(story.seconds)}'
+        f"<h2>Configuration</h2>{configuration(cfg)}<h2>Versions</h2>{table(versions())}")
+    view = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+    return (f'<!doctype html><html lang="en"><head>{view}'
+            f"<title>{escape(story.title)}</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n")
+
+
+def write(path: Path, cfg: SwiftConfig, story: Story, logs: tuple[Path, Path]) -> None:
+    """The page on disk, whole or not at all. `logs`: metrics.jsonl and eval.jsonl."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(page(cfg, story, read_lines(logs[0]), read_lines(logs[1])), encoding="utf-8")
+    fresh.replace(path)

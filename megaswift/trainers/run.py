@@ -1,0 +1,38 @@
+"""One training run on a rank, from the configuration to the export: `preflight`, then `run`.
+
+Owns the order of the parts and how a run ends. The parts are made in `build`, the loop is `loop`, the end is `finish`.
+torch is imported when `run` starts, so that a wrong command line is answered at once.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megaswift.config import SwiftConfig
+from megaswift.families import load_spec
+from megaswift.parallel.checks import layout_for
+from megaswift.parallel.shape import ModelShape
+from megaswift.trainers.model_source import locate
+from megaswift.trainers.preflight import preflight
+
+__all__ = ["preflight", "run"]
+
+
+def run(cfg: SwiftConfig) -> Path:
+    """Trains as `cfg` says and returns the output directory. Every rank calls it, after `preflight`."""
+    from megaswift.engine.megatron.context import ParallelContext
+    from megaswift.trainers.session import Session
+
+    folder = locate(cfg.model, weights=not cfg.model.random_init)
+    spec = load_spec(folder)
+    layout = layout_for(cfg, ModelShape.of(spec), int(os.environ.get("WORLD_SIZE", "1")))
+    context = ParallelContext(layout, float(cfg.parallel.ddp_timeout), cfg.train.seed)
+    finished = False
+    try:
+        root = Session(cfg, spec, folder, context).run()
+        finished = True
+        return root
+    finally:
+        if finished or layout.world_size == 1:  # after an error other ranks may be inside a collective: the process ends instead
+            context.close()

@@ -1,0 +1,72 @@
+"""Learning rates by step: warm-up, then constant, linear, cosine, inverse square root or warm-up-stable-decay.
+
+Owns the formulas, pure functions of the step's number. Steps count from 0 as in Hugging Face's schedulers: with n warm-up
+steps, step 0 takes rate 0 and step n the full one. The engine is given the rate; it has no scheduler, hence no state to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil, cos, pi, sqrt
+from typing import Protocol
+
+
+class OptimConfig(Protocol):
+    """What a schedule reads of `megaswift.config`'s section `optim`."""
+
+    @property
+    def learning_rate(self) -> float: ...  # noqa: D102
+    @property
+    def min_lr(self) -> float: ...  # noqa: D102
+    @property
+    def lr_scheduler_type(self) -> str: ...  # noqa: D102
+    @property
+    def warmup_steps(self) -> int: ...  # noqa: D102
+    @property
+    def warmup_ratio(self) -> float: ...  # noqa: D102
+    @property
+    def wsd_decay_ratio(self) -> float: ...  # noqa: D102
+
+
+def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
+    """Steps that warm up: `warmup_steps` when given, else that share of all steps, rounded up (as transformers does)."""
+    return optim.warmup_steps if optim.warmup_steps > 0 else ceil(optim.warmup_ratio * total_steps)
+
+
+def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
+    """The learning rate of step `step` (from 0) of `total_steps`."""
+    high, low, warm = optim.learning_rate, optim.min_lr, warmup_steps(total_steps, optim)
+    if step < warm:
+        return high * step / warm
+    kind = optim.lr_scheduler_type
+    if kind == "constant":
+        return high
+    if kind == "inverse_sqrt":
+        return max(low, high * inverse_sqrt(step, warm))
+    start = warm
+    if kind == "wsd":
+        start = max(warm, total_steps - ceil(optim.wsd_decay_ratio * total_steps))
+    progress = min(1.0, max(0, step - start) / max(1, total_steps - start))
+    share = SHAPES[kind](progress)
+    return high * share + low * (1 - share)
+
+
+def inverse_sqrt(step: int, warm: int) -> float:
+    """sqrt(t / (step + t - warm)) with the time scale t = warm-up steps, or 10,000 without (big_vision, as in transformers)."""
+    scale = warm or 10_000
+    return sqrt(scale / (step + scale - warm))
+
+
+def linear(progress: float) -> float:
+    """From 1 to 0 on a line."""
+    return 1 - progress
+
+
+def cosine(progress: float) -> float:
+    """From 1 to 0 on half a cosine (Loshchilov and Hutter, arXiv 1608.03983, without restarts)."""
+    return (1 + cos(pi * progress)) / 2
+
+
+SHAPES: dict[str, Callable[[float], float]] = {"linear": linear, "cosine": cosine, "wsd": cosine}
+"""Course of the falling part, progress 0 to 1. `wsd` (arXiv 2404.06395) stays at the full rate and falls over the last
+`wsd_decay_ratio` of all steps, on transformers' default shape."""

@@ -1,0 +1,125 @@
+"""The screen before the first step: what will be trained, how it is spread, what it costs, for how long.
+
+Owns the wording; the numbers come from the engine, the layout, the batch plan and the data. The report shows the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.engine.protocol import ParameterReport
+
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the screen tells, gathered by `run`."""
+
+    title: str
+    """`supervised fine-tuning`."""
+    model: str
+    """One line: family, size, folder."""
+    parameters: ParameterReport
+    layout: str
+    """`TP2 SP PP2 DP1 on 4 processes`."""
+    picture: str
+    """The grid of ranks."""
+    kernels: str
+    """Which layer implementation, why, and the precision."""
+    data: str
+    dp: int
+    accumulation: int
+    total_steps: int
+    steps_per_epoch: int | None
+    start: int = 0
+    """The step that a resumed run goes on from."""
+
+
+def bytes_text(count: float) -> str:
+    """`512 B`, `1.5 KiB`, `3.2 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
+    """Label and text; a text may have several lines."""
+    p, train = facts.parameters, cfg.train
+    state = p.weight_bytes + p.gradient_bytes + p.optimizer_bytes
+    batch = facts.dp * facts.accumulation * train.per_device_train_batch_size
+    layout = facts.layout + ("\n" + facts.picture if facts.picture else "")
+    return [
+        ("model", facts.model),
+        ("parameters", f"{p.parameters_total:,} in all, {p.parameters_per_rank:,} on the largest rank"),
+        ("memory", f"weights {bytes_text(p.weight_bytes)} + gradients {bytes_text(p.gradient_bytes)} + optimizer "
+                   f"{bytes_text(p.optimizer_bytes)} = {bytes_text(state)} on the largest rank, activations not counted"),
+        ("layout", layout),
+        ("kernels", facts.kernels),
+        ("data", facts.data),
+        ("batch", f"{train.per_device_train_batch_size} per device x {facts.accumulation} accumulation x {facts.dp} data-parallel"
+                  f" = {batch:,} rows a step, at most {batch * cfg.data.max_length:,} tokens"),
+        ("steps", steps_text(cfg, facts)),
+        ("optimizer", optimizer_text(cfg, facts.total_steps)),
+        ("output", output_text(train)),
+    ]
+
+
+def steps_text(cfg: SwiftConfig, facts: Facts) -> str:
+    """`250 = 2 epochs of 125`."""
+    text = f"{facts.total_steps:,}"
+    if facts.steps_per_epoch:
+        text += f" = {facts.total_steps / facts.steps_per_epoch:.4g} epochs of {facts.steps_per_epoch:,}"
+    return text + (f", going on after step {facts.start:,}" if facts.start else "")
+
+
+def optimizer_text(cfg: SwiftConfig, total_steps: int) -> str:
+    """Optimizer and schedule in one line."""
+    o = cfg.optim
+    warmup = o.warmup_steps or round(o.warmup_ratio * total_steps)
+    parts = [f"{o.optimizer}, learning rate {o.learning_rate:g} {o.lr_scheduler_type}"]
+    if o.lr_scheduler_type != "constant":
+        parts[0] += f" to {o.min_lr:g}"
+    if warmup:
+        parts.append(f"{warmup:,} warm-up steps")
+    parts.append(f"weight decay {o.weight_decay:g}")
+    parts.append(f"gradients clipped to {o.max_grad_norm:g}" if o.max_grad_norm else "gradients not clipped")
+    return ", ".join(parts)
+
+
+def output_text(train: Any) -> str:
+    """The folder and what is written when."""
+    keep = f", the last {train.save_total_limit} kept" if train.save_total_limit else ""
+    save = f"every {train.save_steps:,} steps{keep}" if train.save_steps else "at the end"
+    evaluate = f", evaluation every {train.eval_steps:,}" if train.eval_steps else ""
+    return f"{train.output_dir} (a line every {train.logging_steps:,}{evaluate}, checkpoint {save})"
+
+
+def render(title: str, table: Rows) -> str:
+    """The rows as text."""
+    width = max(len(label) for label, _ in table)
+    lines = [title]
+    for label, text in table:
+        first, *others = text.split("\n")
+        lines.append(f"  {label:<{width}}  {first}")
+        lines += [f"  {'':<{width}}  {other}".rstrip() for other in others]
+    return "\n".join(lines)
+
+
+def data_text(stats: Mapping[str, Any]) -> str:
+    """What the data source says of itself, in its own order."""
+    words = []
+    for name, value in stats.items():
+        label = name.replace("_", " ")
+        if isinstance(value, float):
+            words.append(f"{label} {value:.1%}" if name.endswith("fill") else f"{label} {value:.4g}")
+        elif isinstance(value, int):
+            words.append(f"{value:,} {label}")
+        elif value:
+            words.append(f"{label} {value}")
+    return ", ".join(words) or "read as it comes"

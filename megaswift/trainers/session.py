@@ -1,0 +1,125 @@
+"""The course of one run once its process group stands: data, model, checkpoint, loop, export, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megaswift import data, log
+from megaswift.config import SwiftConfig
+from megaswift.errors import UserError
+from megaswift.families.spec import ModelSpec
+from megaswift.trainers import agree, build, commit, curves, finish, memory, outputs, report, screen
+from megaswift.trainers.checkpoint import restore
+from megaswift.trainers.interrupt import Interrupted
+from megaswift.trainers.loop import Loop
+from megaswift.trainers.schedule import lr_at
+
+
+class Session:
+    """A run between the start of its processes and their end."""
+
+    def __init__(self, cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> None:
+        self.cfg, self.spec = cfg, spec
+        self.seconds: dict[str, float] = {}
+        self.rows: screen.Rows = []
+        self.status = "failed before the first step"
+        made = agree.on_main(lambda: outputs.prepare(cfg))
+        self.build = build.Build(cfg, spec, folder, context, made)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Adds the block's time to a part of the report."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
+
+    def run(self) -> Path:
+        """Everything, in order; a page about it also when it fails."""
+        try:
+            loop = self.prepare()
+            self.train(loop)
+            if self.cfg.train.export_hf:
+                with self.timed("export"):
+                    finish.export(loop.engine, self.build)
+            self.status = f"finished at step {loop.step}"
+        finally:
+            if agree.rank() == 0 and self.rows:
+                self.tell_story()
+        agree.barrier()
+        return self.build.outputs.root
+
+    def prepare(self) -> Loop:
+        """Data first: a malformed row stops the run before a model is built."""
+        cfg, b = self.cfg, self.build
+        resume = self.resume()
+        with self.timed("data"):
+            b.load_tokenizer()
+            source = data.build_train(cfg.data, cfg.train, b.tokenizer, b.geometry())
+            total = build.count_steps(cfg, source)
+            evaluation = data.build_eval(cfg.data, cfg.train, b.tokenizer, b.geometry(evaluation=True))
+        with self.timed("model"), self.memory_advice():
+            engine = b.engine(fresh=resume is None)
+            hooks = b.hooks(engine, None if evaluation is None else evaluation.eval_batches)
+        loop = Loop(engine, source, b.task.loss(), lambda step: lr_at(step, total, cfg.optim), total, hooks, seconds=self.seconds)
+        if resume is not None:
+            with self.timed("resume"):
+                manifest = restore(loop, resume, b.model_facts())
+                build.changed(manifest["config"], cfg.to_dict())
+        facts = b.facts(engine, source, total, loop.step)
+        self.rows = screen.rows(cfg, facts)
+        if agree.rank() == 0:
+            log.info(screen.render(facts.title, self.rows))
+        return loop
+
+    def resume(self) -> Path | None:
+        """The checkpoint to go on from."""
+        wanted = self.cfg.train.resume_from_checkpoint
+        if wanted is None:
+            return None
+        found, notes = agree.on_main(lambda: commit.select(wanted, self.build.outputs.root))
+        for note in notes:
+            log.info(note)
+        log.info(f"going on from {found}" if found else "no checkpoint yet: starting from the beginning")
+        return found
+
+    def train(self, loop: Loop) -> None:
+        """The loop; nothing is left to do when the checkpoint is at the last step."""
+        if loop.step >= loop.total_steps:
+            log.info(f"step {loop.step} of {loop.total_steps} is already done: only the export and the report are written")
+            return
+        self.status = f"failed after step {loop.step}"
+        try:
+            with self.memory_advice():
+                loop.run()
+        finally:
+            self.status = f"failed after step {loop.step}"
+        if loop.interrupted:
+            self.status = f"interrupted after step {loop.step} of {loop.total_steps}"
+            log.info(f"{self.status}, saved; go on with the same command and --resume_from_checkpoint latest")
+            raise Interrupted(loop.interrupted)
+
+    @contextmanager
+    def memory_advice(self) -> Iterator[None]:
+        """Turns the device's out-of-memory error into one that says what to try."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            raise memory.out_of_memory(self.cfg, self.spec.experts, error) from None
+
+    def tell_story(self) -> None:
+        """loss.png and report.html from what is on disk. Rank 0."""
+        out = self.build.outputs
+        title = f"{self.build.task.title}: {Path(str(self.cfg.model.model)).name}"
+        curves.draw(out.metrics, out.evaluation, out.curves, title)
+        story = report.Story(title, self.status, self.rows, self.seconds)
+        report.write(out.report, self.cfg, story, (out.metrics, out.evaluation))
