@@ -42,13 +42,14 @@ def batch_problems(train: TrainConfig, dp: int | None, labels: Mapping[str, str]
         return
     what = labels.get("global_batch_size", f"--global_batch_size {total}")
     known = rows * (passes or 1) * (dp or 1)
-    factors = " x ".join(
-        [f"per_device_train_batch_size {rows}"] + [f"gradient_accumulation_steps {passes}"] * bool(passes) + [f"{dp} data-parallel ranks"] * bool(dp))
+    factors = [f"per_device_train_batch_size {rows}"]
+    factors += [f"gradient_accumulation_steps {passes}"] * bool(passes) + [f"{dp} data-parallel ranks"] * bool(dp)
+    product = " x ".join(factors) + (f" = {known}" if len(factors) > 1 else "")
     near = max(1, round(total / known)) * known
     if passes and dp and total != known:
         better = f"--global_batch_size {known}"
         if total % (rows * dp) == 0:
             better += f", or --gradient_accumulation_steps {total // (rows * dp)}"
-        yield Problem(what, f"three numbers disagree: {factors} = {known}", better)
+        yield Problem(what, f"three numbers disagree: {product}", better)
     elif total % known:
-        yield Problem(what, f"is not a multiple of {factors} = {known}", f"--global_batch_size {near}")
+        yield Problem(what, f"is not a multiple of {product}", f"--global_batch_size {near}")

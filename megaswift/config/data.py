@@ -24,7 +24,8 @@ class DataConfig:
     packing: bool = option(False, "Put several short rows in one sequence, apart in attention and positions")
     system: str | None = option(None, "System message for rows without one", tasks=SFT, metavar="TEXT")
     loss_scale: str = option(
-        "default", "Which text carries loss: the assistant's turns, the last round, all", choices=("default", "last_round", "all"), tasks=SFT)
+        "default", "Which text carries loss: the assistant's turns, the last round, all",
+        choices=("default", "last_round", "all"), tasks=SFT)
     columns: dict[str, str] = option({}, "File's columns to ours: instr=query out=response, or JSON", metavar="FROM=TO...")
     streaming: bool = option(False, "Read rows as they are needed; needs max_steps")
     shuffle: bool = option(True, "New order of rows each epoch", aliases=("dataset_shuffle", "train_dataloader_shuffle"))

@@ -34,9 +34,9 @@ class ModelConfig:
     recompute_granularity: str | None = option(
         None, "Recompute activations in the backward pass", choices=("none", "full", "selective"), metavar="none")
     recompute_method: str | None = option(
-        None, "Which layers full recompute takes: in groups, or the first ones", choices=("uniform", "block"), metavar="METHOD")
+        None, "Which layers full recompute takes: in groups, or the first; unset: uniform", choices=("uniform", "block"), metavar="METHOD")
     recompute_num_layers: int | None = option(
-        None, "Layers per group (uniform) or per stage (block)", minimum=1, unit="layers")
+        None, "Layers per group (uniform) or per stage (block); unset: 1", minimum=1, unit="layers")
     recompute_modules: tuple[str, ...] = option(
         (), "Parts that selective recompute takes",
         choices=("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"))

@@ -23,8 +23,9 @@ HINTS = {
     "bf16": "--torch_dtype bfloat16", "fp16": "--torch_dtype float16", "fp32": "--torch_dtype float32",
     "gradient_checkpointing": "--recompute_granularity full", "distributed_timeout_minutes": "--ddp_timeout, in seconds",
     "sequence_parallel_size": "--context_parallel_size", "world_size": "--nproc_per_node", "resume": "--resume_from_checkpoint latest",
-    "flash_attn": "--attn_impl flash", "use_flash_attn": "--attn_impl flash", "eval_strategy": "--eval_steps", "save_strategy": "--save_steps",
-    "logging_dir": "--output_dir: TensorBoard's files lie in OUT/runs", "tokenizer": "--model: the tokenizer lies in the model's folder"}
+    "flash_attn": "--attn_impl flash", "use_flash_attn": "--attn_impl flash", "eval_strategy": "--eval_steps",
+    "save_strategy": "--save_steps", "logging_dir": "--output_dir: TensorBoard's files lie in OUT/runs",
+    "tokenizer": "--model: the tokenizer lies in the model's folder"}
 """Names of other toolkits that have another shape here."""
 
 
@@ -33,6 +34,7 @@ class _State:
     values: dict[str, Any] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     wrong: set[str] = field(default_factory=set)
+    ambient: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     task: str | None = None
@@ -44,7 +46,7 @@ def resolve(task: str | None, sources: Iterable[Source], complete: bool = False)
     for source in sources:
         state.problems += source.problems
         _take(state, source)
-    given = frozenset(name for name in state.labels if state.values.get(name) is not None)
+    given = frozenset(name for name in state.labels if state.values.get(name) is not None and name not in state.ambient)
     parts = {key: cls(**{n: v for n, v in state.values.items() if OPTIONS[n].section == key}) for key, cls in SECTIONS.items()}
     sections = Sections(task=state.task or "sft", **parts, given=given, notices=tuple(state.notices))
     problems = [*state.problems, *check(sections, state.labels, frozenset(state.wrong))]
@@ -66,6 +68,7 @@ def _take(state: _State, source: Source) -> None:
             continue
         _take_value(state, option, given, first.get(option.name))
         first.setdefault(option.name, given)
+        (state.ambient.add if source.ambient else state.ambient.discard)(option.name)
 
 
 def _take_value(state: _State, option: Option, given: Given, earlier: Given | None) -> None:
@@ -90,7 +93,8 @@ def _take_task(state: _State, given: Given) -> None:
         state.notices.append(f"{given.label}: {name} is a task, so it is taken as rlhf_type; train_type stays full")
     if name not in TASKS:
         here = ", ".join(f"{n} ({text})" for n, text in TASKS.items())
-        state.problems.append(Problem(given.label, f"is not a task of this version; tasks are {here}", nearest(name, list(TASKS)) or "megaswift sft"))
+        fix = nearest(name, list(TASKS)) or "megaswift sft"
+        state.problems.append(Problem(given.label, f"is not a task of this version; tasks are {here}", fix))
     elif state.task is None:
         state.task = name
     elif name != state.task:

@@ -53,6 +53,10 @@ def _is_folder(c: Sections) -> bool:
     return c.model.model is not None and Path(c.model.model).is_dir()
 
 
+def _one_machine(c: Sections) -> bool:
+    return c.launch.nnodes in (None, 1)
+
+
 _SCHEDULE = ("lr_scheduler_type",)
 _GRANULARITY = ("recompute_granularity",)
 _EVALUATION = ("val_dataset", "split_dataset_ratio")
@@ -97,15 +101,20 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("per_device_eval_batch_size", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
     Ignored("data_seed", ("shuffle", "split_dataset_ratio", "dataset", "val_dataset"), _no_random_order,
             "orders and splits rows, and nothing is ordered or split", "--shuffle true"),
-    Ignored("dataset_cache_dir", ("streaming",), lambda c: c.data.streaming, "nothing is kept on disk while streaming", "--streaming false"),
-    Ignored("dataset_num_proc", ("streaming",), lambda c: c.data.streaming, "a stream is tokenised as it is read", "--streaming false", (1,)),
+    Ignored("dataset_cache_dir", ("streaming",), lambda c: c.data.streaming,
+            "nothing is kept on disk while streaming", "--streaming false"),
+    Ignored("dataset_num_proc", ("streaming",), lambda c: c.data.streaming,
+            "a stream is tokenised as it is read", "--streaming false", (1,)),
     Ignored("num_train_epochs", ("max_steps",), lambda c: c.train.max_steps is not None,
             "max_steps {max_steps} already says how long the run is", "one of the two"),
     Ignored("save_total_limit", ("save_steps",), lambda c: c.train.save_steps is None,
             "needs save_steps: one checkpoint is written, at the end", "--save_steps 500"),
     Ignored("warmup_ratio", ("warmup_steps",), lambda c: c.optim.warmup_steps > 0,
             "warmup_steps {warmup_steps} already says how long the warm-up is", "one of the two"),
-    Ignored("node_rank", ("nnodes",), lambda c: c.launch.nnodes in (None, 1), "there is one machine", "--nnodes 2"),
+    Ignored("node_rank", ("nnodes",), _one_machine, "there is one machine", "--nnodes 2"),
+    Ignored("master_addr", ("nnodes",), _one_machine, "there is one machine", "--nnodes 2"),
+    Ignored("master_port", ("nnodes", "nproc_per_node"), lambda c: _one_machine(c) and c.launch.nproc_per_node is None,
+            "there is one process", "--nproc_per_node 2"),
 )
 
 CLASHES: tuple[Clash, ...] = (

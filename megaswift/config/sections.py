@@ -16,7 +16,8 @@ from megaswift.config.train import TrainConfig
 TASKS = {"sft": "supervised fine-tuning on conversations", "pt": "pretraining on plain text"}
 
 SECTIONS: dict[str, type] = {
-    "model": ModelConfig, "parallel": ParallelConfig, "data": DataConfig, "train": TrainConfig, "optim": OptimConfig, "launch": LaunchConfig}
+    "model": ModelConfig, "parallel": ParallelConfig, "data": DataConfig, "train": TrainConfig, "optim": OptimConfig,
+    "launch": LaunchConfig}
 
 SECTION_ALIASES = {
     "training": "train", "parallelism": "parallel", "datasets": "data", "dataset": "data", "optimizer": "optim", "launcher": "launch",

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, is_section
-from megaswift.config.values import FALSE, TRUE, show
-from megaswift.errors import ConfigError, Problem
+from megaswift.config.values import FALSE, TRUE, example, show
+from megaswift.errors import ConfigError, Problem, nearest
 
 ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -36,6 +36,8 @@ class Source:
 
     givens: tuple[Given, ...] = ()
     problems: tuple[Problem, ...] = ()
+    ambient: bool = False
+    """Values that happen to be there, for other programs too: they count where they apply, and are no mistake where not."""
 
 
 @dataclass
@@ -49,7 +51,8 @@ class CommandLine:
 
 def from_environment(environ: Mapping[str, str]) -> Source:
     """The launch section from torchrun-style variables. Not for workers: there torchrun has set some of them itself."""
-    return Source(tuple(Given(n.lower(), environ[n], f"{n}={environ[n]} (environment)") for n in ENVIRONMENT if environ.get(n)))
+    found = [Given(n.lower(), environ[n], f"{n}={environ[n]} (environment)") for n in ENVIRONMENT if environ.get(n)]
+    return Source(tuple(found), ambient=True)
 
 
 def from_mapping(options: Mapping[str, Any]) -> Source:
@@ -83,14 +86,19 @@ def read_file(path: str) -> Source:
         raise ConfigError(Problem(path, f"cannot be read: {error}")) from None
     except _Malformed as error:
         raise ConfigError(Problem(f"{path}{error.line}", error.rule, "name: value, one a line, or sections of these")) from None
-    givens, problems, seen = [], [], set()
+    givens: list[Given] = []
+    problems: list[Problem] = []
+    seen: set[tuple[str, str]] = set()
     for section, name, value, line in pairs:
         label = f"{path}{line} {name}: {show(value)}"
-        if (section, name) in seen:
+        if section and not is_section(normal(section), {}):
+            if (section, "") not in seen:
+                fix = nearest(section, [*SECTIONS, *NAMES])
+                problems.append(Problem(f"{path}{line} {section}:", f"is no section; sections are {', '.join(SECTIONS)}", fix))
+            seen.add((section, ""))
+        elif (section, name) in seen:
             problems.append(Problem(label, "stands twice in the file", "remove one of the two"))
-        elif section and normal(section) not in NAMES and not is_section(normal(section), {}):
-            problems.append(Problem(f"{path}{line} {section}:", f"is no section; sections are {', '.join(SECTIONS)}"))
-        else:
+        elif section or value is not None or not is_section(normal(name), {}):  # else an empty section
             givens.append(Given(normal(name), value, label))
         seen.add((section, name))
     return Source(tuple(givens), tuple(problems))
@@ -125,7 +133,6 @@ def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:
         return
     if not isinstance(node, yaml.MappingNode):
         raise _Malformed("must hold `name: value` entries", f":{node.start_mark.line + 1}")
-    loader.flatten_mapping(node)
     for key, value in node.value:
         name, line = str(key.value), f":{key.start_mark.line + 1}"
         plain = loader.construct_object(value, deep=True)
@@ -175,7 +182,8 @@ def read_command_line(argv: list[str]) -> CommandLine:
     while words:
         word = words.pop(0)
         if not _FLAG.match(word):
-            line.problems.append(Problem(word, "belongs to no option", "--name value; the configuration file comes first or after --config"))
+            fix = "--name value; the configuration file comes first or after --config"
+            line.problems.append(Problem(word, "belongs to no option", fix))
             continue
         flag, equals, text = word.partition("=")
         values = [text] if equals else []
@@ -191,8 +199,11 @@ def _take(line: CommandLine, flag: str, values: list[str]) -> None:
     name = normal(flag)
     option = OPTIONS.get(NAMES.get(name, ""))
     label = " ".join([flag, *values])
-    if name == "config" and len(values) == 1:
-        line.files.append(values[0])
+    if name == "config":
+        line.files += values
+        line.problems += [] if values else [Problem(flag, "has no value", "--config run.yaml")]
+    elif not values and option is not None and option.kind != "bool":
+        line.problems.append(Problem(flag, "has no value", example(option)))
     elif option is None:
         line.givens.append(Given(name, values[0] if values else None, label))
     elif option.kind in ("list", "map") and values:

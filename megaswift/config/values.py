@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from typing import Any
 
 from megaswift.config.option import Option
@@ -69,6 +70,8 @@ def show(value: Any) -> str:
 
 
 def _text(option: Option, raw: Any) -> str:
+    if isinstance(raw, os.PathLike):
+        raw = os.fspath(raw)
     if not isinstance(raw, str) and (isinstance(raw, bool) or not isinstance(raw, int)):
         raise Invalid("must be text", example(option))
     text = str(raw)

@@ -1,0 +1,39 @@
+"""The Python API's `Trainer`: a configuration put together from arguments, then the same run as on the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.config.capabilities import missing_transformer_engine
+from megaswift.errors import ConfigError, Problem
+
+
+class Trainer:
+    """Trains `model` as `config` says: `Trainer(model="DIR", config=SwiftConfig(dtype="bf16")).train(dataset="d.jsonl")`.
+
+    Under torchrun every process makes one; without it the run has one process. Mistakes raise `megaswift.errors.UserError`.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, config: SwiftConfig | None = None) -> None:
+        base = SwiftConfig() if config is None else config
+        self.config = base if model is None else base.replace(model=os.fspath(model))
+
+    def train(self, dataset: str | os.PathLike[str] | Sequence[str] | None = None, **options: Any) -> Path:
+        """Runs to the end and returns the output directory. `options` go over the configuration."""
+        if dataset is not None:
+            options["dataset"] = os.fspath(dataset) if isinstance(dataset, str | os.PathLike) else [os.fspath(d) for d in dataset]
+        cfg = self.config.replace(**options) if options else self.config
+        missing = [name for name in ("model", "dataset") if not cfg.value(name)]
+        problems = [Problem(name, "is missing", 'Trainer(model="DIR").train(dataset="data.jsonl")') for name in missing]
+        problems += missing_transformer_engine(cfg)
+        if problems:
+            raise ConfigError(problems)
+
+        from megaswift.trainers.run import preflight, run
+
+        preflight(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+        return run(cfg)

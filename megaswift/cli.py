@@ -1,0 +1,104 @@
+"""The console script `megaswift`: a table of commands, each imported when it is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from megaswift import __version__
+from megaswift.config.sections import TASKS
+from megaswift.errors import ConfigError, Problem, UserError, nearest
+from megaswift.refusal import refuse
+
+HELP = ("-h", "--help")
+
+
+def _train(task: str) -> Callable[[list[str]], int]:
+    def command(argv: list[str]) -> int:
+        from megaswift.entry import main as train
+
+        return train(task, argv)
+    return command
+
+
+def _config(argv: list[str]) -> int:
+    """`megaswift config FILE [overrides]` and `megaswift config --schema`."""
+    from megaswift.config import load
+
+    if not argv or any(a in HELP for a in argv):
+        print(CONFIG_USAGE)
+        return 0 if argv else 2
+    if argv == ["--schema"]:
+        from megaswift.config.schema import json_schema
+
+        print(json.dumps(json_schema(), indent=2))
+        return 0
+    print(load(None, argv).to_yaml(), end="")
+    return 0
+
+
+def _data(argv: list[str]) -> int:
+    """`megaswift data show ...`."""
+    if argv[:1] == ["show"]:
+        from megaswift.data.show import main as show
+
+        return show(argv[1:]) or 0
+    if argv and argv[0] not in HELP:
+        raise ConfigError(Problem(f"megaswift data {argv[0]}", "is no command", "megaswift data show DATASET --model DIR"))
+    print("megaswift data show DATASET --model DIR     samples as tokens with their loss mask; lengths and packing (show --help)")
+    return 0 if argv else 2
+
+
+def _doctor(argv: list[str]) -> int:
+    from megaswift.doctor import main as doctor
+
+    return doctor(argv)
+
+
+CONFIG_USAGE = """\
+megaswift config FILE [--name value ...]     check a configuration and print it with every default
+megaswift config --task pt --lr 1e-4 ...     the same without a file (task: sft unless said)
+megaswift config --schema                    JSON schema of the configuration file, for editors
+"""
+
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    **{task: (text, _train(task)) for task, text in TASKS.items()},
+    "config": ("check and print a configuration; --schema for editors", _config),
+    "data": ("data show: samples as tokens with their loss mask, lengths, packing", _data),
+    "doctor": ("versions and devices of this machine", _doctor),
+}
+
+
+def usage() -> str:
+    """The page of `megaswift --help`."""
+    commands = "\n".join(f"  {name:<10}{text}" for name, (text, _) in COMMANDS.items())
+    return f"""\
+megaswift {__version__}: Hugging Face models trained by Megatron-Core on any layout
+
+usage: megaswift COMMAND ...     (megaswift COMMAND --help)
+
+{commands}
+
+  megaswift sft --model DIR --dataset data.jsonl
+  NPROC_PER_NODE=8 megaswift sft run.yaml --tp 4 --pp 2
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in (*HELP, "help"):
+        print(usage(), end="", file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    if words[0] in ("--version", "version"):
+        print(__version__)
+        return 0
+    try:
+        if words[0] not in COMMANDS:
+            fix = nearest(words[0], list(COMMANDS)) or "megaswift --help"
+            raise ConfigError(Problem(f"megaswift {words[0]}", f"is no command; commands are {', '.join(COMMANDS)}", fix))
+        return COMMANDS[words[0]][1](words[1:])
+    except UserError as error:
+        return refuse(error, os.environ)

@@ -1,0 +1,41 @@
+"""Options that only Transformer Engine can serve, refused with the reason where it is not installed. No torch.
+
+Owns what can be told without a device; whether the device can do it (FP8, say) is the engine's check.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from megaswift.config.sections import Sections
+from megaswift.config.values import show
+from megaswift.errors import Problem
+
+_FUSED_ADAM = "Megatron-Core's implementation needs Transformer Engine's fused Adam, and transformer_engine is not installed"
+_LAYERS = "needs Transformer Engine's layers, and transformer_engine is not installed"
+
+NEED_TRANSFORMER_ENGINE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    ("precision_aware_optimizer", bool, _FUSED_ADAM, "--precision_aware_optimizer false"),
+    ("optimizer_cpu_offload", bool, _FUSED_ADAM, "--optimizer_cpu_offload false"),
+    ("fp8_format", bool, _LAYERS, "--fp8_format none"),
+    ("tp_comm_overlap", bool, _LAYERS, "--tp_comm_overlap false"),
+    ("moe_grouped_gemm", bool, _LAYERS, "--moe_grouped_gemm false"),
+    ("transformer_impl", lambda v: v == "transformer_engine", "transformer_engine is not installed", "--transformer_impl auto"),
+    ("attn_impl", lambda v: v in ("flash", "fused", "unfused"), _LAYERS, "--attn_impl sdpa"),
+)
+"""Option, the values meant, why they cannot be had, what to say instead."""
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed; it is not imported."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def missing_transformer_engine(c: Sections, installed: bool | None = None) -> list[Problem]:
+    """What `c` asks for that this machine lacks. `installed` None: look."""
+    if has_transformer_engine() if installed is None else installed:
+        return []
+    return [Problem(f"--{name} {show(c.value(name))}", why, fix)
+            for name, wants, why, fix in NEED_TRANSFORMER_ENGINE if wants(c.value(name))]

@@ -1,0 +1,50 @@
+"""`megaswift doctor`: what is installed and which devices there are, for a look and for bug reports."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+
+from megaswift import __version__
+from megaswift.config.capabilities import has_transformer_engine
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "pyyaml",
+            "tensorboard", "wandb")
+
+
+def main(argv: list[str]) -> int:
+    """Prints the report; takes no options."""
+    print("\n".join(report()))
+    return 0
+
+
+def report() -> Iterator[str]:
+    """Lines `name  value`."""
+    yield f"{'megaswift':<22}{__version__}"
+    yield f"{'python':<22}{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores"
+    for package in PACKAGES:
+        yield f"{package:<22}{_version(package)}"
+    if importlib.util.find_spec("torch") is None:
+        yield f"{'devices':<22}unknown without torch"
+        return
+    import torch
+
+    for i in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(i)
+        yield f"{f'cuda:{i}':<22}{device.name}, {device.total_memory / 2**30:.1f} GiB, capability {device.major}.{device.minor}"
+    if torch.cuda.is_available():
+        yield f"{'CUDA, NCCL':<22}{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    else:
+        yield f"{'devices':<22}CPU only: runs use gloo"
+    layers = "transformer_engine" if torch.cuda.is_available() and has_transformer_engine() else "torch"
+    yield f"{'layers':<22}{layers} (transformer_impl auto)"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

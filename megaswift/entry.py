@@ -1,0 +1,68 @@
+"""What every training command does: parse, check, then start torchrun or train in this process.
+
+Owns the order of these and the exit codes. Workers of torchrun come through here too; how a mistake is told is `refusal.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaswift import log
+from megaswift.config import SwiftConfig, load
+from megaswift.config.capabilities import missing_transformer_engine
+from megaswift.config.swift import is_worker
+from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.launchers import local
+from megaswift.refusal import leave, refuse
+
+HELP = ("-h", "--help")
+
+
+def main(task: str, argv: Sequence[str] | None = None) -> int:
+    """The command line of `task`; returns the exit code: 0, 2 for a user's mistake, else torchrun's."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if any(w in HELP for w in words):
+        from megaswift.config.helptext import task_help
+
+        print(task_help(task))
+        return 0
+    try:
+        return _go(task, words)
+    except UserError as error:
+        code = refuse(error, os.environ)
+    leave(code, os.environ)
+
+
+def _go(task: str, words: list[str]) -> int:
+    cfg = load(task, words, complete=True)
+    worker = is_worker(os.environ)
+    world = int(os.environ["WORLD_SIZE"]) if worker else local.world_size(cfg.launch)
+    problems = missing_transformer_engine(cfg) + (_other_processes(cfg) if worker else [])
+    if problems:
+        raise ConfigError(problems)
+    if not worker or "MEGASWIFT_CHECKED" not in os.environ:
+        for notice in cfg.notices:
+            log.info(notice)
+
+    from megaswift.trainers.run import preflight, run
+
+    preflight(cfg, world)
+    if not worker and local.wants_torchrun(cfg.launch):
+        script = Path(__file__).with_name(f"{task}.py")
+        environ = {**local.environment(cfg.launch, os.environ), "MEGASWIFT_CHECKED": "1"}
+        return local.start(local.command(cfg.launch, script, words), environ)
+    run(cfg)
+    return 0
+
+
+def _other_processes(cfg: SwiftConfig) -> list[Problem]:
+    """Launch options that say otherwise than the torchrun that started this worker."""
+    found = []
+    for name, variable in (("nproc_per_node", "LOCAL_WORLD_SIZE"), ("nnodes", "GROUP_WORLD_SIZE")):
+        wanted, real = cfg.value(name), os.environ.get(variable)
+        if wanted is not None and real is not None and wanted != int(real):
+            found.append(Problem(f"--{name} {wanted}", f"torchrun was started with {real}", f"leave it out, or torchrun --{name} {wanted}"))
+    return found

@@ -1,0 +1,61 @@
+"""Starts torchrun on this machine, one of several machines or the only one, and waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from megaswift.config.launch import LaunchConfig
+
+DEFAULT_PORT = 29500
+
+
+def wants_torchrun(launch: LaunchConfig) -> bool:
+    """Whether a number of processes or machines was said; if not, the run is this very process."""
+    return launch.nproc_per_node is not None or launch.nnodes is not None
+
+
+def world_size(launch: LaunchConfig) -> int:
+    """Processes of the whole run."""
+    return (launch.nproc_per_node or 1) * (launch.nnodes or 1)
+
+
+def command(launch: LaunchConfig, script: Path, argv: Sequence[str]) -> list[str]:
+    """torchrun's command line for this machine."""
+    nodes = launch.nnodes or 1
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(launch.nproc_per_node or 1)]
+    address, port = (str(launch.master_addr), launch.master_port or DEFAULT_PORT) if nodes > 1 else ("127.0.0.1", launch.master_port)
+    if port is None:
+        words += ["--standalone", "--local-addr", address]  # a free port, so that two runs do not meet
+    else:
+        words += ["--nnodes", str(nodes), "--node-rank", str(launch.node_rank or 0 if nodes > 1 else 0),
+                  "--master-addr", address, "--master-port", str(port)]
+    return [*words, str(script), *argv]
+
+
+def environment(launch: LaunchConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of torchrun: threads shared out over the processes, where the user has not said otherwise."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // (launch.nproc_per_node or 1))), **environ}
+
+
+def start(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs the command to its end, handing SIGTERM on; its exit code, 128 + n when signal n ended it."""
+    process = subprocess.Popen(list(words), env=dict(environ))
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = {n: signal.signal(n, hand_on) for n in (signal.SIGTERM,)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to torchrun as well
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,77 @@
+"""How a process ends on a user's mistake: one message, exit code 2, no traceback.
+
+Rank 0 speaks at once. Another rank waits: when rank 0 met the same mistake, torchrun ends the others meanwhile; when it
+did not, the mistake is this rank's alone (a malformed row, too little memory), and the first such rank of the machine speaks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from megaswift.errors import EXIT_USER_ERROR, UserError
+
+PATIENCE_SECONDS = 5.0
+FORGET_SECONDS = 60.0
+"""A marker this old is another run's: process ids come again, in a restarted container at once."""
+
+
+def refuse(error: UserError, environ: Mapping[str, str], patience: float = PATIENCE_SECONDS) -> int:
+    """Tells the user unless another rank has, and returns the exit code."""
+    rank = environ.get("RANK", "0")
+    said = _marker(environ)
+    if rank == "0" or said is None:
+        if said is not None:
+            _claim(said)
+        _say(error.message())
+        return EXIT_USER_ERROR
+    end = time.monotonic() + patience
+    while time.monotonic() < end and not _fresh(said):
+        time.sleep(0.05)
+    if _claim(said):
+        _say(f"[rank {rank}] {error.message()}")
+    else:
+        time.sleep(max(0.0, min(1.0, end - time.monotonic())))  # leave the other's message on the screen alone
+    return EXIT_USER_ERROR
+
+
+def leave(code: int, environ: Mapping[str, str]) -> NoReturn:
+    """Ends a worker without waiting for what a library does at exit: the other ranks may be inside a collective."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _marker(environ: Mapping[str, str]) -> Path | None:
+    """A file that the ranks of one machine and one attempt share: they are children of one torchrun. None without torchrun."""
+    if "LOCAL_RANK" not in environ:
+        return None
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run = "".join(c for c in environ.get("TORCHELASTIC_RUN_ID", "") if c.isalnum())
+    return Path(tempfile.gettempdir(), f"megaswift-{os.getuid()}-{os.getppid()}-{run}-{environ.get('MASTER_PORT', '0')}-{attempt}")
+
+
+def _fresh(said: Path) -> bool:
+    return said.exists() and time.time() - said.stat().st_mtime < FORGET_SECONDS
+
+
+def _claim(said: Path) -> bool:
+    """True for the first caller."""
+    if not _fresh(said):
+        said.unlink(missing_ok=True)
+    try:
+        os.close(os.open(said, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    return True

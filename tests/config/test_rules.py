@@ -1,0 +1,121 @@
+"""Each row of the tables fires when it should, stays silent when its condition is met, and waits for mended values."""
+
+import pytest
+
+from megaswift.config import SwiftConfig, load
+from megaswift.config.capabilities import NEED_TRANSFORMER_ENGINE, missing_transformer_engine
+from megaswift.config.rules import CLASHES, IGNORED
+from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.errors import ConfigError
+
+IDLE = [
+    # given, what makes it count
+    ("--min_lr 1e-6 --lr_scheduler_type constant", "--min_lr 1e-6 --lr_scheduler_type linear"),
+    ("--wsd_decay_ratio 0.2", "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd"),
+    ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),
+    ("--adam_beta1 0.8 --optimizer sgd", "--adam_beta1 0.8"),
+    ("--adam_beta2 0.8 --optimizer sgd", "--adam_beta2 0.8"),
+    ("--adam_epsilon 1e-6 --optimizer sgd", "--adam_epsilon 1e-6"),
+    ("--precision_aware_optimizer --optimizer sgd", "--precision_aware_optimizer"),
+    ("--fp8_recipe delayed", "--fp8_recipe delayed --fp8_format e4m3"),
+    ("--recompute_method uniform", "--recompute_method uniform --recompute_granularity full"),
+    ("--recompute_num_layers 2 --recompute_granularity selective", "--recompute_num_layers 2 --recompute_granularity full"),
+    ("--recompute_modules mlp --recompute_granularity full", "--recompute_modules mlp --recompute_granularity selective"),
+    ("--model_revision v1 --model /", "--model_revision v1 --model organisation/name"),
+    ("--cp_comm_type p2p", "--cp_comm_type p2p --cp 2"),
+    ("--sequence_parallel", "--sequence_parallel --tp 2"),
+    ("--tp_comm_overlap", "--tp_comm_overlap --tp 2"),
+    ("--vpp 2", "--vpp 2 --pp 2"),
+    ("--first_stage_layers 0", "--first_stage_layers 0 --pp 2"),
+    ("--last_stage_layers 3", "--last_stage_layers 3 --pp 2"),
+    ("--pipeline_layout Et|tL", "--pipeline_layout Et|tL --pp 2"),
+    ("--overlap_p2p_comm", "--overlap_p2p_comm --pp 2"),
+    ("--eval_steps 5", "--eval_steps 5 --val_dataset v"),
+    ("--eval_iters 5", "--eval_iters 5 --split_dataset_ratio 0.1"),
+    ("--per_device_eval_batch_size 5", "--per_device_eval_batch_size 5 --val_dataset v"),
+    ("--data_seed 3 --shuffle false", "--data_seed 3 --shuffle false --dataset a#3"),
+    ("--dataset_cache_dir d --streaming --max_steps 1", "--dataset_cache_dir d"),
+    ("--dataset_num_proc 2 --streaming --max_steps 1", "--dataset_num_proc 2"),
+    ("--num_train_epochs 2 --max_steps 1", "--num_train_epochs 2"),
+    ("--save_total_limit 2", "--save_total_limit 2 --save_steps 3"),
+    ("--warmup_ratio 0.1 --warmup_steps 3", "--warmup_ratio 0.1"),
+    ("--node_rank 1", "--node_rank 1 --nnodes 2 --master_addr h"),
+    ("--master_addr h", "--master_addr h --nnodes 2 --node_rank 0"),
+    ("--master_port 1", "--master_port 1 --nproc_per_node 1"),
+]
+
+CLASHING = [
+    ("truncation_strategy", "--truncation_strategy split"),
+    ("split_dataset_ratio", "--split_dataset_ratio 0.1 --val_dataset v"),
+    ("split_dataset_ratio", "--split_dataset_ratio 0.1 --streaming --max_steps 1"),
+    ("streaming", "--streaming"),
+    ("pipeline_layout", "--pipeline_layout Et|tL --pp 2 --first_stage_layers 1"),
+    ("overlap_param_gather", "--overlap_param_gather --distributed_optimizer false"),
+    ("overlap_param_gather", "--overlap_param_gather --overlap_grad_reduce false"),
+    ("tp_comm_overlap", "--tp_comm_overlap --tp 2 --sp false"),
+    ("tp_comm_overlap", "--tp_comm_overlap --tp 2 --transformer_impl torch"),
+    ("fp8_format", "--fp8_format hybrid --transformer_impl torch"),
+    ("moe_grouped_gemm", "--moe_grouped_gemm --transformer_impl torch"),
+    ("attn_impl", "--attn_impl flash --transformer_impl torch"),
+    ("attn_impl", "--attn_impl sdpa --transformer_impl te"),
+    ("overwrite_output_dir", "--overwrite_output_dir --resume_from_checkpoint latest"),
+    ("warmup_steps", "--warmup_steps 9 --max_steps 5"),
+    ("min_lr", "--min_lr 0.1"),
+    ("node_rank", "--node_rank 2 --nnodes 2 --master_addr h"),
+    ("nnodes", "--nnodes 2 --node_rank 0"),
+    ("nnodes", "--nnodes 2 --master_addr h"),
+]
+
+
+def problems(words: str, task: str = "sft") -> list[str]:
+    try:
+        load(task, words.split(), environ={})
+    except ConfigError as error:
+        return [p.what + ": " + p.rule for p in error.problems]
+    return []
+
+
+@pytest.mark.parametrize("idle, used", IDLE)
+def test_an_option_that_would_be_ignored(idle: str, used: str) -> None:
+    name = idle.split()[0]
+    found = problems(idle)
+    assert len(found) == 1 and found[0].startswith(name) and "would be ignored" in found[0]
+    assert problems(used) == []
+
+
+def test_every_row_is_tried() -> None:
+    assert {NAMES[i.split()[0][2:]] for i, _ in IDLE} == {r.option for r in IGNORED}
+    assert [name for name, _ in CLASHING] == [r.options[0] for r in CLASHES]
+    known = set(OPTIONS)
+    assert all({r.option, *r.reads} <= known for r in IGNORED) and all(set(r.options) <= known for r in CLASHES)
+
+
+@pytest.mark.parametrize("name, words", CLASHING)
+def test_a_contradiction(name: str, words: str) -> None:
+    found = problems(words)
+    assert len(found) == 1 and found[0].startswith((f"--{name} ", f"--{name}:")) and "ignored" not in found[0]
+
+
+@pytest.mark.parametrize("words", ["--vpp 1", "--sp false", "--min_lr 0 --lr_scheduler_type constant", "--warmup_ratio 0 --warmup_steps 2",
+                                   "--precision_aware_optimizer false --optimizer sgd", "--eval_steps none", "--node_rank 0"])
+def test_a_value_that_says_off_is_no_mistake(words: str) -> None:
+    assert problems(words) == []
+
+
+def test_options_of_another_task() -> None:
+    for words in ("--system x", "--loss_scale all", "--chat_template x"):
+        assert problems(words) == [] and "has no effect in pt; it belongs to sft" in problems(words, "pt")[0]
+    assert problems("--truncation_strategy split", "pt") == []
+
+
+def test_a_rule_waits_for_a_mended_value() -> None:
+    assert len(problems("--min_lr 1e-6 --lr_scheduler_type konstant")) == 1
+
+
+def test_what_needs_transformer_engine() -> None:
+    cfg = SwiftConfig(precision_aware_optimizer=True, optimizer_cpu_offload=True, fp8_format="hybrid", tp_comm_overlap=True, tp=2,
+                      moe_grouped_gemm=True, transformer_impl="te", attn_impl="flash")
+    found = missing_transformer_engine(cfg, installed=False)
+    assert len(found) == len(NEED_TRANSFORMER_ENGINE)
+    assert "--precision_aware_optimizer true" in found[0].what and "Transformer Engine's fused Adam" in found[0].rule
+    assert missing_transformer_engine(cfg, installed=True) == [] == missing_transformer_engine(SwiftConfig(), installed=False)

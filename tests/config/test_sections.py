@@ -1,0 +1,77 @@
+"""The surface that users' scripts rely on: names, aliases and defaults, frozen in a file beside this test."""
+
+from pathlib import Path
+
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.config.sections import NAMES, OPTIONS, SECTION_ALIASES, SECTIONS
+from megaswift.config.values import show
+
+GOLDEN = Path(__file__).with_name("surface.txt")
+
+DESIGN = {
+    "tp": "tensor_parallel_size", "tensor_model_parallel_size": "tensor_parallel_size", "pp": "pipeline_parallel_size",
+    "vpp": "virtual_pipeline_parallel_size", "cp": "context_parallel_size", "ep": "expert_parallel_size",
+    "etp": "expert_tensor_parallel_size", "micro_batch_size": "per_device_train_batch_size", "lr": "learning_rate",
+    "train_iters": "max_steps", "clip_grad": "max_grad_norm", "tuner_type": "train_type",
+    "dtype": "torch_dtype", "dp": "data_parallel_size"}
+"""Spellings that the design promises."""
+
+
+def surface() -> str:
+    return "".join(f"{o.section}  {' '.join(o.names)}  = {show(o.default)}\n" for o in OPTIONS.values())
+
+
+def test_surface_is_frozen() -> None:
+    """A change here is one that users see; then write the new text to surface.txt and say so in the release notes."""
+    assert surface() == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize("alias, name", DESIGN.items())
+def test_promised_aliases(alias: str, name: str) -> None:
+    assert NAMES[alias] == name
+
+
+def _other_value(name: str) -> object:
+    """A legal value of an option that is not its default."""
+    o = OPTIONS[name]
+    if o.kind == "bool":
+        return not o.default
+    if o.choices:
+        fitting = [c for c in o.choices if c != o.default and c != "none"]
+        choice = fitting[0] if fitting else o.choices[0]
+        return [choice] if o.kind == "list" else choice
+    return {"int": 2, "float": 0.25, "text": "x", "list": ["x"], "map": {"a": "b"}}[o.kind]
+
+
+NEEDS = {
+    "wsd_decay_ratio": {"lr_scheduler_type": "wsd"}, "sgd_momentum": {"optimizer": "sgd"}, "fp8_recipe": {"fp8_format": "hybrid"},
+    "recompute_method": {"recompute_granularity": "full"}, "recompute_num_layers": {"recompute_granularity": "full"},
+    "recompute_modules": {"recompute_granularity": "selective"}, "cp_comm_type": {"cp": 2}, "sequence_parallel": {"tp": 2},
+    "tp_comm_overlap": {"tp": 2}, "eval_steps": {"val_dataset": "v"}, "eval_iters": {"val_dataset": "v"},
+    "per_device_eval_batch_size": {"val_dataset": "v"}, "streaming": {"max_steps": 3}, "save_total_limit": {"save_steps": 1},
+    "node_rank": {"nnodes": 3, "master_addr": "h"}, "nnodes": {"node_rank": 1, "master_addr": "h"},
+    "master_addr": {"nnodes": 2, "node_rank": 1}, "master_port": {"nproc_per_node": 2}, "min_lr": {"lr": 0.5}} | {
+    name: {"pp": 2} for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout",
+                                 "overlap_p2p_comm")}
+
+
+@pytest.mark.parametrize("spelling", sorted(NAMES))
+def test_every_spelling_sets_its_option(spelling: str) -> None:
+    name = NAMES[spelling]
+    value = _other_value(name)
+    cfg = SwiftConfig(task="sft", **{spelling: value}, **NEEDS.get(name, {}))
+    expected = tuple(value) if isinstance(value, list) else value
+    assert cfg.value(name) == expected
+    assert name in cfg.given
+
+
+@pytest.mark.parametrize("heading", [*SECTIONS, *SECTION_ALIASES])
+def test_every_heading_groups(heading: str) -> None:
+    assert SwiftConfig(**{heading: {"lr": 0.5}}).optim.learning_rate == 0.5
+
+
+def test_every_option_has_a_line() -> None:
+    for o in OPTIONS.values():
+        assert 5 < len(o.help) < 80 and not o.help.endswith("."), o.name

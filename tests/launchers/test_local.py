@@ -1,0 +1,60 @@
+"""The torchrun command from flags and environment, and what happens to its exit code."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megaswift.config import load
+from megaswift.launchers.local import command, environment, start, wants_torchrun, world_size
+
+SCRIPT = Path("/x/megaswift/sft.py")
+
+
+def words(argv: str, **environ: str) -> list[str]:
+    launch = load("sft", argv.split(), environ=environ).launch
+    assert wants_torchrun(launch)
+    made = command(launch, SCRIPT, ["run.yaml"])
+    assert made[:3] == [sys.executable, "-m", "torch.distributed.run"] and made[-2:] == [str(SCRIPT), "run.yaml"]
+    return made[3:-2]
+
+
+def test_one_machine() -> None:
+    alone = ["--nproc-per-node", "4", "--standalone", "--local-addr", "127.0.0.1"]
+    assert words("--nproc_per_node 4") == words("", NPROC_PER_NODE="4") == words("--nproc-per-node=4", NPROC_PER_NODE="8") == alone
+    assert words("", NPROC_PER_NODE="4", MASTER_ADDR="elsewhere", NODE_RANK="0") == alone
+    assert words("--master_port 1234", NPROC_PER_NODE="2")[2:] == [
+        "--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "1234"]
+
+
+def test_several_machines() -> None:
+    made = words("--node_rank 1", NPROC_PER_NODE="8", NNODES="2", NODE_RANK="0", MASTER_ADDR="head", MASTER_PORT="77")
+    assert made == ["--nproc-per-node", "8", "--nnodes", "2", "--node-rank", "1", "--master-addr", "head", "--master-port", "77"]
+    assert words("", NNODES="2", NODE_RANK="0", MASTER_ADDR="head")[-1] == "29500"
+
+
+def test_no_number_given_is_this_very_process() -> None:
+    launch = load("sft", [], environ={"MASTER_ADDR": "h", "MASTER_PORT": "1"}).launch
+    assert not wants_torchrun(launch) and world_size(launch) == 1
+    assert world_size(load("sft", [], environ={"NPROC_PER_NODE": "4", "NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "h"}).launch) == 12
+
+
+def test_threads_are_shared_out_unless_said() -> None:
+    launch = load("sft", ["--nproc_per_node", "4"], environ={}).launch
+    assert environment(launch, {})["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 4))
+    assert environment(launch, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.process
+def test_exit_codes_and_signals_pass_through() -> None:
+    run = [sys.executable, "-c"]
+    assert start([*run, "raise SystemExit(7)"], os.environ) == 7
+    assert start([*run, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], os.environ) == 128 + 9
+    threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), signal.SIGTERM))).start()
+    before = time.monotonic()
+    assert start([*run, "import time; time.sleep(30)"], os.environ) == 128 + 15
+    assert time.monotonic() - before < 10

@@ -1,0 +1,132 @@
+"""The commands as users start them: what --help costs, exit codes, and who speaks when several processes fail."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaswift.cli import COMMANDS, usage
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def start(*words: str, cwd: Path | None = None, **environ: str) -> subprocess.Popen:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NPROC_PER_NODE", "NNODES")}
+    clean["PYTHONPATH"] = str(ROOT)
+    return subprocess.Popen([sys.executable, *words], env={**clean, **environ}, cwd=cwd, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def ran(*words: str, cwd: Path | None = None, **environ: str) -> tuple[int, str, str]:
+    process = start(*words, cwd=cwd, **environ)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+HEAVY = "import sys; heavy = {'torch', 'yaml', 'numpy', 'transformers', 'megatron'} & set(sys.modules); print('heavy', sorted(heavy))"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("words", [["--help"], ["sft", "--help"], ["pt", "-h"], ["config", "--schema"], ["--version"]])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    code, out, err = ran("-c", f"import megaswift.cli; code = megaswift.cli.main({words}); {HEAVY}; raise SystemExit(code)")
+    assert code == 0 and out.rstrip().endswith("heavy []"), err
+
+
+@pytest.mark.process
+def test_import_of_the_package_is_light() -> None:
+    code, out, _ = ran("-c", f"import megaswift; megaswift.SwiftConfig(tp=2); {HEAVY}")
+    assert code == 0 and out.strip() == "heavy []"
+
+
+@pytest.mark.process
+def test_a_mistake_ends_with_2_and_no_traceback_before_torchrun_starts(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("lr: abc\n")
+    for words in (["-m", "megaswift", "sft", "run.yaml"], ["-m", "megaswift.sft", "run.yaml"], [str(ROOT / "megaswift/sft.py"), "run.yaml"],
+                  ["-m", "megaswift.pt", "run.yaml"]):
+        code, out, err = ran(*words, cwd=tmp_path, NPROC_PER_NODE="4")
+        assert code == 2 and out == "" and "Traceback" not in err
+        assert err.startswith("megaswift: the configuration is wrong (3 problems)\n  - run.yaml:1 lr: abc: must be a number")
+    assert not list(tmp_path.glob("output*"))
+
+
+@pytest.mark.process
+def test_unknown_commands() -> None:
+    code, _, err = ran("-m", "megaswift", "sfft")
+    assert code == 2 and "did you mean sft?" in err
+    assert ran("-m", "megaswift")[0] == 2
+    assert ran("-m", "megaswift", "data", "shw")[0] == 2
+
+
+@pytest.mark.process
+def test_config_prints_what_it_understood(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("task: pt\nparallel: {tp: 4}\n")
+    code, out, _ = ran("-m", "megaswift", "config", "run.yaml", "--lr", "1e-4", cwd=tmp_path)
+    assert code == 0 and "task: pt" in out and "tensor_parallel_size: 4" in out and "learning_rate: 0.0001" in out
+    code, out, _ = ran("-m", "megaswift", "config", "--schema")
+    assert code == 0 and json.loads(out)["title"] == "megaswift configuration"
+    assert ran("-m", "megaswift", "config", "--lr", "x")[0] == 2
+
+
+@pytest.mark.process
+def test_a_script_s_own_folder_leaves_the_path(tmp_path: Path) -> None:
+    """`python megaswift/sft.py` must not make megaswift/data importable as `data`; the checkpoint writer's spawn reads it again."""
+    code, out, err = ran("-c", f"import runpy, sys; sys.path[0] = {str(ROOT / 'megaswift')!r}\n"
+                         f"runpy.run_path({str(ROOT / 'megaswift/sft.py')!r}, run_name='__mp_main__')\n"
+                         "print(sys.path[0]); print([p for p in sys.path if p.endswith('/megaswift')])", PYTHONPATH="", cwd=tmp_path)
+    assert code == 0 and out.split("\n")[:2] == [str(ROOT), "[]"], err
+
+
+@pytest.mark.process
+def test_under_torchrun_one_message_from_rank_0() -> None:
+    code, out, err = ran("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2",
+                         str(ROOT / "megaswift/sft.py"), "--lr", "abc", OMP_NUM_THREADS="1")
+    assert code == 1 and err.count("megaswift: the configuration is wrong") == 1 and "[rank" not in err
+    assert "exitcode  : 2" in err
+
+
+@pytest.mark.process
+def test_torchrun_and_its_flags_must_agree() -> None:
+    code, _, err = ran("-m", "megaswift.sft", "--nproc_per_node", "4", "--model", "m", "--dataset", "d", LOCAL_RANK="0", RANK="0",
+                       WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    assert code == 2 and "--nproc_per_node 4: torchrun was started with 1" in err
+
+
+SPEAK = """
+import os, sys
+from megaswift.errors import DataError
+from megaswift.refusal import leave, refuse
+leave(refuse(DataError("row 7 is broken"), os.environ, patience=float(sys.argv[1])), os.environ)
+"""
+
+
+def fail(*ranks: int, patience: float) -> list[str]:
+    """What each of these ranks says when they fail together; they are children of one process, as under torchrun."""
+    run = os.urandom(8).hex()
+    started = [start("-c", SPEAK, str(patience), RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="4", MASTER_PORT="1", TORCHELASTIC_RUN_ID=run)
+               for r in ranks]
+    said = [p.communicate(timeout=60)[1] for p in started]
+    assert all(p.returncode == 2 for p in started) and not any("Traceback" in s for s in said)
+    return said
+
+
+@pytest.mark.process
+def test_the_others_are_silent_when_rank_0_speaks() -> None:
+    assert [bool(s) for s in fail(0, 1, 2, patience=5)] == [True, False, False]
+
+
+@pytest.mark.process
+def test_a_mistake_of_another_rank_alone_is_seen_once() -> None:
+    said = [s for s in fail(1, 3, patience=1) if s]
+    assert len(said) == 1 and said[0].startswith("[rank ") and "row 7 is broken" in said[0]
+
+
+def test_only_commands_that_exist_are_listed() -> None:
+    assert list(COMMANDS) == ["sft", "pt", "config", "data", "doctor"]
+    page = usage()
+    assert max(map(len, page.splitlines())) <= 80
+    for later in ("convert", "infer", "plan", "submit", "rlhf", "dpo"):
+        assert later not in page
