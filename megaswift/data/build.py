@@ -6,14 +6,20 @@ Owns the wiring and the checks of the whole data set (anything to train on? enou
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megaswift import log
+from megaswift.data import hub
+from megaswift.data.cache import cache_root
 from megaswift.data.collate import Shape
 from megaswift.data.documents import Documents, gather, hold_out, truncate
+from megaswift.data.encode import Encoder, EncodeSpec, encode_spec
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, StoredSource, make_rows
 from megaswift.data.order import Order
 from megaswift.data.prepare import prepare
+from megaswift.data.sources import resolve
+from megaswift.data.stream import StreamOptions, StreamSource
 from megaswift.errors import DataError, Problem
 
 
@@ -25,7 +31,8 @@ def data_seed(data: Any, train: Any) -> int:
 def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple[Documents, Documents | None]:
     """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
     if data.truncation_strategy == "split" and task != "pt":
-        raise DataError(Problem("--truncation_strategy split", "is for plain text (pt): it would tear conversations apart", "delete, left or right"))
+        raise DataError(Problem("--truncation_strategy split", "is for plain text (pt): it would tear conversations apart",
+                                "delete, left or right"))
     docs = truncate(gather(prepare(data, train, tokenizer, task)), data.max_length, data.truncation_strategy)
     _check_labels(docs, data)
     for what in ("deleted", "truncated", "empty"):
@@ -36,10 +43,14 @@ def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple
     if silent:
         log.warn(f"{silent} of {len(docs)} rows have no token that carries loss")
     if data.val_dataset:
-        held = truncate(gather(prepare(data, train, tokenizer, task, val=True)), data.max_length, data.truncation_strategy)
-        _check_labels(held, data)
-        return docs, held
+        return docs, _held_out(data, train, tokenizer, task)
     return hold_out(docs, data.split_dataset_ratio, data_seed(data, train))
+
+
+def _held_out(data: Any, train: Any, tokenizer: Any, task: str) -> Documents:
+    held = truncate(gather(prepare(data, train, tokenizer, task, val=True)), data.max_length, data.truncation_strategy)
+    _check_labels(held, data)
+    return held
 
 
 def _check_labels(docs: Documents, data: Any) -> None:
@@ -62,15 +73,31 @@ def build_train(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry,
 def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft") -> tuple[BatchSource, EvalSource | None]:
     """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch at a time."""
     shape = shape_of(tokenizer, geometry)
-    docs, held = documents(data, train, tokenizer, task)
+    per_device = train.per_device_eval_batch_size or geometry.per_device
+    apart = replace(geometry, per_device=per_device, accumulation=1)
+    if data.streaming:
+        held = _held_out(data, train, tokenizer, task) if data.val_dataset else None
+        source: BatchSource = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape))
+    else:
+        docs, held = documents(data, train, tokenizer, task)
+        source = _stored(docs, data, train, (geometry, shape))
+    return source, None if held is None else EvalSource(make_rows(held, data.packing, data.max_length, shape), apart, shape)
+
+
+def _stored(docs: Documents, data: Any, train: Any, where: tuple[LoaderGeometry, Shape]) -> StoredSource:
+    geometry, shape = where
     rows = make_rows(docs, data.packing, data.max_length, shape)
     if len(rows) < geometry.global_batch:
         packed = f", packed into {len(rows)}" if data.packing else ""
-        raise DataError(Problem(", ".join(data.dataset), f"{len(docs)} rows{packed}, fewer than one global batch of {geometry.global_batch}",
-                                f"--global_batch_size {len(rows)} or less, more data, or `{data.dataset[0]}#{geometry.global_batch}` to repeat rows"))
-    order = Order(len(rows), data.shuffle, data_seed(data, train))
-    source = StoredSource(rows, geometry, shape, order, data.dataloader_num_workers)
-    if held is None:
-        return source, None
-    per_device = train.per_device_eval_batch_size or geometry.per_device
-    return source, EvalSource(make_rows(held, data.packing, data.max_length, shape), replace(geometry, per_device=per_device, accumulation=1), shape)
+        raise DataError(Problem(
+            ", ".join(data.dataset), f"{len(docs)} rows{packed}, fewer than one global batch of {geometry.global_batch}",
+            f"--global_batch_size {len(rows)} or less, more data, or {data.dataset[0]}#{geometry.global_batch} to repeat rows"))
+    return StoredSource(rows, geometry, shape, Order(len(rows), data.shuffle, data_seed(data, train)), data.dataloader_num_workers)
+
+
+def _stream(data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, Shape]) -> StreamSource:
+    sources = [resolve(name, partial(hub.fetch, cache_root(data.dataset_cache_dir))) for name in data.dataset]
+    options = StreamOptions(data.max_length, data.truncation_strategy, data.packing, data.shuffle, data_seed(data, train))
+    source = StreamSource(sources, Encoder(spec), options, *where)
+    source.check_labels()
+    return source

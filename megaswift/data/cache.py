@@ -100,8 +100,9 @@ def wait_for(target: Path, watch: Path | None = None) -> None:
         if stamp != seen:
             seen, since = stamp, time.monotonic()
         if time.monotonic() - since > SILENCE_S:
-            raise DataError(Problem(f"waiting for the tokenised data ({target})", f"no sign of life of the building process for {SILENCE_S:.0f} s",
-                                    "--dataset_cache_dir on a file system that all processes of the node see; is local rank 0 alive?"))
+            raise DataError(Problem(
+                f"waiting for the tokenised data ({target})", f"no sign of life of the building process for {SILENCE_S:.0f} s",
+                "--dataset_cache_dir on a file system that all processes of the node see; is local rank 0 alive?"))
         time.sleep(0.1)
 
 

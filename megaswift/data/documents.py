@@ -138,7 +138,8 @@ def hold_out(docs: Documents, ratio: float, seed: int) -> tuple[Documents, Docum
     rows = np.unique(docs.sample)
     count = round(len(rows) * ratio)
     if not 0 < count < len(rows):
-        raise DataError(Problem(f"--split_dataset_ratio {ratio}", f"leaves {len(rows) - count} of {len(rows)} rows for training, {count} for evaluation",
-                                "a ratio that leaves rows on both sides"))
+        raise DataError(Problem(
+            f"--split_dataset_ratio {ratio}", f"leaves {len(rows) - count} of {len(rows)} rows for training, {count} for evaluation",
+            "a ratio that leaves rows on both sides"))
     held = np.isin(docs.sample, np.random.default_rng([seed, 7]).permutation(rows)[:count])
     return docs.take(np.flatnonzero(~held)), docs.take(np.flatnonzero(held))

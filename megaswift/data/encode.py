@@ -61,7 +61,8 @@ def encode_spec(data: Any, tokenizer: Any, task: str) -> EncodeSpec:
         raise DataError(Problem(f"the tokenizer of {tokenizer.name_or_path or 'the model'}", "has no tokenizer.json (fast tokenizer)",
                                 "save a fast version: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"))
     if task == "pt" and tokenizer.eos_token_id is None:
-        raise DataError(Problem(f"the tokenizer of {tokenizer.name_or_path or 'the model'}", "has no end-of-text token to put after a document"))
+        raise DataError(Problem(f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
+                                "has no end-of-text token (eos_token) to put after a document"))
     return EncodeSpec(
         task=task, tokenizer=backend.to_str(), eos_id=tokenizer.eos_token_id,
         templates=templates_of(tokenizer, data.chat_template) if task == "sft" else None,
@@ -120,7 +121,8 @@ class Encoder:
     def tokenize(self, rendered: list[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 tokens [n], uint8 mask [n]) of each text."""
         end = self.spec.eos_id if self._chat is None else None
-        for text, encoding in zip(rendered, self._tokenizer.encode_batch([r.text for r in rendered], add_special_tokens=False), strict=True):
+        encodings = self._tokenizer.encode_batch([r.text for r in rendered], add_special_tokens=False)
+        for text, encoding in zip(rendered, encodings, strict=True):
             ids = np.array(encoding.ids if end is None else [*encoding.ids, end], dtype=np.int32)
             mask = np.zeros(len(ids), dtype=np.uint8)
             if end is not None:

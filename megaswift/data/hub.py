@@ -21,8 +21,9 @@ def fetch(cache: Path, name: str, subset: str | None) -> tuple[Path, ...]:
     try:
         import datasets
     except ImportError:
-        raise DataError(Problem(f"--dataset {name}", "no such file or folder here, and `datasets`, which fetches ids from a hub, is not installed",
-                                "pip install datasets, or the path of a local file")) from None
+        raise DataError(Problem(
+            f"--dataset {name}", "no such file or folder here, and `datasets`, which fetches ids from a hub, is not installed",
+            "pip install datasets, or the path of a local file")) from None
     try:
         loaded = datasets.load_dataset(name, subset)
     except (OSError, ValueError, RuntimeError) as e:  # what datasets, huggingface_hub and their HTTP clients raise when they find nothing

@@ -23,6 +23,9 @@ from megaswift.log import warn
 from megaswift.losses.contract import Batch
 
 
+_SAME = {"fingerprint": "the data set, its tokenisation or --max_length", "seed": "--data_seed", "shuffle": "--shuffle"}
+
+
 @dataclass(frozen=True)
 class LoaderGeometry:
     """A rank's place among the data-parallel ranks, and how rows are padded."""
@@ -107,7 +110,8 @@ def batches(rows: Sequence[Sequence[list[Document]]], packed: bool, shape: Shape
         longest = max(max(m) for m in lengths)
         return [collate_packed(m, shape, [longest] * len(m) if uniform else n) for m, n in zip(rows, lengths, strict=True)]
     plain = [shape.row_length(max((len(r[0][0]) for r in micro if r), default=1)) for micro in rows]
-    return [collate_rows([r[0] if r else None for r in micro], shape, max(plain) if uniform else n) for micro, n in zip(rows, plain, strict=True)]
+    return [collate_rows([r[0] if r else None for r in micro], shape, max(plain) if uniform else n)
+            for micro, n in zip(rows, plain, strict=True)]
 
 
 @dataclass
@@ -171,15 +175,16 @@ class StoredSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position, on this or another number of ranks; DataError when the data are not the same."""
         now = self.state_dict()
-        for key, what in (("fingerprint", "the data set, its tokenisation or --max_length"), ("seed", "--data_seed"), ("shuffle", "--shuffle")):
-            if state[key] != now[key]:
-                raise DataError(Problem("--resume_from_checkpoint", f"{what} is not what it was in the checkpoint ({state[key]}, now {now[key]})",
-                                        "the same data and options, or a new run from the exported weights"))
+        for key, what in _SAME.items():
+            if state.get(key) != now[key]:
+                raise DataError(Problem(
+                    "--resume_from_checkpoint", f"{what} is not what it was in the checkpoint ({state.get(key)}, now {now[key]})",
+                    "the same data and options, or a new run from the exported weights"))
         self._ahead.clear()
         self._taken = state["rows_taken"]
         if state["rows"] != self.rows:  # packed for another context-parallel size: rows are other rows
             self._taken = round(state["rows_taken"] * self.rows / state["rows"])
-            warn(f"documents are packed into {self.rows} rows, {state['rows']} in the checkpoint: going on at the same fraction of the epoch")
+            warn(f"documents are packed into {self.rows} rows, {state['rows']} in the checkpoint: going on at the same part of the epoch")
 
     @property
     def stats(self) -> dict[str, float]:

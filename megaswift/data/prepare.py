@@ -125,7 +125,8 @@ def _run_workers(scratch: Path, spec: EncodeSpec, parts: list[Part], count: int)
     job = scratch / "job"
     job.write_bytes(pickle.dumps((spec, parts)))
     root = str(Path(__file__).parents[2])
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])), "TOKENIZERS_PARALLELISM": "false"}
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
     workers = [subprocess.Popen([sys.executable, "-m", "megaswift.data.worker", str(job), str(i), str(count)],
                                 env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) for i in range(count)]
     try:

@@ -77,7 +77,8 @@ def _json_rows(path: Path) -> list[Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as e:
-        raise DataError(Problem(f"{path}:{e.lineno}:{e.colno}", f"not JSON: {e.msg}", "a list of objects, or .jsonl with one a line")) from None
+        raise DataError(Problem(f"{path}:{e.lineno}:{e.colno}", f"not JSON: {e.msg}",
+                                "a list of objects, or .jsonl with one a line")) from None
     if isinstance(data, dict):
         lists = [v for v in data.values() if isinstance(v, list)]
         data = data.get("data", lists[0] if len(lists) == 1 else data)

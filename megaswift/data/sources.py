@@ -74,11 +74,9 @@ def _folder(path: Path, subset: str | None) -> tuple[Path, ...]:
         path, subset = path / subset, None
     files = [f for f in sorted(path.rglob("*")) if f.suffix.lower() in KIND_OF and f.is_file()]
     files = [f for f in files if not any(p.startswith((".", "_")) for p in f.relative_to(path).parts)]
-    if not any(KIND_OF[f.suffix.lower()] != "txt" for f in files):
-        named = files
-    else:
-        named = [f for f in files if f.suffix.lower() != ".md"]
-    return tuple(f for f in named if subset is None or f.stem == subset)
+    if any(KIND_OF[f.suffix.lower()] != "txt" for f in files):
+        files = [f for f in files if f.suffix.lower() != ".md"]  # a README beside the data
+    return tuple(f for f in files if subset is None or f.stem == subset)
 
 
 def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) -> Source:
@@ -95,7 +93,8 @@ def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) 
         if subset is not None:
             raise DataError(Problem(spec, "a single file has no subset", str(path)))
         if path.suffix.lower() not in KIND_OF:
-            raise DataError(Problem(spec, f"files ending in {path.suffix or 'nothing'} are not known", "one of " + ", ".join(sorted(KIND_OF))))
+            raise DataError(Problem(spec, f"files ending in {path.suffix or 'nothing'} are not known",
+                                    "one of " + ", ".join(sorted(KIND_OF))))
         return Source(spec, (path,), rows)
     if path.suffix.lower() in KIND_OF or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise DataError(Problem(f"--dataset {spec}", "no such file or folder", str(path.absolute().parent) + "/..."))

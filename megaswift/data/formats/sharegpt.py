@@ -43,4 +43,5 @@ def parse_plural(row: Row) -> Sample:
 
 
 FORMATS.register("sharegpt", Format("sharegpt", ("conversation",), parse, ("tools", "system"), rank=1))
-FORMATS.register("sharegpt (conversations)", Format("sharegpt", ("conversations",), parse_plural, ("tools", "system"), detect=_pairs, rank=1))
+FORMATS.register("sharegpt (conversations)",
+                 Format("sharegpt", ("conversations",), parse_plural, ("tools", "system"), detect=_pairs, rank=1))

@@ -1,0 +1,245 @@
+"""Rows read as they are needed, for data that do not fit a cache.
+
+Owns the reading position and blocks. The files are read in order, again and again; BLOCK rows at a time are shuffled among
+themselves (with `--shuffle`) and, with `--packing`, packed. A position is the place of a block's first row and how much of the
+block is used: the same on every rank and for every number of ranks. So a row that is too long or (with `--strict false`)
+malformed keeps its place in the batch, without weight, and every rank renders every row but tokenises its own; packing alone
+needs all lengths and so tokenises the block on each rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megaswift.data.chat import Rendered
+from megaswift.data.collate import Document, Shape
+from megaswift.data.encode import Encoder, row_problem
+from megaswift.data.loader import LoaderGeometry, batches
+from megaswift.data.packing import best_fit, padded
+from megaswift.data.readers import Located
+from megaswift.data.sample import RowError
+from megaswift.data.sources import Part, Source, kind_of
+from megaswift.errors import DataError, Problem
+from megaswift.log import warn
+from megaswift.losses.contract import Batch
+
+BLOCK = 2048
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where reading goes on."""
+
+    epoch: int = 0
+    source: int = 0
+    file: int = 0
+    offset: int = 0
+    """Byte of a JSONL or text file, row of the others."""
+    line: int = 1
+    taken: int = 0
+    """Rows of this source in this epoch."""
+    rows: int = 0
+    """Rows since the beginning, which number the samples."""
+
+
+Placed = tuple[str, Located, Cursor]
+"""(file, row, where reading goes on after it)."""
+
+
+def read_on(sources: Sequence[Source], at: Cursor) -> Iterator[Placed]:
+    """Rows without end from `at` on."""
+    while True:
+        before = at
+        source = sources[at.source]
+        for placed in _file(source, at):
+            yield placed
+            at = placed[2]
+        done = source.rows is not None and at.taken >= source.rows
+        if not done and at.file + 1 < len(source.files):
+            at = replace(at, file=at.file + 1, offset=0, line=1)
+        elif not done and source.rows is not None and at.taken:
+            at = replace(at, file=0, offset=0, line=1)
+        elif at.source + 1 < len(sources):
+            at = replace(at, source=at.source + 1, file=0, offset=0, line=1, taken=0)
+        elif at.rows == 0:
+            raise DataError(Problem(", ".join(s.name for s in sources), "holds no rows"))
+        else:
+            at = Cursor(epoch=before.epoch + 1, rows=at.rows)
+
+
+def _file(source: Source, at: Cursor) -> Iterator[Placed]:
+    path = source.files[at.file]
+    kind = kind_of(path)
+    left = None if source.rows is None else source.rows - at.taken
+    part = Part(str(path), kind, at.offset, 1 << 62, at.line, left)
+    for n, located in enumerate(part.rows(), 1):
+        yield str(path), located, replace(at, offset=located.end, line=located.line + 1, taken=at.taken + n, rows=at.rows + n)
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """The options that a stream heeds."""
+
+    max_length: int
+    truncation_strategy: str
+    packing: bool
+    shuffle: bool
+    seed: int
+
+
+def _raise_first(items: Sequence[tuple[Any, int]]) -> None:
+    for item, _ in items:
+        if isinstance(item, Problem):
+            raise DataError(item)
+
+
+@dataclass
+class _Block:
+    """Some rows, made into items: rendered rows (None without weight) or packed rows, in training order."""
+
+    items: list[Any]
+    begin: Cursor
+    end: Cursor
+
+
+@dataclass
+class StreamSource:
+    """Batches from files that are read along the way."""
+
+    sources: Sequence[Source]
+    encoder: Encoder
+    options: StreamOptions
+    geometry: LoaderGeometry
+    shape: Shape
+    rows: None = None
+    steps_per_epoch: None = None
+    counted: Counter[str] = field(default_factory=Counter)
+    _block: _Block | None = None
+    _used: int = 0
+    _after: Cursor = field(default_factory=Cursor)
+
+    def _read_block(self) -> _Block:
+        begin = end = self._after
+        items: list[Any] = []
+        epoch = None
+        for path, located, cursor in read_on(self.sources, begin):
+            if epoch not in (None, cursor.epoch):
+                break
+            epoch, end = cursor.epoch, cursor
+            items.append((self._render(path, located), cursor.rows - 1))
+            if len(items) == BLOCK:
+                break
+        if self.options.packing:
+            items = self._pack(items)
+        if self.options.shuffle:
+            order = np.random.default_rng([self.options.seed, end.rows]).permutation(len(items))
+            items = [items[i] for i in order]
+        return _Block(items, begin, end)
+
+    def _render(self, path: str, located: Located) -> Rendered | Problem | None:
+        """A row's text; what is wrong with it, to be told when its turn comes; or nothing, where such rows are skipped."""
+        try:
+            return self.encoder.render(located.row)
+        except RowError as e:
+            if self.encoder.spec.strict:
+                return row_problem(path, located.line, e)
+            self.counted["malformed"] += 1
+            warn(f"skipped {row_problem(path, located.line, e)}")
+            return None
+
+    def _tokenize(self, rendered: Sequence[tuple[Rendered | None, int]]) -> list[list[Document]]:
+        """Documents of each rendered row: one, none, or several of a split text."""
+        tokens = self.encoder.tokenize([r for r, _ in rendered if r is not None])
+        return [[] if r is None else self._cut(*next(tokens), number) for r, number in rendered]
+
+    def _cut(self, ids: np.ndarray, mask: np.ndarray, number: int) -> list[Document]:
+        size, strategy = self.options.max_length, self.options.truncation_strategy
+        if len(ids) <= size:
+            return [(ids, mask, number)] if len(ids) else []
+        if strategy == "raise":
+            raise DataError(Problem(f"row {number + 1}", f"{len(ids)} tokens, --max_length is {size}",
+                                    "--truncation_strategy delete, left or right"))
+        self.counted["deleted" if strategy == "delete" else "truncated"] += 1
+        if strategy == "delete":
+            return []
+        if strategy == "split" and self.options.packing:
+            return [(ids[i:i + size], mask[i:i + size], number) for i in range(0, len(ids), size)]
+        cut = slice(-size, None) if strategy == "left" else slice(size)
+        return [(ids[cut], mask[cut], number)]
+
+    def _pack(self, items: list[tuple[Rendered | None, int]]) -> list[list[Document]]:
+        _raise_first(items)
+        documents = [d for group in self._tokenize(items) for d in group]
+        if not documents:
+            return []
+        lengths = padded(np.array([len(d[0]) for d in documents]), self.shape.doc_multiple)
+        packing = best_fit(lengths, self.shape.row_length(self.options.max_length))
+        return [[documents[i] for i in packing.row(n).tolist()] for n in range(len(packing))]
+
+    def next(self) -> list[Batch]:
+        """This rank's micro-batches of the next global batch. A malformed row leaves the position where it was."""
+        saved = self._block, self._used, self._after
+        try:
+            taken = self._take(self.geometry.global_batch)
+            if not self.options.packing:
+                _raise_first(taken)
+            own = self.geometry.own(taken)
+            rows = own if self.options.packing else [[d[:1] for d in self._tokenize(list(micro))] for micro in own]
+            return batches(rows, self.options.packing, self.shape, self.geometry.uniform)
+        except DataError:
+            self._block, self._used, self._after = saved
+            raise
+
+    def _take(self, count: int) -> list[Any]:
+        taken: list[Any] = []
+        while len(taken) < count:
+            if self._block is None or self._used >= len(self._block.items):
+                self._block, self._used = self._read_block(), 0
+                self._after = self._block.end
+            some = self._block.items[self._used: self._used + count - len(taken)]
+            self._used += len(some)
+            taken += some
+        return taken
+
+    def check_labels(self, rows: int = 256) -> None:
+        """DataError when none of the first rows carries loss."""
+        seen = []
+        for path, located, cursor in read_on(self.sources, Cursor()):
+            if cursor.epoch or len(seen) >= rows:
+                break
+            rendered = self._render(path, located)
+            if isinstance(rendered, Rendered):
+                seen.append(rendered)
+        if not any(r.spans for r in seen):
+            raise DataError(Problem(", ".join(s.name for s in self.sources), f"no token of the first {len(seen)} rows carries loss",
+                                    "rows with assistant messages, or --loss_scale all"))
+        self.counted.clear()
+
+    @property
+    def epoch(self) -> float:
+        """Whole passes over the files so far."""
+        return float(self._after.epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The block's place and how many of its items are used."""
+        begin = self._after if self._block is None else self._block.begin
+        return {"version": 1, "stream": asdict(begin), "used": self._used, "sources": [s.name for s in self.sources]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position: the block is read again, nothing before it."""
+        names = [s.name for s in self.sources]
+        if state.get("sources") != names:
+            raise DataError(Problem("--resume_from_checkpoint", f"--dataset was {state.get('sources')} in the checkpoint, now {names}"))
+        self._after, self._block, self._used = Cursor(**state["stream"]), None, 0
+        if state["used"]:
+            self._take(state["used"])
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Rows read and what happened to some of them."""
+        return {"rows_read": float(self._after.rows)} | {k: float(v) for k, v in self.counted.items()}
