@@ -1,0 +1,60 @@
+"""Write the bundled conversations: every fact asked in ten ways, some of the questions kept for the held-out file.
+
+    python scripts/quickstart/make_data.py FOLDER
+
+Deterministic. A held-out question is a fact in a wording that training never shows for it; both are known from others.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+from facts import KINDS
+
+HELD_OUT = 100
+Turn = dict[str, str]
+
+
+def questions(rng: random.Random) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(train, held out) question-answer pairs; at most one wording of a fact is held out."""
+    train, held_out = [], []
+    for kind in KINDS:
+        for x, y in kind.pairs.items():
+            asked = [(q.format(x=x), y) for q in kind.questions]
+            held_out.append(asked.pop(rng.randrange(len(asked))))
+            train.extend(asked)
+    rng.shuffle(held_out)
+    train.extend(held_out[HELD_OUT:])
+    rng.shuffle(train)
+    return train, held_out[:HELD_OUT]
+
+
+def conversation(pairs: list[tuple[str, str]]) -> list[Turn]:
+    """One conversation of as many turns as there are pairs."""
+    return [turn for q, a in pairs for turn in ({"role": "user", "content": q}, {"role": "assistant", "content": a})]
+
+
+def write(path: Path, rows: list[list[Turn]]) -> None:
+    """One JSON line a conversation, in the `messages` format."""
+    path.write_text("".join(json.dumps({"messages": row}, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def main(folder: Path) -> None:
+    """train.jsonl with conversations of one or two turns, heldout.jsonl with single questions."""
+    rng = random.Random(20)
+    train, held_out = questions(rng)
+    rows = []
+    while train:
+        turns = rng.choice((1, 1, 1, 2))
+        rows.append(conversation(train[:turns]))
+        train = train[turns:]
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / "train.jsonl", rows)
+    write(folder / "heldout.jsonl", [conversation([pair]) for pair in held_out])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
