@@ -109,7 +109,7 @@ def test_options_of_another_task() -> None:
 
 
 def test_a_rule_waits_for_a_mended_value() -> None:
-    assert len(problems("--min_lr 1e-6 --lr_scheduler_type konstant")) == 1
+    assert len(problems("--wsd_decay_ratio 0.2 --lr_scheduler_type wsdd")) == 1
 
 
 def test_what_needs_transformer_engine() -> None:
