@@ -117,7 +117,8 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     fields.update(
         params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, autocast_dtype=dtype,
         calculate_per_token_loss=True,  # before DDP is built: set later, gradients are divided by DP x CP in silence
-        deallocate_pipeline_outputs=True, hidden_dropout=fields.get("hidden_dropout", 0.0),
+        deallocate_pipeline_outputs=cuda,  # gloo still sends from the storage it frees: wrong numbers with VPP, in silence
+        hidden_dropout=fields.get("hidden_dropout", 0.0),
         attention_dropout=fields.get("attention_dropout", 0.0),
     )
     if spec.experts:
