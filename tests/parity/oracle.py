@@ -24,7 +24,7 @@ from tests.parity.models import by_disk_name
 class Recipe:
     """The optimizer of both sides, and the coefficients of the routers' losses."""
 
-    lr: float = 1e-3
+    lr: float = 4e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-6
