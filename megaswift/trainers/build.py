@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megaswift import data, log
+from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_plan
+from megaswift.data import build as data
+from megaswift.data.loader import EvalSource, LoaderGeometry, StoredSource
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.engine import MegatronEngine
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.families.spec import ModelSpec
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.picture import picture
+from megaswift.parallel.picture import draw
+from megaswift.parallel.stages import Split, stage_chunks
 from megaswift.trainers import agree
 from megaswift.trainers.checkpoint import Checkpoint
 from megaswift.trainers.evaluation import Evaluation
@@ -36,8 +38,8 @@ from megaswift.trainers.tasks import TASKS, Task
 from megaswift.trainers.trackers import trackers
 from megaswift.trainers.watch import Watch
 
-
-SHAPE = ("family", "num_layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "tied", "experts", "topk", "expert_ffn")
+SHAPE = (
+    "family", "num_layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "tied", "experts", "topk", "expert_ffn")
 """What a checkpoint and the model it is loaded into must agree on."""
 
 
@@ -64,21 +66,21 @@ class Build:
         """What is trained."""
         return TASKS.get(self.cfg.task)
 
-    def geometry(self, evaluation: bool = False) -> data.LoaderGeometry:
+    def geometry(self) -> LoaderGeometry:
         """What the loader must know of this rank and its batches."""
-        train, layout = self.cfg.train, self.layout
-        plan = batch_plan(train, layout.dp)
-        per_device = (train.per_device_eval_batch_size or plan.per_device) if evaluation else plan.per_device
-        seed = train.seed if self.cfg.data.data_seed is None else self.cfg.data.data_seed
-        whole = layout.cp * (2 if layout.cp > 1 else 1)
-        return data.LoaderGeometry(
-            dp_rank=self.context.coordinates.dp, dp_size=layout.dp, per_device=per_device, accumulation=plan.accumulation,
-            doc_multiple=whole if layout.cp > 1 else 1, row_multiple=whole * (layout.tp if layout.sequence_parallel else 1),
-            uniform=layout.pp > 1, seed=seed)
+        plan, layout = batch_plan(self.cfg.train, self.layout.dp), self.layout
+        return LoaderGeometry(
+            dp_rank=self.context.coordinates.dp, dp_size=layout.dp, per_device=plan.per_device, accumulation=plan.accumulation,
+            doc_multiple=2 * layout.cp if layout.cp > 1 else 1, row_multiple=row_multiple(layout, bool(self.cfg.model.fp8_format)),
+            uniform=layout.pp > 1, seed=data.data_seed(self.cfg.data, self.cfg.train))
 
-    def load_tokenizer(self) -> None:
-        """The model's tokenizer; a template of the user's replaces its own."""
+    def data(self) -> tuple[StoredSource, EvalSource | None]:
+        """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a pipeline has stages."""
         self.tokenizer = tokenizer_of(self.cfg, self.folder)
+        source, held = data.build(self.cfg.data, self.cfg.train, self.tokenizer, self.geometry(), self.cfg.task)
+        if held is not None and self.layout.pp > 1:
+            held = replace(held, geometry=replace(held.geometry, accumulation=self.layout.pp))
+        return source, held
 
     def engine(self, fresh: bool) -> MegatronEngine:
         """The model; `fresh` False leaves its weights to a checkpoint."""
@@ -89,13 +91,13 @@ class Build:
             engine.load_hf(self.folder)
         return engine
 
-    def hooks(self, engine: MegatronEngine, evaluation: Callable[[], Any] | None) -> list[Hook]:
+    def hooks(self, engine: MegatronEngine, held: EvalSource | None) -> list[Hook]:
         """In the order of their work within a step: lines first, the checkpoint last."""
         train, outputs, task = self.cfg.train, self.outputs, self.task
         hooks: list[Hook] = [Metrics(outputs.metrics, train.logging_steps, self.speed(engine), task.count), Watch(), Progress()]
         hooks += trackers(train.report_to, outputs.root, self.cfg.to_dict())
-        if evaluation is not None:
-            hooks.append(Evaluation(outputs.evaluation, evaluation, train.eval_steps, train.eval_iters, task.count))
+        if held is not None:
+            hooks.append(Evaluation(outputs.evaluation, held.eval_batches, train.eval_steps, train.eval_iters, task.count))
         facts = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout), "config": self.cfg.to_dict()}
         checkpoint = Checkpoint(outputs.store, train.save_steps, train.save_total_limit, facts)
         checkpoint.attach = self.attach
@@ -125,14 +127,22 @@ class Build:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
         kernels = f"{engine.impl} ({engine.impl_reason}), {str(engine.config.params_dtype).removeprefix('torch.')}"
         plan = batch_plan(self.cfg.train, layout.dp)
+        grid = draw(layout, stage_chunks(s.num_layers, layout, Split.from_config(self.cfg.parallel))) if layout.world_size > 1 else ""
         processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
         return Facts(
             title=self.task.title,
             model=f"{s.family}, {s.num_layers} layers x {s.hidden_size}, {s.heads} heads ({s.kv_heads} KV), vocabulary {s.vocab_size:,}"
                   f"{experts}: {self.folder}{' (random weights)' if self.cfg.model.random_init else ''}",
-            parameters=engine.report(), layout=f"{layout.describe()} on {processes} ({where})", picture=picture(layout, s.num_layers),
+            parameters=engine.report(), layout=f"{layout.describe()} on {processes} ({where})", picture=grid,
             kernels=kernels, data=data_text(source.stats), dp=layout.dp, accumulation=plan.accumulation, total_steps=total_steps,
-            steps_per_epoch=source.steps_per_epoch, start=start)
+            rows_per_epoch=source.rows, start=start)
+
+
+def row_multiple(layout: Layout, fp8: bool) -> int:
+    """Rows are padded to it: 2 CP chunks of equal length, TP equal parts of each rank's share, 16 tokens a rank for FP8 products."""
+    tp = layout.tp if layout.sequence_parallel else 1
+    share = math.lcm(tp, 2 if layout.cp > 1 else 1)
+    return layout.cp * (math.lcm(share, 16 * tp) if fp8 else share)
 
 
 def tokenizer_of(cfg: SwiftConfig, folder: Path) -> Any:
@@ -143,7 +153,7 @@ def tokenizer_of(cfg: SwiftConfig, folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(Problem(f"tokenizer in {folder}", f"cannot be read: {reason}", "the model's own tokenizer files, unchanged")) from None
+        raise UserError(Problem(f"tokenizer in {folder}", f"cannot be read: {reason}", "the model's own tokenizer files")) from None
     template = cfg.data.chat_template
     if template:
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8") if "{" not in template else template
@@ -163,9 +173,9 @@ def count_steps(cfg: SwiftConfig, source: Any) -> int:
     """Optimizer steps of the run: `max_steps`, else what the epochs need, the last one rounded up."""
     if cfg.train.max_steps is not None:
         return cfg.train.max_steps
-    if source.steps_per_epoch is None:
+    if source.rows is None:
         raise ConfigError(Problem("--streaming", "the length of the data is not known, so epochs cannot be counted", "--max_steps N"))
-    return max(1, math.ceil(cfg.train.num_train_epochs * source.steps_per_epoch - 1e-9))
+    return source.steps_for(cfg.train.num_train_epochs)
 
 
 def changed(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -97,6 +97,6 @@ def differences(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[P
         rule = f"has format {manifest['format']}, this version reads {commit.FORMAT}"
         problems.append(Problem("checkpoint", rule, "the version that wrote it"))
     saved = manifest.get("model", {})
-    problems += [Problem(f"model's {name}", f"is {saved[name]} in the checkpoint and {model[name]} in --model", "the checkpoint's own model")
+    problems += [Problem(f"model's {name}", f"is {saved[name]} in the checkpoint and {model[name]} in --model", "the checkpoint's model")
                  for name in model if name in saved and saved[name] != model[name]]
     return problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ RAW, MEAN, EVAL, BAD, INK, GRID = "#9ec5f4", "#1f5fb4", "#d9730d", "#c0392b", "#
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean over the `window` values around each; fewer at the ends. NaN leaves a gap and counts nowhere."""
-    half, out = window // 2, []
+    """Median of the `window` values around each, so that a spike stays a spike; as many on either side, hence fewer at the ends.
+
+    NaN leaves a gap and counts nowhere."""
+    out = []
     for i, value in enumerate(values):
-        near = [v for v in values[max(0, i - half):i + half + 1] if math.isfinite(v)]
-        out.append(sum(near) / len(near) if math.isfinite(value) else math.nan)
+        half = min(window // 2, i, len(values) - 1 - i)
+        near = [v for v in values[i - half:i + half + 1] if math.isfinite(v)]
+        out.append(statistics.median(near) if math.isfinite(value) else math.nan)
     return out
 
 
@@ -27,7 +31,7 @@ def column(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
 
 
 def smoothing_window(count: int) -> int:
-    """Points in the mean: about a thirtieth of the curve, 1 (none) for short ones."""
+    """Points in the median: about a thirtieth of the curve, 1 (none) for short ones."""
     return max(1, count // 30)
 
 
@@ -72,7 +76,7 @@ def draw(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.spines["bottom"].set_color(GRID)
     axes[2].set_xlabel("optimizer step", color=INK, fontsize=9)
-    axes[2].xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[2].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     figure.align_ylabels(axes)
     fresh = picture.with_name(picture.name + ".new")
     figure.savefig(fresh, format="png")
@@ -84,7 +88,7 @@ def _loss(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], ev
     window = smoothing_window(len(lines))
     if window > 1:
         axis.plot(steps, losses, color=RAW, linewidth=0.9, label="each line")
-        axis.plot(steps, smooth(losses, window), color=MEAN, linewidth=1.8, label=f"mean of {window} lines around")
+        axis.plot(steps, smooth(losses, window), color=MEAN, linewidth=1.8, label=f"median of {window} lines")
     else:
         axis.plot(steps, losses, color=MEAN, linewidth=1.6, marker="o" if len(lines) < 40 else None, markersize=3, label="training")
     shown = list(losses)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megaswift.bridge.hf_writer import HfWriter
-from megaswift.engine.protocol import Engine
+from megaswift.bridge.export import ExportOptions, export_hf
+from megaswift.engine.megatron.engine import MegatronEngine
 from megaswift.trainers import agree
+from megaswift.trainers.build import Build
 from megaswift.trainers.progress import tell
 
-if TYPE_CHECKING:
-    from megaswift.trainers.build import Build
+TEMPLATE = "chat_template.jinja"
 
 
-def export(engine: Engine, build: Build) -> None:
-    """Streams the weights of all ranks into safetensors shards; rank 0 writes."""
+def export(engine: MegatronEngine, build: Build) -> None:
+    """Streams the weights of all ranks into safetensors shards, each tensor in the dtype it was loaded with; rank 0 writes.
+
+    An export of an earlier start is replaced once the new one is whole.
+    """
     folder = build.outputs.hf
-    writer = HfWriter(folder) if agree.rank() == 0 else None
-    for name, tensor in engine.hf_weights():
-        if writer is not None:
-            writer.add(name, tensor)
-    if writer is not None:
-        writer.close(build.folder)
+    if agree.rank() == 0:
+        export_hf(folder, engine.plan, engine.hf_weights(), ExportOptions(source=build.folder, overwrite=True))
+        if build.cfg.data.chat_template:
+            (folder / TEMPLATE).write_text(build.tokenizer.chat_template, encoding="utf-8")
         tell(f"exported {folder}")
+    else:
+        for _ in engine.hf_weights():
+            pass

@@ -49,7 +49,7 @@ def advice(cfg: Any, experts: int) -> list[str]:
         (not p.distributed_optimizer, "--distributed_optimizer true: optimizer state divided by data-parallel ranks, no cost"),
         (p.tensor_parallel_size > 1 and p.sequence_parallel is False, "--sequence_parallel true: activations divided by TP, no cost"),
         (gpu and m.torch_dtype == "float32", "--torch_dtype bfloat16: half the weights and activations"),
-        (m.recompute_granularity in (None, "none"), "--recompute_granularity selective: attention's inner activations are recomputed, cheap"),
+        (m.recompute_granularity in (None, "none"), "--recompute_granularity selective: attention's core is recomputed, cheap"),
         (m.recompute_granularity != "full", "--recompute_granularity full: every layer's activations are recomputed, about a third slower"),
         (True, f"--tp {heads_tp} (inside one machine): weights, activations and optimizer state divided by {heads_tp}"),
         (experts > 1, f"--ep {p.expert_parallel_size * 2}: experts divided over more ranks"),

@@ -98,7 +98,7 @@ def check(cfg: SwiftConfig) -> list[Problem]:
     elif present and not own and not train.overwrite_output_dir and not problems:
         problems.append(Problem(
             flag, f"holds another run ({', '.join(p.name for p in present)})",
-            "another folder, --resume_from_checkpoint latest to go on, or --overwrite_output_dir to start anew (the old run is moved aside)"))
+            "another one, --resume_from_checkpoint latest to go on, or --overwrite_output_dir to start anew (the old one is moved aside)"))
     return problems
 
 

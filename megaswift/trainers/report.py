@@ -33,7 +33,7 @@ STYLE = """
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 main{max-width:1180px;margin:0 auto;padding:28px 20px 60px}h1{font-size:24px;margin:0}h2{font-size:17px;margin:34px 0 10px}
 .sub{color:var(--soft);margin:2px 0 20px;overflow-wrap:anywhere}.tiles,.charts{display:grid;gap:12px}
-.tiles{grid-template-columns:repeat(auto-fit,minmax(150px,1fr))}
+.tiles{grid-template-columns:repeat(auto-fit,minmax(230px,1fr))}
 .charts{grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr))}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px;min-width:0}
 .tile b{display:block;font-size:20px}.tile span,.card h3,.key{color:var(--soft);font-size:13px}.card h3{margin:0 0 4px;font-weight:600}
@@ -111,7 +111,7 @@ def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
     window = smoothing_window(len(lines))
     averaged = list(zip(column(lines, "step"), smooth(losses, window), strict=True))
     loss = [Series("each line", points("loss", lines), "raw" if window > 1 else "mean")]
-    loss += [Series(f"mean of {window} lines around", averaged, "mean")] if window > 1 else []
+    loss += [Series(f"median of {window} lines", averaged, "mean")] if window > 1 else []
     loss += [Series("evaluation", points("loss", evals), "eval", marks=True)] if evals else []
     cards = [("loss", loss, limits(losses + column(evals, "loss")))]
     for name, title in (("grad_norm", "gradient norm"), ("learning_rate", "learning rate"), ("tokens_per_second", "tokens per second"),

@@ -7,6 +7,8 @@ torch is imported when `run` starts, so that a wrong command line is answered at
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
@@ -21,6 +23,7 @@ __all__ = ["preflight", "run"]
 
 def run(cfg: SwiftConfig) -> Path:
     """Trains as `cfg` says and returns the output directory. Every rank calls it, after `preflight`."""
+    quieten()
     from megaswift.engine.megatron.context import ParallelContext
     from megaswift.trainers.session import Session
 
@@ -36,3 +39,11 @@ def run(cfg: SwiftConfig) -> Path:
     finally:
         if finished or layout.world_size == 1:  # after an error other ranks may be inside a collective: the process ends instead
             context.close()
+
+
+def quieten() -> None:
+    """Keeps the libraries' notes to developers (optional packages, renamed functions) off the user's screen; -W and PYTHONWARNINGS win."""
+    if not sys.warnoptions:
+        for module in ("megatron", "torch.distributed", "torch.nn.modules"):
+            warnings.filterwarnings("ignore", module=rf"{module}\..*", category=UserWarning)
+            warnings.filterwarnings("ignore", module=rf"{module}\..*", category=FutureWarning)

@@ -34,7 +34,7 @@ class Facts:
     dp: int
     accumulation: int
     total_steps: int
-    steps_per_epoch: int | None
+    rows_per_epoch: int | None
     start: int = 0
     """The step that a resumed run goes on from."""
 
@@ -71,10 +71,11 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
 
 
 def steps_text(cfg: SwiftConfig, facts: Facts) -> str:
-    """`250 = 2 epochs of 125`."""
+    """`250 = 2 epochs of 1,000 rows`."""
     text = f"{facts.total_steps:,}"
-    if facts.steps_per_epoch:
-        text += f" = {facts.total_steps / facts.steps_per_epoch:.4g} epochs of {facts.steps_per_epoch:,}"
+    if facts.rows_per_epoch:
+        rows_a_step = facts.dp * facts.accumulation * cfg.train.per_device_train_batch_size
+        text += f" = {facts.total_steps * rows_a_step / facts.rows_per_epoch:.4g} epochs of {facts.rows_per_epoch:,} rows"
     return text + (f", going on after step {facts.start:,}" if facts.start else "")
 
 
@@ -116,10 +117,10 @@ def data_text(stats: Mapping[str, Any]) -> str:
     words = []
     for name, value in stats.items():
         label = name.replace("_", " ")
-        if isinstance(value, float):
-            words.append(f"{label} {value:.1%}" if name.endswith("fill") else f"{label} {value:.4g}")
-        elif isinstance(value, int):
-            words.append(f"{value:,} {label}")
-        elif value:
-            words.append(f"{label} {value}")
+        if name in ("fill", "padded_fill"):
+            words.append(f"{label} {value:.1%}")
+        elif value and name not in ("global_batch", "documents") and float(value).is_integer():
+            words.append(f"{int(value):,} {label}")
+        elif name == "documents" and value != stats.get("rows"):
+            words.append(f"{int(value):,} documents")
     return ", ".join(words) or "read as it comes"

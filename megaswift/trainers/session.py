@@ -8,11 +8,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megaswift import data, log
+from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
 from megaswift.families.spec import ModelSpec
-from megaswift.trainers import agree, build, commit, curves, finish, memory, outputs, report, screen
+from megaswift.trainers import (
+    agree,
+    build,
+    commit,
+    curves,
+    finish,
+    memory,
+    outputs,
+    report,
+    screen,
+)
 from megaswift.trainers.checkpoint import restore
 from megaswift.trainers.interrupt import Interrupted
 from megaswift.trainers.loop import Loop
@@ -59,13 +69,11 @@ class Session:
         cfg, b = self.cfg, self.build
         resume = self.resume()
         with self.timed("data"):
-            b.load_tokenizer()
-            source = data.build_train(cfg.data, cfg.train, b.tokenizer, b.geometry())
+            source, held = b.data()
             total = build.count_steps(cfg, source)
-            evaluation = data.build_eval(cfg.data, cfg.train, b.tokenizer, b.geometry(evaluation=True))
         with self.timed("model"), self.memory_advice():
             engine = b.engine(fresh=resume is None)
-            hooks = b.hooks(engine, None if evaluation is None else evaluation.eval_batches)
+            hooks = b.hooks(engine, held)
         loop = Loop(engine, source, b.task.loss(), lambda step: lr_at(step, total, cfg.optim), total, hooks, seconds=self.seconds)
         if resume is not None:
             with self.timed("resume"):

@@ -42,7 +42,7 @@ def theirs(name, warm, **specific):
 NAMES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "inverse_sqrt": "inverse_sqrt"}
 
 
-@pytest.mark.parametrize(("kind", "warm"), itertools.product(NAMES, (0, 1, 5)))
+@pytest.mark.parametrize(("kind", "warm"), list(itertools.product(NAMES, (0, 1, 5))))
 def test_rates_are_those_of_transformers(kind, warm):
     assert rates(lr_scheduler_type=kind, warmup_steps=warm) == pytest.approx(theirs(NAMES[kind], warm), rel=1e-12, abs=0)
 

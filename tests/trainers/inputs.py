@@ -1,0 +1,47 @@
+"""Real input of the smallest kind: a Hugging Face model folder with its tokenizer, and a file of conversations."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{% generation %}{{ m['content'] }}<e>{% endgeneration %}"
+    "{% else %}<u>{{ m['content'] }}<e>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}")
+SPECIAL = ["<pad>", "<e>", "<u>", "<a>"]
+
+
+def write_model(folder: Path, layers: int = 2) -> Path:
+    """A Qwen3 of some ten thousand parameters and a character tokenizer with a template that marks the generation."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = [*SPECIAL, *"abcdefghijklmnopqrstuvwxyz0123456789 ?=+", "<unk>"]
+    inner = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<e>", unk_token="<unk>", additional_special_tokens=["<u>", "<a>"])
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=128, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_conversations(path: Path, rows: int = 48, seed: int = 0) -> Path:
+    """Sums of one-digit numbers."""
+    draw = random.Random(seed)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(rows):
+            a, b = draw.randint(0, 9), draw.randint(0, 9)
+            turns = [{"role": "user", "content": f"{a}+{b}?"}, {"role": "assistant", "content": str(a + b)}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return path
