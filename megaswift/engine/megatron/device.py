@@ -166,33 +166,42 @@ def _reduce_scatter_uneven(output: torch.Tensor, inputs: list[torch.Tensor], op:
     return None
 
 
+def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function object of its own: torch._dynamo refuses one object under two names of torch."""
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return replaced
+
+
 def _identity_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
 REPLACEMENTS = (
     Replacement("torch.cuda:current_device", lambda: torch.device("cpu"), "names the device of most factory calls"),
-    Replacement("torch.cuda:set_device", _nothing, "called by parallel_state and the checkpoint writer"),
-    Replacement("torch.cuda:synchronize", _nothing, "called by DDP, schedules, checkpoints"),
-    Replacement("torch.cuda:empty_cache", _nothing, "called by DDP"),
+    Replacement("torch.cuda:set_device", _own(_nothing), "called by parallel_state and the checkpoint writer"),
+    Replacement("torch.cuda:synchronize", _own(_nothing), "called by DDP, schedules, checkpoints"),
+    Replacement("torch.cuda:empty_cache", _own(_nothing), "called by DDP"),
     Replacement("torch.cuda:Stream", _Stream, "side streams of DDP, pipeline and dispatcher"),
     Replacement("torch.cuda:Event", _Event, "side streams of DDP, pipeline and dispatcher"),
-    Replacement("torch.cuda:current_stream", _Stream, "side streams of DDP, pipeline and dispatcher"),
-    Replacement("torch.cuda:default_stream", _Stream, "DDP waits for it"),
+    Replacement("torch.cuda:current_stream", _own(_Stream), "side streams of DDP, pipeline and dispatcher"),
+    Replacement("torch.cuda:default_stream", _own(_Stream), "DDP waits for it"),
     Replacement("torch.cuda:stream", _stream_context, "side streams of DDP, pipeline and dispatcher"),
-    Replacement("torch.cuda.nvtx:range_push", _nothing, "profiling marks"),
-    Replacement("torch.cuda.nvtx:range_pop", _nothing, "profiling marks"),
-    Replacement("torch.cuda:manual_seed", torch.manual_seed, "the RNG tracker seeds its states with it"),
-    Replacement("torch.cuda:get_rng_state", _get_rng, "activation recompute keeps the device's RNG state"),
-    Replacement("torch.cuda:set_rng_state", _set_rng, "activation recompute keeps the device's RNG state"),
-    Replacement("torch.cuda.random:get_rng_state", _get_rng, "activation recompute keeps the device's RNG state"),
-    Replacement("torch:Tensor.cuda", _same, "moves parameters and gradients"),
-    Replacement("torch.nn:Module.cuda", _same, "moves modules"),
+    Replacement("torch.cuda.nvtx:range_push", _own(_nothing), "profiling marks"),
+    Replacement("torch.cuda.nvtx:range_pop", _own(_nothing), "profiling marks"),
+    Replacement("torch.cuda:manual_seed", _own(torch.manual_seed), "the RNG tracker seeds its states with it"),
+    Replacement("torch.cuda:get_rng_state", _own(_get_rng), "activation recompute keeps the device's RNG state"),
+    Replacement("torch.cuda:set_rng_state", _own(_set_rng), "activation recompute keeps the device's RNG state"),
+    Replacement("torch.cuda.random:get_rng_state", _own(_get_rng), "activation recompute keeps the device's RNG state"),
+    Replacement("torch:Tensor.cuda", _own(_same), "moves parameters and gradients"),
+    Replacement("torch.nn:Module.cuda", _own(_same), "moves modules"),
     Replacement("torch.distributed:all_to_all_single", _all_to_all, "gloo wants split sizes as lists of ints; the MoE dispatcher passes tensors"),
     Replacement("torch.distributed:all_gather", _gather_uneven, "gloo refuses uneven sizes; the MoE dispatcher with ETP > 1 needs them"),
     Replacement("torch.distributed:reduce_scatter", _reduce_scatter_uneven, "gloo refuses uneven sizes; the MoE dispatcher with ETP > 1 needs them"),
-    Replacement(_CORE + "tensor_parallel.random:_get_cuda_rng_state", _get_rng, "the RNG tracker reads the device's state"),
-    Replacement(_CORE + "tensor_parallel.random:_set_cuda_rng_state", _set_rng, "the RNG tracker sets the device's state"),
+    Replacement(_CORE + "tensor_parallel.random:_get_cuda_rng_state", _own(_get_rng), "the RNG tracker reads the device's state"),
+    Replacement(_CORE + "tensor_parallel.random:_set_cuda_rng_state", _own(_set_rng), "the RNG tracker sets the device's state"),
 )
 
 _installed = False
@@ -237,10 +246,17 @@ def innermost(function: Any) -> types.FunctionType:
     return getattr(function, "__func__", function)
 
 
-def _before_import() -> None:
-    """What must stand before Megatron-Core's modules are imported: decorators run then."""
-    jit = importlib.import_module(_CORE + "jit")
-    jit.jit_fuser = _identity_decorator  # torch.compile of tiny elementwise functions costs minutes on a CPU and changes digits
+def _import_without_compiler() -> None:
+    """Import Megatron-Core while `torch.compile` does nothing: its `jit_fuser` is bound then.
+
+    Compiling its small elementwise functions costs minutes on a CPU and changes digits.
+    """
+    compiler = torch.compile
+    torch.compile = _identity_decorator  # type: ignore[assignment]
+    try:
+        importlib.import_module(_CORE + "jit")
+    finally:
+        torch.compile = compiler
 
 
 def install() -> None:
@@ -249,8 +265,8 @@ def install() -> None:
     if _installed or not on_cpu():
         return
     _installed = True
-    assert _CORE + "transformer.transformer_layer" not in sys.modules, "device.install() comes before other Megatron imports"
-    _before_import()
+    assert "megatron.core" not in sys.modules, "megaswift.engine.megatron has to be imported before megatron.core"
+    _import_without_compiler()
     for row in CONSTANTS:
         function = innermost(resolve(row.symbol)[2])
         function.__code__ = _cpu_constant(function.__code__)

@@ -41,6 +41,20 @@ def canonical_name(name: str, chunk: SwiftGPT, spec: ModelSpec, context: Paralle
     return name
 
 
+def _mark(parameter: nn.Parameter, entry: Entry) -> None:
+    """Tell Megatron how a parameter is spread: its initialisers do in part, which we do not run.
+
+    Without the shard mark the gradient norm counts tensor-parallel rank 0 only, and every rank clips too little, in silence.
+    `allreduce` False means: replicas are the expert-data-parallel group's. Megatron-Core (0.16 to 0.19) sets it for EP > 1 only;
+    with EP 1 and ETP < TP its tensor-parallel ranks then train experts that drift apart, in silence.
+    """
+    if entry.expert is not None:
+        parameter.allreduce = False
+    parameter.tensor_model_parallel = entry.shard != "replicated"
+    parameter.partition_dim = 1 if entry.shard == "row" else 0
+    parameter.partition_stride = 1
+
+
 @dataclass(frozen=True)
 class Placed:
     """A parameter of this rank and its entry in the weight plan."""
@@ -63,6 +77,7 @@ class RankWeights:
                 assert entry is not None, f"{canonical} has no entry in the weight plan of {spec.family}"
                 shape = tuple(entry.shard_shape(self._tp(entry)[0], self.padded))
                 assert shape == tuple(parameter.shape), f"{canonical}: module has {tuple(parameter.shape)}, plan says {shape}"
+                _mark(parameter, entry)
                 self.placed.append(Placed(entry, parameter))
         self.by_name = {p.entry.megatron: p.parameter for p in self.placed}
 
