@@ -71,7 +71,9 @@ class HfWriter:
         self.directory, self.overwrite = Path(directory), overwrite
         self.tensors = dict(tensors)
         self.total_bytes = sum(nbytes(meta) for meta in self.tensors.values())
-        self._temporary = self.directory.with_name(f".{self.directory.name}.{os.getpid()}.writing")
+        self._temporary, self._old = (self.directory.with_name(f".{self.directory.name}.{end}") for end in ("writing", "old"))
+        if self._old.exists() and not self.directory.exists():
+            self._old.rename(self.directory)  # an earlier overwrite was interrupted between its two renames
         if self.directory.exists() and not overwrite and any(self.directory.iterdir()):
             raise CheckpointError(Problem(str(self.directory), "exists already", "give another folder, or ask to overwrite it"))
         self._shards = self._split(max_shard_bytes)
@@ -159,7 +161,8 @@ class HfWriter:
             dtypes = {meta.dtype for meta in self.tensors.values()}
             changed = dict(config)
             if len(dtypes) == 1:
-                changed["torch_dtype" if "torch_dtype" in config else "dtype"] = str(next(iter(dtypes))).removeprefix("torch.")
+                key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+                changed[key] = str(next(iter(dtypes))).removeprefix("torch.")
             self._json("config.json", changed)
         for pattern in COPIED if source is not None else ():
             for path in sorted(source.glob(pattern)):  # type: ignore[union-attr]
@@ -170,14 +173,14 @@ class HfWriter:
 
     def _commit(self) -> None:
         """By rename; what was there under this name goes only after the new folder is in place."""
-        old = self.directory.with_name(f".{self.directory.name}.{os.getpid()}.old")
+        shutil.rmtree(self._old, ignore_errors=True)
         if self.directory.exists():
-            self.directory.rename(old)
+            self.directory.rename(self._old)
         self._temporary.rename(self.directory)
         parent = os.open(self.directory.parent, os.O_RDONLY)
         os.fsync(parent)
         os.close(parent)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(self._old, ignore_errors=True)
 
     def abort(self) -> None:
         """Remove what was written."""

@@ -194,7 +194,7 @@ class WeightPlan:
                           "use the checkpoint in bfloat16")
 
     def _unequal(self, source: HfSource, head: str, rows: int = 4096) -> Iterator[Problem]:
-        embedding = self.entries[0].hf[0]
+        embedding = self.by_megatron["embedding.word_embeddings.weight"].hf[0]
         same = source.shape(head) == source.shape(embedding)
         for at in range(0, self.spec.vocab_size, rows):
             if same:
