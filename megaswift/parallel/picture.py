@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.stages import Chunk
+from megaswift.parallel.stages import Split, stage_chunks
 
 MOST_ROWS = 8
 MOST_COLUMNS = 8
@@ -18,8 +18,8 @@ ELISION = "..."
 T = TypeVar("T")
 
 
-def draw(layout: Layout, chunks: Sequence[Sequence[Chunk]]) -> str:
-    """The grid. `chunks` [pp][vpp] as of `stage_chunks`. Long sides are cut in the middle; ranks of a tensor-parallel group share a cell.
+def picture(layout: Layout, num_layers: int, split: Split | None = None) -> str:
+    """The grid. Long sides are cut in the middle; ranks of a tensor-parallel group share a cell.
 
     TP2 PP2 DP2, 4 layers:
                     stage 0     stage 1
@@ -27,6 +27,7 @@ def draw(layout: Layout, chunks: Sequence[Sequence[Chunk]]) -> str:
         dp 0        ranks 0-1   ranks 4-5
         dp 1        ranks 2-3   ranks 6-7
     """
+    chunks = stage_chunks(num_layers, layout, split)
     stages = _elide(range(layout.pp), MOST_COLUMNS)
     rows = [["", *_each(stages, "stage {}".format)]]
     for v in range(layout.vpp):

@@ -4,12 +4,12 @@ import re
 import textwrap
 
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.picture import draw
-from megaswift.parallel.stages import stage_chunks
+from megaswift.parallel.picture import picture
+from megaswift.parallel.stages import Split
 
 
 def grid(layers, layout):
-    return draw(layout, stage_chunks(layers, layout))
+    return picture(layout, layers)
 
 
 def text(block):
@@ -48,8 +48,7 @@ def test_interleaved_with_context_and_expert_parallel():
 
 def test_a_thousand_ranks_fit_a_screen():
     layout = Layout(1024, tp=4, pp=16)
-    picture = grid(32, layout)
-    lines = picture.splitlines()
+    lines = grid(32, layout).splitlines()
     assert len(lines) <= 10
     assert max(map(len, lines)) <= 140
     assert lines[0].split()[-2:] == ["stage", "15"]
@@ -67,3 +66,7 @@ def test_ranks_are_where_the_layout_says():
             for tp, rank in enumerate((int(first), int(last))):
                 at = layout.coordinates(rank)
                 assert (at.tp, at.cp, at.dp, at.pp) == (tp, cp, dp, pp)
+
+
+def test_uneven_stages():
+    assert "embed+0-2   3+head" in picture(Layout(2, pp=2), 4, Split(first=3))
