@@ -23,8 +23,8 @@ from megaswift.engine.megatron.engine import MegatronEngine
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.families.spec import ModelSpec
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.picture import draw
-from megaswift.parallel.stages import Split, stage_chunks
+from megaswift.parallel.picture import picture
+from megaswift.parallel.stages import Split
 from megaswift.trainers import agree
 from megaswift.trainers.checkpoint import Checkpoint
 from megaswift.trainers.evaluation import Evaluation
@@ -127,7 +127,7 @@ class Build:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
         kernels = f"{engine.impl} ({engine.impl_reason}), {str(engine.config.params_dtype).removeprefix('torch.')}"
         plan = batch_plan(self.cfg.train, layout.dp)
-        grid = draw(layout, stage_chunks(s.num_layers, layout, Split.from_config(self.cfg.parallel))) if layout.world_size > 1 else ""
+        grid = picture(layout, s.num_layers, Split.from_config(self.cfg.parallel)) if layout.world_size > 1 else ""
         processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
         return Facts(
             title=self.task.title,

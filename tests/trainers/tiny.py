@@ -93,7 +93,8 @@ class TinyEngine:
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rng": torch.get_rng_state()}, directory / "state.pt")
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rng": torch.get_rng_state()}
+        torch.save(state, directory / "state.pt")
 
     def load(self, directory: Path) -> None:
         state = torch.load(directory / "state.pt", weights_only=True)
