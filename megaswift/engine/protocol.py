@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,10 +61,7 @@ class Engine(Protocol):
     def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[Outputs]:
         """Evaluation mode, no RNG use, input order, on every model-parallel rank."""
 
-    def reference(self, update: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
-        """Reference weights inside the context; never inside train_batch."""
-
-    def hf_weights(self, adapter_only: bool = False, dtype: Any = None) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(self, dtype: Any = None) -> Iterator[tuple[str, Tensor]]:
         """Streamed (Hugging Face name, full tensor): export and rollout sync. Collective; every rank iterates, rank 0 gets tensors."""
 
     def load_hf(self, directory: Path) -> None:
@@ -76,12 +72,6 @@ class Engine(Protocol):
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`, on the same or another layout."""
-
-    def offload(self, parts: frozenset[str]) -> None:
-        """Move params, grads or optimizer state off the device."""
-
-    def onload(self, parts: frozenset[str]) -> None:
-        """The inverse of `offload`."""
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Only before the first step: parameters whose HF names match do not train."""

@@ -67,8 +67,6 @@ class Needs:
 
     fields: frozenset[str] = frozenset({"logprobs"})
     temperature: float = 1.0
-    topk: int = 0
-    head: str | None = None
 
     def __post_init__(self) -> None:
         unknown = set(self.fields) - set(FIELDS)
@@ -88,8 +86,6 @@ class Outputs:
     mean_logit: Tensor | None = None
     log_sum_sq: Tensor | None = None
     """log of the sum over the vocabulary of p^2."""
-    values: Tensor | None = None
-    """float32 [b, s, k] of the `head`."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ because every layer, also a recomputed one, receives it. Rotary positions are no
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megaswift.engine.megatron.context_slices import gather_order, gather_sequence, local_index
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 
 
@@ -85,9 +87,10 @@ class TorchAttention(MegatronModule):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, h, s, d]
         dropout = self.dropout if self.training else 0.0
         outs = []
-        for at, count, first, keys, offset in rows.pieces():
-            span = slice(first, first + keys)
-            outs.append(_attend(q[:, :, at : at + count], k[:, :, span], v[:, :, span], offset, self.window, self.softmax_scale, dropout))
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():  # heads lie on ranks: each draws its own
+            for at, count, first, keys, offset in rows.pieces():
+                span = slice(first, first + keys)
+                outs.append(_attend(q[:, :, at : at + count], k[:, :, span], v[:, :, span], offset, self.window, self.softmax_scale, dropout))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
 

@@ -31,7 +31,7 @@ class AuxLosses:
 
     def begin(self, microbatches: int) -> None:
         """Before a pass: `microbatches` of all data-parallel ranks together."""
-        self.scale.average_over = microbatches
+        self.scale.average_over = max(microbatches, 1)
         self.scale.values.clear()
 
     def report(self) -> dict[str, float]:

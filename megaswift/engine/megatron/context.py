@@ -60,9 +60,13 @@ class ParallelContext:
             dist.init_process_group(backend, timeout=timeout)
 
     def seed(self, seed: int) -> None:
-        """Random states: the same on data-parallel replicas, other dropout on tensor-parallel ranks and pipeline stages."""
-        torch.manual_seed(seed)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        """Random states for dropout: one for what tensor-parallel ranks share, one each for what they split.
+
+        Ranks with other data, sequence parts or layers draw other numbers. Weights never come from these (see weights.py).
+        """
+        at, layout = self.coordinates, self.layout
+        place = at.cp + layout.cp * (at.dp + layout.dp * at.pp)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed + 10_000 * place, force_reset_rng=True)
 
     def close(self) -> None:
         """Take the groups down; another layout may follow in this process.

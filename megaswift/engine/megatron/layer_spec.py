@@ -5,6 +5,7 @@ Owns the choice (`pick`) and both specs. The two have the same parameter names, 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -77,7 +78,8 @@ def te_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
         num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm,
     )
     if moe:
-        spec.submodules.mlp.submodules.router = BalancedRouter
+        mlp = spec.submodules.mlp  # a ModuleSpec in 0.16, a functools.partial in 0.19
+        (mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules).router = BalancedRouter
     return spec
 
 

@@ -30,6 +30,7 @@ class GlobalCounts:
     tokens: int
     label_tokens: int
     microbatches: int
+    """Those with any token: fillers of uneven ends do not count."""
 
 
 def count(microbatches: Sequence[Batch], loss: Loss, context: ParallelContext) -> GlobalCounts:
@@ -38,7 +39,8 @@ def count(microbatches: Sequence[Batch], loss: Loss, context: ParallelContext) -
     sums = torch.zeros(len(names) + 3, dtype=torch.float64)
     for batch in microbatches:
         found = loss.counts(batch)
-        sums += torch.tensor([*(found[n] for n in names), batch.tokens, batch.label_tokens, 1], dtype=torch.float64)
+        real = [batch.tokens, batch.label_tokens, int(batch.tokens > 0)]
+        sums += torch.tensor([*(found[n] for n in names), *real], dtype=torch.float64)
     sums = sums.to(context.device)
     if context.layout.dp > 1:
         dist.all_reduce(sums, group=context.groups.dp)
