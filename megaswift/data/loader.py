@@ -22,7 +22,6 @@ from megaswift.errors import DataError, Problem
 from megaswift.log import warn
 from megaswift.losses.contract import Batch
 
-
 _SAME = {"fingerprint": "the data set, its tokenisation or --max_length", "seed": "--data_seed", "shuffle": "--shuffle"}
 
 

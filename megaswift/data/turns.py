@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megaswift.data.sample import RowError
@@ -36,14 +37,30 @@ def _end(i: int) -> str:
     return chr(BASE + 2 * i + 1)
 
 
-def _mark_text(text: str, i: int, starts: bool) -> str:
-    """`text` with marks inside its outer white space, and a start mark after its reasoning too."""
-    core = text.strip()
-    if not core:
+@dataclass(frozen=True)
+class _Marking:
+    """What is marked in a second rendering: the more, the more is known, if the template lets it pass."""
+
+    others: bool
+    """The ends of users' and tools' contents too."""
+    starts: bool
+    """The starts of the assistant's contents."""
+    outside: bool
+    """Marks outside of contents' outer white space: exact, but in the way of templates that trim it."""
+
+
+_MARKINGS = tuple(_Marking(*m) for m in ((True, True, True), (True, True, False), (False, True, True), (False, True, False),
+                                         (False, False, False), (True, False, False)))
+
+
+def _mark_text(text: str, i: int, how: _Marking, start: bool) -> str:
+    """`text` with marks at its edges, and a start mark after its reasoning too."""
+    core = text if how.outside else text.strip()
+    if not core.strip():
         return text
-    lead = text[: len(text) - len(text.lstrip())]
-    trail = text[len(lead) + len(core):]
-    if not starts:
+    at = text.index(core)
+    lead, trail = text[:at], text[at + len(core):]
+    if not start:
         return lead + core + _end(i) + trail
     head, closing, answer = core.rpartition("</think>")
     body = answer.lstrip()
@@ -52,18 +69,27 @@ def _mark_text(text: str, i: int, starts: bool) -> str:
     return lead + _start(i) + core + _end(i) + trail
 
 
-def _marked(message: Message, i: int, starts: bool) -> Message:
+def _marked(message: Message, i: int, how: _Marking) -> Message:
+    answers = message["role"] == "assistant"
     content = message.get("content")
+    if not (answers or (how.others and message["role"] != "system")):
+        return message
     if isinstance(content, str):
-        return {**message, "content": _mark_text(content, i, starts)}
+        return {**message, "content": _mark_text(content, i, how, answers and how.starts)}
     if isinstance(content, list) and len(texts := [p for p in content if p.get("type") == "text"]) == 1:
-        return {**message, "content": [{**p, "text": _mark_text(p["text"], i, starts)} if p is texts[0] else p for p in content]}
+        part = {**texts[0], "text": _mark_text(texts[0]["text"], i, how, answers and how.starts)}
+        return {**message, "content": [part if p is texts[0] else p for p in content]}
     return message
 
 
 def _has_reasoning(message: Message) -> bool:
     content = message.get("content")
     return any(message.get(k) for k in REASONING) or (isinstance(content, str) and "</think>" in content)
+
+
+def _trailing(message: Message) -> str:
+    content = message.get("content")
+    return content[len(content.rstrip()):] if isinstance(content, str) else ""
 
 
 class TurnFinder:
@@ -124,9 +150,11 @@ class TurnFinder:
         """Character ranges of the assistant turns in `text`, in order of the assistant messages."""
         if MARKS.search(text):
             raise RowError("messages", "holds characters of Unicode's private use plane 15", "text without them")
-        for others, starts in ((True, True), (False, True), (False, False), (True, False)):
-            marked = [_marked(m, i, starts) if m["role"] == "assistant" else _marked(m, i, False) if others and m["role"] != "system" else m
-                      for i, m in enumerate(messages)]
+        edges = any(isinstance(c := m.get("content"), str) and c != c.strip() for m in messages)
+        for how in _MARKINGS:
+            if how.outside and not edges:
+                continue
+            marked = [_marked(m, i, how) for i, m in enumerate(messages)]
             try:
                 found = self._render(marked, tools, False)
             except RowError:
@@ -164,8 +192,9 @@ class TurnFinder:
             return content
         if i and _end(i - 1) in where and position == where[_end(i - 1)] + 1:
             tail = self._tail(messages[i - 1]["role"])
-            if tail is not None and marked.startswith(tail, position):
-                return position + len(tail)
+            for space in ("", _trailing(messages[i - 1])):  # the mark may stand before white space that the template keeps
+                if tail is not None and marked.startswith(space + tail, position):
+                    return position + len(space + tail)
         if self.header:
             at = marked.find(self.header, position, where.get(_end(i)))
             return at + len(self.header) if at >= 0 else content
