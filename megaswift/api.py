@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.capabilities import missing_transformer_engine
 from megaswift.errors import ConfigError, Problem
 
 
@@ -29,7 +28,6 @@ class Trainer:
         cfg = self.config.replace(**options) if options else self.config
         missing = [name for name in ("model", "dataset") if not cfg.value(name)]
         problems = [Problem(name, "is missing", 'Trainer(model="DIR").train(dataset="data.jsonl")') for name in missing]
-        problems += missing_transformer_engine(cfg)
         if problems:
             raise ConfigError(problems)
 

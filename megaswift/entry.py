@@ -6,23 +6,24 @@ Owns the order of these and the exit codes. Workers of torchrun come through her
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megaswift import log
 from megaswift.config import SwiftConfig, load
-from megaswift.config.capabilities import missing_transformer_engine
 from megaswift.config.swift import is_worker
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.launchers import local
 from megaswift.refusal import leave, refuse
 
 HELP = ("-h", "--help")
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(task: str, argv: Sequence[str] | None = None) -> int:
-    """The command line of `task`; returns the exit code: 0, 2 for a user's mistake, else torchrun's."""
+    """The command line of `task`; returns the exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else torchrun's."""
     words = list(sys.argv[1:] if argv is None else argv)
     if any(w in HELP for w in words):
         from megaswift.config.helptext import task_help
@@ -33,6 +34,9 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
         return _go(task, words)
     except UserError as error:
         code = refuse(error, os.environ)
+    except KeyboardInterrupt:  # before the loop, which saves its state; nothing is lost
+        log.info("stopped")
+        code = INTERRUPTED
     leave(code, os.environ)
 
 
@@ -40,9 +44,9 @@ def _go(task: str, words: list[str]) -> int:
     cfg = load(task, words, complete=True)
     worker = is_worker(os.environ)
     world = int(os.environ["WORLD_SIZE"]) if worker else local.world_size(cfg.launch)
-    problems = missing_transformer_engine(cfg) + (_other_processes(cfg) if worker else [])
-    if problems:
-        raise ConfigError(problems)
+    other = _other_processes(cfg) if worker else []
+    if other:
+        raise ConfigError(other)
     if not worker or "MEGASWIFT_CHECKED" not in os.environ:
         for notice in cfg.notices:
             log.info(notice)

@@ -54,6 +54,26 @@ def test_a_mistake_ends_with_2_and_no_traceback_before_torchrun_starts(tmp_path:
     assert not list(tmp_path.glob("output*"))
 
 
+def model_folder(folder: Path) -> Path:
+    """As much of a model as the checks before the first process look at."""
+    (folder / "config.json").write_text(json.dumps({
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False}))
+    return folder
+
+
+@pytest.mark.process
+def test_a_layout_that_does_not_work_ends_with_2_before_torchrun_starts(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"messages": []}\n')
+    code, out, err = ran("-m", "megaswift", "pt", "--random_init", "--model", str(model_folder(tmp_path)), "--dataset", "d.jsonl",
+                         "--tp", "2", "--pp", "4", "--fp8_format", "e4m3", cwd=tmp_path, NPROC_PER_NODE="2")
+    assert code == 2 and out == "" and "Traceback" not in err and "ChildFailedError" not in err
+    for part in ("problems)", "3 attention heads", "2 layers", "--fp8_format e4m3"):
+        assert part in err, err
+    assert not (tmp_path / "output").exists()
+
+
 @pytest.mark.process
 def test_unknown_commands() -> None:
     code, _, err = ran("-m", "megaswift", "sfft")
@@ -79,6 +99,21 @@ def test_a_script_s_own_folder_leaves_the_path(tmp_path: Path) -> None:
                          f"runpy.run_path({str(ROOT / 'megaswift/sft.py')!r}, run_name='__mp_main__')\n"
                          "print(sys.path[0]); print([p for p in sys.path if p.endswith('/megaswift')])", PYTHONPATH="", cwd=tmp_path)
     assert code == 0 and out.split("\n")[:2] == [str(ROOT), "[]"], err
+
+
+INTERRUPT = """
+import megaswift.trainers.run as run, megaswift.entry as entry
+def preflight(cfg, world):
+    raise KeyboardInterrupt
+run.preflight = preflight
+raise SystemExit(entry.main("sft", ["--model", "m", "--dataset", "d"]))
+"""
+
+
+@pytest.mark.process
+def test_ctrl_c_while_starting() -> None:
+    code, _, err = ran("-c", INTERRUPT)
+    assert code == 130 and err == "megaswift: stopped\n"
 
 
 @pytest.mark.process
