@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -101,19 +102,21 @@ def test_a_script_s_own_folder_leaves_the_path(tmp_path: Path) -> None:
     assert code == 0 and out.split("\n")[:2] == [str(ROOT), "[]"], err
 
 
-INTERRUPT = """
-import megaswift.trainers.run as run, megaswift.entry as entry
-def preflight(cfg, world):
-    raise KeyboardInterrupt
-run.preflight = preflight
-raise SystemExit(entry.main("sft", ["--model", "m", "--dataset", "d"]))
-"""
-
-
 @pytest.mark.process
-def test_ctrl_c_while_starting() -> None:
-    code, _, err = ran("-c", INTERRUPT)
-    assert code == 130 and err == "megaswift: stopped\n"
+def test_ctrl_c_while_starting(tmp_path: Path) -> None:
+    pipe = tmp_path / "run.yaml"
+    os.mkfifo(pipe)
+    process = start("-m", "megaswift", "sft", str(pipe))
+    while process.poll() is None:  # opening for writing fails until the process reads
+        try:
+            os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            break
+        except OSError:
+            time.sleep(0.05)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err == "megaswift: stopped\n"
 
 
 @pytest.mark.process
@@ -141,9 +144,11 @@ leave(refuse(DataError("row 7 is broken"), os.environ, patience=float(sys.argv[1
 
 def fail(*ranks: int, patience: float) -> list[str]:
     """What each of these ranks says when they fail together; they are children of one process, as under torchrun."""
-    run = os.urandom(8).hex()
-    started = [time.sleep(0.5 if r == 0 else 0) or start("-c", SPEAK, str(patience), RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="4", MASTER_PORT="1", TORCHELASTIC_RUN_ID=run)
-               for r in ranks]
+    shared = {"WORLD_SIZE": "4", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": os.urandom(8).hex()}
+    started = []
+    for r in ranks:
+        time.sleep(0.5 if r == 0 else 0)
+        started.append(start("-c", SPEAK, str(patience), RANK=str(r), LOCAL_RANK=str(r), **shared))
     said = [p.communicate(timeout=60)[1] for p in started]
     assert all(p.returncode == 2 for p in started) and not any("Traceback" in s for s in said)
     return said
