@@ -1,0 +1,178 @@
+"""Saving and loading an engine: weights, optimizer and the random states of every rank, on any layout.
+
+A folder holds  .metadata, __<rank>_0.distcp   weights and optimizer states, torch_dist
+                metadata.json, common.pt       what Megatron-Core's own loader looks for; never read here
+                rng-<rank>.safetensors         random states
+                engine.json                    layout, model, optimizer and its step
+Owns what is saved and loaded, in which order, and what makes a checkpoint unfit. When to save, hashes of the files and which
+checkpoint is the latest belong to the trainer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megaswift import log
+from megaswift.engine.megatron import checkpoint_boxes as boxes
+from megaswift.engine.megatron import checkpoint_files as files
+from megaswift.engine.megatron import optimizer_states as states
+from megaswift.engine.megatron import rng_state
+from megaswift.errors import CheckpointError, Problem
+
+if TYPE_CHECKING:
+    from megaswift.engine.megatron.engine import MegatronEngine
+
+FORMAT = 1
+FACTS = "engine.json"
+SHOWN = 12
+"""Tensors named in one error; the rest are counted."""
+
+
+def save(engine: MegatronEngine, directory: Path) -> None:
+    """Everything into `directory`, on disk when this returns. Collective."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for chunk in engine.chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)  # weights of other ranks' optimizer shards come with the next forward pass only
+    states.materialise(engine.optimizer)
+    placed = boxes.pieces(engine)
+    own = [*boxes.weights(placed, True), *boxes.moments(placed, states.slices(engine.optimizer), True)]
+    files.write(directory, own)
+    facts = _facts(engine, max(_gather(engine, states.get_step(engine.optimizer))))
+    _agree(engine, _write_small(engine, directory, facts))
+
+
+def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any]) -> list[Problem]:
+    try:
+        written = [rng_state.write(directory, engine.rank)]
+        if engine.rank == 0:
+            torch.save({}, directory / "common.pt")
+            save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+            (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            written += [directory / "common.pt", directory / "metadata.json", directory / FACTS]
+        for path in [*written, directory]:
+            files.sync(path)
+    except OSError as error:
+        return [Problem(str(directory), f"could not be written ({error})")]
+    return []
+
+
+def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:
+    spec = engine.spec
+    return {
+        "format": FORMAT,
+        "layout": dataclasses.asdict(engine.layout),
+        "device": engine.context.device.type,
+        "dtype": str(engine.config.params_dtype).removeprefix("torch."),
+        "model": {"family": spec.family, "layers": spec.num_layers, "hidden_size": spec.hidden_size, "vocabulary": spec.vocab_size,
+                  "experts": spec.experts},
+        "optimizer": {"name": engine.cfg.optim.optimizer, "step": step, "scaler": states.get_scaler(engine.optimizer)},
+    }
+
+
+def load(engine: MegatronEngine, directory: Path) -> None:
+    """The inverse of `save`, on this or another layout. Collective; nothing is loaded when the checkpoint is unfit."""
+    directory = Path(directory)
+    facts, index = _read_tables(engine, directory)
+    states.materialise(engine.optimizer)
+    placed = boxes.pieces(engine)
+    slices = states.slices(engine.optimizer)
+    wanted = [_source(box, index) for box in [*boxes.weights(placed, False), *boxes.moments(placed, slices, False)]]
+    items, problems = files.plan_reads(index, wanted)
+    same_layout = facts["layout"] == dataclasses.asdict(engine.layout) and facts["device"] == engine.context.device.type
+    rng = rng_state.read(directory, engine.rank) if same_layout else None
+    if isinstance(rng, Problem):
+        problems.append(rng)
+    problems += _unused(engine, index, {box.key for box in wanted})
+    _agree(engine, problems)
+    files.read(directory, index, wanted, items)
+    states.write_back(engine.optimizer, slices)
+    step = facts["optimizer"]["step"]
+    states.set_step(engine.optimizer, step)
+    states.set_scaler(engine.optimizer, facts["optimizer"]["scaler"])
+    if rng is not None:
+        rng_state.restore(*rng)
+    else:
+        seed = rng_state.reseed(engine.context, engine.cfg.train.seed, step)
+        log.info(f"{directory}: saved on another layout; weights and optimizer states are the same, random states start anew (seed {seed})")
+    if engine.cfg.model.fp8_format and engine.cfg.model.fp8_recipe == "delayed":
+        log.warn("FP8 scaling histories are not part of a checkpoint and start anew")
+
+
+def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any], Metadata]:
+    """engine.json and the tables, after all checks that need no tensor."""
+    problems: list[Problem] = []
+    facts: dict[str, Any] = {}
+    try:
+        facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
+        problems += _differences(engine, facts)
+    except FileNotFoundError:
+        problems.append(Problem(str(directory / FACTS), "is missing: not a checkpoint of this engine, or an interrupted save"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
+    index = files.read_index(directory)
+    problems += [index] if isinstance(index, Problem) else files.file_problems(directory, index)
+    _agree(engine, problems)
+    assert isinstance(index, Metadata)
+    return facts, index
+
+
+def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]:
+    if facts["format"] != FORMAT:
+        return [Problem(FACTS, f"has format {facts['format']}, this version reads {FORMAT}")]
+    now = _facts(engine, 0)
+    problems = [
+        Problem(f"model {name}", f"is {facts['model'][name]} in the checkpoint and {value} in this run", "that model")
+        for name, value in now["model"].items() if facts["model"][name] != value
+    ]
+    saved, mine = facts["optimizer"]["name"], now["optimizer"]["name"]
+    if saved != mine:
+        problems.append(Problem(f"--optimizer {mine}", f"the checkpoint has the states of {saved}", f"--optimizer {saved}"))
+    return problems
+
+
+def _source(box: files.Box, index: Metadata) -> files.Box:
+    """Where to read a box: float32 weights from a half-precision run's main weights, main weights from a float32 run's weights."""
+    tables = index.state_dict_metadata
+    if box.key.startswith(boxes.MAIN) and box.key not in tables:
+        return dataclasses.replace(box, key=box.key.removeprefix(boxes.MAIN))
+    if not box.key.startswith(boxes.STATE) and box.data.dtype == torch.float32:
+        saved = tables.get(box.key)
+        if boxes.MAIN + box.key in tables and isinstance(saved, TensorStorageMetadata) and saved.properties.dtype != torch.float32:
+            return dataclasses.replace(box, key=boxes.MAIN + box.key)
+    return box
+
+
+def _unused(engine: MegatronEngine, index: Metadata, wanted: set[str]) -> list[Problem]:
+    """Weights of the checkpoint that no rank of this model has."""
+    used = {key.removeprefix(boxes.MAIN) for keys in _gather(engine, wanted) for key in keys}
+    left = [key for key in index.state_dict_metadata if not key.startswith(boxes.STATE) and key not in used]
+    return [Problem(key, "is in the checkpoint and not in this model") for key in sorted(left)] if engine.rank == 0 else []
+
+
+def _gather(engine: MegatronEngine, value: Any) -> list[Any]:
+    """`value` of every rank."""
+    if engine.layout.world_size == 1:
+        return [value]
+    found: list[Any] = [None] * engine.layout.world_size
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _agree(engine: MegatronEngine, problems: Sequence[Problem]) -> None:
+    """All ranks' problems as one error on every rank, each once."""
+    everyone = list(dict.fromkeys(p for own in _gather(engine, list(problems)) for p in own))
+    if len(everyone) > SHOWN:
+        everyone = [*everyone[:SHOWN], Problem(f"{len(everyone) - SHOWN} more", "of the same kind")]
+    if everyone:
+        raise CheckpointError(everyone)

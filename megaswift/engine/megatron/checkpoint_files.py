@@ -1,0 +1,192 @@
+"""The files of a sharded checkpoint: boxes of named tensors, written and read in the torch_dist format.
+
+Owns writing (each rank its own boxes, one file a rank, flushed to disk), the checks before a read, and reading. The format is that
+of Megatron-Core's `dist_checkpointing`, through `torch.distributed.checkpoint`: boxes may lie anywhere, so a flat shard of the
+distributed optimizer needs no gather and any layout reads what it needs. Which boxes there are is not here.
+
+Reading unpickles nothing but tables: `.metadata` is a pickle in this format, and `_Tables` lets only the classes of
+torch.distributed.checkpoint through; tensors are read with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import planner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megaswift.errors import CheckpointError, Problem
+
+INDEX = ".metadata"
+"""Which boxes of which tensors lie in which file: torch.distributed.checkpoint's name."""
+_CLASSES = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties",
+                 "StorageMeta", "_MEM_FORMAT_ENCODING")
+} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rank's part of a named tensor: `data` is the region of `data.shape` at `offset` of a tensor of shape `whole`."""
+
+    key: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    data: Tensor
+    padded: bool = False
+    """The first dimension is a vocabulary, padded as the layout needs: its length may differ, rows beyond it are zero."""
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Leaves the folder's path out of the tables: a checkpoint may be moved."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Plans the given boxes; the global plan's own checks (bounds, overlap, each tensor filled) are torch's."""
+
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.boxes = {MetadataIndex(box.key, box.offset): box for box in boxes}
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        items = []
+        for index, box in self.boxes.items():
+            chunk = ChunkStorageMetadata(torch.Size(box.offset), box.data.shape)
+            facts = planner.TensorWriteData(chunk, TensorProperties(box.data.dtype), torch.Size(box.whole))
+            items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=facts))
+        self.plan = dcp.SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: planner.WriteItem) -> Tensor:
+        return self.boxes[write_item.index].data.detach()
+
+
+def write(directory: Path, boxes: Sequence[Box]) -> None:
+    """Every rank's boxes, on disk when this returns. Collective; CheckpointError on all ranks when one fails."""
+    writer = _Writer(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+    try:
+        dcp.save({}, storage_writer=writer, planner=_SavePlanner(boxes))
+    except dcp.api.CheckpointException as error:
+        reasons = sorted({f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()})
+        raise CheckpointError([Problem(str(directory), f"could not be written ({reason})") for reason in reasons]) from error
+
+
+class _Tables(pickle.Unpickler):
+    """Tables only: any other class or function in the file is refused before it is called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"holds {module}.{name}, which is no table of torch.distributed.checkpoint")
+
+
+def read_index(directory: Path) -> Metadata | Problem:
+    """The tables of a checkpoint, or why there are none."""
+    path = directory / INDEX
+    try:
+        with path.open("rb") as file:
+            found = _Tables(file).load()
+    except FileNotFoundError:
+        return Problem(str(path), "is missing")
+    except (pickle.UnpicklingError, EOFError, OSError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+        return Problem(str(path), f"cannot be read ({error})")
+    return found if isinstance(found, Metadata) and found.storage_data else Problem(str(path), "is not the index of a checkpoint")
+
+
+def file_problems(directory: Path, index: Metadata) -> list[Problem]:
+    """Files that the tables name and that are missing or too short."""
+    need: dict[str, int] = {}
+    for info in index.storage_data.values():
+        need[info.relative_path] = max(need.get(info.relative_path, 0), info.offset + info.length)
+    problems = []
+    for name, size in sorted(need.items()):
+        path = directory / name
+        if not path.is_file():
+            problems.append(Problem(str(path), "is missing"))
+        elif path.stat().st_size < size:
+            problems.append(Problem(str(path), f"is truncated: {path.stat().st_size} bytes, {size} expected"))
+    return problems
+
+
+class _Filler(dcp.DefaultLoadPlanner):
+    """Puts what is read where the boxes are."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.boxes = boxes
+
+    def resolve_tensor(self, read_item: planner.ReadItem) -> Tensor:
+        assert read_item.dest_index.index is not None
+        target = self.boxes[read_item.dest_index.index].data.detach()
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def commit_tensor(self, read_item: planner.ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+def _fits(box: Box, saved: TensorStorageMetadata) -> bool:
+    whole, size = tuple(box.whole), tuple(saved.size)
+    return whole[1:] == size[1:] and len(whole) == len(size) if box.padded else whole == size
+
+
+def plan_reads(index: Metadata, boxes: Sequence[Box]) -> tuple[list[planner.ReadItem], list[Problem]]:
+    """What to read to fill `boxes`, and which of them the checkpoint cannot fill."""
+    items: list[planner.ReadItem] = []
+    problems: dict[str, Problem] = {}
+    for number, box in enumerate(boxes):
+        saved = index.state_dict_metadata.get(box.key)
+        if not isinstance(saved, TensorStorageMetadata):
+            problems[box.key] = Problem(box.key, "is not in the checkpoint")
+        elif not _fits(box, saved):
+            problems[box.key] = Problem(box.key, f"has shape {list(saved.size)} in the checkpoint and {list(box.whole)} in this model")
+        else:
+            rows = max(0, min(box.data.shape[0], saved.size[0] - box.offset[0]))
+            shape = torch.Size((rows, *box.data.shape[1:]))
+            chunk = ChunkStorageMetadata(torch.Size(box.offset), shape)
+            found = create_read_items_for_chunk_list(box.key, saved, [chunk]) if rows else []
+            if sum(math.prod(item.lengths) for item in found) != math.prod(shape):
+                problems[box.key] = Problem(box.key, f"is incomplete in the checkpoint: the part at {list(box.offset)} is not there")
+            items.extend(replace(item, dest_index=MetadataIndex(box.key, index=number)) for item in found)
+    return items, list(problems.values())
+
+
+def read(directory: Path, index: Metadata, boxes: Sequence[Box], items: Sequence[planner.ReadItem]) -> None:
+    """Fills the boxes that `items` were planned for, in place; rows that a padded vocabulary has more than the saved one become zero."""
+    for box in boxes:
+        if box.padded:
+            box.data.detach().zero_()
+    reader = dcp.FileSystemReader(directory)
+    reader.set_up_storage_reader(index, False)
+    reader.read_data(dcp.LoadPlan(list(items)), _Filler(boxes)).wait()
+
+
+def sync(path: Path) -> None:
+    """What was written to this file or folder is on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
