@@ -1,0 +1,81 @@
+"""Saves a checkpoint again and again, killed with SIGKILL before its n-th file operation, for every n; prints what was found.
+
+A program of its own: it forks, and every child really dies. Without torch, so that a hundred deaths take a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from megaswift.trainers import commit
+from megaswift.trainers.commit import Store
+
+OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
+
+
+def save(root: Path, step: int, text: str) -> None:
+    store = Store(root)
+    folder = store.begin(step)
+    (folder / "engine").mkdir()
+    for name in ("a", "b"):
+        (folder / "engine" / name).write_text(f"{text} {name} {step}" * 100)
+    store.finish(step, commit.hash_share(folder, 0, 1), {"text": text})
+    store.rotate(1)
+
+
+def killed_before(root: Path, step: int, operation: int) -> bool:
+    """Whether the child died; False when it came to the end."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def watch(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal count
+            if event in OPERATIONS:
+                count += 1
+                if count == operation:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(watch)
+        save(root, step, "new")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def look(root: Path) -> list[object]:
+    """What a resume would go on from, and whether every byte of it is right."""
+    store = Store(root)
+    store.recover()
+    folder = store.latest()
+    if folder is None:
+        return ["nothing"]
+    manifest = commit.read_manifest(folder)
+    assert manifest is not None
+    return [manifest["step"], manifest["text"], [str(p) for p in commit.verify_share(folder, manifest, 0, 1)]]
+
+
+def main(work: Path) -> None:
+    found: dict[str, list[object]] = {}
+    for scene, old, step in (("next", 2, 4), ("again", 4, 4)):
+        operation, died = 0, True
+        while died:
+            operation += 1
+            root = work / f"{scene}-{operation}"
+            save(root, old, "old")
+            died = killed_before(root, step, operation)
+            after = look(root)
+            save(root, step, "new")  # the run is started again and comes to the same step
+            names = sorted(p.name for p in root.iterdir())
+            found.setdefault(scene, []).append([after, look(root), names])
+            shutil.rmtree(root)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,116 @@
+"""The folder of checkpoints: what counts as one, which is the latest, what rotation may delete."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megaswift.errors import CheckpointError
+from megaswift.trainers import commit
+from megaswift.trainers.commit import Store
+
+
+def save(store: Store, step: int, text: str = "weights") -> Path:
+    folder = store.begin(step)
+    (folder / "engine").mkdir()
+    (folder / "engine" / "a.bin").write_text(f"{text} of step {step}")
+    (folder / "engine" / "b.bin").write_text("more")
+    return store.finish(step, commit.hash_share(folder, 0, 2) | commit.hash_share(folder, 1, 2), {"data": {"position": step}})
+
+
+def test_a_checkpoint_holds_its_state_and_the_hash_of_every_file(tmp_path: Path) -> None:
+    folder = save(Store(tmp_path), 3)
+    manifest = commit.read_manifest(folder)
+    assert manifest is not None
+    assert manifest["step"] == 3 and manifest["data"] == {"position": 3} and abs(manifest["saved_at"] - time.time()) < 60
+    assert list(manifest["files"]) == ["engine/a.bin", "engine/b.bin"]
+    # sha256("more"), by sha256sum(1)
+    assert manifest["files"]["engine/b.bin"] == {"bytes": 4, "sha256": "187897ce0afcf20b50ba2b37dca84a951b7046f29ed5ab94f010619f69d6e189"}
+    assert commit.verify_share(folder, manifest, 0, 1) == []
+
+
+def test_the_pointer_names_what_was_saved_last_even_when_its_step_is_lower(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    save(store, 8)
+    save(store, 4)
+    assert store.latest() == tmp_path / "step-4"
+    assert json.loads((tmp_path / "latest.json").read_text()) == {"step": 4, "directory": "step-4"}
+
+
+def test_folders_without_a_whole_marker_are_ignored(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    save(store, 2)
+    for name, marker in (("step-4", None), ("step-6", '{"step": 6'), ("step-8", '{"format": 1, "step": 8, "saved_at": 9e9, "sha256": "0"}')):
+        (tmp_path / name).mkdir()
+        if marker:
+            (tmp_path / name / commit.MARKER).write_text(marker)
+    store.begin(10)
+    assert store.latest() == tmp_path / "step-2"
+    assert [p.name for p in store.incomplete()] == ["step-10.saving", "step-4", "step-6", "step-8"]
+    found, notes = commit.select("latest", tmp_path.parent)
+    assert found is None and notes == []  # tmp_path is the folder of checkpoints, not an output directory
+
+
+@pytest.mark.parametrize("pointer", [None, "", "{}", '{"directory": "step-99"}', '{"directory": "../step-2"}', '{"directory": 7}', "[1]"])
+def test_without_a_good_pointer_the_last_save_counts(tmp_path: Path, pointer: str | None) -> None:
+    store = Store(tmp_path)
+    save(store, 2)
+    save(store, 4)
+    (tmp_path / "latest.json").unlink()
+    if pointer is not None:
+        (tmp_path / "latest.json").write_text(pointer)
+    assert store.latest() == tmp_path / "step-4"
+
+
+def test_rotation_keeps_the_newest_and_never_deletes_the_pointed_at_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step in (2, 4, 6, 8):
+        save(store, step)
+    (tmp_path / "latest.json").write_text('{"step": 2, "directory": "step-2"}')
+    (tmp_path / "mine").mkdir()
+    assert store.rotate(2) == [tmp_path / "step-4"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.json", "mine", "step-2", "step-6", "step-8"]
+    assert store.rotate(None) == []
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    save(store, 4, "old")
+    folder = save(store, 4, "new")
+    assert (folder / "engine" / "a.bin").read_text() == "new of step 4"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.json", "step-4"]
+
+
+@pytest.mark.parametrize(("harm", "message"), [
+    (lambda p: p.write_bytes(b"weightS of step 3"), "content changed"), (lambda p: p.write_bytes(b"short"), "has 5 bytes, the manifest says 17"),
+    (lambda p: p.unlink(), "is missing")])
+def test_a_file_that_changed_since_is_named(tmp_path: Path, harm, message: str) -> None:  # noqa: ANN001
+    folder = save(Store(tmp_path), 3)
+    harm(folder / "engine" / "a.bin")
+    manifest = commit.read_manifest(folder)
+    assert manifest is not None
+    problems = [p for rank in range(3) for p in commit.verify_share(folder, manifest, rank, 3)]
+    assert len(problems) == 1 and "a.bin" in problems[0].what and message in problems[0].rule
+
+
+def test_a_checkpoint_is_found_by_its_folder_its_run_or_latest(tmp_path: Path) -> None:
+    folder = save(Store(tmp_path / "run" / "checkpoints"), 3)
+    for wanted in (folder, tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        assert commit.select(str(wanted), tmp_path / "other") == (folder, [])
+    assert commit.select("latest", tmp_path / "run") == (folder, [])
+    assert commit.select("latest", tmp_path / "other") == (None, [])
+
+
+def test_an_interrupted_save_is_told(tmp_path: Path) -> None:
+    store = Store(tmp_path / "checkpoints")
+    folder = save(store, 3)
+    store.begin(5)
+    found, notes = commit.select("latest", tmp_path)
+    assert found == folder and len(notes) == 1 and "step-5.saving" in notes[0]
+    with pytest.raises(CheckpointError, match=r"no complete manifest(.|\n)*one of .*step-3"):
+        commit.select(str(store.saving(5)), tmp_path)
+    with pytest.raises(CheckpointError, match=r"is not a folder(.|\n)*step-3"):
+        commit.select(str(tmp_path / "nowhere"), tmp_path)

@@ -1,0 +1,29 @@
+"""The FLOP rule against counting matrix products one by one, and the table of peaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaswift.trainers.flops import FlopRule, peak_tflops
+
+
+def test_the_rule_equals_counting_the_products_of_a_small_transformer() -> None:
+    layers, hidden, heads, head_dim, kv_heads, ffn, vocabulary, length = 2, 64, 4, 16, 2, 96, 130, 10
+    weights = layers * (hidden * heads * head_dim * 2 + hidden * kv_heads * head_dim * 2 + 3 * hidden * ffn) + hidden * vocabulary
+    products = 2 * weights * length  # each token meets each weight: one multiplication, one addition
+    pairs = length * length / 2  # causal
+    attention = layers * heads * 2 * (2 * pairs * head_dim)  # queries x keys, weights x values
+    forward = products + attention
+    rule = FlopRule(parameters=weights, attention=layers * heads * head_dim)
+    assert rule.step(length, length * length) == pytest.approx(3 * forward)
+
+
+@pytest.mark.parametrize(("name", "peak"), [
+    ("NVIDIA H200", 989.4), ("NVIDIA H20", 148.0), ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA A100-SXM4-80GB", 312.0),
+    ("NVIDIA L40S", 362.0), ("NVIDIA L4", 121.0), ("NVIDIA GB200", 2500.0), ("NVIDIA B200", 2250.0), ("CPU", None), ("GeForce GTX 1080", None)])
+def test_peaks_are_those_of_the_right_device(name: str, peak: float | None) -> None:
+    assert peak_tflops(name, "bfloat16") == peak
+
+
+def test_float32_has_no_stated_peak() -> None:
+    assert peak_tflops("NVIDIA H200", "float32") is None
