@@ -115,7 +115,8 @@ class RowParallel:
 class QKV:
     """Query, key and value projections in Megatron's order: for each KV group [its query heads; its key head; its value head].
 
-    A rank holds whole groups. `matrix` False is for the biases.
+    A rank holds whole groups; of more ranks than groups each holds equal rows of one, which Megatron gathers in the forward pass.
+    `matrix` False is for the biases.
     """
 
     megatron: str
@@ -131,12 +132,17 @@ class QKV:
         return [(n * spec.head_dim, *tail) for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
 
     def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
-        """Three ranges for each of this rank's groups."""
-        groups, d = even(spec.kv_heads, cut.tp, "key/value heads"), spec.head_dim
-        q = even(spec.heads, spec.kv_heads, "attention heads") * d
-        return [Piece(source, g * width, (g + 1) * width)
-                for g in range(cut.rank * groups, (cut.rank + 1) * groups)
-                for source, width in ((0, q), (1, d), (2, d))]
+        """Three ranges for each of this rank's groups, or the part of a group that falls to it."""
+        d, q = spec.head_dim, even(spec.heads, spec.kv_heads, "attention heads") * spec.head_dim
+        rows = even(spec.kv_heads * (q + 2 * d), cut.tp, "rows of queries, keys and values")
+        first, end, at, found = cut.rank * rows, (cut.rank + 1) * rows, 0, []
+        for group in range(spec.kv_heads):
+            for source, width in ((0, q), (1, d), (2, d)):
+                low, high = max(first - at, 0), min(end - at, width)
+                if low < high:
+                    found.append(Piece(source, group * width + low, group * width + high))
+                at += width
+        return found
 
 
 @dataclass(frozen=True)
