@@ -96,6 +96,7 @@ class Entry:
                 parts.append(torch.zeros(padding, dtype=source.dtype(names[piece.source])))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
+    @torch.no_grad()
     def write(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
         """HF name -> full tensor, from the shards of all ranks in order; of a replicated parameter the first counts."""
         dim, shapes, shards = dim_of(self.rule), self.hf_shapes, list(shards[:1] if self.shard == "replicated" else shards)
@@ -103,15 +104,15 @@ class Entry:
             return {self.hf[0]: shards[0]}
         whole = [shards[0].new_empty(shape) for shape in shapes]
         padded = sum(s.shape[dim] for s in shards) if self.shard == "vocab" else None
-        covered = 0
+        expected, covered = self.shard_shape(len(shards), padded), 0
         for rank, shard in enumerate(shards):
+            assert tuple(shard.shape) == expected, f"{self.megatron}: shard {rank} is {tuple(shard.shape)}, should be {expected}"
             at = 0
             for piece in self.rule.pieces(self.spec, Cut(len(shards), rank, padded)):
                 into, length = whole[piece.source], piece.stop - piece.start
                 start, stop = (min(x, into.shape[dim]) for x in (piece.start, piece.stop))
                 into.narrow(dim, start, stop - start).copy_(shard.narrow(dim, at, stop - start))
                 at, covered = at + length, covered + stop - start
-            assert at == shard.shape[dim], f"{self.megatron}: shard {rank} has {shard.shape[dim]}, its pieces {at}"
         assert covered == sum(shape[dim] for shape in shapes), f"{self.megatron}: the shards do not cover {self.hf}"
         return dict(zip(self.hf, whole, strict=True))
 
