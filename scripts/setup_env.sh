@@ -50,9 +50,9 @@ fi
       exit 2
     fi
   fi
-  pip=("$env/bin/python" -m pip install --quiet)
+  pip=("$env/bin/python" -m pip install -qq)
   "${pip[@]}" "torch==$TORCH"
-  "$env/bin/python" -c 'import torch; print(f"torch=={torch.__version__}")' > "$env/constraint.txt"
+  "$env/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > "$env/constraint.txt"
   "${pip[@]}" -c "$env/constraint.txt" -e "$root$extras"
   echo "$want $extras" > "$stamp"
 } >&2

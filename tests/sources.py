@@ -1,0 +1,45 @@
+"""The repository's own Python files, parsed: what the layer and style tests look at."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("megaswift", "scripts", "converters", "tests")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file; `path` is relative to the repository's root."""
+
+    path: Path
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, str(self.path))
+
+    @property
+    def folder(self) -> str:
+        """megaswift, scripts, converters or tests."""
+        return self.path.parts[0]
+
+    @property
+    def module(self) -> str:
+        """Dotted name; a package has that of its folder."""
+        parts = self.path.with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def at(self, node: ast.AST, what: str) -> str:
+        return f"{self.path}:{getattr(node, 'lineno', 1)} {what}"
+
+
+def sources(root: Path = ROOT, folders: tuple[str, ...] = FOLDERS) -> Iterator[Source]:
+    """Every Python file below `folders`, in order."""
+    for folder in folders:
+        for file in sorted((root / folder).rglob("*.py")):
+            yield Source(file.relative_to(root), file.read_text(encoding="utf-8"))

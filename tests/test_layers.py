@@ -1,0 +1,159 @@
+"""Dependencies point down: which module may import which, lazy imports included (layers: docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sources import ROOT, Source, sources
+
+LAYERS = {
+    "errors": 0, "registry": 0, "log": 0, "config": 1,
+    "parallel": 2, "losses": 2, "data": 2, "families": 2, "launchers": 2,
+    "bridge": 3, "engine": 4, "inference": 5, "trainers": 6,
+}  # fmt: skip
+TOP = 7
+"""Entry points: every other module directly in megaswift/."""
+OWNERS = {"megatron": "megaswift.engine.megatron", "transformer_engine": "megaswift.engine.megatron", "deepspeed": "megaswift.engine.torch"}
+NO_TORCH = ("errors", "registry", "log", "config", "parallel", "launchers")
+
+
+def layer(module: str) -> int:
+    """0 is the lowest."""
+    parts = module.split(".")
+    return LAYERS.get(parts[1], TOP) if len(parts) > 1 else TOP
+
+
+def for_types_only(tree: ast.Module) -> set[ast.AST]:
+    """Nodes below `if TYPE_CHECKING:`."""
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
+    return {node for block in blocks for statement in block.body for node in ast.walk(statement)}
+
+
+def imported(source: Source, known: set[str], types: bool = True) -> set[str]:
+    """Dotted names of what a file imports; `from package import module` is that module when we have it."""
+    found: set[str] = set()
+    left_out = set() if types else for_types_only(source.tree)
+    for node in ast.walk(source.tree):
+        if node in left_out:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = source.module.split(".") if source.path.name == "__init__.py" else source.module.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                found.add(full if full in known or base == "megatron" else base)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module", "__import__"):
+            found.update(str(a.value) for a in node.args[:1] if isinstance(a, ast.Constant))
+    return found - {source.module}
+
+
+def graph(root: Path = ROOT, types: bool = True) -> dict[str, set[str]]:
+    """Module -> what it imports, of the package; `types`: with the imports that only a type checker follows."""
+    files = list(sources(root, ("megaswift",)))
+    known = {f.module for f in files}
+    return {f.module: imported(f, known, types) for f in files}
+
+
+def upward(edges: dict[str, set[str]]) -> list[str]:
+    """Imports of our own modules in a higher layer."""
+    return [f"{a} -> {b}" for a, found in edges.items() for b in sorted(found) if b.split(".")[0] == "megaswift" and layer(b) > layer(a)]
+
+
+def foreign(edges: dict[str, set[str]]) -> list[str]:
+    """Imports that belong to one folder only, made elsewhere; torch where there must be none."""
+    wrong = []
+    for module, found in edges.items():
+        for name in sorted(found):
+            top = name.split(".")[0]
+            owner = OWNERS.get(top)
+            if owner and not (module == owner or module.startswith(owner + ".")):
+                wrong.append(f"{module} -> {name}")
+            if top == "torch" and len(module.split(".")) > 1 and module.split(".")[1] in NO_TORCH:
+                wrong.append(f"{module} -> {name}")
+    return wrong
+
+
+def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import one another (Tarjan's strongly connected components of more than one)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = low[module] = len(number)
+        stack.append(module)
+        for other in sorted(edges[module] & edges.keys()):
+            if other not in number:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], number[other])
+        if low[module] == number[module]:
+            group = stack[stack.index(module):]
+            del stack[stack.index(module):]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for module in edges:
+        if module not in number:
+            visit(module)
+    return found
+
+
+def test_imports_point_down() -> None:
+    assert upward(graph()) == []
+
+
+def test_no_cycles() -> None:
+    """Two neighbours may name each other's types; imports that run never form a cycle."""
+    assert cycles(graph(types=False)) == []
+
+
+def test_megatron_deepspeed_and_torch_stay_where_they_belong() -> None:
+    assert foreign(graph()) == []
+
+
+def test_every_package_has_a_layer() -> None:
+    packages = {p.name for p in (ROOT / "megaswift").iterdir() if p.is_dir() and list(p.glob("*.py"))}
+    assert packages <= LAYERS.keys()
+
+
+@pytest.mark.parametrize(("rule", "file", "text"), [
+    (upward, "megaswift/data/x.py", "def f() -> None:\n    from megaswift.trainers import loop\n"),
+    (upward, "megaswift/config/x.py", "from ..engine import protocol\n"),
+    (upward, "megaswift/bridge/x.py", "import importlib\nimportlib.import_module('megaswift.engine.protocol')\n"),
+    (foreign, "megaswift/bridge/x.py", "def f() -> None:\n    from megatron.core import parallel_state\n"),
+    (foreign, "megaswift/trainers/x.py", "import transformer_engine.pytorch as te\n"),
+    (foreign, "megaswift/engine/megatron/x.py", "import deepspeed\n"),
+    (foreign, "megaswift/parallel/x.py", "def f() -> None:\n    import torch\n"),
+    (cycles, "megaswift/config/x.py", "from megaswift.config import y\n"),
+])  # fmt: skip
+def test_a_forbidden_import_is_found(rule, file: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(text)
+    (tmp_path / "megaswift" / "config").mkdir(exist_ok=True)
+    (tmp_path / "megaswift" / "config" / "y.py").write_text("def f():\n    import megaswift.config.x\n")
+    assert len(rule(graph(tmp_path))) == 1
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("arguments", [["--help"], ["sft", "--help"], ["config", "--schema"]])
+def test_help_needs_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys, runpy; from megaswift.cli import main\n"
+        f"main({arguments!r})\n"
+        "heavy = {'torch', 'transformers', 'megatron', 'numpy', 'datasets', 'pyarrow'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,166 @@
+"""The house rules that a machine can hold: budgets, names, forbidden calls, docstrings, annotations; ruff and mypy."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.sources import FOLDERS, ROOT, Source, sources
+
+FILE_LINES, LONG_FILE_LINES, FUNCTION_LINES, PARAMETERS, DEPTH = 300, 400, 60, 6, 2
+TABLES = ("megaswift/families/config_tables.py", "scripts/quickstart/facts.py")
+NOT_NAMES = ("utils", "util", "helpers", "helper", "common", "misc", "tools")
+IMPORT_NAMES = {"yaml", "megatron", "transformer_engine", "apex", "deepspeed", "vllm", "sglang", "ray", "PIL", "jinja2", "google"}
+FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+PICKLE_ALLOWED = {
+    "megaswift/engine/megatron/checkpoint_files.py": "the format's own tables, by an Unpickler that knows their classes only",
+    "megaswift/data/prepare.py": "a job for its own worker process",
+    "megaswift/data/worker.py": "a job from its own parent process",
+}
+FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
+FOREIGN_SIGNATURE = "# noqa: PLR0913 (Megatron's signature)"
+
+
+def dependencies() -> set[str]:
+    """Import names of what pyproject.toml asks for, extras included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = [*project["dependencies"], *(row for extra in project["optional-dependencies"].values() for row in extra)]
+    return {re.split(r"[\[<>=!~ ;]", row)[0].lower().replace("-", "_") for row in rows} | IMPORT_NAMES
+
+
+TAKEN = dependencies() | set(sys.stdlib_module_names) - {"__main__"}
+
+
+def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def budgets(source: Source) -> Iterator[str]:
+    """Lines of files and functions, parameters, depth of folders."""
+    lines = source.text.count("\n")
+    most = LONG_FILE_LINES if source.folder == "tests" or source.path.as_posix() in TABLES else FILE_LINES
+    if lines > most:
+        yield f"{source.path} has {lines} lines, at most {most}"
+    if source.folder == "megaswift" and len(source.path.parts) - 2 > DEPTH:
+        yield f"{source.path} is more than {DEPTH} folders deep"
+    for f in functions(source):
+        size = (f.end_lineno or f.lineno) - f.lineno + 1
+        if size > FUNCTION_LINES and source.folder != "tests":
+            yield source.at(f, f"{f.name} has {size} lines, at most {FUNCTION_LINES}")
+        names = [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs) if a.arg not in ("self", "cls")]
+        foreign = FOREIGN_SIGNATURE in "\n".join(source.text.splitlines()[f.lineno - 1 : f.body[0].lineno])
+        if len(names) > PARAMETERS and source.folder != "tests" and not foreign:
+            yield source.at(f, f"{f.name} has {len(names)} parameters, at most {PARAMETERS}")
+
+
+def names(source: Source) -> Iterator[str]:
+    """No grab bags, and nothing that hides a library when its folder comes first on the path."""
+    if source.path.stem in NOT_NAMES:
+        yield f"{source.path}: say what the module owns"
+    own = [source.path.stem] if source.path.stem != "__init__" else []
+    if source.folder == "megaswift":
+        own += source.path.parts[1:2][: len(source.path.parts) - 2]
+    yield from (f"{source.path}: {name} is the name of a library" for name in own if name.lower() in TAKEN)
+
+
+def handlers(source: Source) -> Iterator[str]:
+    """`except:` and `except Exception`, which also catch our own mistakes."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ExceptHandler) and source.folder != "tests":
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(c is None or getattr(c, "id", "") in ("Exception", "BaseException") for c in caught):
+                yield source.at(node, "catches everything")
+
+
+def calls(source: Source) -> Iterator[str]:
+    """What runs text or data as code."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            allowed = source.path.as_posix() in PICKLE_ALLOWED or source.folder == "tests"
+            yield from (source.at(node, f"imports {n}") for n in found if n.split(".")[0] in FORBIDDEN_IMPORTS and not allowed)
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        if name in FORBIDDEN_CALLS or keywords.get("allow_pickle") == "True":
+            yield source.at(node, f"calls {name}")
+        if keywords.get("shell") == "True":
+            yield source.at(node, "starts a shell")
+        if name == "torch.load" and source.folder != "tests" and keywords.get("weights_only") != "True":
+            yield source.at(node, "torch.load without weights_only=True")
+
+
+def documents(source: Source) -> Iterator[str]:
+    """A module says what it owns."""
+    if source.text.strip() and not ast.get_docstring(source.tree):
+        yield f"{source.path} has no docstring"
+
+
+def annotations(source: Source) -> Iterator[str]:
+    """Types on every signature outside the tests."""
+    if source.folder == "tests":
+        return
+    for f in functions(source):
+        every = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs, *(a for a in (f.args.vararg, f.args.kwarg) if a)]
+        bare = [a.arg for a in every if a.annotation is None and a.arg not in ("self", "cls")]
+        if bare or f.returns is None:
+            yield source.at(f, f"{f.name}: no type for {', '.join(bare) or 'what it returns'}")
+
+
+Rule = Callable[[Source], Iterator[str]]
+RULES: tuple[Rule, ...] = (budgets, names, handlers, calls, documents, annotations)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
+def test_the_repository_follows(rule: Rule) -> None:
+    found = [line for source in sources() for line in rule(source)]
+    assert not found, "\n" + "\n".join(found)
+
+
+BAD: list[tuple[Rule, str, str]] = [
+    (budgets, "megaswift/data/a.py", "x = 1\n" * 301),
+    (budgets, "tests/test_a.py", "x = 1\n" * 401),
+    (budgets, "megaswift/a/b/c/d.py", ""),
+    (budgets, "scripts/a.py", "def f():\n" + "    x = 1\n" * 60),
+    (budgets, "scripts/a.py", "def f(a, b, c, d, e, *, f, g): ...\n"),
+    (names, "megaswift/data/utils.py", ""),
+    (names, "megaswift/logging.py", ""),
+    (names, "megaswift/datasets/a.py", ""),
+    (names, "scripts/tokenizers.py", ""),
+    (handlers, "scripts/a.py", "try:\n    x = 1\nexcept (ValueError, Exception):\n    pass\n"),
+    (handlers, "scripts/a.py", "try:\n    x = 1\nexcept:\n    pass\n"),
+    (calls, "scripts/a.py", "eval('1')\n"),
+    (calls, "scripts/a.py", "from pickle import loads\n"),
+    (calls, "scripts/a.py", "subprocess.run('ls', shell=True)\n"),
+    (calls, "scripts/a.py", "torch.load(file)\n"),
+    (documents, "scripts/a.py", "x = 1\n"),
+    (annotations, "scripts/a.py", "def f(a) -> None: ...\n"),
+    (annotations, "scripts/a.py", "def f(a: int): ...\n"),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), BAD)
+def test_a_breach_is_found(rule: Rule, path: str, text: str) -> None:
+    assert len(list(rule(Source(Path(path), text)))) == 1
+
+
+def test_what_is_allowed_is_not_found() -> None:
+    text = '"""A."""\n\n\ndef f(self: object, *, a: int) -> None:\n    try:\n        torch.load(a, weights_only=True)\n    except OSError:\n        pass\n'
+    source = Source(Path("megaswift/engine/torch/fine.py"), text)
+    assert [line for rule in RULES for line in rule(source)] == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", [["ruff", "check", *FOLDERS], ["mypy"]], ids=lambda c: c[0])
+def test_checker_is_content(command: list[str]) -> None:
+    command = [*command[:1], *(c for c in command[1:] if c not in FOLDERS or (ROOT / c).is_dir())]
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
