@@ -15,8 +15,6 @@ from torch import Tensor
 from megaswift.bridge.hf_source import INDEX, SINGLE, HfSource
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.plan import WeightPlan
-from megaswift.families.family import family_of
-from megaswift.families.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -41,13 +39,12 @@ def stored_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtyp
     return {name: stored.dtype(name) if name in names else default for name in plan.hf_shapes}
 
 
-def export_hf(directory: Path | str, spec: ModelSpec, weights: Iterable[tuple[str, Tensor]],
+def export_hf(directory: Path | str, plan: WeightPlan, weights: Iterable[tuple[str, Tensor]],
               options: ExportOptions = ExportOptions()) -> Path:  # noqa: B008
     """Write `weights` (all HF tensors of the model, in any order, one at a time) as a Hugging Face folder. On one rank only."""
-    plan = WeightPlan(family_of(spec.hf_config), spec)
     dtypes = options.dtype or stored_dtypes(plan, options.source)
     with HfWriter(directory, plan.hf_tensors(dtypes), options.max_shard_bytes, options.overwrite) as writer:
         for name, tensor in weights:
             writer.add(name, tensor)
-        config = None if options.source is not None else spec.hf_config
+        config = None if options.source is not None else plan.spec.hf_config
         return writer.close(options.source, config)

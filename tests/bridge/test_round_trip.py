@@ -51,7 +51,7 @@ def test_export_loads_in_transformers_with_equal_logits(variant: str, folders: P
     folder = make(variant, folders)
     plan, source = opened(folder)
     weights = round_trip(plan, source, 2, 2).items()
-    export_hf(tmp_path / "out", plan.spec, weights, ExportOptions(source=folder, max_shard_bytes=100_000))
+    export_hf(tmp_path / "out", plan, weights, ExportOptions(source=folder, max_shard_bytes=100_000))
     before, after = (AutoModelForCausalLM.from_pretrained(f, attn_implementation="eager") for f in (folder, tmp_path / "out"))
     ids = torch.arange(24).remainder(plan.spec.vocab_size)[None]
     with torch.no_grad():
@@ -66,11 +66,11 @@ def test_each_tensor_keeps_its_own_dtype(tmp_path: Path, fresh: Callable[[str], 
     rewrite(folder, mixed)
     plan, source = opened(folder)
     trained = {name: tensor.float() for name, tensor in round_trip(plan, source, 2, 1).items()}  # as fp32 main weights would be
-    export_hf(tmp_path / "kept", plan.spec, trained.items(), ExportOptions(source=folder))
+    export_hf(tmp_path / "kept", plan, trained.items(), ExportOptions(source=folder))
     kept = tensors_of(tmp_path / "kept")
     assert {n: t.dtype for n, t in kept.items()} == {n: t.dtype for n, t in mixed.items()}
     assert all(torch.equal(kept[n], mixed[n]) for n in mixed)
-    export_hf(tmp_path / "cast", plan.spec, trained.items(), ExportOptions(source=folder, dtype=torch.bfloat16))
+    export_hf(tmp_path / "cast", plan, trained.items(), ExportOptions(source=folder, dtype=torch.bfloat16))
     assert {t.dtype for t in tensors_of(tmp_path / "cast").values()} == {torch.bfloat16}
     assert plan_of(tmp_path / "cast").spec.dtype == "bfloat16"
 
