@@ -72,8 +72,11 @@ class Case:
 
     @property
     def total(self) -> int:
-        """Micro-batches of a global batch over all ranks: at least 4, the interleaved schedule needs multiples of pp a rank."""
-        own = -(-4 // self.dp)
+        """Micro-batches of a global batch over all ranks: few, but several a rank unless many ranks share the data.
+
+        A single pipeline is filled; the interleaved schedule needs multiples of pp a rank.
+        """
+        own = max(2, self.pp) if self.dp == 1 else 2 if self.dp < 4 else 1
         if self.vpp > 1:
             own = -(-own // self.pp) * self.pp
         return own * self.dp
