@@ -42,6 +42,7 @@ class Replacement:
 
 _CORE = "megatron.core."
 _FACTORY = "creates a tensor with device='cuda'"
+_SELF = "gloo copies whole gradient buffers to send them to itself: 6% of a step of 20 M parameters on one rank"
 _TYPE = "compares Tensor.type() with the names of CUDA tensor classes"
 
 CONSTANTS = (
@@ -129,6 +130,7 @@ def _set_rng(state: torch.Tensor, *_: Any, **__: Any) -> None:
 _all_to_all_single = dist.all_to_all_single
 _all_gather = dist.all_gather
 _reduce_scatter = dist.reduce_scatter
+_coalescing_manager = dist._coalescing_manager
 
 
 def _sizes(sizes: Any) -> list[int] | None:
@@ -166,6 +168,35 @@ def _reduce_scatter_uneven(output: torch.Tensor, inputs: list[torch.Tensor], op:
     return None
 
 
+class _Done:
+    """The handle of a collective that needed no message."""
+
+    def wait(self) -> None:
+        """Done."""
+
+
+@contextlib.contextmanager
+def _coalesce(group: Any, async_ops: bool = False, **kwargs: Any):  # noqa: ANN202
+    if group.size() == 1:
+        yield _Done()
+    else:
+        with _coalescing_manager(group, async_ops=async_ops, **kwargs) as manager:
+            yield manager
+
+
+def _alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """`collective(output, input, group=...)` that sends nothing where the group is this rank alone."""
+
+    def run(output: torch.Tensor, input: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if group is None or group.size() > 1:
+            return collective(output, input, *args, group=group, **kwargs)
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+        return _Done()
+
+    return run
+
+
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function object of its own: torch._dynamo refuses one object under two names of torch."""
 
@@ -200,6 +231,9 @@ REPLACEMENTS = (
     Replacement("torch.distributed:all_to_all_single", _all_to_all, "gloo wants split sizes as lists of ints; the MoE dispatcher passes tensors"),
     Replacement("torch.distributed:all_gather", _gather_uneven, "gloo refuses uneven sizes; the MoE dispatcher with ETP > 1 needs them"),
     Replacement("torch.distributed:reduce_scatter", _reduce_scatter_uneven, "gloo refuses uneven sizes; the MoE dispatcher with ETP > 1 needs them"),
+    Replacement(_CORE + "distributed.param_and_grad_buffer:_coalescing_manager", _coalesce, _SELF),
+    Replacement(_CORE + "distributed.param_and_grad_buffer:dist_reduce_scatter_func", _alone(dist.reduce_scatter_tensor), _SELF),
+    Replacement(_CORE + "distributed.param_and_grad_buffer:dist_all_gather_func", _alone(dist.all_gather_into_tensor), _SELF),
     Replacement(_CORE + "tensor_parallel.random:_get_cuda_rng_state", _own(_get_rng), "the RNG tracker reads the device's state"),
     Replacement(_CORE + "tensor_parallel.random:_set_cuda_rng_state", _own(_set_rng), "the RNG tracker sets the device's state"),
 )

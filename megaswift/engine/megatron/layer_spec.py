@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megaswift.engine.megatron.activation import SwiGLU
 from megaswift.engine.megatron.attention import TorchAttention
 from megaswift.engine.megatron.norm import NormColumnParallelLinear, QKNorm, TorchNorm
 from megaswift.engine.megatron.router import BalancedRouter
@@ -46,8 +47,9 @@ def pick(asked: str) -> tuple[str, str]:
 
 def _torch_mlp(moe: bool) -> ModuleSpec:
     if not moe:
-        return ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear))
-    expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        dense = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
+        return ModuleSpec(module=MLP, submodules=dense)
+    expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
     experts = ModuleSpec(module=SequentialMLP, submodules=expert)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=BalancedRouter))
 

@@ -69,7 +69,7 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
     return fields
 
 
-def _kernels(cfg: SwiftConfig, impl: str, cuda: bool) -> dict[str, Any]:
+def _kernels(cfg: SwiftConfig, impl: str, cuda: bool, swiglu: bool) -> dict[str, Any]:
     m = cfg.model
     fused = impl == "transformer_engine"
     fields: dict[str, Any] = {
@@ -91,6 +91,7 @@ def _kernels(cfg: SwiftConfig, impl: str, cuda: bool) -> dict[str, Any]:
         fields["recompute_modules"] = list(m.recompute_modules)
     if m.fp8_format:
         fields["fp8_recipe"] = m.fp8_recipe
+    fields["use_te_activation_func"] = not fused and swiglu  # Megatron's name for "the layer spec brings the activation"
     if fused and m.attn_impl in ("flash", "fused", "unfused"):
         fields["attention_backend"] = AttnBackend[m.attn_impl]
     return fields
@@ -111,7 +112,8 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     fields["activation_func"] = ACTIVATIONS[fields.get("activation_func", "silu")]
     fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py
     fields.update(_parallel(cfg, layout, dtype))
-    fields.update(_kernels(cfg, impl, cuda))
+    swiglu = spec.transformer.get("activation_func", "silu") == "silu" and bool(spec.transformer.get("gated_linear_unit"))
+    fields.update(_kernels(cfg, impl, cuda, swiglu))
     if not spec.experts:
         fields = {k: v for k, v in fields.items() if not k.startswith("moe_")}
     fields.update(

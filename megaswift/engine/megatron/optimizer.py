@@ -32,7 +32,18 @@ def build(chunks: list[DistributedDataParallel], config: TransformerConfig, cfg:
         optimizer_cpu_offload=o.optimizer_cpu_offload, optimizer_offload_fraction=1.0 if o.optimizer_cpu_offload else 0.0,
     )
     extra = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in inspect.signature(get_megatron_optimizer).parameters else {}
-    return get_megatron_optimizer(options, chunks, **extra)
+    optimizer = get_megatron_optimizer(options, chunks, **extra)
+    for part in parts(optimizer):
+        _fuse(part)
+    return optimizer
+
+
+def _fuse(part: MegatronOptimizer) -> None:
+    """Let torch's Adam run as one kernel a parameter; without Transformer Engine, Megatron takes torch's plain loop."""
+    base = part.optimizer
+    if isinstance(base, torch.optim.Adam):
+        for group in base.param_groups:
+            group["fused"], group["foreach"] = True, False
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
