@@ -89,10 +89,7 @@ def check(cfg: SwiftConfig) -> list[Problem]:
             problems += error.problems
     present = outputs.present()
     own = train.resume_from_checkpoint == "latest" or (resume is not None and _inside(resume, outputs.root))
-    if present and train.overwrite_output_dir and own:
-        rule = "would move away the run that --resume_from_checkpoint goes on with"
-        problems.append(Problem("--overwrite_output_dir", rule, "one of the two"))
-    elif present and train.overwrite_output_dir and cfg.model.model and _inside(Path(cfg.model.model), outputs.root):
+    if present and train.overwrite_output_dir and cfg.model.model and _inside(Path(cfg.model.model), outputs.root):
         rule = f"lies in {train.output_dir}, which is to be replaced"
         problems.append(Problem(f"--model {cfg.model.model}", rule, "another --output_dir"))
     elif present and not own and not train.overwrite_output_dir and not problems:

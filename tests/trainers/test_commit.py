@@ -27,8 +27,8 @@ def test_a_checkpoint_holds_its_state_and_the_hash_of_every_file(tmp_path: Path)
     assert manifest is not None
     assert manifest["step"] == 3 and manifest["data"] == {"position": 3} and abs(manifest["saved_at"] - time.time()) < 60
     assert list(manifest["files"]) == ["engine/a.bin", "engine/b.bin"]
-    # sha256("more"), by sha256sum(1)
-    assert manifest["files"]["engine/b.bin"] == {"bytes": 4, "sha256": "187897ce0afcf20b50ba2b37dca84a951b7046f29ed5ab94f010619f69d6e189"}
+    by_sha256sum = "187897ce0afcf20b50ba2b37dca84a951b7046f29ed5ab94f010619f69d6e189"
+    assert manifest["files"]["engine/b.bin"] == {"bytes": 4, "sha256": by_sha256sum}
     assert commit.verify_share(folder, manifest, 0, 1) == []
 
 
@@ -85,7 +85,8 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("harm", "message"), [
-    (lambda p: p.write_bytes(b"weightS of step 3"), "content changed"), (lambda p: p.write_bytes(b"short"), "has 5 bytes, the manifest says 17"),
+    (lambda p: p.write_bytes(b"weightS of step 3"), "content changed"),
+    (lambda p: p.write_bytes(b"short"), "has 5 bytes, the manifest says 17"),
     (lambda p: p.unlink(), "is missing")])
 def test_a_file_that_changed_since_is_named(tmp_path: Path, harm, message: str) -> None:  # noqa: ANN001
     folder = save(Store(tmp_path), 3)

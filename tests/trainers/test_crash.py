@@ -12,7 +12,8 @@ import pytest
 
 @pytest.mark.process
 def test_kill_at_every_file_operation_of_a_save(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "tests.trainers.crash", str(tmp_path)], capture_output=True, text=True, timeout=120, check=True)
+    command = [sys.executable, "-m", "tests.trainers.crash", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found = json.loads(done.stdout)
     assert len(found["next"]) > 20 and len(found["again"]) > 20
     for scene, old in (("next", [2, "old", []]), ("again", [4, "old", []])):

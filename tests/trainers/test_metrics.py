@@ -19,8 +19,8 @@ FIELDS = ["step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "labe
 
 
 def step(number: int, loss: float, weight: float, **result: object) -> Step:
-    made = StepResult(loss, {"token_accuracy": loss / 10}, 2.0 * number, tokens=100, label_tokens=int(weight), counts={"label_weight": weight},
-                      **result)  # type: ignore[arg-type]
+    made = StepResult(loss, {"token_accuracy": loss / 10}, 2.0 * number, tokens=100, label_tokens=int(weight),
+                      counts={"label_weight": weight}, **result)  # type: ignore[arg-type]
     return Step(number, number / 4, 0.1 / number, made, seconds=0.5 * number, data_wait=0.1, squares=1000)
 
 

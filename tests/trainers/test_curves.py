@@ -1,0 +1,76 @@
+"""loss.png shows the run: pixels are looked at, not only the file's presence."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megaswift.trainers import curves
+from megaswift.trainers.metrics import to_json
+
+
+def write_run(folder: Path, losses: list[float], evals: dict[int, float] | None = None) -> tuple[Path, Path, Path]:
+    folder.mkdir(exist_ok=True)
+    metrics, evaluation, picture = folder / "metrics.jsonl", folder / "eval.jsonl", folder / "loss.png"
+    lines = [{"step": i, "loss": v, "grad_norm": 1 + v / 10, "learning_rate": 1e-3 / i} for i, v in enumerate(losses, 1)]
+    metrics.write_text("".join(to_json(line) + "\n" for line in lines))
+    if evals:
+        evaluation.write_text("".join(to_json({"step": s, "loss": v}) + "\n" for s, v in evals.items()))
+    return metrics, evaluation, picture
+
+
+def colours(picture: Path) -> np.ndarray:
+    return np.asarray(Image.open(picture).convert("RGB")).astype(int)
+
+
+def near(image: np.ndarray, colour: str) -> np.ndarray:
+    wanted = np.array([int(colour[i:i + 2], 16) for i in (1, 3, 5)])
+    return np.argwhere(np.abs(image - wanted).max(-1) < 30)
+
+
+def test_the_loss_falls_on_the_picture_and_evaluations_are_marked(tmp_path: Path) -> None:
+    losses = [5 * math.exp(-i / 60) + 0.3 * math.sin(i) for i in range(200)]
+    files = write_run(tmp_path, losses, {50: 3.0, 100: 2.0, 200: 1.0})
+    curves.draw(*files, "a run")
+    image = colours(files[2])
+    assert image.shape[0] > 700 and image.shape[1] > 1000 and image.std() > 10
+    upper = near(image[: image.shape[0] // 2], curves.MEAN)
+    left, right = upper[upper[:, 1] < 350][:, 0], upper[upper[:, 1] > 1000][:, 0]
+    assert len(left) > 50 and len(right) > 50 and left.mean() + 150 < right.mean()  # rows count downwards
+    assert len(near(image, curves.EVAL)) > 100
+    assert len(near(image[image.shape[0] // 2:], curves.MEAN)) > 200  # learning rate and gradient norm
+
+
+def test_other_numbers_make_another_picture_and_no_numbers_none(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "a", [3.0, 2.0, 1.0]), write_run(tmp_path / "b", [1.0, 2.0, 3.0])
+    curves.draw(*first, "t")
+    curves.draw(*second, "t")
+    assert (colours(first[2]) != colours(second[2])).any()
+    empty = write_run(tmp_path / "c", [])
+    curves.draw(*empty, "t")
+    assert not empty[2].exists()
+
+
+@pytest.mark.parametrize("losses", [[2.0], [math.nan, math.nan], [2.0, math.nan, 1.0], [2.0, 2.0]])
+def test_odd_runs_are_drawn_too(tmp_path: Path, losses: list[float]) -> None:
+    files = write_run(tmp_path, losses)
+    curves.draw(*files, "t")
+    assert colours(files[2]).std() > 5
+
+
+def test_a_spike_does_not_move_the_median() -> None:
+    values = [2.0] * 10 + [50.0] + [1.0] * 10
+    smoothed = curves.smooth(values, 6)
+    assert max(smoothed) == 2.0 and smoothed[0] == 2.0 and smoothed[-1] == 1.0
+    assert math.isnan(curves.smooth([1.0, math.nan, 3.0], 3)[1])
+
+
+def test_the_range_leaves_out_a_first_spike_of_a_long_curve() -> None:
+    low, high = curves.limits([100.0] + [1 + i / 1000 for i in range(300)]) or (0, 0)
+    assert low < 1 and high < 3
+    assert (curves.limits([1.0, 100.0]) or (0, 0))[1] > 100
+    assert curves.limits([math.nan]) is None

@@ -1,0 +1,121 @@
+"""report.html: one well-formed file that needs nothing from outside and tells what the run's files say."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.trainers import charts, report
+from megaswift.trainers.metrics import to_json
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Strict(HTMLParser):
+    """Every tag is closed in order; links and texts are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.texts: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [v or "" for k, v in attrs if k in ("src", "href", "srcset", "data", "action", "xlink:href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def line(step: int, **other: object) -> dict:
+    return {"step": step, "epoch": step / 10, "loss": 4.0 / step, "grad_norm": 1.0, "learning_rate": 1e-4, "tokens": 100,
+            "label_tokens": 40, "step_time": 0.5, "data_wait": 0.0, "tokens_per_second": 200.0 + step, "tokens_per_second_per_device": 50.0,
+            "tflops_per_device": 1.5, "mfu": None, "memory_gib": 2.5, **other}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Path, Path, Path, SwiftConfig]:
+    cfg = SwiftConfig(task="sft", model="<b>DIR</b>", dataset="d.jsonl", lr=3e-4, output_dir=str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text("".join(to_json(line(i)) + "\n" for i in range(1, 21)))
+    (tmp_path / "eval.jsonl").write_text(to_json({"step": 20, "epoch": 2.0, "loss": 0.75}) + "\n")
+    return tmp_path / "report.html", tmp_path / "metrics.jsonl", tmp_path / "eval.jsonl", cfg
+
+
+def parsed(run: tuple[Path, Path, Path, SwiftConfig], **story: object) -> tuple[str, Strict]:
+    path, metrics, evaluation, cfg = run
+    rows = [("model", "qwen3"), ("layout", "TP2 PP2 on 4 processes\n  ranks 0-1   ranks 2-3")]
+    made = report.Story(title="sft: tiny & <small>", status="finished", rows=rows, seconds={"data": 1.25, "metrics": 3.0}, **story)
+    report.write(path, cfg, made, (metrics, evaluation))
+    text = path.read_text(encoding="utf-8")
+    parser = Strict()
+    parser.feed(text)
+    parser.close()
+    assert parser.open == []
+    return text, parser
+
+
+def test_the_page_is_well_formed_and_self_contained(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
+    text, parser = parsed(run)
+    assert parser.links == [] and "script" not in parser.tags and "link" not in parser.tags
+    assert not re.search(r"https?://|url\(|@import", text)
+    assert parser.tags.count("svg") == 6
+
+
+def test_it_tells_figures_configuration_layout_timings_and_versions(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
+    _, parser = parsed(run)
+    said = set(parser.texts)
+    assert {"sft: tiny & <small>", "<b>DIR</b>", "4 → 0.2", "0.75", "20", "2,000", "tokens, 800 with a label", "211", "2.50 GiB"} <= said
+    assert {"TP2 PP2 on 4 processes\n  ranks 0-1   ranks 2-3", "1.25 s", "torch", "python", "learning_rate", "0.0003"} <= said
+
+
+def test_options_that_were_set_are_marked(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
+    text, _ = parsed(run)
+    assert "<tr class=given><td>learning_rate</td>" in text and "<tr><td>weight_decay</td>" in text
+
+
+def test_a_run_without_a_line_has_a_page_too(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
+    run[1].unlink()
+    run[2].unlink()
+    _, parser = parsed(run)
+    assert "logged steps" in parser.texts and "svg" not in parser.tags
+
+
+def test_nan_lines_do_not_reach_the_drawing(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
+    run[1].write_text("".join(to_json(line(i, loss=math.nan, grad_norm=math.inf)) + "\n" for i in range(1, 4)))
+    text, _ = parsed(run)
+    drawing = "".join(re.findall(r"<svg.*?</svg>", text))
+    assert "nan" not in drawing and "inf" not in drawing
+
+
+def test_a_long_curve_is_thinned_without_losing_its_spike() -> None:
+    points = [(float(i), 1.0) for i in range(100_000)]
+    points[54_321] = (54_321.0, 9.0)
+    kept = charts.thin(points)
+    assert len(kept) <= charts.MOST_POINTS + 2 and (54_321.0, 9.0) in kept
+    assert kept == sorted(kept) and kept[0] == points[0] and kept[-1] == points[-1]
+
+
+@pytest.mark.parametrize(("low", "high", "expected"), [
+    (0, 10, [0, 5, 10]), (0.13, 0.47, [0.2, 0.3, 0.4]), (1, 600, [200, 400, 600]), (-1, 1, [-1, -0.5, 0, 0.5, 1])])
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert charts.ticks(low, high, 4) == pytest.approx(expected)
+
+
+def test_points_are_placed_by_their_values() -> None:
+    svg = charts.line_chart("t", [charts.Series("a", [(0, 0), (10, 1)], "mean")], (0, 1), width=176, height=138)
+    assert 'points="62.0,112.0 162.0,12.0"' in svg and "<title>a, step 10: 1</title>" in svg

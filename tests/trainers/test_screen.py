@@ -1,0 +1,43 @@
+"""The first screen, word by word."""
+
+from __future__ import annotations
+
+from megaswift.config import SwiftConfig
+from megaswift.engine.protocol import ParameterReport
+from megaswift.parallel.layout import Layout
+from megaswift.parallel.picture import picture
+from megaswift.trainers.screen import Facts, bytes_text, data_text, render, rows
+
+GOLDEN = """\
+supervised fine-tuning
+  model       qwen3, 4 layers x 64: DIR
+  parameters  1,234,567 in all, 345,678 on the largest rank
+  memory      weights 1.3 MiB + gradients 1.3 MiB + optimizer 2.6 MiB = 5.3 MiB on the largest rank, activations not counted
+  layout      TP2 SP PP2 DP1 on 4 processes
+                       stage 0     stage 1
+              layers   embed+0-1   2-3+head
+              dp 0     ranks 0-1   ranks 2-3
+  kernels     torch (no CUDA device), float32
+  data        1,000 rows, 3,000 documents, 120,000 tokens, 40,000 label tokens, fill 99.2%
+  batch       2 per device x 4 accumulation x 1 data-parallel = 8 rows a step, at most 8,192 tokens
+  steps       250 = 2 epochs of 1,000 rows, going on after step 100
+  optimizer   adam, learning rate 0.0001 cosine to 1e-06, 25 warm-up steps, weight decay 0.1, gradients clipped to 1
+  output      out (a line every 10, evaluation every 50, checkpoint every 100 steps, the last 2 kept)"""
+
+
+def test_the_screen() -> None:
+    cfg = SwiftConfig(task="sft", model="DIR", dataset="d.jsonl", val_dataset="v.jsonl", tp=2, pp=2, per_device_train_batch_size=2, gbs=8,
+                      max_length=1024, lr=1e-4, min_lr=1e-6, warmup_ratio=0.1, logging_steps=10, eval_steps=50, save_steps=100,
+                      save_total_limit=2, output_dir="out")
+    layout = Layout(4, tp=2, pp=2, sequence_parallel=True)
+    stats = {"rows": 1000.0, "documents": 3000.0, "tokens": 120000.0, "label_tokens": 40000.0, "global_batch": 8.0,
+             "deleted": 0.0, "fill": 0.9921}
+    sizes = ParameterReport(1234567, 345678, 1382712, 1382712, 2765424, 1)
+    facts = Facts("supervised fine-tuning", "qwen3, 4 layers x 64: DIR", sizes, f"{layout.describe()} on 4 processes", picture(layout, 4),
+                  "torch (no CUDA device), float32", data_text(stats), layout.dp, 4, 250, 1000, 100)
+    assert render(facts.title, rows(cfg, facts)) == GOLDEN
+
+
+def test_bytes() -> None:
+    texts = [bytes_text(n) for n in (0, 1023, 1024, 1536, 3 * 2**30, 5 * 2**40)]
+    assert texts == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "3.0 GiB", "5.00 TiB"]
