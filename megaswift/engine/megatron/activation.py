@@ -41,3 +41,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., 2 f] to [..., f]."""
         return _SwiGLU.apply(x)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
+        """Nothing to save; Megatron's MLP asks every part."""
+        return {}
