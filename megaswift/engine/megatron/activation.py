@@ -42,6 +42,10 @@ class SwiGLU(nn.Module):
         """[..., 2 f] to [..., f]."""
         return _SwiGLU.apply(x)
 
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing to save; Megatron's MLP asks each of its modules."""
+        return {}
+
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
         """Nothing to save; Megatron's MLP asks every part."""
         return {}
