@@ -7,7 +7,7 @@ layers a stage holds (`stages.py`) and process groups (the engine makes them).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm, prod
+from math import prod
 from typing import Protocol
 
 from megaswift.errors import LayoutError, Problem
@@ -94,16 +94,6 @@ class Layout:
     def edp(self) -> int:
         """Copies of each expert."""
         return self.world_size // (self.etp * self.ep * self.pp)
-
-    @property
-    def document_multiple(self) -> int:
-        """Tokens to a multiple of which each packed document is padded: a context-parallel rank holds two pieces of it."""
-        return 2 * self.cp if self.cp > 1 else 1
-
-    @property
-    def row_multiple(self) -> int:
-        """Tokens to a multiple of which each row is padded: a rank's share must divide among the sequence-parallel ranks too."""
-        return lcm(self.document_multiple, self.cp * self.tp if self.sequence_parallel else self.cp)
 
     def size(self, axes: str) -> int:
         """Ranks in one group of `axes`: `tp`, `dp-cp`, `etp-ep`."""

@@ -96,19 +96,6 @@ def test_from_config():
     assert Layout.from_config(interleaved, 2).vpp == 2
 
 
-@pytest.mark.parametrize(("sizes", "document", "row"), [
-    ({}, 1, 1),
-    ({"tp": 4}, 1, 1),
-    ({"tp": 4, "sequence_parallel": True}, 1, 4),
-    ({"cp": 2}, 4, 4),
-    ({"cp": 2, "tp": 4, "sequence_parallel": True}, 4, 8),
-    ({"cp": 3, "tp": 3, "sequence_parallel": True}, 6, 18),
-])
-def test_padding_multiples(sizes, document, row):
-    layout = Layout(72, **sizes)
-    assert (layout.document_multiple, layout.row_multiple) == (document, row)
-
-
 def test_describe():
     assert Layout(1).describe() == "DP1"
     assert Layout(16, tp=2, pp=2, vpp=2, ep=2, sequence_parallel=True).describe() == "TP2 SP PP2 VPP2 EP2 DP4"
