@@ -64,15 +64,18 @@ REFUSED = [
     (DENSE, dict(world_size=8, tp=3), ["--tp 3: need 3 processes or a multiple; there are 8", "8 attention heads are not divisible by 3"]),
     (DENSE, dict(world_size=1, tp=2), ["--tp 2: need 2 processes or a multiple; there are 1", "2 processes (--nproc_per_node)"]),
     (DENSE, dict(world_size=16, tp=16), ["8 attention heads are not divisible by 16", "--tp 8"]),
-    (replace(DENSE, heads=12, kv_heads=6), dict(world_size=4, tp=4), ["6 key/value heads are neither a multiple nor a divisor of 4", "--tp 2"]),
+    (replace(DENSE, heads=12, kv_heads=6), dict(world_size=4, tp=4),
+     ["6 key/value heads are neither a multiple nor a divisor of 4", "--tp 2"]),
     (replace(DENSE, heads=12, kv_heads=1, head_dim=1), dict(world_size=4, tp=4), ["the 14 rows of queries, keys and values"]),
     (replace(DENSE, ffn=97), dict(world_size=2, tp=2), ["inner width of 97 is not divisible by 2", "--tp 1"]),
     (MOE, dict(world_size=16, etp=16), ["an expert's inner width of 24 is not divisible by 16", "--etp 8"]),
-    (DENSE, dict(world_size=8, pp=8), ["12 layers are not divisible by 8 stages", "--pp 6", "nearest layout that works on 8 processes: --pp 4"]),
+    (DENSE, dict(world_size=8, pp=8),
+     ["12 layers are not divisible by 8 stages", "--pp 6", "nearest layout that works on 8 processes: --pp 4"]),
     (DENSE, dict(world_size=16, pp=16), ["12 layers are fewer than 16 stages"]),
     (DENSE, dict(world_size=4, pp=4, vpp=2), ["12 layers are not divisible by 4 x 2 = 8 chunks", "--vpp 3"]),
     (DENSE, dict(world_size=4, vpp=2), ["--vpp 2: model chunks need a pipeline, and --pp is 1"]),
-    (DENSE, dict(world_size=4, pp=4, split=Split(first=2)), ["the other 10 of 12 layers are not divisible by 3 stages", "--first_stage_layers 3"]),
+    (DENSE, dict(world_size=4, pp=4, split=Split(first=2)),
+     ["the other 10 of 12 layers are not divisible by 3 stages", "--first_stage_layers 3"]),
     (DENSE, dict(world_size=2, cp=2, max_length=1022), ["--max_length 1022", "2 x --cp 2 = 4", "--max_length 1024, or --max_length 1020"]),
     (DENSE, dict(world_size=8, cp=8, cp_comm_type="a2a", max_length=1024), ["8 heads and 4 key/value heads", "divisible by 8"]),
     (DENSE, dict(world_size=2, cp=2, cp_comm_type="a2a+p2p"), ["must be even and at least 4"]),
@@ -99,7 +102,8 @@ def test_refusals_name_flag_numbers_and_a_way_out(shape, asked, says):
 def test_all_mistakes_at_once():
     problems = check_layout(MOE, Asked(8, tp=3, pp=5, ep=6, cp=2, max_length=1023, dp=3))
     text = "\n".join(map(str, problems))
-    for part in ("--tp 3 --cp 2 --pp 5: need 3 x 2 x 5 = 30", "--ep 6 --pp 5", "8 attention heads", "12 layers", "--max_length 1023", "8 experts"):
+    for part in ("--tp 3 --cp 2 --pp 5: need 3 x 2 x 5 = 30", "--ep 6 --pp 5", "8 attention heads",
+                 "12 layers", "--max_length 1023", "8 experts"):
         assert part in text
     assert text.count("nearest layout that works") == 1
 
