@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -123,7 +122,7 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
 
 def _run_workers(scratch: Path, spec: EncodeSpec, parts: list[Part], count: int) -> None:
     job = scratch / "job"
-    job.write_bytes(pickle.dumps((spec, parts)))
+    job.write_text(json.dumps({"spec": asdict(spec), "parts": [asdict(p) for p in parts]}))
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}

@@ -7,11 +7,12 @@ deadlock, and not `spawn`, because that imports the user's script again.
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 from pathlib import Path
 
-from megaswift.data.encode import Encoder
+from megaswift.data.chat import Templates
+from megaswift.data.encode import Encoder, EncodeSpec
+from megaswift.data.sources import Part
 from megaswift.data.store import write_piece
 from megaswift.errors import UserError
 
@@ -19,7 +20,10 @@ from megaswift.errors import UserError
 def main(argv: list[str]) -> int:
     """Encode every OF-th part of the job, from NUMBER on, each into files of its own beside the job."""
     job, number, of = Path(argv[0]), int(argv[1]), int(argv[2])
-    spec, parts = pickle.loads(job.read_bytes())  # written by our own parent process a moment ago
+    text = json.loads(job.read_text())
+    templates = text["spec"].pop("templates")
+    spec = EncodeSpec(**text["spec"], templates=None if templates is None else Templates(**templates))
+    parts = [Part(**p) for p in text["parts"]]
     try:
         encoder = Encoder(spec)
         for i in range(number, len(parts), of):

@@ -1,0 +1,99 @@
+"""Every format against the messages that a person would write down for it; malformed rows with their column."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megaswift.data.formats import FORMATS, recognise
+from megaswift.data.sample import RowError, Sample
+
+U, V = {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
+A, B = {"role": "assistant", "content": "a1"}, {"role": "assistant", "content": "a2"}
+S = {"role": "system", "content": "s"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+GOOD: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+    ("messages", {"messages": [S, U, A]}, [S, U, A]),
+    ("messages", {"messages": [U, A], "system": "s", "id": 7}, [S, U, A]),
+    ("messages", {"messages": '[{"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}]'}, [U, A]),
+    ("messages", {"messages": [U, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]},
+     [U, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]),
+    ("conversations", {"conversations": [{"from": "human", "value": "q1"}, {"from": "gpt", "value": "a1"}]}, [U, A]),
+    ("conversations", {"conversations": [{"from": "system", "value": "s"}, {"from": "user", "value": "q1"},
+                                         {"from": "assistant", "value": "a1"}]}, [S, U, A]),
+    ("conversations", {"conversations": [U, A]}, [U, A]),
+    ("conversations", {"conversations": [{"from": "human", "value": "q1"}, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+                                         {"from": "observation", "value": "r"}]},
+     [U, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},
+      {"role": "tool", "content": "r"}]),
+    ("sharegpt", {"conversation": [{"human": "q1", "assistant": "a1"}, {"human": "q2", "assistant": "a2"}], "system": "s"}, [S, U, A, V, B]),
+    ("sharegpt", {"conversations": [{"human": "q1", "assistant": "a1"}]}, [U, A]),
+    ("query_response", {"query": "q2", "response": "a2", "history": [["q1", "a1"]], "system": "s"}, [S, U, A, V, B]),
+    ("query_response", {"query": "q1", "response": "a1", "history": ""}, [U, A]),
+    ("alpaca", {"instruction": "q1", "input": "", "output": "a1"}, [U, A]),
+    ("alpaca", {"instruction": "q1", "input": "more", "output": "a1"}, [{"role": "user", "content": "q1\nmore"}, A]),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "messages"), GOOD)
+def test_rows_become_the_messages_they_mean(name: str, row: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    found = recognise(row, "sft")
+    assert found.name == name
+    assert list(found.parse(row).messages) == messages
+
+
+def test_every_registered_format_is_tried_above() -> None:
+    assert {f.name for f in FORMATS} == {name for name, _, _ in GOOD} | {"text"}
+
+
+def test_text_is_for_pretraining() -> None:
+    assert recognise({"text": "t"}, "pt").parse({"text": "t"}) == Sample(text="t")
+    with pytest.raises(RowError, match="not for sft"):
+        recognise({"text": "t"}, "sft")
+    with pytest.raises(RowError, match="not for pt"):
+        recognise({"messages": []}, "pt")
+
+
+def test_loss_flags_and_tools_travel_and_stay_out_of_the_messages() -> None:
+    sample = recognise({"messages": []}, "sft").parse({"messages": [U, A | {"loss": False}, V, B | {"loss": True}], "tools": [TOOL]})
+    assert sample.loss == (None, False, None, True) and sample.tools == (TOOL,)
+    assert list(sample.messages) == [U, A, V, B]
+    assert recognise({"messages": []}, "sft").parse({"messages": [U, A], "tools": '[{"type": "function", "function": {"name": "f"}}]'}
+                                                    ).tools == (TOOL,)
+
+
+BAD = [
+    ({"messages": "[{"}, "messages", "not JSON"),
+    ({"messages": []}, "messages", "at least one"),
+    ({"messages": ["x"]}, "messages[0]", "object"),
+    ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", "one of system"),
+    ({"messages": [U, {"role": "assistant"}]}, "messages[1].content", "a string"),
+    ({"messages": [U, {"role": "assistant", "content": 3}]}, "messages[1].content", "int 3"),
+    ({"messages": [U | {"loss": True}]}, "messages[0].loss", "assistant messages only"),
+    ({"messages": [A | {"loss": 2}]}, "messages[0].loss", "true or false"),
+    ({"messages": [A | {"tool_calls": "f"}]}, "messages[0].tool_calls", "list"),
+    ({"messages": [U, A], "tools": [1]}, "tools", "objects"),
+    ({"messages": [U, A], "system": 1}, "system", "a string"),
+    ({"conversations": [{"from": "cat", "value": "x"}]}, "conversations[0].from", "one of human"),
+    ({"conversations": [{"from": "human"}]}, "conversations[0].value", "a string"),
+    ({"conversation": [{"human": "x"}]}, "conversation[0]", "assistant"),
+    ({"query": "x", "response": 1}, "response", "a string"),
+    ({"query": "x", "response": "y", "history": [["a"]]}, "history[0]", "two strings"),
+    ({"instruction": 1, "output": "x"}, "instruction", "a string"),
+]
+
+
+@pytest.mark.parametrize(("row", "column", "said"), BAD)
+def test_a_malformed_row_names_its_column(row: dict[str, Any], column: str, said: str) -> None:
+    with pytest.raises(RowError) as e:
+        recognise(row, "sft").parse(row)
+    assert e.value.column == column and said in str(e.value)
+
+
+def test_unknown_columns_list_the_formats_with_theirs() -> None:
+    with pytest.raises(RowError) as e:
+        recognise({"prompt": "x", "answer": "y"}, "sft")
+    for part in ("prompt, answer", "messages: messages [tools, system]", "alpaca: instruction, output [input", "--columns"):
+        assert part in str(e.value)

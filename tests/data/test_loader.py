@@ -1,0 +1,206 @@
+"""Batches: the order of rows by plain Python, shifted labels by hand, packing's edges, ranks, evaluation, resume, streaming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megaswift.data.build import build
+from megaswift.data.collate import Shape, collate_packed, collate_rows
+from megaswift.data.loader import LoaderGeometry
+from megaswift.errors import DataError
+from tests.data.makers import chat, config, jsonl, tokenizer
+
+
+def doc(ids: list[int], mask: list[int], number: int) -> Any:
+    return np.array(ids, np.int32), np.array(mask, np.uint8), number
+
+
+def source(tmp_path: Path, rows: int, geometry: LoaderGeometry, **options: Any) -> Any:
+    path = tmp_path / "d.jsonl"
+    if not path.exists():
+        jsonl(path, [chat(f"hello {i}", "answer " * (1 + i * 7 % 11)) for i in range(rows)])
+    cfg = config(tmp_path, str(path), **options)
+    return build(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), geometry)
+
+
+def ids_of(batches: list[Any]) -> list[int]:
+    return [i for b in batches for i in b.sample_ids.tolist()]
+
+
+def test_rows_are_shifted_padded_and_masked_by_hand() -> None:
+    b = collate_rows([doc([5, 6, 7], [1, 0, 1], 3), None, doc([8, 9], [0, 1], 4)], Shape(pad_id=1, row_multiple=4), 4)
+    assert b.input_ids.tolist() == [[5, 6, 7, 1], [1, 1, 1, 1], [8, 9, 1, 1]]
+    assert b.labels.tolist() == [[6, 7, 1, 1], [1, 1, 1, 1], [9, 1, 1, 1]]
+    assert b.loss_weights.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
+    assert b.valid.tolist() == [[True] * 3 + [False], [False] * 4, [True, True, False, False]]
+    assert b.positions.tolist() == [[0, 1, 2, 3]] * 3 and b.cu_seqlens is None
+    assert b.sample_ids is not None and b.sample_ids.tolist() == [3, -1, 4]
+    assert (b.input_ids.dtype, b.loss_weights.dtype, b.valid.dtype) == (torch.int64, torch.float32, torch.bool)
+
+
+def test_packed_rows_by_hand() -> None:
+    shape = Shape(doc_multiple=4, row_multiple=8, pad_id=0)
+    row = [doc([5, 6, 7, 8, 9], [0, 1, 1, 1, 1], 3), doc([4, 3], [0, 1], 1)]
+    assert shape.packed_length(row) == 16
+    b = collate_packed([row, []], shape, [16, 8])
+    assert b.cu_seqlens is not None and b.cu_seqlens.tolist() == [0, 8, 16, 24] and b.cu_seqlens.dtype == torch.int32
+    assert b.input_ids.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0, 4, 3] + [0] * 14]
+    assert b.loss_weights.tolist() == [[1.0] * 4 + [0] * 4 + [1.0] + [0] * 15]
+    assert b.labels[0, :9].tolist() == [6, 7, 8, 9, 0, 0, 0, 0, 3]
+    assert b.positions.tolist() == [list(range(8)) * 3]
+    assert b.tokens == 7 and b.label_tokens == 5
+
+
+def test_labels_never_cross_documents() -> None:
+    b = collate_packed([[doc([5, 6], [1, 1], 0), doc([7, 8], [1, 1], 1)]], Shape(), [4])
+    assert b.loss_weights.tolist() == [[1, 0, 1, 0]]
+
+
+@pytest.mark.parametrize(("dp", "per", "accumulation"), [(1, 1, 1), (2, 2, 2), (3, 1, 2)])
+def test_without_shuffle_global_batch_k_is_rows_k_gbs(tmp_path: Path, dp: int, per: int, accumulation: int) -> None:
+    gbs = dp * per * accumulation
+    ranks = [source(tmp_path, 17, LoaderGeometry(r, dp, per, accumulation), shuffle=False)[0] for r in range(dp)]
+    for k in range(5):
+        steps = [s.next() for s in ranks]
+        assert all(len(step) == accumulation and all(b.input_ids.shape[0] == per for b in step) for step in steps)
+        assert sorted(i for step in steps for i in ids_of(step)) == sorted(i % 17 for i in range(k * gbs, (k + 1) * gbs))
+
+
+def test_shuffled_epochs_are_permutations_and_run_on(tmp_path: Path) -> None:
+    s, _ = source(tmp_path, 10, LoaderGeometry(per_device=4), seed=3)
+    seen = [i for _ in range(5) for i in ids_of(s.next())]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert seen[:10] != list(range(10)) and seen[:10] != seen[10:]
+    assert (s.epoch, s.steps_per_epoch, s.steps_for(1.0), s.steps_for(2.0)) == (2.0, 2, 3, 5)
+    again = source(tmp_path, 10, LoaderGeometry(per_device=4), seed=3)[0]
+    other = source(tmp_path, 10, LoaderGeometry(per_device=4), seed=3, data_seed=4)[0]
+    assert ids_of(again.next()) == seen[:4] and ids_of(other.next()) != seen[:4]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("threads", [0, 2])
+def test_resume_goes_on_exactly(tmp_path: Path, packing: bool, threads: int) -> None:
+    geometry = LoaderGeometry(1, 2, 1, 2, doc_multiple=4, row_multiple=8)
+    options: dict[str, Any] = {"packing": packing, "max_length": 128, "dataloader_num_workers": threads}
+    s = source(tmp_path, 60, geometry, **options)[0]
+    for _ in range(3):
+        s.next()
+    state = json.loads(json.dumps(s.state_dict()))
+    ahead = [s.next() for _ in range(9)]
+    t = source(tmp_path, 60, geometry, **options)[0]
+    t.load_state_dict(state)
+    for batches in ahead:
+        for a, b in zip(batches, t.next(), strict=True):
+            assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.loss_weights, b.loss_weights)
+            assert torch.equal(a.sample_ids, b.sample_ids)
+
+
+def test_resume_on_other_ranks_sees_the_rows_that_come_next(tmp_path: Path) -> None:
+    s = source(tmp_path, 20, LoaderGeometry(0, 1, 4))[0]
+    seen = ids_of(s.next()) + ids_of(s.next())
+    halves = [source(tmp_path, 20, LoaderGeometry(r, 2, 1, 2))[0] for r in (0, 1)]
+    for h in halves:
+        h.load_state_dict(s.state_dict())
+    for _ in range(3):
+        seen += [i for h in halves for i in ids_of(h.next())]
+    assert sorted(seen) == list(range(20))
+
+
+def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
+    s = source(tmp_path, 20, LoaderGeometry())[0]
+    for options, said in (({"max_length": 40, "truncation_strategy": "right"}, "max_length"), ({"shuffle": False}, "shuffle"),
+                          ({"data_seed": 9}, "data_seed")):
+        with pytest.raises(DataError, match=said):
+            source(tmp_path, 20, LoaderGeometry(), **options)[0].load_state_dict(s.state_dict())
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_uniform_steps_have_one_length(tmp_path: Path, packing: bool) -> None:
+    geometry = LoaderGeometry(per_device=1, accumulation=6, doc_multiple=2, row_multiple=8, uniform=True)
+    s = source(tmp_path, 60, geometry, packing=packing, max_length=90)[0]
+    for _ in range(2):
+        lengths = {b.input_ids.shape[1] for b in s.next()}
+        assert len(lengths) == 1 and lengths.pop() % 8 == 0
+    plain = source(tmp_path, 60, LoaderGeometry(accumulation=6, row_multiple=8), max_length=90)[0].next()
+    assert len({b.input_ids.shape[1] for b in plain}) > 1 and all(b.input_ids.shape[1] % 8 == 0 for b in plain)
+
+
+def test_packed_epoch_holds_every_document_once_and_says_its_fill(tmp_path: Path) -> None:
+    s = source(tmp_path, 60, LoaderGeometry(per_device=2, doc_multiple=4), packing=True, max_length=256)[0]
+    seen: list[int] = []
+    tokens = padded = 0
+    for _ in range(s.rows // 2):
+        for b in s.next():
+            assert b.input_ids.shape[0] == 1 and b.cu_seqlens[-1] == b.input_ids.shape[1]
+            assert (b.cu_seqlens % 4 == 0).all()
+            seen += b.sample_ids.tolist()
+            tokens += b.tokens
+            padded += b.input_ids.shape[1]
+    assert s.rows % 2 or sorted(seen) == list(range(60))
+    assert s.stats["fill"] < s.stats["padded_fill"] <= 1
+    assert s.stats["fill"] == pytest.approx(s.stats["tokens"] / (s.rows * 256))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_evaluation_takes_every_row_once_and_fills_up_without_weight(tmp_path: Path, packing: bool) -> None:
+    ranks = [source(tmp_path, 30, LoaderGeometry(r, 2, 2), split_dataset_ratio=0.3, packing=packing, max_length=128)[1] for r in (0, 1)]
+    taken = [list(e.eval_batches()) for e in ranks]
+    assert len({len(t) for t in taken}) == 1
+    ids = [i for t in taken for step in t for i in ids_of(step)]
+    held = sorted(i for i in ids if i >= 0)
+    assert len(held) == len(set(held)) == 9
+    filler = [b for t in taken for step in t for b in step if (b.sample_ids == -1).all()]
+    assert all(b.label_tokens == 0 and b.tokens == 0 for b in filler)
+    train = source(tmp_path, 30, LoaderGeometry(), split_dataset_ratio=0.3)[0]
+    assert sorted(ids_of([b for _ in range(21) for b in train.next()]) + held) == list(range(30))
+
+
+def test_a_data_set_shorter_than_a_global_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="10 rows, fewer than one global batch of 12"):
+        source(tmp_path, 10, LoaderGeometry(0, 3, 4))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_streams_resume_on_any_number_of_ranks(tmp_path: Path, packing: bool, shuffle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megaswift.data.stream.BLOCK", 7)
+    options: dict[str, Any] = {"streaming": True, "shuffle": shuffle, "packing": packing, "max_length": 512}
+    whole = source(tmp_path, 17, LoaderGeometry(0, 1, 4), **options)[0]
+    steps = [ids_of(whole.next()) for _ in range(7)]
+    if not packing:
+        flat = [i % 17 for s in steps for i in s]
+        assert sorted(flat[:17]) == list(range(17)) and (flat == [i % 17 for i in range(28)]) != shuffle
+    halves = [source(tmp_path, 17, LoaderGeometry(r, 2, 2), **options)[0] for r in (0, 1)]
+    for k in range(3):
+        assert [i for h in halves for i in ids_of(h.next())] == steps[k]
+    later = source(tmp_path, 17, LoaderGeometry(0, 1, 4), **options)[0]
+    later.load_state_dict(json.loads(json.dumps(halves[1].state_dict())))
+    assert [ids_of(later.next()) for _ in range(4)] == steps[3:]
+
+
+def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    jsonl(path, [chat(str(i), "a") for i in range(5)] + [{"messages": 3}] + [chat("x", "y")] * 3)
+    s = source(tmp_path, 0, LoaderGeometry(per_device=2), streaming=True, shuffle=False)[0]
+    assert [ids_of(s.next()) for _ in range(2)] == [[0, 1], [2, 3]]
+    state = s.state_dict()
+    with pytest.raises(DataError, match=r"d.jsonl:6: column messages"):
+        s.next()
+    assert s.state_dict() == state
+    lenient = source(tmp_path, 0, LoaderGeometry(per_device=2), streaming=True, shuffle=False, strict=False)[0]
+    assert [ids_of(lenient.next()) for _ in range(3)][2] == [4, -1]
+    assert lenient.stats["malformed"] == 1
+
+
+def test_streamed_tokens_are_the_stored_ones(tmp_path: Path) -> None:
+    stored = source(tmp_path, 9, LoaderGeometry(per_device=3), shuffle=False)[0]
+    streamed = source(tmp_path, 9, LoaderGeometry(per_device=3), shuffle=False, streaming=True)[0]
+    for _ in range(4):
+        for a, b in zip(stored.next(), streamed.next(), strict=True):
+            assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.loss_weights, b.loss_weights)
