@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import subprocess
 import sys
 from collections import namedtuple
@@ -42,6 +43,10 @@ def test_the_safetensors_library_reads_them(tmp_path: Path, limit: int, backward
         found.update(load_file(path))
         with safe_open(path, framework="pt") as file:
             assert file.metadata() == {"format": "pt"}
+        length = struct.unpack("<Q", path.read_bytes()[:8])[0]
+        header = json.loads(path.read_bytes()[8 : 8 + length])
+        assert length % 8 == 0  # so that tensors can be used in place, each must lie at a multiple of its element's size
+        assert all(v["data_offsets"][0] % TENSORS[k].element_size() == 0 for k, v in header.items() if k != "__metadata__")
     assert set(found) == set(TENSORS)
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
