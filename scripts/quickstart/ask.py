@@ -1,6 +1,6 @@
 """Ask a model folder the held-out questions with transformers and count the exact answers.
 
-    python scripts/quickstart/ask.py MODEL_FOLDER HELDOUT.jsonl [--show 3]
+    python scripts/quickstart/ask.py MODEL_FOLDER HELDOUT.jsonl [--show 3] [--before MODEL_FOLDER]
 
 Owns the quickstart's score: greedy answers, equal to the expected sentence to the letter, or wrong.
 """
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
-MOST_NEW_TOKENS = 16
+MOST_NEW_TOKENS = 8
 
 
 def read(path: Path) -> list[tuple[str, str]]:
@@ -34,22 +35,31 @@ def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question
     return tokenizer.batch_decode(out[:, batch["input_ids"].shape[1]:], skip_special_tokens=True)
 
 
-def main() -> None:
-    """Print some answers and the share of exact ones."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("heldout", type=Path)
-    parser.add_argument("--show", type=int, default=0, help="print the first N answers")
-    args = parser.parse_args()
+def score(folder: Path, asked: list[tuple[str, str]], show: int = 0) -> int:
+    """Number of exact answers of the model in `folder`; prints the first `show`."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).eval()
-    asked = read(args.heldout)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     given = answers(model, tokenizer, [question for question, _ in asked])
-    for (question, expected), answer in list(zip(asked, given, strict=True))[: args.show]:
-        print(f"  Q: {question}\n  A: {answer!r}" + ("" if answer == expected else f"   (expected {expected!r})"))
-    right = sum(answer == expected for (_, expected), answer in zip(asked, given, strict=True))
-    print(f"exact answers to held-out questions: {right} of {len(asked)} ({100 * right / len(asked):.0f}%)")
+    for (question, expected), answer in list(zip(asked, given, strict=True))[:show]:
+        print(f"  {question}\n    {answer}" + ("" if answer == expected else f"      (expected: {expected})"))
+    return sum(answer == expected for (_, expected), answer in zip(asked, given, strict=True))
+
+
+def main() -> None:
+    """Print some answers, and the score before and after."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="Hugging Face folder")
+    parser.add_argument("heldout", type=Path, help="questions with their answers")
+    parser.add_argument("--show", type=int, default=0, help="print the first N answers")
+    parser.add_argument("--before", type=Path, help="another model to compare with")
+    args = parser.parse_args()
+    logging.disable_progress_bar()
+    asked = read(args.heldout)
+    after = score(args.model, asked, args.show)
+    if args.before:
+        print(f"exact answers to {len(asked)} held-out questions, before: {100 * score(args.before, asked) / len(asked):.0f}%")
+    print(f"exact answers to {len(asked)} held-out questions{', after' if args.before else ''}: {100 * after / len(asked):.0f}%")
 
 
 if __name__ == "__main__":

@@ -60,12 +60,13 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def main(data: Path, folder: Path) -> None:
-    """Save both."""
+    """Save both; the last line printed is the number of GPUs, for quickstart.sh."""
     tokenizer = make_tokenizer(texts(data))
     model = make_model(tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    print(f"made {folder}: Qwen3, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, vocabulary {len(tokenizer)}")
+    print(f"{folder}: Qwen3, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, vocabulary {len(tokenizer)}")
+    print(f"gpus {torch.cuda.device_count()}")
 
 
 if __name__ == "__main__":
