@@ -1,0 +1,127 @@
+"""The native engine on a GPU: both layer specs against Hugging Face, packing, FP8, and one checkpoint for both.
+
+One process, one device. Run by `scripts/gpu_check.sh` or `pytest -m gpu`; without a GPU nothing here is collected as passing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.cases import Case, global_batch
+from tests.parity.models import build
+from tests.parity.oracle import Oracle, Recipe
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+MODELS = ("dense", "llama3-rope", "mistral-window", "moe", "dense-tied")
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[Any]:
+    from megaswift.engine.megatron.context import ParallelContext
+    from megaswift.parallel.layout import Layout
+
+    made = ParallelContext(Layout(1))
+    yield made
+    made.close()
+
+
+def engine_of(folder: Path, context: Any, **options: Any) -> Any:
+    """An engine with the folder's weights."""
+    from megaswift.config import SwiftConfig
+    from megaswift.engine.megatron.engine import MegatronEngine
+    from megaswift.families import family_of
+
+    raw = json.loads((folder / "config.json").read_text())
+    engine = MegatronEngine(family_of(raw).spec(raw), SwiftConfig(task="sft", model=str(folder), **options), context)
+    engine.load_hf(folder)
+    return engine
+
+
+def distance(gradients: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """||g - truth|| / ||truth|| over all tensors together."""
+    wrong = sum(float((gradients[n].float().cpu() - g).square().sum()) for n, g in truth.items())
+    return (wrong / sum(float(g.square().sum()) for g in truth.values())) ** 0.5
+
+
+def numbers(engine: Any, batches: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients by Hugging Face's names."""
+    from megaswift.losses.sft import CrossEntropy
+
+    loss = engine.accumulate(batches, CrossEntropy()).loss
+    return loss, {n: t.clone() for n, t in engine.hf_gradients()}
+
+
+def truth_of(folder: Path, batches: Any, dtype: torch.dtype = torch.float32) -> tuple[float, dict[str, torch.Tensor]]:
+    """Hugging Face's, on the CPU."""
+    oracle = Oracle(folder, Recipe())
+    oracle.model = oracle.model.to(dtype)
+    return oracle.accumulate(batches)[0], {n: g.float() for n, g in oracle.gradients().items()}
+
+
+@pytest.mark.parametrize("variant", MODELS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_torch_spec_in_float32(variant: str, packed: bool, tmp_path: Path, context: Any) -> None:
+    """Plain torch kernels: float32 of another device, other summation orders."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    folder = build(variant, tmp_path / variant)
+    case = Case(model=variant, packed=packed)
+    extra = {"moe_aux_loss_coeff": 0.0} if case.moe else {}
+    engine = engine_of(folder, context, transformer_impl="torch", torch_dtype="float32", **extra)
+    loss, gradients = numbers(engine, global_batch(case, 2))
+    want, truth = truth_of(folder, global_batch(replace(case, packed=False), 2))
+    assert loss == pytest.approx(want, rel=1e-5)
+    assert distance(gradients, truth) < 1e-4
+
+
+@pytest.mark.parametrize("variant", MODELS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_transformer_engine_in_bfloat16(variant: str, packed: bool, tmp_path: Path, context: Any) -> None:
+    """Fused kernels: within the spread that Hugging Face shows between bfloat16 and float32."""
+    pytest.importorskip("transformer_engine")
+    folder = build(variant, tmp_path / variant)
+    case = Case(model=variant, packed=packed)
+    extra = {"moe_aux_loss_coeff": 0.0} if case.moe else {}
+    engine = engine_of(folder, context, transformer_impl="transformer_engine", torch_dtype="bfloat16", **extra)
+    loss, gradients = numbers(engine, global_batch(case, 2))
+    rows = global_batch(replace(case, packed=False), 2)
+    (want, truth), (rough, theirs) = truth_of(folder, rows), truth_of(folder, rows, torch.bfloat16)
+    assert distance(gradients, truth) <= 1.5 * distance(theirs, truth)
+    assert abs(loss - want) <= 1.5 * max(abs(rough - want), 2e-3 * want)
+
+
+def test_one_checkpoint_for_both_specs(tmp_path: Path, context: Any) -> None:
+    """Saved by the fused spec, loaded by the plain one: every weight bit by bit."""
+    pytest.importorskip("transformer_engine")
+    from megaswift.losses.sft import CrossEntropy
+
+    folder = build("moe", tmp_path / "moe")
+    fused = engine_of(folder, context, transformer_impl="transformer_engine", torch_dtype="bfloat16")
+    fused.train_batch(global_batch(Case(model="moe"), 2), CrossEntropy(), 1e-3)
+    fused.save(tmp_path / "saved")
+    plain = engine_of(folder, context, transformer_impl="torch", torch_dtype="bfloat16")
+    plain.load(tmp_path / "saved")
+    want = dict(fused.hf_weights())
+    got = dict(plain.hf_weights())
+    assert want.keys() == got.keys()
+    assert [n for n in want if not torch.equal(want[n], got[n])] == []
+
+
+def test_fp8_trains(tmp_path: Path, context: Any) -> None:
+    """FP8 products: the loss stays near bfloat16's and falls."""
+    pytest.importorskip("transformer_engine")
+    from megaswift.losses.sft import CrossEntropy
+
+    folder = build("dense", tmp_path / "dense")
+    batches = global_batch(Case(model="dense", packed=True), 2)
+    exact = engine_of(folder, context, torch_dtype="bfloat16").evaluate(batches, CrossEntropy()).loss
+    engine = engine_of(folder, context, torch_dtype="bfloat16", fp8_format="hybrid", fp8_recipe="tensorwise")
+    losses = [engine.train_batch(batches, CrossEntropy(), 1e-3).loss for _ in range(5)]
+    assert losses[0] == pytest.approx(exact, rel=0.1)
+    assert losses[-1] < losses[0]

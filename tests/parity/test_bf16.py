@@ -1,0 +1,54 @@
+"""bfloat16 with float32 gradients: as far from the float32 truth as Hugging Face's own bfloat16 run is, no further."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megaswift.losses.sft import CrossEntropy
+from tests.parity.cases import global_batch, own, parse
+from tests.parity.measure import Task, build, full
+from tests.parity.oracle import Oracle, Recipe, Reference
+from tests.parity.pool import Pool
+from tests.parity.references import References
+
+pytestmark = pytest.mark.process
+CASES = ("single", "tp2 sp pp2", "packed cp2 do", "moe dp2 ep2")
+SPREAD = 1.5
+"""Our distance over Hugging Face's: both are rounding noise of the same size, not the same noise."""
+
+
+def half(rank: int, world: int, task: Task) -> Reference | None:
+    """Loss and gradients in bfloat16 (on the ranks)."""
+    engine, context = build(task.case, task.folder, world, torch_dtype="bfloat16", moe_aux_loss_coeff=0.0 if task.case.moe else None)
+    out = Reference()
+    result = engine.accumulate(own(global_batch(task.case, 2), task.case.dp, context.layout.coordinates(rank).dp), CrossEntropy())
+    out.loss, out.gradients = result.loss, full(engine.hf_gradients())
+    torch.distributed.barrier()
+    context.close()
+    return out if rank == 0 else None
+
+
+def distance(gradients: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """||g - truth|| / ||truth|| over all tensors together."""
+    wrong = sum(float((gradients[n].float() - g).square().sum()) for n, g in truth.items())
+    return (wrong / sum(float(g.square().sum()) for g in truth.values())) ** 0.5
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_bf16_within_the_spread_of_hugging_face(text: str, pool: Pool, references: References) -> None:
+    """Loss and all gradients, against float32, beside transformers in bfloat16."""
+    case = parse(text, model="dense") if "moe" not in text else parse(text)
+    folder = references.model(case.variant)
+    batches = global_batch(replace(case, packed=False), 2)
+    exact, rough = Oracle(folder, Recipe()), Oracle(folder, Recipe())
+    rough.model = rough.model.to(torch.bfloat16)
+    losses = [o.accumulate(batches)[0] for o in (exact, rough)]
+    truth = exact.gradients()
+    got = pool.run("tests.parity.test_bf16:half", Task(case, folder, Recipe()), case.world)[0]
+    ours, theirs = distance(got.gradients, truth), distance(rough.gradients(), truth)
+    assert theirs > 1e-3, "the bfloat16 oracle did not run in bfloat16"
+    assert ours <= SPREAD * theirs, f"{case}: gradients off by {ours:.2e}, Hugging Face in bfloat16 by {theirs:.2e}"
+    assert abs(got.loss - losses[0]) <= SPREAD * max(abs(losses[1] - losses[0]), 2e-3 * losses[0])
