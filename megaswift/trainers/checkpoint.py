@@ -26,6 +26,8 @@ ENGINE = "engine"
 class Checkpoint(Hook):
     """Writes checkpoints. Stands last in the list: the lines of the step are on disk before it."""
 
+    part = "checkpoints"
+
     def __init__(self, store: commit.Store, every: int | None, limit: int | None, facts: Mapping[str, Any]) -> None:
         self.store, self.every, self.limit, self.facts = store, every, limit, facts
         self.attach: Callable[[Path], None] = lambda folder: None

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class Evaluation(Hook):
     """Runs the validation batches through the engine."""
 
+    part = "evaluation"
+
     def __init__(self, path: Path, batches: Callable[[], Iterable[list[Batch]]], every: int | None, limit: int | None, count: str) -> None:
         self.path, self.batches, self.every, self.limit, self.count = path, batches, every, limit, count
         self.last = 0

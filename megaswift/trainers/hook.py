@@ -38,6 +38,9 @@ class Step:
 class Hook:
     """Does nothing; hooks override what they need."""
 
+    part = "logging"
+    """Under which name the hook's time stands in the report."""
+
     def on_start(self, loop: Loop) -> None:
         """Before the first step, after a checkpoint was restored."""
 

@@ -49,6 +49,7 @@ class Loop:
     """The signal that ended the run early, 0 when none did."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the parts, for the report."""
+    _inside: bool = False
 
     def run(self) -> None:
         """Trains until the last step, or until a signal; then the hooks finish their work."""
@@ -63,6 +64,8 @@ class Loop:
                     result = self.engine.train_batch(microbatches, self.loss, rate)
                     seconds = time.perf_counter() - began
                     self.step += 1
+                    self.spent("waiting for data", waited)
+                    self.spent("training steps", seconds - waited)
                     squares = sum(length_squares(b) for b in microbatches)
                     self.emit("on_step", Step(self.step, self.source.epoch, rate, result, seconds, waited, squares))
                     self.interrupted = agree.any_rank(signal.number)
@@ -72,11 +75,14 @@ class Loop:
                 hook.close()
 
     def emit(self, event: str, *values: Any) -> None:
-        """Calls every hook's method of this name, and keeps the time it took."""
+        """Calls every hook's method of this name; the time of an event that a hook emits itself counts as that hook's."""
+        inner, self._inside = self._inside, True
         for hook in self.hooks:
             began = time.perf_counter()
             getattr(hook, event)(self, *values)
-            self.spent(type(hook).__name__.lower(), time.perf_counter() - began)
+            if not inner:
+                self.spent(hook.part, time.perf_counter() - began)
+        self._inside = inner
 
     def spent(self, part: str, seconds: float) -> None:
         """Adds to the time of a part of the run."""

@@ -43,7 +43,8 @@ def test_the_pointer_names_what_was_saved_last_even_when_its_step_is_lower(tmp_p
 def test_folders_without_a_whole_marker_are_ignored(tmp_path: Path) -> None:
     store = Store(tmp_path)
     save(store, 2)
-    for name, marker in (("step-4", None), ("step-6", '{"step": 6'), ("step-8", '{"format": 1, "step": 8, "saved_at": 9e9, "sha256": "0"}')):
+    forged = '{"format": 1, "step": 8, "saved_at": 9e9, "sha256": "0"}'
+    for name, marker in (("step-4", None), ("step-6", '{"step": 6'), ("step-8", forged)):
         (tmp_path / name).mkdir()
         if marker:
             (tmp_path / name / commit.MARKER).write_text(marker)

@@ -20,7 +20,8 @@ def test_the_rule_equals_counting_the_products_of_a_small_transformer() -> None:
 
 @pytest.mark.parametrize(("name", "peak"), [
     ("NVIDIA H200", 989.4), ("NVIDIA H20", 148.0), ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.0),
-    ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA L40S", 362.0), ("NVIDIA L4", 121.0), ("NVIDIA GB200", 2500.0), ("NVIDIA B200", 2250.0), ("CPU", None),
+    ("NVIDIA A100-SXM4-80GB", 312.0),
+    ("NVIDIA L40S", 362.0), ("NVIDIA L4", 121.0), ("NVIDIA GB200", 2500.0), ("NVIDIA B200", 2250.0), ("CPU", None),
     ("GeForce GTX 1080", None)])
 def test_peaks_are_those_of_the_right_device(name: str, peak: float | None) -> None:
     assert peak_tflops(name, "bfloat16") == peak
