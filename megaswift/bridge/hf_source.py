@@ -146,7 +146,7 @@ class HfSource:
         return self._stored[name].file
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
-        """A part of a tensor, copied from the mapped file; dimensions not named are whole."""
+        """A part of a tensor as a view of the mapped file, read from disk when it is used (writing to it changes no file)."""
         stored = self._stored[name]
         whole = tuple(slice(0, n) for n in stored.shape)
         try:

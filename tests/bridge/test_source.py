@@ -191,3 +191,12 @@ def test_a_duplicate_of_a_tied_head_that_differs(fresh: Fresh) -> None:
 def test_an_untied_head_is_not_ignored(fresh: Fresh) -> None:
     folder = fresh("dense")
     assert plan_of(folder).check(HfSource(folder)) == []
+
+
+def test_writing_to_a_slice_changes_no_file(fresh: Fresh) -> None:
+    folder = fresh("dense")
+    before = tensors_of(folder)
+    source = HfSource(folder)
+    source.slice(EMBEDDING).fill_(7)
+    source.close()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(folder).items())
