@@ -13,8 +13,9 @@ from megaswift.config.sections import Sections
 from megaswift.config.values import show
 from megaswift.errors import Problem
 
-_FUSED_ADAM = "Megatron-Core's implementation needs Transformer Engine's fused Adam, and transformer_engine is not installed"
-_LAYERS = "needs Transformer Engine's layers, and transformer_engine is not installed"
+_FUSED_ADAM = "Megatron-Core's implementation needs Transformer Engine's fused Adam"
+_LAYERS = "needs Transformer Engine's layers"
+_GATHERS = "the torch layers gather keys and values; other exchanges need Transformer Engine"
 
 NEED_TRANSFORMER_ENGINE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("precision_aware_optimizer", bool, _FUSED_ADAM, "--precision_aware_optimizer false"),
@@ -22,7 +23,8 @@ NEED_TRANSFORMER_ENGINE: tuple[tuple[str, Callable[[Any], bool], str, str], ...]
     ("fp8_format", bool, _LAYERS, "--fp8_format none"),
     ("tp_comm_overlap", bool, _LAYERS, "--tp_comm_overlap false"),
     ("moe_grouped_gemm", bool, _LAYERS, "--moe_grouped_gemm false"),
-    ("transformer_impl", lambda v: v == "transformer_engine", "transformer_engine is not installed", "--transformer_impl auto"),
+    ("transformer_impl", lambda v: v == "transformer_engine", "asks for it", "--transformer_impl auto"),
+    ("cp_comm_type", lambda v: v != "all_gather", _GATHERS, "--cp_comm_type all_gather, or leave it out"),
     ("attn_impl", lambda v: v in ("flash", "fused", "unfused"), _LAYERS, "--attn_impl sdpa"),
 )
 """Option, the values meant, why they cannot be had, what to say instead."""
@@ -34,8 +36,10 @@ def has_transformer_engine() -> bool:
 
 
 def missing_transformer_engine(c: Sections, installed: bool | None = None) -> list[Problem]:
-    """What `c` asks for that this machine lacks. `installed` None: look."""
-    if has_transformer_engine() if installed is None else installed:
+    """What `c` asks for that only Transformer Engine does, where it is not `installed` (None: look) or not to be used."""
+    there = has_transformer_engine() if installed is None else installed
+    if there and c.value("transformer_impl") != "torch":
         return []
-    return [Problem(f"--{name} {show(c.value(name))}", why, fix)
-            for name, wants, why, fix in NEED_TRANSFORMER_ENGINE if wants(c.value(name))]
+    lack = "this run takes the torch layers (--transformer_impl torch)" if there else "transformer_engine is not installed"
+    return [Problem(f"--{name} {show(c.value(name))}", f"{why}, and {lack}", fix)
+            for name, wants, why, fix in NEED_TRANSFORMER_ENGINE if name in c.given and wants(c.value(name))]

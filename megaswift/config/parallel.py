@@ -34,7 +34,7 @@ class ParallelConfig:
     pipeline_layout: str | None = option(
         None, "Custom stages in Megatron's syntax: 'Et*3|(t|)*4tL'", aliases=("pipeline_model_parallel_layout",), metavar="LAYOUT")
     cp_comm_type: str = option(
-        "p2p", "How cp ranks exchange keys and values", choices=("p2p", "a2a", "all_gather", "a2a+p2p"),
+        "p2p", "How cp ranks exchange keys and values", choices=("p2p", "a2a", "all_gather"),
         spellings={"allgather": "all_gather"})
     distributed_optimizer: bool = option(True, "Split the optimizer state over the dp ranks", aliases=("use_distributed_optimizer",))
     overlap_grad_reduce: bool | None = option(None, "Reduce gradients during the backward pass; unset: on a GPU")

@@ -152,14 +152,10 @@ def _context(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
         rule = f"is not divisible by 2 x --cp {cp} = {2 * cp}: each of {cp} ranks takes two pieces of every sequence"
         near = [n for n in (length // (2 * cp) * 2 * cp, (length // (2 * cp) + 1) * 2 * cp) if n]
         yield Problem(f"--max_length {length}", rule, _flags("--max_length", near, length))
-    if kind == "a2a+p2p" and (cp < 4 or cp % 2):
-        rule = "pairs of ranks exchange heads, so --cp must be even and at least 4"
-        yield Problem(f"--cp_comm_type {kind} --cp {cp}", rule, "--cp_comm_type p2p")
-    elif kind.startswith("a2a") and _heads_fit(shape, asked.tp):
-        share = cp if kind == "a2a" else 2
+    if kind == "a2a" and _heads_fit(shape, asked.tp):
         local, local_kv = shape.heads // asked.tp, max(1, shape.kv_heads // asked.tp)
-        if local % share or local_kv % share:
-            rule = f"{local} heads and {local_kv} key/value heads of a tensor-parallel rank must both be divisible by {share}"
+        if local % cp or local_kv % cp:
+            rule = f"{local} heads and {local_kv} key/value heads of a tensor-parallel rank must both be divisible by {cp}"
             yield Problem(f"--cp_comm_type {kind} --cp {cp}", rule, "--cp_comm_type p2p")
 
 

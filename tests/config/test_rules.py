@@ -114,8 +114,14 @@ def test_a_rule_waits_for_a_mended_value() -> None:
 
 def test_what_needs_transformer_engine() -> None:
     cfg = SwiftConfig(precision_aware_optimizer=True, optimizer_cpu_offload=True, fp8_format="hybrid", tp_comm_overlap=True, tp=2,
-                      moe_grouped_gemm=True, transformer_impl="te", attn_impl="flash")
+                      moe_grouped_gemm=True, transformer_impl="te", attn_impl="flash", cp=2, cp_comm_type="a2a")
     found = missing_transformer_engine(cfg, installed=False)
     assert len(found) == len(NEED_TRANSFORMER_ENGINE)
     assert "--precision_aware_optimizer true" in found[0].what and "Transformer Engine's fused Adam" in found[0].rule
     assert missing_transformer_engine(cfg, installed=True) == [] == missing_transformer_engine(SwiftConfig(), installed=False)
+
+
+def test_torch_layers_ignore_no_option_in_silence() -> None:
+    cfg = SwiftConfig(transformer_impl="torch", attn_impl="flash", cp=2, cp_comm_type="p2p")
+    assert [p.what for p in missing_transformer_engine(cfg, installed=True)] == ["--attn_impl flash", "--cp_comm_type p2p"]
+    assert missing_transformer_engine(SwiftConfig(transformer_impl="torch", cp=2), installed=True) == []

@@ -78,7 +78,6 @@ REFUSED = [
      ["the other 10 of 12 layers are not divisible by 3 stages", "--first_stage_layers 3"]),
     (DENSE, dict(world_size=2, cp=2, max_length=1022), ["--max_length 1022", "2 x --cp 2 = 4", "--max_length 1024, or --max_length 1020"]),
     (DENSE, dict(world_size=8, cp=8, cp_comm_type="a2a", max_length=1024), ["8 heads and 4 key/value heads", "divisible by 8"]),
-    (DENSE, dict(world_size=2, cp=2, cp_comm_type="a2a+p2p"), ["must be even and at least 4"]),
     (DENSE, dict(world_size=4, ep=2), ["--ep 2: splits experts, and this model is dense", "no --ep"]),
     (DENSE, dict(world_size=4, etp=2), ["--etp 2: splits experts"]),
     (MOE, dict(world_size=12, ep=3), ["8 experts are not divisible by 3 expert-parallel ranks", "--ep 4, or --ep 2"]),

@@ -15,6 +15,7 @@ from torch import Tensor
 from megaswift.bridge.hf_source import HfSource
 from megaswift.bridge.plan import WeightPlan
 from megaswift.config import SwiftConfig
+from megaswift.config.capabilities import missing_transformer_engine
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron import schedule_pass as passes
 from megaswift.engine.megatron.aux import AuxLosses
@@ -40,6 +41,8 @@ class MegatronEngine:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
         self.impl, self.impl_reason = pick(cfg.model.transformer_impl)
+        if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
+            raise ConfigError(lacking)
         self.config = transformer_config(spec, cfg, self.layout, self.impl)
         self.plain = build_chunks(spec, self.config, context, self.impl)
         self.plan = WeightPlan(family_of(spec.hf_config), spec)

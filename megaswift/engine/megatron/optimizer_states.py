@@ -79,8 +79,8 @@ def materialise(optimizer: MegatronOptimizer) -> None:
             for p in group["params"]:
                 if group.get("momentum", 0) and inner.state[p].get("momentum_buffer") is None:
                     inner.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                if _counts_by_weight(part):
-                    inner.state[p].setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+                if _counts_by_weight(part) and "step" not in inner.state[p]:
+                    inner.state[p]["step"] = _counter(0, group, p)
 
 
 def write_back(optimizer: MegatronOptimizer, filled: list[Slice]) -> None:
@@ -96,6 +96,11 @@ def write_back(optimizer: MegatronOptimizer, filled: list[Slice]) -> None:
 def _counts_by_weight(part: MegatronOptimizer) -> bool:
     """torch's Adam counts steps per weight; Transformer Engine's and apex's per group."""
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) and type(part.optimizer).__module__.startswith("torch.optim")
+
+
+def _counter(step: int, group: dict[str, Any], p: Tensor) -> Tensor:
+    """torch's Adam keeps it beside the weight where its kernel reads it, else on the CPU."""
+    return torch.tensor(float(step), dtype=torch.float32, device=p.device if group.get("fused") or group.get("capturable") else "cpu")
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:
@@ -115,7 +120,7 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
                 group["step"] = step
             for p in group["params"]:
                 if _counts_by_weight(part):
-                    part.optimizer.state[p]["step"] = torch.tensor(float(step), dtype=torch.float32)
+                    part.optimizer.state[p]["step"] = _counter(step, group, p)
 
 
 def get_scaler(optimizer: MegatronOptimizer) -> dict[str, float]:
