@@ -122,6 +122,6 @@ def test_what_needs_transformer_engine() -> None:
 
 
 def test_torch_layers_ignore_no_option_in_silence() -> None:
-    cfg = SwiftConfig(transformer_impl="torch", attn_impl="flash", cp=2, cp_comm_type="p2p")
-    assert [p.what for p in missing_transformer_engine(cfg, installed=True)] == ["--attn_impl flash", "--cp_comm_type p2p"]
+    cfg = SwiftConfig(transformer_impl="torch", cp=2, cp_comm_type="p2p")
+    assert [p.what for p in missing_transformer_engine(cfg, installed=True)] == ["--cp_comm_type p2p"]
     assert missing_transformer_engine(SwiftConfig(transformer_impl="torch", cp=2), installed=True) == []
