@@ -120,9 +120,9 @@ def trl(folder: Path, processes: int, max_length: int) -> dict[str, float]:
             return out
     packed = Timed(model, args, train_dataset=data, processing_class=tokenizer).train_dataset
     lengths = sum(sum(r) for r in packed["seq_lengths"])
-    labels = sum(sum(t != -100 for t in r[1:]) for r in packed.select(range(min(100, len(packed))))["labels"]) if len(packed) else 0
-    return {"seconds": sum(spent), "cpu": sum(cpus), "reading": reading, "rows": len(data), "packed": len(packed), "tokens": lengths, "labels_of_first": labels,
-            "fill": lengths / (len(packed) * max_length)}
+    labels = sum(int((row != -100).sum()) for row in packed.with_format("numpy")["labels"])
+    return {"seconds": sum(spent), "cpu": sum(cpus), "reading": reading, "rows": len(data), "packed": len(packed), "tokens": lengths,
+            "labels": labels, "fill": lengths / (len(packed) * max_length)}
 
 
 def tree_memory(pid: int) -> int:
@@ -166,14 +166,16 @@ def run_side(side: str, folder: Path, args: argparse.Namespace) -> dict[str, flo
 
 def report(results: dict[str, dict[str, float]], processes: int) -> None:
     """The table and the ratios."""
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {processes} processes, Python {platform.python_version()}")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {processes} processes, Python {platform.python_version()}")
     for side, r in results.items():
-        extra = f"  (reading the file: {r['reading']:.1f} s more)" if "reading" in r else ""
-        print(f"{side:10} {r['seconds']:8.1f} s {r['rows'] / r['seconds']:8,.0f} rows/s  ({r['cpu']:.1f} s of CPU)  {r['tokens']:,} tokens in {r['packed']:,} rows, "
-              f"fill {100 * r['fill']:.2f}%  peak {r['peak_gib']:.2f} GiB{extra}")
+        extra = f"  (and {r['reading']:.1f} s to read the file)" if "reading" in r else ""
+        speed = f"{r['seconds']:8.1f} s {r['rows'] / r['seconds']:8,.0f} rows/s  {r['cpu']:.1f} s of CPU"
+        print(f"{side:10} {speed}  peak {r['peak_gib']:.2f} GiB  "
+              f"{r['tokens']:,} tokens, {r['labels']:,} labels in {r['packed']:,} rows, fill {100 * r['fill']:.2f}%{extra}")
     a, b = results["megaswift"], results["trl"]
-    print(f"speed: {b['seconds'] / a['seconds']:.2f} x TRL ({b['cpu'] / a['cpu']:.2f} x by CPU time)   memory: {a['peak_gib'] / b['peak_gib']:.2f} x TRL   "
-          f"same tokens: {a['tokens'] == b['tokens']}")
+    print(f"{b['seconds'] / a['seconds']:.2f} x the speed of TRL ({b['cpu'] / a['cpu']:.2f} x by CPU time), "
+          f"{a['peak_gib'] / b['peak_gib']:.2f} x its memory; same tokens: {a['tokens'] == b['tokens']}, "
+          f"same labels: {a['labels'] == b['labels']}")
 
 
 def main() -> None:

@@ -95,11 +95,12 @@ class ChatRenderer:
 
     def _render(self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool, track: bool) -> tuple[str, list[Span]]:
         try:
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [list(messages)], tools=None if tools is None else list(tools), chat_template=template, add_generation_prompt=prompt,
                 return_assistant_tokens_mask=track, **self.templates.special_tokens)
         except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as e:  # whatever a template's expressions raise
             raise RowError("messages", f"the chat template refuses this conversation ({e})", "a conversation that it can render") from None
+        texts, spans = rendered
         return texts[0], spans[0] if track else []
 
     def _finder(self, template: str) -> TurnFinder:

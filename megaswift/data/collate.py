@@ -54,6 +54,11 @@ def _empty(rows: int, length: int, pad_id: int) -> dict[str, np.ndarray]:
             "valid": np.zeros((rows, length), dtype=bool)}
 
 
+def _batch(arrays: dict[str, np.ndarray], sample_ids: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Batch:
+    t = {k: torch.from_numpy(v) for k, v in arrays.items()}
+    return Batch(t["input_ids"], t["labels"], t["loss_weights"], t["positions"], t["valid"], cu_seqlens, sample_ids)
+
+
 def collate_rows(documents: Sequence[Document | None], shape: Shape, length: int) -> Batch:
     """`[b, length]`: one document a row, padded on the right; None is a row without weight."""
     arrays = _empty(len(documents), length, shape.pad_id)
@@ -61,7 +66,7 @@ def collate_rows(documents: Sequence[Document | None], shape: Shape, length: int
         if document is not None:
             _fill(arrays, (i, 0), document)
     ids = torch.tensor([-1 if d is None else d[2] for d in documents])
-    return Batch(**{k: torch.from_numpy(v) for k, v in arrays.items()}, sample_ids=ids)
+    return _batch(arrays, ids, None)
 
 
 def collate_packed(rows: Sequence[Sequence[Document]], shape: Shape, lengths: Sequence[int]) -> Batch:
@@ -85,4 +90,4 @@ def collate_packed(rows: Sequence[Sequence[Document]], shape: Shape, lengths: Se
         begin += length
     edges = np.array([*starts, begin], dtype=np.int32)
     arrays["positions"][0] = np.arange(begin) - np.repeat(edges[:-1], np.diff(edges))
-    return Batch(**{k: torch.from_numpy(v) for k, v in arrays.items()}, cu_seqlens=torch.from_numpy(edges), sample_ids=torch.tensor(ids))
+    return _batch(arrays, torch.tensor(ids), torch.from_numpy(edges))

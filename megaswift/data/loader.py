@@ -7,7 +7,7 @@ rows belongs to `order.py`, tensors to `collate.py`, streaming to `stream.py`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -48,7 +48,7 @@ class LoaderGeometry:
         """Rows a step over all ranks."""
         return self.dp_size * self.per_device * self.accumulation
 
-    def own(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
+    def own(self, rows: Sequence[Any] | np.ndarray) -> list[Any]:
         """This rank's micro-batches of a global batch: row (m x dp + rank) x per_device + i is row i of micro-batch m."""
         width = self.per_device * self.dp_size
         at = self.dp_rank * self.per_device
@@ -58,8 +58,13 @@ class LoaderGeometry:
 class BatchSource(Protocol):
     """What a trainer takes its batches from."""
 
-    steps_per_epoch: int | None
-    rows: int | None
+    @property
+    def rows(self) -> int | None:
+        """Rows of an epoch; None for a stream."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Whole global batches in an epoch; None for a stream."""
 
     def next(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch."""
@@ -67,7 +72,7 @@ class BatchSource(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The position, as JSON."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position."""
 
     @property
@@ -171,7 +176,7 @@ class StoredSource:
         return {"version": 1, "rows_taken": self._taken, "rows": self.rows, "fingerprint": self.data.docs.fingerprint,
                 "shuffle": self.order.shuffle, "seed": self.order.seed}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, on this or another number of ranks; DataError when the data are not the same."""
         now = self.state_dict()
         for key, what in _SAME.items():

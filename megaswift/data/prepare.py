@@ -25,6 +25,8 @@ from megaswift.data.sources import Part, Source, parts_of, resolve
 from megaswift.data.store import TokenStore, merge, read_report, write_piece
 from megaswift.errors import DataError, Problem
 
+WORKER_BYTES = 2 << 20
+"""Input that is worth the start of another process (about a second)."""
 _CODE = ("chat.py", "turns.py", "encode.py", "sample.py", "readers.py", "sources.py", "store.py", "formats")
 
 
@@ -94,7 +96,7 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
     spec, processes = how
     began = time.monotonic()
     parts = parts_of(source, processes)
-    count = min(processes, len(parts))
+    count = min(processes, len(parts), 1 + sum(f.stat().st_size for f in source.files) // WORKER_BYTES)
     if count > 1:
         _run_workers(scratch, spec, parts, count)
     else:

@@ -65,8 +65,9 @@ def _content(message: Mapping[str, Any], where: str) -> None:
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return
-    parts = isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("type"), str) for p in content)
-    if parts and any(p["type"] == "text" and not isinstance(p.get("text"), str) for p in content):
+    listed: list[Any] = content if isinstance(content, list) else []
+    parts = isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("type"), str) for p in listed)
+    if parts and any(p["type"] == "text" and not isinstance(p.get("text"), str) for p in listed):
         raise RowError(f"{where}.content", describe(content), "text parts with a string `text`")
     if not isinstance(content, str) and not parts:
         raise RowError(f"{where}.content", describe(content), "a string (or a list of parts with a `type`)")
@@ -105,10 +106,10 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
     if tools is None or tools == "":
         return None
     tools = decoded(tools, "tools", "a list of tool descriptions")
-    tools = [decoded(t, "tools", "tool descriptions") for t in tools] if isinstance(tools, (list, tuple)) else tools
-    if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
+    listed = [decoded(t, "tools", "tool descriptions") for t in tools] if isinstance(tools, (list, tuple)) else None
+    if listed is None or not all(isinstance(t, Mapping) for t in listed):
         raise RowError("tools", describe(tools), "a list of objects (JSON schemas of functions)")
-    return tuple(dict(t) for t in tools) or None
+    return tuple(dict(t) for t in listed) or None
 
 
 def with_system(sample: Sample, system: str | None) -> Sample:

@@ -10,7 +10,7 @@ needs all lengths and so tokenises the block on each rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -208,7 +208,7 @@ class StreamSource:
 
     def check_labels(self, rows: int = 256) -> None:
         """DataError when none of the first rows carries loss."""
-        seen = []
+        seen: list[Rendered] = []
         for path, located, cursor in read_on(self.sources, Cursor()):
             if cursor.epoch or len(seen) >= rows:
                 break
@@ -230,7 +230,7 @@ class StreamSource:
         begin = self._after if self._block is None else self._block.begin
         return {"version": 1, "stream": asdict(begin), "used": self._used, "sources": [s.name for s in self.sources]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position: the block is read again, nothing before it."""
         names = [s.name for s in self.sources]
         if state.get("sources") != names:

@@ -15,7 +15,8 @@ from megaswift.config import SwiftConfig
 
 HERE = Path(__file__).parent
 TEXT = ["What is the capital of France? The capital of France is Paris.", "hello world, how are you today my friend?",
-        "<think>\nlet me think about it step by step\n</think>\n\nThe answer is forty two.", '{"name": "add", "arguments": {"a": 1, "b": 2}}',
+        "<think>\nlet me think about it step by step\n</think>\n\nThe answer is forty two.",
+        '{"name": "add", "arguments": {"a": 1, "b": 2}}',
         "def main(argv):\n    return argv[0]\n\n\n# done   ", "Zażółć gęślą jaźń 🙂🙂 日本語のテキスト"] * 3
 SPECIAL = {
     "qwen": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),

@@ -44,7 +44,8 @@ def encoded(kind: str, name: str, row: dict[str, Any], **options: Any) -> tuple[
 PUBLISHED = [
     ("llama", "llama3", [SYSTEM, Q, A, user("x"), answer("y")], ["Paris, of course.<|eot_id|>", "y<|eot_id|>"]),
     ("llama", "llama3_1", [Q, A], ["Paris, of course.<|eot_id|>"]),
-    ("llama", "llama3_1", [SYSTEM, Q, CALL, RESULT, A], ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "Paris, of course.<|eot_id|>"]),
+    ("llama", "llama3_1", [SYSTEM, Q, CALL, RESULT, A],
+     ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "Paris, of course.<|eot_id|>"]),
     ("llama", "llama3_2", [Q, A, user("assistant"), answer("assistant")], ["Paris, of course.<|eot_id|>", "assistant<|eot_id|>"]),
     ("qwen", "qwen2_5", [Q, A, user("b"), answer("b")], [" Paris, of course.\n<|im_end|>", "b<|im_end|>"]),
     ("qwen", "qwen2_5", [SYSTEM, Q, CALL, RESULT, A],
@@ -110,7 +111,8 @@ def test_loss_flags_and_scales(name: str) -> None:
 
     def trained(flags: list[Any], **options: Any) -> list[str]:
         rows = [m | ({} if f is None else {"loss": f}) for m, f in zip(messages, flags, strict=True)]
-        return [s.removeprefix("<think>\n\n</think>\n\n").partition("<")[0] for s in encoded("qwen", name, {"messages": rows}, **options)[3]]
+        spans = encoded("qwen", name, {"messages": rows}, **options)[3]
+        return [s.removeprefix("<think>\n\n</think>\n\n").partition("<")[0] for s in spans]
     none = [None] * 6
     assert trained(none) == ["one", "two", "three"]
     assert trained([None, False, None, None, None, None]) == ["two", "three"]

@@ -120,7 +120,8 @@ def test_malformed_rows_are_told_with_file_line_and_column(tmp_path: Path) -> No
         texts(tmp_path, str(path))
     said = str(e.value)
     assert "(3 problems)" in said and "--strict false" in said
-    for part in (f"{path}:3: column (character", f"{path}:5: column messages[0].content: nothing; expected a string", f"{path}:6: column (line)"):
+    for part in (f"{path}:3: column (character", f"{path}:5: column messages[0].content: nothing; expected a string",
+                 f"{path}:6: column (line)"):
         assert part in said
     assert texts(tmp_path, str(path), strict=False) == expected([ROWS[0], ROWS[0]])
     cfg = config(tmp_path, str(path), strict=False)
@@ -175,15 +176,16 @@ def test_the_cache_is_found_again_by_content(tmp_path: Path) -> None:
     stamp = (first / "tokens.bin").stat().st_mtime_ns
     os.utime(path)  # touched, not changed
     assert stores(tmp_path, path, max_length=7, packing=True) == first and (first / "tokens.bin").stat().st_mtime_ns == stamp
-    others = [stores(tmp_path, path, loss_scale="all"), stores(tmp_path, path, system="x"), stores(tmp_path, path, chat_template="{{ messages }}",
-                                                                                                  loss_scale="all")]
+    others = [stores(tmp_path, path, loss_scale="all"), stores(tmp_path, path, system="x"),
+              stores(tmp_path, path, chat_template="{{ messages }}", loss_scale="all")]
     jsonl(tmp_path / "d.jsonl", [*ROWS[1:], ROWS[0]])  # same size, other content
     others.append(stores(tmp_path, path))
     assert len({first, *others}) == 5
 
 
 @pytest.mark.process
-def test_worker_processes_give_the_same_store(tmp_path: Path) -> None:
+def test_worker_processes_give_the_same_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megaswift.data.prepare.WORKER_BYTES", 1)
     path = jsonl(tmp_path / "d.jsonl", [chat(f"hello {i}", "answer " * (i % 50)) for i in range(3000)])
     one, two = stores(tmp_path / "1", path), stores(tmp_path / "2", path, dataset_num_proc=2)
     for name in ("tokens.bin", "mask.bin", "rows.npy", "lines.npy", "labels.npy"):
