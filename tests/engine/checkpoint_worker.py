@@ -17,7 +17,10 @@ from torch import Tensor
 
 from megaswift.errors import CheckpointError
 from megaswift.losses.sft import CrossEntropy
-from tests.parity.cases import Case, global_batch, own
+from tests.parity.cases import Case, documents, own, rows
+
+TOTAL = 4
+"""Micro-batches of a global batch, whatever the layout."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def build(run: Run, world: int) -> tuple[Any, Any]:
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
 
-    settings = {"learning_rate": 1e-3, "adam_epsilon": 1e-6, **run.options}
+    settings = {"learning_rate": 1e-3, **run.options}
     cfg = SwiftConfig(task="sft", model=str(run.folder), **run.case.config(**settings))
     hf_config = json.loads((run.folder / "config.json").read_text())
     spec = family_of(hf_config).spec(hf_config)
@@ -117,11 +120,12 @@ def job(rank: int, world: int, run: Run) -> Result:
 
     result = Result()
     engine, context = build(run, world)
+    data_rank = context.layout.coordinates(rank).dp
 
     def train(first: int, last: int) -> None:
         for k in range(first, last):
-            mine = own(global_batch(run.case, k), run.case.dp, context.layout.coordinates(rank).dp)
-            taken = engine.train_batch(mine, CrossEntropy(), 1e-3 / (k + 1))
+            batches = [rows(group) for group in documents(TOTAL, k)]
+            taken = engine.train_batch(own(batches, run.case.dp, data_rank), CrossEntropy(), 1e-3 / (k + 1))
             result.losses.append(taken.loss)
             result.norms.append(taken.grad_norm)
 
@@ -134,8 +138,7 @@ def job(rank: int, world: int, run: Run) -> Result:
     train(run.first, run.last)
     if run.save is not None:
         engine.save(run.save)
-    if engine.optimizer.param_groups and optimizer_states.get_step(engine.optimizer):
-        snapshot(engine, result)
+    snapshot(engine, result)
     result.step = optimizer_states.get_step(engine.optimizer)
     train(run.last, run.last + run.extra)
     dist.barrier()

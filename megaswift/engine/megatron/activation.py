@@ -16,13 +16,13 @@ class _SwiGLU(torch.autograd.Function):
     """[..., 2 f] = [gate, up] to silu(gate) * up [..., f]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # noqa: ANN001
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # noqa: ANN001
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         out = torch.empty_like(x)
@@ -41,10 +41,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., 2 f] to [..., f]."""
         return _SwiGLU.apply(x)
-
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing to save; Megatron's MLP asks each of its modules."""
-        return {}
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
         """Nothing to save; Megatron's MLP asks every part."""

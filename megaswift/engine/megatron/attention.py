@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from megaswift.engine.megatron.context_slices import gather_order, gather_sequence, local_index
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megaswift.engine.megatron.context_slices import gather_order, gather_sequence, local_index
 
 
 class RowLayout(PackedSeqParams):
@@ -45,37 +45,30 @@ class RowLayout(PackedSeqParams):
         return out
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, offset: int, window: int | None, scale: float, dropout: float) -> Tensor:
-    """[b, h, q, d] attending to [b, h, k, d]; query i stands at key position offset + i. `window` counts visible keys."""
-    queries, keys = query.shape[2], key.shape[2]
-    if window is None or window >= keys:
-        if offset == 0 and queries == keys:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, dropout_p=dropout)
-    q_at = torch.arange(offset, offset + queries, device=query.device)[:, None]
-    k_at = torch.arange(keys, device=query.device)[None]
+def _mask(queries: int, keys: int, offset: int, window: int | None) -> Tensor | None:
+    """bool [queries, keys], True where seen; query i stands at key position offset + i. None: plain causal. `window` counts keys."""
+    if (window is None or window >= keys) and offset == 0 and queries == keys:
+        return None
+    q_at = torch.arange(offset, offset + queries)[:, None]
+    k_at = torch.arange(keys)[None]
     mask = k_at <= q_at
-    if window is not None:
-        mask &= k_at > q_at - window
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, dropout_p=dropout)
+    return mask if window is None else mask & (k_at > q_at - window)
 
 
 class TorchAttention(MegatronModule):
     """Causal self-attention over documents. Takes [s / cp, b, heads, d], gives [s / cp, b, heads x d]."""
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any = None, attention_type: str = "self",
-                 attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
-                 pg_collection: Any = None, **_: Any) -> None:  # noqa: PLR0913 (Megatron's signature)
+    def __init__(self, config: Any, layer_number: int, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any) -> None:
         super().__init__(config=config)
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout = config.attention_dropout
         self.window = None
         skip = getattr(config, "window_attn_skip_freq", None)
         if config.window_size is not None and (skip is None or _is_windowed(skip, layer_number)):
             self.window = config.window_size[0] + 1
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, attn_mask_type: Any = None,
-                attention_bias: Any = None, packed_seq_params: RowLayout | None = None) -> Tensor:  # noqa: PLR0913 (Megatron's signature)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any) -> Tensor:
         """Attention of the local queries to every key of their document that stands before them."""
         rows = packed_seq_params if packed_seq_params is not None else RowLayout(query.shape[0], None, 1, 0)
         if rows.cp > 1:
@@ -89,8 +82,11 @@ class TorchAttention(MegatronModule):
         outs = []
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():  # heads lie on ranks: each draws its own
             for at, count, first, keys, offset in rows.pieces():
-                span = slice(first, first + keys)
-                outs.append(_attend(q[:, :, at : at + count], k[:, :, span], v[:, :, span], offset, self.window, self.softmax_scale, dropout))
+                mask = _mask(count, keys, offset, self.window)
+                outs.append(F.scaled_dot_product_attention(
+                    q[:, :, at : at + count], k[:, :, first : first + keys], v[:, :, first : first + keys],
+                    attn_mask=None if mask is None else mask.to(q.device), is_causal=mask is None, scale=self.softmax_scale,
+                    dropout_p=dropout))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
 

@@ -72,7 +72,6 @@ def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "layout": dataclasses.asdict(engine.layout),
-        "device": engine.context.device.type,
         "dtype": str(engine.config.params_dtype).removeprefix("torch."),
         "model": {"family": spec.family, "layers": spec.num_layers, "hidden_size": spec.hidden_size, "vocabulary": spec.vocab_size,
                   "experts": spec.experts},
@@ -89,22 +88,20 @@ def load(engine: MegatronEngine, directory: Path) -> None:
     slices = states.slices(engine.optimizer)
     wanted = [_source(box, index) for box in [*boxes.weights(placed, False), *boxes.moments(placed, slices, False)]]
     items, problems = files.plan_reads(index, wanted)
-    same_layout = facts["layout"] == dataclasses.asdict(engine.layout) and facts["device"] == engine.context.device.type
-    rng = rng_state.read(directory, engine.rank) if same_layout else None
-    if isinstance(rng, Problem):
-        problems.append(rng)
+    same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
+    random_states = rng_state.read(directory, engine.rank if same_layout else 0)
+    problems += [random_states] if isinstance(random_states, Problem) else []
     problems += _unused(engine, index, {box.key for box in wanted})
     _agree(engine, problems)
     files.read(directory, index, wanted, items)
     states.write_back(engine.optimizer, slices)
-    step = facts["optimizer"]["step"]
-    states.set_step(engine.optimizer, step)
+    states.set_step(engine.optimizer, facts["optimizer"]["step"])
     states.set_scaler(engine.optimizer, facts["optimizer"]["scaler"])
-    if rng is not None:
-        rng_state.restore(*rng)
+    if same_layout and rng_state.fits(random_states[0]):
+        rng_state.restore(*random_states)
     else:
-        seed = rng_state.reseed(engine.context, engine.cfg.train.seed, step)
-        log.info(f"{directory}: saved on another layout; weights and optimizer states are the same, random states start anew (seed {seed})")
+        seed = rng_state.reseed(engine.context, directory)
+        log.info(f"{directory}: saved on another layout or device; weights and optimizer are the same, random states start anew (seed {seed})")
     if engine.cfg.model.fp8_format and engine.cfg.model.fp8_recipe == "delayed":
         log.warn("FP8 scaling histories are not part of a checkpoint and start anew")
 

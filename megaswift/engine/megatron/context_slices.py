@@ -7,6 +7,8 @@ is silently wrong.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,14 +43,14 @@ class _Join(torch.autograd.Function):
     """All ranks' slices of the last dimension in sequence order; backward keeps the own slice."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, order: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN001
+    def forward(ctx: Any, local: Tensor, order: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(index)
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local.contiguous(), group=group)
         return torch.cat(parts, dim=-1).index_select(-1, order)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN001
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (index,) = ctx.saved_tensors
         return grad.index_select(-1, index), None, None, None
 
@@ -62,7 +64,7 @@ class _GatherKV(torch.autograd.Function):
     """Keys or values of all ranks in sequence order (dim 0); backward sums every rank's gradient of the own slice."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, order: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN001
+    def forward(ctx: Any, local: Tensor, order: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(index)
         ctx.group = group
         parts = [torch.empty_like(local) for _ in range(group.size())]
@@ -70,7 +72,7 @@ class _GatherKV(torch.autograd.Function):
         return torch.cat(parts, dim=0).index_select(0, order)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN001
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (index,) = ctx.saved_tensors
         grad = grad.contiguous()
         dist.all_reduce(grad, group=ctx.group)

@@ -7,16 +7,16 @@ constants are replaced in the code objects themselves, so that no call is interc
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megaswift.engine.megatron import stand_ins
 
 BOTH = "0.16-0.19"
 
@@ -43,6 +43,9 @@ class Replacement:
 _CORE = "megatron.core."
 _FACTORY = "creates a tensor with device='cuda'"
 _SELF = "gloo copies whole gradient buffers to send them to itself: 6% of a step of 20 M parameters on one rank"
+_SPLITS = "gloo wants split sizes as lists of ints; the MoE dispatcher passes tensors"
+_UNEVEN = "gloo refuses uneven sizes; the MoE dispatcher with ETP > 1 needs them"
+_TRACKER = "the RNG tracker keeps the device's random state"
 _TYPE = "compares Tensor.type() with the names of CUDA tensor classes"
 
 CONSTANTS = (
@@ -66,176 +69,32 @@ CONSTANTS = (
 )
 
 
-class _Stream:
-    """A CUDA stream where there are none: everything runs in order."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.cuda_stream = 0
-
-    def wait_stream(self, *_: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, *_: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event: Any = None) -> Any:
-        """An event that has already happened."""
-        return event or _Event()
-
-
-class _Event:
-    """A CUDA event that has always happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, *_: Any) -> None:
-        """Happened."""
-
-    def wait(self, *_: Any) -> None:
-        """Happened."""
-
-    def synchronize(self) -> None:
-        """Happened."""
-
-    def query(self) -> bool:
-        """Happened."""
-        return True
-
-
-@contextlib.contextmanager
-def _stream_context(_: Any = None):  # noqa: ANN202
-    yield
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _same(self: Any, *_: Any, **__: Any) -> Any:
-    return self
-
-
-def _get_rng(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng(state: torch.Tensor, *_: Any, **__: Any) -> None:
-    torch.set_rng_state(state)
-
-
-_all_to_all_single = dist.all_to_all_single
-_all_gather = dist.all_gather
-_reduce_scatter = dist.reduce_scatter
-_coalescing_manager = dist._coalescing_manager
-
-
-def _sizes(sizes: Any) -> list[int] | None:
-    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
-
-
-def _all_to_all(output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None,
-                group: Any = None, async_op: bool = False) -> Any:
-    return _all_to_all_single(output, input.contiguous(), _sizes(output_split_sizes), _sizes(input_split_sizes), group, async_op)
-
-
-def _gather_uneven(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    rows = [o.shape[0] for o in outputs] if outputs[0].dim() else [1]
-    if len(set(rows)) == 1:
-        return _all_gather(outputs, tensor.contiguous(), group, async_op)
-    longest = max(rows)
-    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
-    padded[: tensor.shape[0]] = tensor
-    full = [torch.empty_like(padded) for _ in outputs]
-    _all_gather(full, padded, group)
-    for output, got in zip(outputs, full, strict=True):
-        output.copy_(got[: output.shape[0]])
-    return None
-
-
-def _reduce_scatter_uneven(output: torch.Tensor, inputs: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None,
-                           async_op: bool = False) -> Any:
-    rows = [i.shape[0] for i in inputs]
-    if len(set(rows)) == 1:
-        return _reduce_scatter(output, [i.contiguous() for i in inputs], op, group, async_op)
-    total = torch.cat(list(inputs))
-    dist.all_reduce(total, op, group)
-    start = sum(rows[: dist.get_rank(group)])
-    output.copy_(total[start : start + output.shape[0]])
-    return None
-
-
-class _Done:
-    """The handle of a collective that needed no message."""
-
-    def wait(self) -> None:
-        """Done."""
-
-
-@contextlib.contextmanager
-def _coalesce(group: Any, async_ops: bool = False, **kwargs: Any):  # noqa: ANN202
-    if group.size() == 1:
-        yield _Done()
-    else:
-        with _coalescing_manager(group, async_ops=async_ops, **kwargs) as manager:
-            yield manager
-
-
-def _alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """`collective(output, input, group=...)` that sends nothing where the group is this rank alone."""
-
-    def run(output: torch.Tensor, input: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        if group is None or group.size() > 1:
-            return collective(output, input, *args, group=group, **kwargs)
-        if output.data_ptr() != input.data_ptr():
-            output.copy_(input)
-        return _Done()
-
-    return run
-
-
-def _own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function object of its own: torch._dynamo refuses one object under two names of torch."""
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return replaced
-
-
-def _identity_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
 REPLACEMENTS = (
     Replacement("torch.cuda:current_device", lambda: torch.device("cpu"), "names the device of most factory calls"),
-    Replacement("torch.cuda:set_device", _own(_nothing), "called by parallel_state and the checkpoint writer"),
-    Replacement("torch.cuda:synchronize", _own(_nothing), "called by DDP, schedules, checkpoints"),
-    Replacement("torch.cuda:empty_cache", _own(_nothing), "called by DDP"),
-    Replacement("torch.cuda:Stream", _Stream, "side streams of DDP, pipeline and dispatcher"),
-    Replacement("torch.cuda:Event", _Event, "side streams of DDP, pipeline and dispatcher"),
-    Replacement("torch.cuda:current_stream", _own(_Stream), "side streams of DDP, pipeline and dispatcher"),
-    Replacement("torch.cuda:default_stream", _own(_Stream), "DDP waits for it"),
-    Replacement("torch.cuda:stream", _stream_context, "side streams of DDP, pipeline and dispatcher"),
-    Replacement("torch.cuda.nvtx:range_push", _own(_nothing), "profiling marks"),
-    Replacement("torch.cuda.nvtx:range_pop", _own(_nothing), "profiling marks"),
-    Replacement("torch.cuda:manual_seed", _own(torch.manual_seed), "the RNG tracker seeds its states with it"),
-    Replacement("torch.cuda:get_rng_state", _own(_get_rng), "activation recompute keeps the device's RNG state"),
-    Replacement("torch.cuda:set_rng_state", _own(_set_rng), "activation recompute keeps the device's RNG state"),
-    Replacement("torch.cuda.random:get_rng_state", _own(_get_rng), "activation recompute keeps the device's RNG state"),
-    Replacement("torch:Tensor.cuda", _own(_same), "moves parameters and gradients"),
-    Replacement("torch.nn:Module.cuda", _own(_same), "moves modules"),
-    Replacement("torch.distributed:all_to_all_single", _all_to_all, "gloo wants split sizes as lists of ints; the MoE dispatcher passes tensors"),
-    Replacement("torch.distributed:all_gather", _gather_uneven, "gloo refuses uneven sizes; the MoE dispatcher with ETP > 1 needs them"),
-    Replacement("torch.distributed:reduce_scatter", _reduce_scatter_uneven, "gloo refuses uneven sizes; the MoE dispatcher with ETP > 1 needs them"),
-    Replacement(_CORE + "distributed.param_and_grad_buffer:_coalescing_manager", _coalesce, _SELF),
-    Replacement(_CORE + "distributed.param_and_grad_buffer:dist_reduce_scatter_func", _alone(dist.reduce_scatter_tensor), _SELF),
-    Replacement(_CORE + "distributed.param_and_grad_buffer:dist_all_gather_func", _alone(dist.all_gather_into_tensor), _SELF),
-    Replacement(_CORE + "tensor_parallel.random:_get_cuda_rng_state", _own(_get_rng), "the RNG tracker reads the device's state"),
-    Replacement(_CORE + "tensor_parallel.random:_set_cuda_rng_state", _own(_set_rng), "the RNG tracker sets the device's state"),
+    Replacement("torch.cuda:set_device", stand_ins.own(stand_ins.nothing), "called by parallel_state and the checkpoint writer"),
+    Replacement("torch.cuda:synchronize", stand_ins.own(stand_ins.nothing), "called by DDP, schedules, checkpoints"),
+    Replacement("torch.cuda:empty_cache", stand_ins.own(stand_ins.nothing), "called by DDP"),
+    Replacement("torch.cuda:Stream", stand_ins.Stream, "side streams of DDP, pipeline and dispatcher"),
+    Replacement("torch.cuda:Event", stand_ins.Event, "side streams of DDP, pipeline and dispatcher"),
+    Replacement("torch.cuda:current_stream", stand_ins.own(stand_ins.Stream), "side streams of DDP, pipeline and dispatcher"),
+    Replacement("torch.cuda:default_stream", stand_ins.own(stand_ins.Stream), "DDP waits for it"),
+    Replacement("torch.cuda:stream", stand_ins.stream_context, "side streams of DDP, pipeline and dispatcher"),
+    Replacement("torch.cuda.nvtx:range_push", stand_ins.own(stand_ins.nothing), "profiling marks"),
+    Replacement("torch.cuda.nvtx:range_pop", stand_ins.own(stand_ins.nothing), "profiling marks"),
+    Replacement("torch.cuda:manual_seed", stand_ins.own(torch.manual_seed), "the RNG tracker seeds its states with it"),
+    Replacement("torch.cuda:get_rng_state", stand_ins.own(stand_ins.get_rng), "activation recompute keeps the device's RNG state"),
+    Replacement("torch.cuda:set_rng_state", stand_ins.own(stand_ins.set_rng), "activation recompute keeps the device's RNG state"),
+    Replacement("torch.cuda.random:get_rng_state", stand_ins.own(stand_ins.get_rng), "activation recompute keeps the device's RNG state"),
+    Replacement("torch:Tensor.cuda", stand_ins.own(stand_ins.same), "moves parameters and gradients"),
+    Replacement("torch.nn:Module.cuda", stand_ins.own(stand_ins.same), "moves modules"),
+    Replacement("torch.distributed:all_to_all_single", stand_ins.all_to_all, _SPLITS),
+    Replacement("torch.distributed:all_gather", stand_ins.gather_uneven, _UNEVEN),
+    Replacement("torch.distributed:reduce_scatter", stand_ins.reduce_scatter_uneven, _UNEVEN),
+    Replacement(_CORE + "distributed.param_and_grad_buffer:_coalescing_manager", stand_ins.coalesce, _SELF),
+    Replacement(_CORE + "distributed.param_and_grad_buffer:dist_reduce_scatter_func", stand_ins.alone(dist.reduce_scatter_tensor), _SELF),
+    Replacement(_CORE + "distributed.param_and_grad_buffer:dist_all_gather_func", stand_ins.alone(dist.all_gather_into_tensor), _SELF),
+    Replacement(_CORE + "tensor_parallel.random:_get_cuda_rng_state", stand_ins.own(stand_ins.get_rng), _TRACKER),
+    Replacement(_CORE + "tensor_parallel.random:_set_cuda_rng_state", stand_ins.own(stand_ins.set_rng), _TRACKER),
 )
 
 _installed = False
@@ -286,7 +145,7 @@ def _import_without_compiler() -> None:
     Compiling its small elementwise functions costs minutes on a CPU and changes digits.
     """
     compiler = torch.compile
-    torch.compile = _identity_decorator  # type: ignore[assignment]
+    torch.compile = stand_ins.identity  # type: ignore[assignment]
     try:
         importlib.import_module(_CORE + "jit")
     finally:
@@ -304,9 +163,9 @@ def install() -> None:
     for row in CONSTANTS:
         function = innermost(resolve(row.symbol)[2])
         function.__code__ = _cpu_constant(function.__code__)
-    for row in REPLACEMENTS:
-        owner, name, _ = resolve(row.symbol)
-        setattr(owner, name, row.value)
+    for change in REPLACEMENTS:
+        owner, name, _ = resolve(change.symbol)
+        setattr(owner, name, change.value)
     _without_transformer_engine()
 
 

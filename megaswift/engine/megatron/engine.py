@@ -50,7 +50,7 @@ class MegatronEngine:
         self.freeze(cfg.model.freeze_parameters)
         self.aux = AuxLosses(self.plain, spec, cfg, context)
         self.chunks = wrap(self.plain, self.config, cfg, context)
-        self.optimizer = optim.build(self.chunks, self.config, cfg, context)
+        self.optimizer = optim.build(self.chunks, self.config, cfg)
         self.config.grad_scale_func = self.optimizer.scale_loss if self.config.fp16 else None
 
     def load_hf(self, directory: Path) -> None:
@@ -77,8 +77,8 @@ class MegatronEngine:
             gathered = [{p: bool(names) for p, names in hits.items()}]
         missing = [p for p in patterns if not any(g.get(p) for g in gathered)]
         if missing:
-            names = [name for entry in self.plan.entries[:12] for name in entry.hf]
-            raise ConfigError([Problem(f"--freeze_parameters {p}", f"matches no weight; names are like {', '.join(names[:4])}") for p in missing])
+            like = ", ".join([name for entry in self.plan.entries[:12] for name in entry.hf][:4])
+            raise ConfigError([Problem(f"--freeze_parameters {p}", f"matches no weight; names are like {like}") for p in missing])
 
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""

@@ -7,6 +7,7 @@ forward pass runs over chunks of tokens and the backward pass computes each chun
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ class HeadShard:
     fields: tuple[str, ...]
     """Which outputs, in order; `logprobs` first when asked for."""
 
-    def reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """All-reduce over the vocabulary's ranks, in place."""
         if self.group.size() > 1:
             dist.all_reduce(x, op, self.group)
@@ -90,7 +91,7 @@ def _backward_chunk(grads: Tensor, out: Tensor, probs: Tensor, labels: Tensor, s
     values = {name: out[i] for i, name in enumerate(shard.fields)}
     g = by_name.get("logprobs")
     local, here = _local_labels(labels, shard, probs.shape[1])
-    extra = torch.zeros_like(probs) if set(shard.fields) - {"logprobs", "correct"} else None
+    extra = torch.zeros_like(probs if set(shard.fields) - {"logprobs", "correct"} else probs[:0])
     if "logsumexp" in by_name:
         extra += by_name["logsumexp"][:, None] * probs
     if "entropy" in by_name:
@@ -103,11 +104,11 @@ def _backward_chunk(grads: Tensor, out: Tensor, probs: Tensor, labels: Tensor, s
         vocabulary = shard.reduce(torch.tensor(float(real), device=probs.device))
         extra[:, :real] += by_name["mean_logit"][:, None] / vocabulary
     if g is None:
-        result = extra if extra is not None else torch.zeros_like(probs)
+        result = extra if extra.numel() else torch.zeros_like(probs)
     else:
         result = probs.mul_(-g[:, None])
         result.scatter_add_(1, local[:, None], (g * here).unsqueeze(1))
-        if extra is not None:
+        if extra.numel():
             result += extra
     return result / shard.temperature if shard.temperature != 1.0 else result
 
@@ -119,7 +120,8 @@ class VocabularyHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, shard: HeadShard) -> Tensor:  # noqa: ANN001
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: HeadShard) -> Tensor:
+        """The fields; keeps the probabilities where they are small."""
         rows = max(1, KEEP_BYTES // (4 * weight.shape[0]))
         chunks = [slice(a, a + rows) for a in range(0, max(1, hidden.shape[0]), rows)]
         parts = [_forward_chunk(_logits(hidden[c], weight, shard), labels[c], shard) for c in chunks]
@@ -130,7 +132,8 @@ class VocabularyHead(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # noqa: ANN001
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """Gradients of `hidden` and `weight`, chunk by chunk."""
         hidden, weight, labels, out, keep = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight: Tensor | None = None

@@ -10,12 +10,6 @@ import importlib.util
 from typing import Any
 
 import torch
-
-from megaswift.engine.megatron.activation import SwiGLU
-from megaswift.engine.megatron.attention import TorchAttention
-from megaswift.engine.megatron.norm import NormColumnParallelLinear, QKNorm, TorchNorm
-from megaswift.engine.megatron.router import BalancedRouter
-from megaswift.errors import ConfigError, Problem
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -28,6 +22,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
+
+from megaswift.engine.megatron.activation import SwiGLU
+from megaswift.engine.megatron.attention import TorchAttention
+from megaswift.engine.megatron.norm import NormColumnParallelLinear, QKNorm, TorchNorm
+from megaswift.engine.megatron.router import BalancedRouter
+from megaswift.errors import ConfigError, Problem
 
 
 def pick(asked: str) -> tuple[str, str]:

@@ -8,6 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
@@ -20,11 +25,6 @@ from megaswift.engine.megatron.passes import Pass
 from megaswift.engine.megatron.rope import PositionRotary, inverse_frequencies
 from megaswift.families.spec import ModelSpec
 from megaswift.losses.contract import FIELDS, Needs
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SwiftGPT(GPTModel):

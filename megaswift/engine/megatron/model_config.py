@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.rope import inverse_frequencies
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.spec import ModelSpec
 from megaswift.parallel.layout import Layout
-from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

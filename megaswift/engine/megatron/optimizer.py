@@ -9,17 +9,16 @@ import inspect
 import math
 
 import torch
-
-from megaswift.config import SwiftConfig
-from megaswift.engine.megatron.context import ParallelContext
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megaswift.config import SwiftConfig
 
-def build(chunks: list[DistributedDataParallel], config: TransformerConfig, cfg: SwiftConfig, context: ParallelContext) -> MegatronOptimizer:
+
+def build(chunks: list[DistributedDataParallel], config: TransformerConfig, cfg: SwiftConfig) -> MegatronOptimizer:
     """The optimizer over this rank's chunks."""
     o = cfg.optim
     options = OptimizerConfig(

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megaswift.engine.megatron.attention import RowLayout
 from megaswift.engine.megatron.context_slices import gather_order, local_index
 from megaswift.losses.contract import Batch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class PositionRotary(nn.Module):
 
     def __init__(self, inv_freq: Tensor) -> None:
         super().__init__()
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.inv_freq = inv_freq  # no buffer: a buffer would be cast to bfloat16 with the module, and the angles with it
         self.positions: Tensor | None = None
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:

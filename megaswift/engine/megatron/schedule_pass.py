@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.passes import Pass, prepare
 from megaswift.losses.contract import FIELDS, Batch, Loss, Max, Mean, Metric, Min, Needs, Outputs, Sum
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class PassSettings:
     """All-reduce gradients also with the distributed optimizer, so that every rank has all of its own."""
 
 
-Callback = Callable[[Pass, Tensor], tuple[Tensor, ...]]
+LossResult = tuple[Tensor, Tensor, dict[str, Tensor]]
+Callback = Callable[[Pass, Tensor], LossResult]
 
 
 def run(chunks: Sequence[Any], microbatches: Sequence[Batch], callback: Callback, context: ParallelContext, settings: PassSettings) -> None:
@@ -95,7 +96,7 @@ def run(chunks: Sequence[Any], microbatches: Sequence[Batch], callback: Callback
     if layout.pp > 1:
         assert all(b.input_ids.shape == shape for b in microbatches), "a pipeline needs micro-batches of one shape"
 
-    def forward_step(data: Iterator[Pass], module: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+    def forward_step(data: Iterator[Pass], module: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], LossResult]]:
         step = next(data)
         return plain(module).run(module, step), lambda output: callback(step, output)
 
@@ -148,7 +149,7 @@ def _local_sums(objective: Objective) -> tuple[dict[str, float], dict[str, float
     return add, high, low
 
 
-def _reduce(values: dict[str, float], op: dist.ReduceOp, context: ParallelContext) -> dict[str, float]:
+def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType, context: ParallelContext) -> dict[str, float]:
     if not values or context.layout.dp == 1:
         return values
     names = sorted(values)

@@ -169,6 +169,7 @@ class RandomSource:
     def __init__(self, plan: WeightPlan, spec: ModelSpec, seed: int) -> None:
         self.shapes = plan.hf_shapes
         self.std, self.seed = float(spec.hf_config.get("initializer_range", 0.02)), seed
+        self._last: tuple[str, Tensor] = "", torch.empty(0)
 
     def dtype(self, _: str) -> torch.dtype:
         """All tensors are float32."""
@@ -181,8 +182,10 @@ class RandomSource:
             return torch.zeros(shape)[index]
         if len(shape) == 1:
             return torch.ones(shape)[index]
-        generator = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
-        return (torch.randn(shape, generator=generator) * self.std)[index]
+        if self._last[0] != name:  # fused parameters ask for one tensor in many pieces
+            generator = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
+            self._last = name, torch.randn(shape, generator=generator).mul_(self.std)
+        return self._last[1][index]
 
 
 _WIRE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
