@@ -57,7 +57,7 @@ def number(value: float) -> str:
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
             return f"{value / {'G': 1e9, 'M': 1e6, 'k': 1e3}[unit]:.4g}{unit}"
-    return f"{value:.3g}" if size >= 1e-3 else f"{value:.2g}"
+    return f"{value:.4g}" if size >= 1 else f"{value:.3g}" if size >= 1e-3 else f"{value:.2g}"
 
 
 def line_chart(title: str, series: Sequence[Series], bounds: tuple[float, float], width: int = 560, height: int = 220) -> str:

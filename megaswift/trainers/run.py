@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -23,6 +24,7 @@ __all__ = ["preflight", "run"]
 
 def run(cfg: SwiftConfig) -> Path:
     """Trains as `cfg` says and returns the output directory. Every rank calls it, after `preflight`."""
+    began = time.perf_counter()
     quieten()
     from megaswift.engine.megatron.context import ParallelContext
     from megaswift.trainers.session import Session
@@ -33,7 +35,9 @@ def run(cfg: SwiftConfig) -> Path:
     context = ParallelContext(layout, float(cfg.parallel.ddp_timeout), cfg.train.seed)
     finished = False
     try:
-        root = Session(cfg, spec, folder, context).run()
+        session = Session(cfg, spec, folder, context)
+        session.seconds["start-up"] = time.perf_counter() - began
+        root = session.run()
         finished = True
         return root
     finally:

@@ -28,13 +28,16 @@ from megaswift.trainers.interrupt import Interrupted
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.schedule import lr_at
 
+PARTS = ("start-up", "data", "model", "resume", "waiting for data", "training steps", "logging", "evaluation", "checkpoints", "export")
+"""Of a run's wall time, in the order of the report."""
+
 
 class Session:
     """A run between the start of its processes and their end."""
 
     def __init__(self, cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> None:
         self.cfg, self.spec = cfg, spec
-        self.seconds: dict[str, float] = {}
+        self.seconds = dict.fromkeys(PARTS, 0.0)
         self.rows: screen.Rows = []
         self.status = "failed before the first step"
         made = agree.on_main(lambda: outputs.prepare(cfg))
@@ -129,5 +132,5 @@ class Session:
         out = self.build.outputs
         title = f"{self.build.task.title}: {Path(str(self.cfg.model.model)).name}"
         curves.draw(out.metrics, out.evaluation, out.curves, title)
-        story = report.Story(title, self.status, self.rows, self.seconds)
+        story = report.Story(title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v})
         report.write(out.report, self.cfg, story, (out.metrics, out.evaluation))

@@ -1,0 +1,43 @@
+"""Agreement between real ranks over gloo: sums, maxima, and a mistake that only rank 0 sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megaswift.errors import CheckpointError, DataError, Problem
+from megaswift.trainers import agree
+
+
+def _rank(rank: int, store: str, out: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    found = [agree.total([rank + 1, 2**52]), agree.largest([rank, -rank]), agree.any_rank(15 if rank == 1 else 0), agree.gather(f"r{rank}"),
+             agree.on_main(lambda: rank * 10 + 7), agree.world_size()]
+    for error in (DataError([Problem("a", "is bad"), Problem("b", "too")]), OSError(28, "No space left on device", "/disk/x")):
+        try:
+            agree.on_main(lambda error=error: (_ for _ in ()).throw(error))
+        except (DataError, CheckpointError) as caught:
+            found.append([type(caught).__name__, [p.what + " " + p.rule for p in caught.problems]])
+    Path(out, str(rank)).write_text(repr(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.process
+def test_two_ranks_agree(tmp_path: Path) -> None:
+    mp.spawn(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    expected = repr([[3.0, 2.0**53], [1.0, 0.0], 15, ["r0", "r1"], 7, 2, ["DataError", ["a is bad", "b too"]],
+                     ["CheckpointError", ["/disk/x No space left on device"]]])
+    assert [(tmp_path / r).read_text() for r in "01"] == [expected, expected]
+
+
+def test_alone_everything_is_as_it_is() -> None:
+    assert agree.total([2.5]) == [2.5] and agree.largest([1, 2]) == [1.0, 2.0] and agree.gather("x") == ["x"] and agree.rank() == 0
+    with pytest.raises(DataError, match="bad"):
+        agree.on_main(lambda: (_ for _ in ()).throw(DataError("bad")))
+    with pytest.raises(CheckpointError, match="No space"):
+        agree.on_main(lambda: (_ for _ in ()).throw(OSError(28, "No space left on device", "/x")))
+    with pytest.raises(ZeroDivisionError):
+        agree.on_main(lambda: 1 // 0)

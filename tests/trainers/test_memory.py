@@ -1,0 +1,43 @@
+"""What an out-of-memory error tells: what to try, cheapest first, and only what is not in use yet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megaswift.config import SwiftConfig
+from megaswift.trainers import memory
+
+
+def flags(cfg: SwiftConfig, experts: int = 0) -> list[str]:
+    return [text.split()[0] + " " + text.split()[1].rstrip(":,") for text in memory.advice(cfg, experts)]
+
+
+def test_advice_is_in_the_order_of_its_cost() -> None:
+    cfg = SwiftConfig(model="m", dataset="d", per_device_train_batch_size=4, distributed_optimizer=False, max_length=8192)
+    assert flags(cfg, experts=8) == [
+        "--per_device_train_batch_size 1", "--distributed_optimizer true", "--recompute_granularity selective",
+        "--recompute_granularity full", "--tp 2", "--ep 2", "--pp 2", "--cp 2", "--max_length 4096"]
+
+
+def test_what_is_in_use_is_not_advised() -> None:
+    cfg = SwiftConfig(model="m", dataset="d", recompute_granularity="full", tp=2, max_length=512)
+    assert flags(cfg) == ["--tp 4", "--pp 2"]
+
+
+def test_a_real_failed_allocation_becomes_an_error_with_advice() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert memory.is_out_of_memory(caught.value) and not memory.is_out_of_memory(RuntimeError("shape mismatch"))
+    error = memory.out_of_memory(SwiftConfig(model="m", dataset="d"), 0, caught.value)
+    text = error.message()
+    assert text.startswith("megaswift: out of memory\n") and "GiB)" in text and "1. --recompute_granularity selective" in text
+
+
+def test_the_peak_never_falls_and_grows_with_use() -> None:
+    before = memory.peak_gib()
+    block = bytearray(400 * 2**20)
+    block[::4096] = b"x" * len(block[::4096])
+    during = memory.peak_gib()
+    del block
+    assert 0.01 < before <= during and memory.peak_gib() >= during

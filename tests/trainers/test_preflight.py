@@ -1,0 +1,93 @@
+"""What is refused before a process group exists: all of it at once, and without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.errors import UserError
+from megaswift.trainers import preflight as module
+from megaswift.trainers.preflight import preflight
+from tests.trainers.inputs import write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def refused(cfg: SwiftConfig, world_size: int) -> list[str]:
+    with pytest.raises(UserError) as error:
+        preflight(cfg, world_size)
+    return [str(p) for p in error.value.problems]
+
+
+def test_a_good_run_passes_and_leaves_no_trace(model: Path, tmp_path: Path) -> None:
+    preflight(SwiftConfig(task="sft", model=str(model), dataset="d.jsonl", tp=2, output_dir=str(tmp_path / "out")), 4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_problems_of_every_kind_are_told_together(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
+    monkeypatch.setitem(module.TRACKERS, "wandb", "no_such_package")
+    cfg = SwiftConfig(task="sft", model=str(model), dataset="d.jsonl", tp=8, pp=1, output_dir=str(tmp_path / "out"), report_to=["wandb"],
+                      chat_template="no/such/file.jinja")
+    text = "\n".join(refused(cfg, 8))
+    for part in ("tp 8", "file.jinja: is neither a file nor a Jinja template", "holds another run", "no_such_package is not installed"):
+        assert part in text
+
+
+@pytest.mark.parametrize(("remove", "words"), [
+    ("*.safetensors", "has no *.safetensors"), ("tokenizer*", "has no tokenizer"), ("config.json", "has no config.json")])
+def test_a_model_folder_that_lacks_something(tmp_path: Path, remove: str, words: str) -> None:
+    folder = write_model(tmp_path / "model")
+    for path in folder.glob(remove):
+        path.unlink()
+    assert words in "\n".join(refused(SwiftConfig(task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out")), 1))
+
+
+def test_random_weights_need_no_safetensors(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    preflight(SwiftConfig(task="pt", model=str(folder), dataset="d", random_init=True, output_dir=str(tmp_path / "out")), 1)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    weights = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
+    cfg = SwiftConfig(task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out"))
+    assert "lacks 1 of 2 shards: model-00002-of-00002.safetensors" in refused(cfg, 1)[0]
+
+
+@pytest.mark.parametrize(("name", "words"), [("./nowhere", "no such folder"), ("nowhere", "no such folder"), ("config.json", "is a file")])
+def test_a_path_that_is_no_model(model: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
+    monkeypatch.chdir(model)
+    assert words in refused(SwiftConfig(task="sft", model=name, dataset="d"), 1)[0]
+
+
+def test_an_output_directory_is_taken_as_its_export_and_a_checkpoint_is_explained(model: Path, tmp_path: Path) -> None:
+    from megaswift.trainers.model_source import locate
+    run = tmp_path / "run"
+    write_model(run / "hf")
+    (run / "metrics.jsonl").write_text("{}")
+    assert locate(SwiftConfig(model=str(run)).model) == run / "hf"
+    step = run / "checkpoints" / "step-2"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    cfg = SwiftConfig(task="sft", model=str(step), dataset="d", output_dir=str(tmp_path / "o"))
+    assert f"--resume_from_checkpoint {step}" in refused(cfg, 1)[0]
+
+
+def test_it_imports_no_torch() -> None:
+    code = "import sys, megaswift.trainers.run; print(sorted(m for m in ('torch', 'megatron', 'transformers') if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

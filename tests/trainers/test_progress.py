@@ -1,0 +1,53 @@
+"""The bar and the plain lines: what is shown where, and how often."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from megaswift.trainers.flops import FlopRule
+from megaswift.trainers.metrics import Metrics, Speed
+from megaswift.trainers.progress import Progress, duration, short, tell
+from tests.trainers.tiny import tiny_loop
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(stream: io.StringIO, path, steps: int = 5, every: float = 0.0) -> str:  # noqa: ANN001
+    tiny_loop(steps, Metrics(path, 1, Speed(FlopRule(1, 1), 1, 1), "label_weight"), Progress(stream, every)).run()
+    return stream.getvalue()
+
+
+def test_a_terminal_gets_a_bar_with_loss_rate_speed_and_time_left(tmp_path) -> None:  # noqa: ANN001
+    text = shown(Terminal(), tmp_path / "m.jsonl")
+    last = text.split("\r")[-1]
+    assert "5/5" in last and "loss " in last and "lr 2.00e-03" in last and "tokens/s" in last and "<" in last
+    assert "\nstep" not in text
+
+
+def test_elsewhere_there_are_plain_lines_now_and_then(tmp_path) -> None:  # noqa: ANN001
+    lines = shown(io.StringIO(), tmp_path / "a.jsonl").splitlines()
+    assert len(lines) == 5 and lines[0].startswith("step 1/5  loss ") and "ETA 0:0" in lines[0] and "\r" not in "".join(lines)
+    lines = shown(io.StringIO(), tmp_path / "b.jsonl", every=60).splitlines()
+    assert [line.split()[1] for line in lines] == ["1/5", "5/5"]  # the first and the last, whatever the interval
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0, "0:00"), (59.6, "1:00"), (425, "7:05"), (7424, "2:03:44"), (273_900, "3d 04:05"), (-1, "0:00")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_loss_that_is_not_finite_is_shown() -> None:
+    assert short({"loss": None, "learning_rate": 1e-5, "tokens_per_second": 1234.5}) == "loss nan  lr 1.00e-05  1,234 tokens/s"
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tell("hello")
+    monkeypatch.setenv("RANK", "1")
+    tell("not me")
+    assert capsys.readouterr().err == "megaswift: hello\n"

@@ -1,0 +1,155 @@
+"""Whole runs on the native engine, as users start them: two processes, killed, resumed, refused, exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.trainers.commit import Store
+from megaswift.trainers.metrics import read_lines
+from tests.trainers.inputs import write_conversations, write_model
+
+CLOCK = {"step_time", "data_wait", "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "memory_gib"}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_model(folder / "model")
+    write_conversations(folder / "data.jsonl")
+    return ["--model", str(folder / "model"), "--dataset", str(folder / "data.jsonl"), "--dataset_cache_dir", str(folder / "cache"),
+            "--per_device_train_batch_size", "4", "--lr", "1e-3", "--tp", "2"]
+
+
+def start(inputs: list[str], out: Path, *options: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "megaswift/sft.py", *inputs]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*command, "--output_dir", str(out), *map(str, options)], cwd=ROOT, env=environ, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What it printed; nothing of it lives on."""
+    try:
+        return process.communicate(timeout=240)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(inputs: list[str], out: Path, *options: object) -> str:
+    process = start(inputs, out, *options)
+    text = finish(process)
+    assert process.returncode == 0, text[-3000:]
+    return text
+
+
+def values(out: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_lines(out / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return out, run(inputs, out, "--max_steps", 8, "--save_steps", 4, "--split_dataset_ratio", 0.1, "--eval_steps", 4)
+
+
+@pytest.mark.process
+def test_a_run_leaves_the_whole_output_directory(whole: tuple[Path, str]) -> None:
+    out, text = whole
+    assert {p.name for p in out.iterdir()} == {
+        "config.yaml", "metrics.jsonl", "eval.jsonl", "checkpoints", "hf", "loss.png", "report.html", "runs"}
+    lines = values(out)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert [line["step"] for line in read_lines(out / "eval.jsonl")] == [4, 8]
+    assert Store(out / "checkpoints").latest() == out / "checkpoints" / "step-8"
+    assert "TP2 SP DP1 on 2 processes" in text and text.count("megaswift: supervised fine-tuning") == 1  # one screen, not one a rank
+    assert "UserWarning" not in text and "FutureWarning" not in text
+
+
+@pytest.mark.process
+def test_the_export_answers_in_transformers_with_the_loss_that_was_measured(whole: tuple[Path, str], inputs: list[str]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out, _ = whole
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "hf"), AutoTokenizer.from_pretrained(out / "hf")
+    total = count = 0.0
+    held = held_out(inputs, out)
+    for messages in held:
+        ids = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        tokens, mask = torch.tensor([ids["input_ids"]]), torch.tensor(ids["assistant_masks"])
+        with torch.no_grad():
+            logprobs = model(tokens).logits[0].log_softmax(-1)
+        picked = -logprobs[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
+        total, count = total + float(picked[mask[1:] == 1].sum()), count + int(mask[1:].sum())
+    last = read_lines(out / "eval.jsonl")[-1]
+    assert count == last["label_tokens"]
+    assert total / count == pytest.approx(last["loss"], rel=1e-5)
+
+
+def held_out(inputs: list[str], out: Path) -> list[list[dict[str, str]]]:
+    """The conversations that the run held out: asked of the data layer, whose own tests cover the split."""
+    from transformers import AutoTokenizer
+
+    from megaswift.config import load
+    from megaswift.data.build import documents
+
+    cfg = load("sft", [str(out / "config.yaml")])
+    tokenizer = AutoTokenizer.from_pretrained(inputs[1])
+    _, held = documents(cfg.data, cfg.train, tokenizer)
+    assert held is not None
+    rows = [json.loads(line)["messages"] for line in Path(inputs[3]).read_text().splitlines()]
+    return [rows[int(i)] for i in held.sample]
+
+
+@pytest.mark.process
+def test_killed_and_started_again_a_run_is_the_uninterrupted_one(inputs: list[str], tmp_path: Path) -> None:
+    out, options = tmp_path / "out", ("--max_steps", 400, "--save_steps", 5, "--save_total_limit", 2, "--resume_from_checkpoint", "latest")
+    first = start(inputs, out, *options)  # the very command of the second start: without a checkpoint it begins at the beginning
+    pointer, end = out / "checkpoints" / "latest.json", time.monotonic() + 200
+    while not (pointer.exists() and len(read_lines(out / "metrics.jsonl")) > 6) and first.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    assert first.poll() is None, first.communicate()[0][-3000:]
+    os.killpg(first.pid, signal.SIGKILL)
+    assert "no checkpoint yet: starting from the beginning" in first.communicate()[0]
+    saved = json.loads(pointer.read_text())["step"]
+    steps = saved + 7
+    kept = values(out)[:saved]
+    text = run(inputs, out, *options[2:], "--max_steps", steps)
+    assert f"going on from {out / 'checkpoints' / f'step-{saved}'}" in text and "max_steps 400 -> " in text
+    lines = values(out)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1)) and lines[:saved] == kept
+    assert Store(out / "checkpoints").latest() == out / "checkpoints" / f"step-{steps}"
+    assert len(list((out / "checkpoints").glob("step-*"))) == 2
+
+
+@pytest.mark.process
+def test_a_resumed_run_continues_bit_for_bit(inputs: list[str], tmp_path: Path, whole: tuple[Path, str]) -> None:
+    out = tmp_path / "out"
+    options = ("--max_steps", 8, "--split_dataset_ratio", 0.1, "--eval_steps", 4)
+    run(inputs, out, *options, "--resume_from_checkpoint", whole[0] / "checkpoints" / "step-4")
+    assert values(out) == values(whole[0])[4:]
+    assert (out / "hf" / "model.safetensors").read_bytes() == (whole[0] / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.process
+def test_another_run_in_the_folder_is_refused_and_a_finished_one_only_exports(whole: tuple[Path, str], inputs: list[str]) -> None:
+    out, _ = whole
+    before = (out / "metrics.jsonl").read_bytes()
+    process = start(inputs, out, "--max_steps", 8)
+    text = finish(process)
+    assert process.returncode == 1 and text.count("holds another run") == 1 and "megaswift/trainers" not in text
+    text = run(inputs, out, "--max_steps", 8, "--split_dataset_ratio", 0.1, "--resume_from_checkpoint", "latest")
+    assert "step 8 of 8 is already done" in text and f"exported {out / 'hf'}" in text
+    assert (out / "metrics.jsonl").read_bytes() == before
