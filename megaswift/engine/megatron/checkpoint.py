@@ -93,6 +93,7 @@ def load(engine: MegatronEngine, directory: Path) -> None:
     problems += [random_states] if isinstance(random_states, Problem) else []
     problems += _unused(engine, index, {box.key for box in wanted})
     _agree(engine, problems)
+    assert not isinstance(random_states, Problem)
     files.read(directory, index, wanted, items)
     states.write_back(engine.optimizer, slices)
     states.set_step(engine.optimizer, facts["optimizer"]["step"])
@@ -101,7 +102,7 @@ def load(engine: MegatronEngine, directory: Path) -> None:
         rng_state.restore(*random_states)
     else:
         seed = rng_state.reseed(engine.context, directory)
-        log.info(f"{directory}: saved on another layout or device; weights and optimizer are the same, random states start anew (seed {seed})")
+        log.info(f"{directory} is from another layout or device: same weights and optimizer, random states start anew (seed {seed})")
     if engine.cfg.model.fp8_format and engine.cfg.model.fp8_recipe == "delayed":
         log.warn("FP8 scaling histories are not part of a checkpoint and start anew")
 

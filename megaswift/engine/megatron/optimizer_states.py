@@ -35,7 +35,7 @@ class Slice:
 
 def slices(optimizer: MegatronOptimizer) -> list[Slice]:
     """This rank's states of every weight that trains. Call `materialise` first."""
-    found = []
+    found: list[Slice] = []
     for part in parts(optimizer):
         found.extend(_sharded(part) if isinstance(part, DistributedOptimizer) else _whole(part))
     return found

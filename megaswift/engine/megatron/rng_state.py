@@ -10,7 +10,7 @@ import json
 import random
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import safetensors
@@ -33,7 +33,8 @@ def path(directory: Path, rank: int) -> Path:
 def _collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(states as tensors, what is left of them as plain values)."""
     version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state(legacy=True))
+    _, keys, position, has_gauss, cached = numpy
     tensors = {
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(keys.astype(np.int64)),
