@@ -1,0 +1,79 @@
+"""Random states of a rank: written, disturbed, restored, and the same numbers drawn again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megaswift.engine.megatron import rng_state
+from megaswift.engine.megatron.context import ParallelContext
+from megaswift.errors import Problem
+from megaswift.parallel.layout import Layout
+
+
+@pytest.fixture
+def context() -> Iterator[ParallelContext]:
+    """One rank."""
+    made = ParallelContext(Layout(1), seed=3)
+    yield made
+    made.close()
+
+
+def draw() -> list[float]:
+    """From every generator; Gaussians leave a spare value behind."""
+    found = [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), float(torch.rand(()))]
+    tracker = get_cuda_rng_tracker()
+    for name in sorted(tracker.get_states()):
+        with tracker.fork(name):
+            found.append(float(torch.rand(())))
+    return found
+
+
+def test_restored_bit_for_bit(context: ParallelContext, tmp_path: Path) -> None:
+    """What came after the save comes again, and the file is safetensors."""
+    draw()
+    rng_state.write(tmp_path, 0)
+    after = [draw(), draw()]
+    states = rng_state.read(tmp_path, 0)
+    assert not isinstance(states, Problem) and rng_state.fits(states[0])
+    rng_state.restore(*states)
+    assert [draw(), draw()] == after
+    rng_state.restore(*states)
+    assert [draw(), draw()] == after
+    assert len(after[0]) >= 7
+
+
+def test_reseed_is_repeatable_and_fresh(context: ParallelContext, tmp_path: Path) -> None:
+    """The same file gives the same numbers, another file others, neither those of the saved states."""
+    rng_state.write(tmp_path, 0)
+    kept = draw()
+    seeds = [rng_state.reseed(context, tmp_path)]
+    first = draw()
+    assert rng_state.reseed(context, tmp_path) == seeds[0] and draw() == first
+    assert all(a != b for a, b in zip(first, kept, strict=True))
+    rng_state.write(tmp_path, 0)
+    assert rng_state.reseed(context, tmp_path) != seeds[0]
+    assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
+def test_other_generators_do_not_fit(context: ParallelContext, tmp_path: Path) -> None:
+    """A checkpoint from a machine with another kind of device."""
+    rng_state.write(tmp_path, 0)
+    states = rng_state.read(tmp_path, 0)
+    assert not isinstance(states, Problem)
+    assert not rng_state.fits({**states[0], "cuda": torch.zeros(16, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\0" * 64])
+def test_unreadable(content: bytes | None, context: ParallelContext, tmp_path: Path) -> None:
+    """A problem that names the file."""
+    if content is not None:
+        rng_state.path(tmp_path, 3).write_bytes(content)
+    found = rng_state.read(tmp_path, 3)
+    assert isinstance(found, Problem) and "rng-00003.safetensors" in found.what
