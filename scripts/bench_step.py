@@ -207,7 +207,8 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
                 scratch, per_device_train_batch_size=args.rows, gradient_accumulation_steps=1, max_steps=len(data), learning_rate=LR,
                 lr_scheduler_type="constant", weight_decay=DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=EPS,
                 max_grad_norm=CLIP, max_length=args.length, gradient_checkpointing=False, bf16=args.dtype == "bfloat16", report_to="none",
-                save_strategy="no", logging_strategy="steps", logging_steps=10**6, logging_first_step=True, disable_tqdm=True, use_cpu=args.device == "cpu",
+                save_strategy="no", logging_strategy="steps", logging_steps=10**6, logging_first_step=True, disable_tqdm=True,
+                use_cpu=args.device == "cpu",
                 train_sampling_strategy="sequential", dataloader_pin_memory=False, packing=False)
             trainer = SFTTrainer(
                 load_hf(args, folder), config, train_dataset=Dataset.from_list(rows),

@@ -22,7 +22,7 @@ ROW = 32
 LENGTHS = ((32, 19, 6), (9, 27, 30), (25, 4, 16), (13, 32, 21))
 """Document lengths of the micro-batches, in turn."""
 SIZES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "first", "last")
-FLAGS = ("sp", "do", "packed", "tied", "allgather")
+FLAGS = ("sp", "do", "packed", "tied", "allgather", "filler")
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -36,7 +36,10 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of a model variant. `do`: distributed optimizer. `first`, `last`: layers of the outer stages (0: even)."""
+    """A layout of a model variant, and switches.
+
+    `do`: distributed optimizer. `first`, `last`: layers of the outer stages (0: even). `filler`: the last micro-batch is padding only.
+    """
 
     model: str = "dense"
     tp: int = 1
@@ -52,6 +55,7 @@ class Case:
     packed: bool = False
     tied: bool = False
     allgather: bool = False
+    filler: bool = False
     first: int = 0
     last: int = 0
 
@@ -136,6 +140,9 @@ class Document:
     weights: Tensor
 
 
+EMPTY = Document(*(torch.zeros(0, dtype=t) for t in (torch.long, torch.long, torch.float)))
+
+
 def _weights(kind: str, n: int, generator: torch.Generator) -> Tensor:
     """`none`; `first`: labels in the first quarter only, so that a zigzag over 2 CP chunks leaves ranks from CP/2 on without."""
     drawn = torch.tensor([0.0, 0.0, 0.5, 1.0])[torch.randint(0, 4, (n,), generator=generator)]
@@ -182,11 +189,13 @@ def packed(docs: Sequence[Document], multiple: int, length: int) -> Batch:
     parts: list[Batch] = []
     for d in docs:
         n = -(-len(d.ids) // multiple) * multiple
+        if n == 0:
+            continue
         parts.append(rows([d], n))
         bounds.append(bounds[-1] + n)
     assert bounds[-1] <= length and (length - bounds[-1]) % multiple == 0, (bounds, length, multiple)
     if bounds[-1] < length:
-        parts.append(rows([Document(*(torch.zeros(0, dtype=t) for t in (torch.long, torch.long, torch.float)))], length - bounds[-1]))
+        parts.append(rows([EMPTY], length - bounds[-1]))
         bounds.append(length)
     joined = [torch.cat([getattr(p, k) for p in parts], 1) for k in ("input_ids", "labels", "loss_weights", "positions", "valid")]
     return Batch(*joined, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
@@ -195,6 +204,8 @@ def packed(docs: Sequence[Document], multiple: int, length: int) -> Batch:
 def global_batch(case: Case, step: int) -> list[Batch]:
     """All ranks' micro-batches of a step, in order of data-parallel rank."""
     groups = documents(case.total, step)
+    if case.filler:
+        groups[-1] = [EMPTY] * len(groups[-1])
     if not case.packed:
         return [rows(g) for g in groups]
     multiple = 2 * case.cp if case.cp > 1 else 1

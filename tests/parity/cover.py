@@ -1,4 +1,4 @@
-"""Which layouts are proven: every legal one up to 8 processes (slow tier), and a small set in which every pair of choices occurs.
+"""Which layouts are proven: every legal one up to 8 processes (slow tier), and a set of few in which every pair of choices occurs.
 
 Owns the tables of choices and the rule of what is legal, written out by hand: `megaswift.parallel.checks` is tested against it.
 """
@@ -24,13 +24,14 @@ SMALL = {
               "pp3 first2", "dp3", "recompute=block", "recompute=mlp"),
     "moe": ("single", "dp2 ep2 do", "tp2 sp", "pp2 packed", "cp2", "tp2 sp ep2", "pp2 last1", "recompute=moe"),
 }
-"""One axis at a time on few ranks, uneven stages, sizes that are no power of two: what to look at first when the cover fails."""
+"""One axis at a time on few ranks, uneven stages, sizes that are no power of two: what to look at first when others fail."""
 AXES = ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")
 
 
 def legal(c: Case) -> bool:
     """The rule by hand, for sizes that are powers of two."""
-    if c.world > RANKS or HEADS % c.tp or KV_HEADS % c.tp or LAYERS % (c.pp * c.vpp):
+    whole_groups = KV_HEADS % c.tp == 0 or c.tp % KV_HEADS == 0  # beyond the KV heads, ranks share one
+    if c.world > RANKS or HEADS % c.tp or not whole_groups or LAYERS % (c.pp * c.vpp):
         return False
     if (c.sp and c.tp == 1) or (c.vpp > 1 and c.pp == 1):
         return False
@@ -70,31 +71,35 @@ def every(model: str) -> tuple[Case, ...]:
     return tuple(found)
 
 
-@cache
-def pairwise(model: str) -> tuple[Case, ...]:
-    """A deterministic greedy cover: every two choices that can go together on this model do so in some case.
+def small(model: str) -> tuple[Case, ...]:
+    """One axis at a time."""
+    return tuple(parse(text, model=model) for text in SMALL[model])
 
-    Of the candidates that add most pairs the smallest world is taken, so that the cover is cheap.
+
+@cache
+def default(model: str) -> tuple[Case, ...]:
+    """What the default run proves: the small cases, and with them a cover of all pairs.
+
+    Every two choices that can go together on this model do so in some case. Greedy and deterministic; of the candidates that add
+    most pairs the smallest world is taken.
     """
     keys = (*AXES, *(MOE_SWITCHES if model == "moe" else SWITCHES))
-    candidates = list(switched(model))
     number: dict[tuple[str, object, str, object], int] = {}
-    masks = []
-    for case in candidates:
+
+    def pairs(case: Case) -> int:
         mask = 0
         for a, b in combinations(keys, 2):
             mask |= 1 << number.setdefault((a, getattr(case, a), b, getattr(case, b)), len(number))
-        masks.append(mask)
+        return mask
+
+    candidates = list(switched(model))
+    masks = [pairs(case) for case in candidates]
     left = (1 << len(number)) - 1
+    for case in small(model):
+        left &= ~pairs(case)
     chosen: list[Case] = []
     while left:
         best = max(range(len(masks)), key=lambda i: ((masks[i] & left).bit_count(), -candidates[i].world, -i))
         chosen.append(candidates[best])
         left &= ~masks[best]
-    return tuple(sorted(chosen, key=lambda c: c.world))
-
-
-def default(model: str) -> tuple[Case, ...]:
-    """What the default run proves: one axis at a time, then the cover."""
-    small = [parse(text, model=model) for text in SMALL[model]]
-    return (*small, *(c for c in pairwise(model) if c not in small))
+    return (*small(model), *sorted(chosen, key=lambda c: c.world))

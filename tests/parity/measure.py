@@ -7,14 +7,15 @@ batch, then one optimizer step per global batch. Rank 0 hands back full tensors 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Loss, Needs, Outputs, Term
+from megaswift.losses.contract import FIELDS, Batch, Loss, Needs, Outputs, Term
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import Case, global_batch, own
 from tests.parity.oracle import Recipe, Reference
@@ -32,6 +33,10 @@ class Task:
     steps: int = STEPS
     fault: str = ""
     """`scale`: the loss x 1.00001; `mask`: one label is dropped; empty: none."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More options of the configuration, by flat name."""
+    batches: Sequence[Batch] = ()
+    """What `score` scores: all ranks' micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,27 @@ class ScaledLoss:
         """Cross-entropy's term, its sum scaled."""
         terms, metrics = CrossEntropy()(outputs, batch)
         return [replace(t, sum=t.sum * self.factor) for t in terms], metrics
+
+
+MIX = {"logprobs": -1.0, "entropy": 0.3, "logsumexp": 0.1, "mean_logit": 0.5, "log_sum_sq": 0.2}
+"""Weights of the fields in an objective that needs the gradient of each."""
+TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True)
+class MixedLoss:
+    """A weighted sum of every differentiable output, at a temperature."""
+
+    needs: Needs = Needs(fields=frozenset(FIELDS), temperature=TEMPERATURE)
+
+    def counts(self, batch: Batch) -> Any:
+        """Those of cross-entropy."""
+        return CrossEntropy().counts(batch)
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Any]:
+        """One term."""
+        mixed = sum(w * getattr(outputs, name) for name, w in MIX.items())
+        return [Term("loss", (mixed * batch.loss_weights).sum(), "label_weight")], {}
 
 
 def build(case: Case, folder: Path, world: int, **options: Any) -> tuple[Any, Any]:
@@ -96,7 +122,7 @@ def spoil(batches: list[Batch], fault: str) -> list[Batch]:
 def train(rank: int, world: int, task: Task) -> Reference | None:
     """The engine's numbers; on rank 0 all of them, None elsewhere."""
     case = task.case
-    engine, context = build(case, task.folder, world, **recipe_options(task.recipe, case.moe))
+    engine, context = build(case, task.folder, world, **recipe_options(task.recipe, case.moe), **task.options)
     loss: Loss = ScaledLoss(1.00001) if task.fault == "scale" else CrossEntropy()
     mine = [own(spoil(global_batch(case, k), task.fault), case.dp, context.layout.coordinates(rank).dp) for k in range(task.steps)]
     out = Reference()
@@ -117,21 +143,36 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
 
 @dataclass(frozen=True)
 class Scored:
-    """What one rank saw: its data-parallel index, log-probabilities per micro-batch, and on rank 0 the weights, dtypes kept."""
+    """What one rank saw: its data-parallel index, the outputs per micro-batch, the evaluation, and on rank 0 weights, dtypes kept."""
 
     dp: int
-    logprobs: list[Tensor]
+    outputs: list[Outputs]
+    evaluated: float
+    accuracy: float
     weights: dict[str, Tensor]
 
 
 def score(rank: int, world: int, task: Task) -> Scored:
-    """Log-probabilities of the third global batch, twice (nothing may change in between), and the weights as exported."""
-    engine, context = build(task.case, task.folder, world)
+    """Outputs and evaluation of the task's batches, the outputs twice (nothing may change in between), and exported weights."""
+    engine, context = build(task.case, task.folder, world, **task.options)
     dp = context.layout.coordinates(rank).dp
-    mine = own(global_batch(task.case, 2), task.case.dp, dp)
-    first, second = (engine.score(mine, Needs()) for _ in range(2))
-    assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(first, second, strict=True))
+    mine = own(task.batches, task.case.dp, dp)
+    needs = Needs(fields=frozenset(FIELDS))
+    first = engine.score(mine, needs)
+    result = engine.evaluate(mine, CrossEntropy())
+    second = engine.score(mine, needs)
+    assert all(torch.equal(getattr(a, f), getattr(b, f)) for a, b in zip(first, second, strict=True) for f in FIELDS)
     weights = {name: tensor.cpu().clone() for name, tensor in engine.hf_weights() if tensor is not None}
     torch.distributed.barrier()
     context.close()
-    return Scored(dp, [o.logprobs.cpu() for o in first], weights)
+    return Scored(dp, list(first), result.loss, result.metrics["token_accuracy"], weights)
+
+
+def mixed(rank: int, world: int, task: Task) -> Reference | None:
+    """Loss and gradients of `MixedLoss` on the third global batch."""
+    engine, context = build(task.case, task.folder, world, **recipe_options(task.recipe, task.case.moe))
+    mine = own(global_batch(task.case, 2), task.case.dp, context.layout.coordinates(rank).dp)
+    out = Reference(loss=engine.accumulate(mine, MixedLoss()).loss, gradients=full(engine.hf_gradients()))
+    torch.distributed.barrier()
+    context.close()
+    return out if rank == 0 else None

@@ -6,9 +6,9 @@ torch. It imports nothing of the engine and nothing of Megatron-Core, so that ag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,28 @@ def z_loss(logits: Tensor) -> Tensor:
     return logits.float().logsumexp(-1).square().mean()
 
 
+def fields(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> dict[str, Tensor]:
+    """Every output that a loss may ask for, from full logits [1, n, V], as the contract defines them: [1, n] each."""
+    scaled = logits / temperature
+    log_p = F.log_softmax(scaled, -1)
+    return {
+        "logprobs": log_p.gather(-1, labels[..., None])[..., 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "logsumexp": scaled.logsumexp(-1),
+        "correct": (scaled.argmax(-1) == labels).float(),
+        "mean_logit": scaled.mean(-1),
+        "log_sum_sq": (2 * log_p).logsumexp(-1),
+    }
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """-log p of each label, [1, n]."""
+    return -F.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
+
+
+PerToken = Callable[[Tensor, Tensor], Tensor]
+
+
 class Oracle:
     """A Hugging Face model under plain torch."""
 
@@ -117,18 +139,32 @@ class Oracle:
             out = self.model(input_ids=ids, position_ids=positions, use_cache=False)
             yield out.logits.float(), labels, weights, place
 
-    def logprobs(self, batch: Batch) -> Tensor:
-        """float32 [b, s]: log p(label), 0 where the weight is 0. Keeps the largest logit in `largest`."""
-        result = torch.zeros_like(batch.loss_weights)
+    def outputs(self, batch: Batch, temperature: float = 1.0) -> dict[str, Tensor]:
+        """Every field of `Outputs`, float32 [b, s], 0 where the weight is 0. Keeps the largest logit in `largest`."""
+        result: dict[str, Tensor] = {}
         with torch.no_grad():
             for logits, labels, weights, (row, start) in self.logits(batch):
                 n = labels.shape[1]
                 self.largest = max(self.largest, float(logits.abs().max()))
-                picked = F.log_softmax(logits, -1).gather(-1, labels[..., None])[0, :, 0]
-                result[row, start:start + n] = torch.where(weights[0] != 0, picked, 0.0)
+                for name, values in fields(logits, labels, temperature).items():
+                    out = result.setdefault(name, torch.zeros_like(batch.loss_weights))
+                    out[row, start:start + n] = torch.where(weights[0] != 0, values[0], 0.0)
         return result
 
-    def accumulate(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
+    def greedy(self, batch: Batch) -> Batch:
+        """The batch with every third label the model's own first choice, so that accuracies are not 0."""
+        chosen = batch.labels.clone()
+        with torch.no_grad():
+            for logits, labels, _, (row, start) in self.logits(batch):
+                chosen[row, start:start + labels.shape[1]] = logits.argmax(-1)
+        third = torch.arange(batch.labels.shape[1]) % 3 == 0
+        return replace(batch, labels=torch.where(third, chosen, batch.labels))
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """float32 [b, s]: log p(label), 0 where the weight is 0."""
+        return self.outputs(batch)["logprobs"]
+
+    def accumulate(self, batches: Sequence[Batch], per_token: PerToken = cross_entropy) -> tuple[float, float, float]:
         """Forward and backward over the global batch (all ranks' micro-batches); loss, and the mean over layers of aux and z losses."""
         self.optimizer.zero_grad(set_to_none=True)
         count = sum(float(b.loss_weights.sum()) for b in batches)
@@ -137,8 +173,7 @@ class Oracle:
             objective = torch.zeros(())
             with router_logits(self.model) as seen:
                 for logits, labels, weights, _ in self.logits(batch):
-                    picked = F.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
-                    objective = objective - (picked * weights).sum() / count
+                    objective = objective + (per_token(logits, labels) * weights).sum() / count
             total += float(objective.detach())
             for parts in seen.values():
                 rows = torch.cat(parts)

@@ -31,10 +31,12 @@ GRACE = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """`target` ("module:function") is called as function(rank, world, payload) in `ranks` processes."""
+    """`target` ("module:function") is called as function(rank, world, payload) in `ranks` processes.
+
+    Payload and results go through files of `folder`: a connection would share tensors by file descriptor, with who has long ended.
+    """
 
     target: str
-    payload: Any
     ranks: int
     timeout: float
     folder: str
@@ -64,7 +66,8 @@ class Pool:
         folder = Path(self._scratch.name) / f"job-{self._jobs}"
         folder.mkdir()
         self._jobs += 1
-        self._connection.send(Job(target, payload, ranks, timeout, str(folder)))
+        torch.save(payload, folder / "payload.pt")
+        self._connection.send(Job(target, ranks, timeout, str(folder)))
         failures = self._connection.recv()
         if failures:
             raise RankError(_describe(target, failures))
@@ -111,10 +114,11 @@ def _rank(job: Job, rank: int, port: int) -> None:
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.ranks), "LOCAL_WORLD_SIZE": str(job.ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }
-        module, _, function = job.target.partition(":")
-        result = getattr(importlib.import_module(module), function)(rank, job.ranks, job.payload)
         import torch
 
+        module, _, function = job.target.partition(":")
+        payload = torch.load(folder / "payload.pt", weights_only=False)
+        result = getattr(importlib.import_module(module), function)(rank, job.ranks, payload)
         torch.save(result, folder / f"rank-{rank}.pt")
         code = 0
     except BaseException:  # noqa: BLE001 - a forked rank must not unwind into the server

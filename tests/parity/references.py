@@ -19,7 +19,7 @@ class References:
 
     def __init__(self, folder: Path, aux: bool = True) -> None:
         self.folder, self.aux = folder, aux
-        self._known: dict[tuple[str, int], Reference] = {}
+        self._known: dict[tuple[str, int, bool], Reference] = {}
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -34,7 +34,7 @@ class References:
         """(model folder, recipe, the oracle's numbers) of a case."""
         recipe = self.recipe if case.moe else replace(self.recipe, aux_coeff=0.0, z_coeff=0.0)
         folder = self.model(case.variant)
-        key = (case.variant, case.total)
+        key = (case.variant, case.total, case.filler)
         if key not in self._known:
             rows = replace(case, packed=False)
             self._known[key] = reference(folder, recipe, [global_batch(rows, k) for k in range(STEPS)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 from megaswift.families import FAMILIES
 from tests.parity.cases import Case, global_batch, own, parse
-from tests.parity.measure import Scored, Task
+from tests.parity.compare import GRADIENT, LOSS, number, table, tensors
+from tests.parity.measure import MIX, TEMPERATURE, Scored, Task
 from tests.parity.models import build, disk_tensors, is_moe
-from tests.parity.oracle import Oracle, Recipe
+from tests.parity.oracle import Oracle, Recipe, fields
 from tests.parity.pool import Pool
 from tests.parity.references import References
 from tests.parity.test_parity import check
@@ -28,16 +30,28 @@ def family_cases() -> list[Case]:
     return [Case(**{**parse(text).to_dict(), "model": n}) for n in names for text in (*LAYOUTS, *(("dp2 ep2",) if is_moe(n) else ()))]
 
 
-def assert_scores(case: Case, folder: Path, ranks: list[Scored]) -> None:
-    """Every rank's log-probabilities within 1e-5 x max(1, largest logit) of Hugging Face's."""
+def score(case: Case, folder: Path, pool: Pool) -> list[Scored]:
+    """Scores, evaluates and exports on the case's ranks, and holds the first two against Hugging Face.
+
+    Every output of every rank within 1e-5 x max(1, largest logit).
+    """
     oracle = Oracle(folder, Recipe())
-    batches = global_batch(case, 2)
-    want = [oracle.logprobs(b) for b in batches]
+    batches = [oracle.greedy(b) for b in global_batch(case, 2)]
+    ranks: list[Scored] = pool.run("tests.parity.measure:score", Task(case, folder, Recipe(), batches=batches), case.world)
+    want = [oracle.outputs(b) for b in batches]
     limit = 1e-5 * max(1.0, oracle.largest)
     for n, rank in enumerate(ranks):
-        for m, (got, expected) in enumerate(zip(rank.logprobs, own(want, case.dp, rank.dp), strict=True)):
-            worst = float((got - expected).abs().max())
-            assert worst <= limit, f"{case}: rank {n}, micro-batch {m}: off by {worst:.2e}, limit {limit:.2e}"
+        for m, (got, expected) in enumerate(zip(rank.outputs, own(want, case.dp, rank.dp), strict=True)):
+            for name, tensor in expected.items():
+                worst = float((getattr(got, name) - tensor).abs().max())
+                assert worst <= limit, f"{case}: {name} of rank {n}, micro-batch {m}: off by {worst:.2e}, limit {limit:.2e}"
+    count = sum(float(b.loss_weights.sum()) for b in batches)
+    loss = -sum(float((w["logprobs"] * b.loss_weights).sum()) for w, b in zip(want, batches, strict=True)) / count
+    accuracy = sum(float(w["correct"].sum()) for w in want) / sum(b.label_tokens for b in batches)
+    for rank in ranks:
+        assert rank.evaluated == pytest.approx(loss, rel=1e-6)
+        assert rank.accuracy == pytest.approx(accuracy, rel=1e-6) and accuracy > 0.2
+    return ranks
 
 
 def assert_bitwise(folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -52,9 +66,7 @@ def assert_bitwise(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 def test_family(case: Case, pool: Pool, references: References) -> None:
     """Scores as Hugging Face's, and load -> export bitwise."""
     folder = references.model(case.variant)
-    ranks = pool.run("tests.parity.measure:score", Task(case, folder, Recipe()), case.world)
-    assert_scores(case, folder, ranks)
-    assert_bitwise(folder, ranks[0].weights)
+    assert_bitwise(folder, score(case, folder, pool)[0].weights)
 
 
 @pytest.mark.parametrize("text", ["single", "tp2 sp pp2", "packed cp2"])
@@ -64,13 +76,28 @@ def test_variant_trains(variant: str, text: str, pool: Pool, references: Referen
     check(parse(text, model=variant), pool, references)
 
 
+@pytest.mark.parametrize("text", ["dense single", "dense tp2 sp pp2 cp2", "dense tp4 packed tied", "moe tp2 sp ep2"])
+def test_gradients_of_every_output(text: str, pool: Pool, references: References) -> None:
+    """Entropy, logsumexp, mean logit, log sum of squares, at a temperature: what reinforcement learning differentiates."""
+    case = parse(text)
+    folder, recipe, _ = references.of(case)
+    oracle = Oracle(folder, recipe)
+    loss, _, _ = oracle.accumulate(
+        global_batch(replace(case, packed=False), 2),
+        lambda logits, labels: sum(w * fields(logits, labels, TEMPERATURE)[name] for name, w in MIX.items()))
+    got = pool.run("tests.parity.measure:mixed", Task(case, folder, recipe), case.world)[0]
+    differences = [number("loss", got.loss, loss, LOSS), *tensors("gradient", got.gradients, oracle.gradients(), GRADIENT)]
+    assert not any(d.bad for d in differences), "\n" + table(text, differences)
+
+
 @pytest.mark.parametrize("text", ["dense single", "dense tp2 pp2", "moe tp2 sp ep2"])
 def test_bf16_checkpoint_comes_back(text: str, pool: Pool, models: Path) -> None:
     """A bfloat16 folder, computed in float32, is exported as the very same bfloat16 tensors."""
     case = parse(text)
     folder = build(case.model, models / f"{case.model}-bf16", torch.bfloat16)
-    ranks = pool.run("tests.parity.measure:score", Task(case, folder, Recipe()), case.world)
+    ranks = score(case, folder, pool)
     disk = disk_tensors(folder)
     assert ranks[0].weights.keys() == disk.keys()
     assert all(t.dtype == torch.bfloat16 for t in disk.values())
-    assert [n for n, t in ranks[0].weights.items() if not torch.equal(t.bfloat16(), disk[n]) or not torch.equal(t.float(), disk[n].float())] == []
+    changed = [n for n, t in ranks[0].weights.items() if not torch.equal(t.float(), disk[n].float())]
+    assert changed == []
