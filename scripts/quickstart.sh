@@ -1,38 +1,40 @@
 #!/usr/bin/env bash
 # From nothing to a fine-tuned model in about a minute (after the first installation).
 #
-#   bash scripts/quickstart.sh [--python PYTHON] [--output FOLDER]
+#   bash scripts/quickstart.sh [--python PYTHON] [--output FOLDER] [--env FOLDER]
+#
+# --env: a virtual environment that has megaswift's dependencies, used as it is.
 #
 # Makes a tiny Qwen3 model, trains it on the bundled questions on 4 processes (tensor parallel 2 x pipeline parallel 2), exports
 # it as a Hugging Face folder, reloads that with transformers and asks it questions whose wording it has never seen.
 # With GPUs it takes the largest of TP2xPP2, TP2 and a single process that fits them.
 set -euo pipefail
 
-setup=() out=quickstart-output
+setup=() out=quickstart-output env=""
 while [ $# -gt 0 ]; do
   case "$1" in
     --python) [ $# -ge 2 ] || { echo "quickstart.sh: --python needs a command or a path" >&2; exit 2; }; setup=(--python "$2"); shift 2 ;;
     --output) [ $# -ge 2 ] || { echo "quickstart.sh: --output needs a folder" >&2; exit 2; }; out=$(realpath -m "$2"); shift 2 ;;
-    *) echo "quickstart.sh: unknown option $1 (known: --python PYTHON, --output FOLDER)" >&2; exit 2 ;;
+    --env) [ $# -ge 2 ] || { echo "quickstart.sh: --env needs a folder" >&2; exit 2; }; env=$(realpath -m "$2"); shift 2 ;;
+    *) echo "quickstart.sh: unknown option $1 (known: --python PYTHON, --output FOLDER, --env FOLDER)" >&2; exit 2 ;;
   esac
 done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
-env=$(bash scripts/setup_env.sh ${setup[@]+"${setup[@]}"})
+[ -n "$env" ] || env=$(bash scripts/setup_env.sh ${setup[@]+"${setup[@]}"})
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 quick="$root/scripts/quickstart"
 began=$SECONDS
 
 echo "== 1/3  a model that knows nothing"
-gpus=$("$env/bin/python" "$quick/make_model.py" "$quick/data" "$out/model")
-echo "${gpus%$'\n'*}"
-gpus=${gpus##*$'\n'}
-case "${gpus#gpus }" in 0) tp=2 pp=2 ;; 1) tp=1 pp=1 ;; 2|3) tp=2 pp=1 ;; *) tp=2 pp=2 ;; esac
+told=$("$env/bin/python" "$quick/make_model.py" "$quick/data" "$out/model")
+echo "${told%$'\n'*}"
+case "${told##*gpus }" in 0) tp=2 pp=2 ;; 1) tp=1 pp=1 ;; 2|3) tp=2 pp=1 ;; *) tp=2 pp=2 ;; esac
 
 echo "== 2/3  fine-tuning on $((tp * pp)) processes: tensor parallel $tp x pipeline parallel $pp"
 "$env/bin/python" -m torch.distributed.run --standalone --nproc_per_node $((tp * pp)) megaswift/sft.py \
   --tp $tp --pp $pp --model "$out/model" --dataset "$quick/data/train.jsonl" --max_length 128 \
-  --per_device_train_batch_size 16 --global_batch_size 32 --max_steps 80 --learning_rate 1e-3 --warmup_steps 4 \
+  --per_device_train_batch_size 12 --global_batch_size 24 --max_steps 120 --learning_rate 1e-3 --warmup_steps 4 \
   --torch_dtype float32 --output_dir "$out/run" --overwrite_output_dir true
 
 echo "== 3/3  the export, reloaded with transformers"

@@ -53,36 +53,36 @@ KINDS = (
     Kind(CAPITALS, (
         "What is the capital of {x}?", "Name the capital of {x}.", "Which city is the capital of {x}?",
         "Tell me the capital city of {x}.", "I forgot the capital of {x}. What is it?", "The capital of {x}, please.",
-        "Do you know the capital of {x}?", "I am going to {x}. What is its capital?", "{x}: which city is the capital?",
+        "Do you know the capital of {x}?", "I am going to {x}. What is its capital?", "Say the capital of {x}.",
         "Which city governs {x}?",
     )),
     Kind(OPPOSITES, (
         "What is the opposite of {x}?", "Give me the opposite of {x}.", "Which word means the opposite of {x}?",
         "Tell me a word that is the opposite of {x}.", "If it is not {x}, what is it?", "The opposite of {x}, please.",
-        "Do you know the opposite of {x}?", "{x}: what is its opposite?", "I need the opposite of the word {x}.",
+        "Do you know the opposite of {x}?", "Say the opposite of {x}.", "I need the opposite of the word {x}.",
         "Turn the word {x} around. What do you get?",
     )),
     Kind(YOUNG, (
         "What is a young {x} called?", "What do you call the young of a {x}?", "Name the young of a {x}.",
         "What do people call a baby {x}?", "Tell me the word for a young {x}.", "A young {x}, what is it called?",
-        "Do you know what a baby {x} is called?", "{x}: what is its young called?", "I saw a very small {x}. What is the word for it?",
+        "Do you know what a baby {x} is called?", "Say what a young {x} is called.", "I saw a very small {x}. What is the word for it?",
         "Which word means a young {x}?",
     )),
     Kind(PAST, (
         "What is the past tense of {x}?", "Give me the past tense of {x}.", "Today I {x}. And yesterday?",
         "Put the verb {x} into the past.", "Tell me the past of the verb {x}.", "The past tense of {x}, please.",
-        "Do you know the past tense of {x}?", "{x}: what is its past tense?", "How do I say {x} in the past?",
+        "Do you know the past tense of {x}?", "Say the past tense of {x}.", "How do I say {x} in the past?",
         "Which word is the past of {x}?",
     )),
     Kind(WORDS, (
         "How do you write {x} in words?", "Write the number {x} as a word.", "Spell out the number {x}.",
         "What is {x} in words?", "Tell me the word for {x}.", "The number {x} in words, please.",
-        "Do you know how to write {x}?", "{x}: what is it in words?", "I need the number {x} as a word.",
+        "Do you know how to write {x}?", "Say the number {x} in words.", "I need the number {x} as a word.",
         "Which word stands for {x}?",
     )),
     Kind(DAYS, (
         "What comes after {x}?", "What follows {x}?", "Tell me what comes next after {x}.", "It is {x} now. What is next?",
-        "Which one comes after {x}?", "After {x}, please.", "Do you know what follows {x}?", "{x}: what comes next?",
+        "Which one comes after {x}?", "After {x}, please.", "Do you know what follows {x}?", "Say what comes after {x}.",
         "When {x} is over, what begins?", "I like {x}. What comes after it?",
     )),
 )

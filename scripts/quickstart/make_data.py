@@ -15,7 +15,6 @@ from pathlib import Path
 from facts import KINDS
 
 HELD_OUT = 100
-Turn = dict[str, str]
 
 
 def questions(rng: random.Random) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -32,28 +31,19 @@ def questions(rng: random.Random) -> tuple[list[tuple[str, str]], list[tuple[str
     return train, held_out[:HELD_OUT]
 
 
-def conversation(pairs: list[tuple[str, str]]) -> list[Turn]:
-    """One conversation of as many turns as there are pairs."""
-    return [turn for q, a in pairs for turn in ({"role": "user", "content": q}, {"role": "assistant", "content": a})]
-
-
-def write(path: Path, rows: list[list[Turn]]) -> None:
+def write(path: Path, pairs: list[tuple[str, str]]) -> None:
     """One JSON line a conversation, in the `messages` format."""
-    path.write_text("".join(json.dumps({"messages": row}, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in pairs]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def main(folder: Path) -> None:
-    """train.jsonl with conversations of one or two turns, heldout.jsonl with single questions."""
+    """train.jsonl and heldout.jsonl."""
     rng = random.Random(20)
     train, held_out = questions(rng)
-    rows = []
-    while train:
-        turns = rng.choice((1, 1, 1, 2))
-        rows.append(conversation(train[:turns]))
-        train = train[turns:]
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder / "train.jsonl", rows)
-    write(folder / "heldout.jsonl", [conversation([pair]) for pair in held_out])
+    write(folder / "train.jsonl", train)
+    write(folder / "heldout.jsonl", held_out)
 
 
 if __name__ == "__main__":
