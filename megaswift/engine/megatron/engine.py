@@ -16,6 +16,7 @@ from megaswift.bridge.hf_source import HfSource
 from megaswift.bridge.plan import WeightPlan
 from megaswift.config import SwiftConfig
 from megaswift.config.capabilities import missing_transformer_engine
+from megaswift.engine.megatron import checkpoint
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron import schedule_pass as passes
 from megaswift.engine.megatron.aux import AuxLosses
@@ -149,15 +150,11 @@ class MegatronEngine:
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer and this rank's random states as a sharded checkpoint. Collective."""
-        from megaswift.engine.megatron.checkpoint import save
-
-        save(self, directory)
+        checkpoint.save(self, directory)
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`, on this or another layout. Collective."""
-        from megaswift.engine.megatron.checkpoint import load
-
-        load(self, directory)
+        checkpoint.load(self, directory)
 
 
 class _evaluating:  # noqa: N801 (reads as a verb)
