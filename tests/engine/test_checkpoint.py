@@ -19,6 +19,7 @@ from tests.parity.pool import PRELOAD, Pool
 pytestmark = pytest.mark.process
 JOB = "tests.engine.checkpoint_worker:job"
 BF16 = {"torch_dtype": "bfloat16"}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def go(pool: Pool, run: Run) -> list[Result]:
 CONTINUED = [
     ("dense tp2 pp2", {}), ("dense tp2 sp dp2 do", {}), ("dense pp2 vpp2", {}), ("dense pp2 tied dp2 do", {}), ("dense dp2 do", BF16),
     ("dense dp2", BF16), ("moe ep2 dp2 do", {}), ("moe tp2 sp ep2", {}), ("dense dp2", {"optimizer": "sgd"}),
-    ("dense dp2 do", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    ("dense dp2 do", OVERLAP),
 ]
 
 
@@ -74,6 +75,16 @@ def test_goes_on_bit_for_bit(words: str, options: dict[str, Any], pool: Pool, mo
     same(rest[0].weights, whole[0].weights)
     for name, moments in whole[0].moments.items():
         same(rest[0].moments[name], moments)
+
+
+def test_overlapped_gather_misses_no_step(pool: Pool, models: Path, tmp_path: Path) -> None:
+    """Weights that would arrive with the next forward pass are exported and saved with the step that made them."""
+    want = go(pool, make("dense dp2 do", models, last=2))[0].weights
+    overlap = make("dense dp2 do", models, last=2, save=tmp_path / "c", options=OVERLAP)
+    exported = [go(pool, run)[0].weights for run in (replace(overlap, save=None), overlap)]
+    exported.append(go(pool, make("dense single", models, load=tmp_path / "c"))[0].weights)
+    for weights in exported:
+        same(weights, want)
 
 
 CHANGED = [

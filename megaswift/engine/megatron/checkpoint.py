@@ -26,6 +26,7 @@ from megaswift.engine.megatron import checkpoint_boxes as boxes
 from megaswift.engine.megatron import checkpoint_files as files
 from megaswift.engine.megatron import optimizer_states as states
 from megaswift.engine.megatron import rng_state
+from megaswift.engine.megatron.model import gather_weights
 from megaswift.errors import CheckpointError, Problem
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ def save(engine: MegatronEngine, directory: Path) -> None:
     """Everything into `directory`, on disk when this returns. Collective."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    for chunk in engine.chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)  # weights of other ranks' optimizer shards come with the next forward pass only
+    gather_weights(engine.chunks)
     states.materialise(engine.optimizer)
     placed = boxes.pieces(engine)
     own = [*boxes.weights(placed, True), *boxes.moments(placed, states.slices(engine.optimizer), True)]

@@ -22,7 +22,7 @@ from megaswift.engine.megatron import schedule_pass as passes
 from megaswift.engine.megatron.aux import AuxLosses
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.layer_spec import pick
-from megaswift.engine.megatron.model import build_chunks, wrap
+from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap
 from megaswift.engine.megatron.model_config import transformer_config
 from megaswift.engine.megatron.sizes import measure
 from megaswift.engine.megatron.weights import RandomSource, RankWeights, frozen
@@ -138,6 +138,7 @@ class MegatronEngine:
 
     def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on rank 0; every rank iterates."""
+        gather_weights(self.chunks)
         return self.weights.stream(lambda p: p.data if dtype is None else p.data.to(dtype))
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -132,3 +132,13 @@ def wrap(chunks: list[SwiftGPT], config: TransformerConfig, cfg: SwiftConfig, co
     if overlap_gather:
         config.param_sync_func = [m.start_param_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].start_param_sync
     return wrapped
+
+
+def gather_weights(chunks: list[DistributedDataParallel]) -> None:
+    """Complete this rank's weights before they are read outside a forward pass. Collective.
+
+    With `overlap_param_gather` the parts that other ranks' optimizer shards updated arrive with the next forward pass only.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
