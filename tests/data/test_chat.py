@@ -10,7 +10,7 @@ import pytest
 from tokenizers import processors
 
 from megaswift.data.chat import ChatRenderer, templates_of
-from megaswift.data.encode import Encoder, encode_spec
+from megaswift.data.encode import Encoder, encode_spec, token_range
 from megaswift.data.sample import RowError
 from megaswift.errors import DataError
 from tests.data.makers import TEXT, config, template, tokenizer
@@ -48,6 +48,7 @@ PUBLISHED = [
      ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "Paris, of course.<|eot_id|>"]),
     ("llama", "llama3_2", [Q, A, user("assistant"), answer("assistant")], ["Paris, of course.<|eot_id|>", "assistant<|eot_id|>"]),
     ("qwen", "qwen2_5", [Q, A, user("b"), answer("b")], [" Paris, of course.\n<|im_end|>", "b<|im_end|>"]),
+    ("qwen", "qwen2_5", [Q, answer("\tx")], ["\tx<|im_end|>"]),
     ("qwen", "qwen2_5", [SYSTEM, Q, CALL, RESULT, A],
      ['<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>', " Paris, of course.\n<|im_end|>"]),
     ("qwen", "qwen2_5", [Q, CALL | {"content": "I add."}, RESULT, RESULT, answer("ok")],
@@ -136,6 +137,18 @@ def test_default_system_goes_only_where_there_is_none() -> None:
     assert ids == tok.apply_chat_template([{"role": "system", "content": "Be kind."}, Q, A], return_dict=True)["input_ids"]
     _, ids, _, _ = encoded("qwen", "qwen3", {"messages": [SYSTEM, Q, A]}, system="Be kind.")
     assert ids == tok.apply_chat_template([SYSTEM, Q, A], return_dict=True)["input_ids"]
+
+
+def test_a_token_over_an_edge_belongs_to_the_span_on_either_side() -> None:
+    backend = tokenizer("qwen").backend_tokenizer
+    backend.post_processor = processors.Sequence([])
+    encoding = backend.encode("the capital of", add_special_tokens=False)
+    assert encoding.offsets == [(0, 1), (1, 3), (3, 11), (11, 14)]
+    assert token_range(encoding, 5, 9, 14) == (2, 3)
+    assert token_range(encoding, 0, 3, 14) == (0, 2)
+    assert token_range(encoding, 2, 12, 14) == (1, 4)
+    assert token_range(encoding, 3, 14, 14) == (2, 4)
+    assert token_range(encoding, 3, 3, 14) == (0, 0)
 
 
 def test_white_space_tokens_within_an_answer_carry_loss() -> None:
