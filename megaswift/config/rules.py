@@ -135,6 +135,10 @@ CLASHES: tuple[Clash, ...] = (
     Clash(("overlap_param_gather", "overlap_grad_reduce"),
           lambda c: c.parallel.overlap_param_gather and c.parallel.overlap_grad_reduce is False,
           "needs overlap_grad_reduce", "--overlap_grad_reduce true"),
+    Clash(("overlap_p2p_comm", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
+          lambda c: c.parallel.overlap_p2p_comm is False and c.parallel.pipeline_parallel_size == 2
+          and (c.parallel.virtual_pipeline_parallel_size or 1) > 1,
+          "two stages with chunks exchange two messages at once, which cross when they are sent as one batch", "--overlap_p2p_comm true"),
     Clash(("tp_comm_overlap", "sequence_parallel", "tensor_parallel_size"),
           lambda c: c.parallel.tp_comm_overlap and c.parallel.sequence_parallel is False and c.parallel.tensor_parallel_size > 1,
           "needs sequence_parallel", "--sequence_parallel true"),

@@ -52,6 +52,7 @@ CLASHING = [
     ("pipeline_layout", "--pipeline_layout Et|tL --pp 2 --first_stage_layers 1"),
     ("overlap_param_gather", "--overlap_param_gather --distributed_optimizer false"),
     ("overlap_param_gather", "--overlap_param_gather --overlap_grad_reduce false"),
+    ("overlap_p2p_comm", "--overlap_p2p_comm false --pp 2 --vpp 2"),
     ("tp_comm_overlap", "--tp_comm_overlap --tp 2 --sp false"),
     ("tp_comm_overlap", "--tp_comm_overlap --tp 2 --transformer_impl torch"),
     ("fp8_format", "--fp8_format hybrid --transformer_impl torch"),

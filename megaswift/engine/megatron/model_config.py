@@ -71,7 +71,7 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
 
 def _kernels(cfg: SwiftConfig, impl: str, cuda: bool, swiglu: bool) -> dict[str, Any]:
     m = cfg.model
-    fused = impl == "transformer_engine"
+    fused, full = impl == "transformer_engine", m.recompute_granularity == "full"
     fields: dict[str, Any] = {
         "use_cpu_initialization": not cuda,
         "perform_initialization": False,
@@ -81,8 +81,8 @@ def _kernels(cfg: SwiftConfig, impl: str, cuda: bool, swiglu: bool) -> dict[str,
         "bias_activation_fusion": fused,
         "apply_rope_fusion": fused,
         "recompute_granularity": m.recompute_granularity,
-        "recompute_method": m.recompute_method,
-        "recompute_num_layers": m.recompute_num_layers,
+        "recompute_method": (m.recompute_method or "uniform") if full else None,
+        "recompute_num_layers": (m.recompute_num_layers or 1) if full else None,
         "fp8": m.fp8_format,
         "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
         "moe_grouped_gemm": fused if m.moe_grouped_gemm is None else m.moe_grouped_gemm,
