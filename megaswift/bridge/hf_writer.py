@@ -114,7 +114,7 @@ class HfWriter:
         assert name not in self._written, f"{name} is written twice"
         assert tuple(tensor.shape) == meta.shape, f"{name} has shape {tuple(tensor.shape)}, announced was {meta.shape}"
         flat = tensor.detach().to(device="cpu", dtype=meta.dtype).contiguous().reshape(-1)
-        data = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+        data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
         shard = self._shards[self._shard_of[name]]
         assert shard.file is not None
         try:

@@ -148,7 +148,7 @@ def _window_by_layer(reading: Reading) -> None:
     windowed = [int(k == "sliding_attention") for k in kinds]
     if any(windowed) and width is None:
         reading.problem("layer_types", "has sliding_attention, but use_sliding_window is off or sliding_window is null")
-    elif any(windowed):
+    elif width is not None and any(windowed):
         reading.values["window_size"] = (width - 1, 0)
         if not all(windowed):
             reading.values["window_attn_skip_freq"] = windowed

@@ -40,11 +40,23 @@ class Piece:
 class Rule(Protocol):
     """One line of a family's weight table. Names hold {L} for the layer and {E} for the expert."""
 
-    megatron: str
-    hf: tuple[str, ...]
-    scope: Scope
-    when: str
     shard: ClassVar[Shard]
+
+    @property
+    def megatron(self) -> str:
+        """Megatron's name."""
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        """Hugging Face's names."""
+
+    @property
+    def scope(self) -> Scope:
+        """The layers it holds for."""
+
+    @property
+    def when(self) -> str:
+        """The models it holds for: a condition of `ModelSpec`, empty for all."""
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """Shape of each HF tensor."""

@@ -135,7 +135,9 @@ Metric = Mean | Sum | Max | Min
 class Loss(Protocol):
     """An objective. Pure: no state, no logits, no groups."""
 
-    needs: Needs
+    @property
+    def needs(self) -> Needs:
+        """What it asks of the model."""
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """The numbers by which terms are divided, of this micro-batch; the engine sums them over the global batch."""

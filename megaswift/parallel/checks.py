@@ -71,7 +71,8 @@ def describe(near: Asked, asked: Asked) -> str:
 
 
 def _alone(shape: ModelShape, asked: Asked, axis: str, size: int) -> bool:
-    return _works(shape, replace(Asked(asked.world_size, max_length=asked.max_length), **{axis: size}))
+    change: dict[str, Any] = {axis: size}
+    return _works(shape, replace(Asked(asked.world_size, max_length=asked.max_length), **change))
 
 
 def _options(shape: ModelShape, asked: Asked) -> dict[str, list[Any]]:

@@ -6,10 +6,11 @@ Owns the drawing for terminals; all numbers come from `layout.py` and `stages.py
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.stages import Split, stage_chunks
+from megaswift.parallel.stages import Chunk, Split, stage_chunks
 
 MOST_ROWS = 8
 MOST_COLUMNS = 8
@@ -32,7 +33,7 @@ def picture(layout: Layout, num_layers: int, split: Split | None = None) -> str:
     rows = [["", *_each(stages, "stage {}".format)]]
     for v in range(layout.vpp):
         name = "layers" if layout.vpp == 1 else f"chunk {v}"
-        rows.append([name, *_each(stages, lambda p, v=v: str(chunks[p][v]))])
+        rows.append([name, *_each(stages, partial(_chunk, chunks, v))])
     places = [(dp, cp) for dp in range(layout.dp) for cp in range(layout.cp)]
     for place in _elide(places, MOST_ROWS):
         if place is None:
@@ -40,11 +41,15 @@ def picture(layout: Layout, num_layers: int, split: Split | None = None) -> str:
             continue
         dp, cp = place
         name = f"dp {dp}" + (f" cp {cp}" if layout.cp > 1 else "")
-        rows.append([name, *_each(stages, lambda p, dp=dp, cp=cp: _ranks(layout, dp, cp, p))])
+        rows.append([name, *_each(stages, partial(_ranks, layout, dp, cp))])
     if layout.ep * layout.etp > 1:
         rows.append(["experts", *_each(stages, lambda p: f"ep {layout.ep} x etp {layout.etp} x edp {layout.edp}")])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _chunk(chunks: Sequence[Sequence[Chunk]], chunk: int, pp: int) -> str:
+    return str(chunks[pp][chunk])
 
 
 def _ranks(layout: Layout, dp: int, cp: int, pp: int) -> str:

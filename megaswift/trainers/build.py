@@ -17,7 +17,7 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_plan
 from megaswift.data import build as data
-from megaswift.data.loader import EvalSource, LoaderGeometry, StoredSource
+from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.engine import MegatronEngine
 from megaswift.errors import ConfigError, Problem, UserError
@@ -74,7 +74,7 @@ class Build:
             doc_multiple=2 * layout.cp if layout.cp > 1 else 1, row_multiple=row_multiple(layout, bool(self.cfg.model.fp8_format)),
             uniform=layout.pp > 1, seed=data.data_seed(self.cfg.data, self.cfg.train))
 
-    def data(self) -> tuple[StoredSource, EvalSource | None]:
+    def data(self) -> tuple[BatchSource, EvalSource | None]:
         """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a pipeline has stages."""
         self.tokenizer = tokenizer_of(self.cfg, self.folder)
         source, held = data.build(self.cfg.data, self.cfg.train, self.tokenizer, self.geometry(), self.cfg.task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     return out
 
 
-def column(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
+def column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """One field of all lines, NaN where it is null or missing."""
     return [float(v) if isinstance(v := line.get(name), (int, float)) else math.nan for line in lines]
 

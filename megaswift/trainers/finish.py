@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megaswift.bridge.export import ExportOptions, export_hf
 from megaswift.engine.megatron.engine import MegatronEngine
+from megaswift.engine.protocol import Engine
 from megaswift.trainers import agree
 from megaswift.trainers.build import Build
 from megaswift.trainers.progress import tell
@@ -11,11 +12,12 @@ from megaswift.trainers.progress import tell
 TEMPLATE = "chat_template.jinja"
 
 
-def export(engine: MegatronEngine, build: Build) -> None:
+def export(engine: Engine, build: Build) -> None:
     """Streams the weights of all ranks into safetensors shards, each tensor in the dtype it was loaded with; rank 0 writes.
 
     An export of an earlier start is replaced once the new one is whole.
     """
+    assert isinstance(engine, MegatronEngine), "only the native engine knows the weight plan"
     folder = build.outputs.hf
     if agree.rank() == 0:
         export_hf(folder, engine.plan, engine.hf_weights(), ExportOptions(source=build.folder, overwrite=True))

@@ -19,8 +19,9 @@ from megaswift.trainers.hook import Hook, Step
 class Source(Protocol):
     """Where the batches come from."""
 
-    epoch: float
-    """Passes over the data so far, as a fraction."""
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far, as a fraction."""
 
     def next(self) -> list[Batch]:
         """This data-parallel rank's micro-batches of the next global batch."""

@@ -84,8 +84,8 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     """The figures one looks for first: value, what it is."""
     if not lines:
         return [("0", "logged steps")]
-    losses = [v for v in column(list(lines), "loss") if math.isfinite(v)]
-    speeds = sorted(v for v in column(list(lines), "tokens_per_second") if math.isfinite(v))
+    losses = [v for v in column(lines, "loss") if math.isfinite(v)]
+    speeds = sorted(v for v in column(lines, "tokens_per_second") if math.isfinite(v))
     last = lines[-1]
     found = [(f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "nan", "training loss, first and last line")]
     if evals and evals[-1]["loss"] is not None:
@@ -94,11 +94,11 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     found.append((f"{sum(line['tokens'] for line in lines):,}", f"tokens, {sum(line['label_tokens'] for line in lines):,} with a label"))
     if speeds:
         found.append((f"{speeds[len(speeds) // 2]:,.0f}", "tokens per second (median)"))
-    flops = sorted(column(list(lines), "tflops_per_device"))
-    mfu = sorted(v for v in column(list(lines), "mfu") if math.isfinite(v))
+    flops = sorted(column(lines, "tflops_per_device"))
+    mfu = sorted(v for v in column(lines, "mfu") if math.isfinite(v))
     share = f", {mfu[len(mfu) // 2]:.1%} of the peak" if mfu else ""
     found.append((f"{flops[len(flops) // 2]:.3g}", f"TFLOP/s per device (median){share}"))
-    found.append((f"{max(column(list(lines), 'memory_gib')):.2f} GiB", "peak memory of the largest rank"))
+    found.append((f"{max(column(lines, 'memory_gib')):.2f} GiB", "peak memory of the largest rank"))
     return [*found, (duration(total), "wall time of this start")]
 
 
