@@ -80,7 +80,12 @@ def test_the_last_step_is_saved_once_and_a_run_without_save_steps_saves_at_its_e
     for every, steps in ((3, ["step-3", "step-6"]), (None, ["step-6"]), (4, ["step-4", "step-6"])):
         folder = tmp_path / str(every)
         folder.mkdir()
-        loop_in(folder, 6, every=every).run()
+        loop = loop_in(folder, 6, every=every)
+        saves: list[int] = []
+        save = loop.engine.save
+        loop.engine.save = lambda directory, loop=loop, save=save, saves=saves: (saves.append(loop.step), save(directory))
+        loop.run()
+        assert [f"step-{n}" for n in saves] == steps
         assert sorted(p.name for p in (folder / "checkpoints").glob("step-*")) == steps
 
 
