@@ -241,7 +241,10 @@ def compete(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "median_s": median,
         "best_s": {name: min(t[name] for t in times) for name in turns},
         "first_losses": {name: turn.losses[:2] for name, turn in turns.items()},
-        "ratio": {f"{a}/{b}": median[a] / median[b] for a in turns for b in turns if a != b and a == "megaswift"},
+        "ratio": {f"megaswift/{b}": median["megaswift"] / median[b] for b in turns if b != "megaswift" and "megaswift" in turns},
+        "ratio_by_round": {
+            f"megaswift/{b}": statistics.median(t["megaswift"] / t[b] for t in times)
+            for b in turns if b != "megaswift" and "megaswift" in turns},
     }
 
 
@@ -306,13 +309,12 @@ def main() -> None:
     if args.json:
         print(json.dumps(result, indent=1))
         return
-    parameters = args.size
-    print(f"{parameters}, {args.dtype}, {args.rows} x {args.length} tokens a step, {args.device}, {torch.get_num_threads()} threads, "
+    print(f"{args.size}, {args.dtype}, {args.rows} x {args.length} tokens a step, {args.device}, {torch.get_num_threads()} threads, "
           f"{platform.processor() or platform.machine()}, torch {torch.__version__}; median of {args.steps} alternating steps")
     for name, seconds in result["median_s"].items():
         print(f"  {name:10} {seconds * 1e3:9.1f} ms   (best {result['best_s'][name] * 1e3:.1f} ms)   losses {result['first_losses'][name]}")
     for pair, ratio in result["ratio"].items():
-        print(f"  {pair:20} {ratio:.3f}")
+        print(f"  {pair:20} {ratio:.3f} of the medians, {result['ratio_by_round'][pair]:.3f} median of the rounds' ratios")
 
 
 if __name__ == "__main__":
