@@ -6,6 +6,7 @@ Reading, cutting and merging of tensors belong to the bridge.
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -122,24 +123,19 @@ class RankWeights:
         return parts if here == 0 else None
 
     def _holders(self, entry: Entry) -> list[int]:
-        """Global ranks of the shards of `entry`, in shard order."""
+        """Global ranks of the shards of `entry`, in shard order: those of the first data-parallel replica."""
+        owner = None if entry.expert is None else entry.expert // (self.spec.experts // self.context.layout.ep)
+        ranks = self._replica(self.stage_of(entry), owner)
+        return ranks[:1] if entry.shard == "replicated" else ranks
+
+    @functools.cache  # noqa: B019 (one object a process, a handful of keys)
+    def _replica(self, stage: int, owner: int | None) -> list[int]:
+        """The tensor-parallel ranks of a stage, or the expert-tensor-parallel ranks of the expert-parallel rank `owner`."""
         layout = self.context.layout
-        stage = self.stage_of(entry)
-        expert = entry.expert
-        split = entry.shard != "replicated"
-        found: dict[int, int] = {}
-        for rank in range(layout.world_size):
-            at = layout.coordinates(rank)
-            if at.pp != stage:
-                continue
-            if expert is None:
-                first, index = at.dp == 0 and at.cp == 0, at.tp
-            else:
-                owner = expert // (self.spec.experts // layout.ep)
-                first, index = at.ep == owner and at.edp == 0, at.etp
-            if first and (split or index == 0):
-                found.setdefault(index, rank)
-        return [found[i] for i in sorted(found)]
+        places = [(rank, layout.coordinates(rank)) for rank in range(layout.world_size)]
+        if owner is None:
+            return [rank for rank, at in places if at.pp == stage and at.dp == 0 and at.cp == 0]
+        return [rank for rank, at in places if at.pp == stage and at.ep == owner and at.edp == 0]
 
     def stage_of(self, entry: Entry) -> int:
         """The pipeline stage that holds `entry` (the first one for tied embeddings)."""
