@@ -48,7 +48,7 @@ PUBLISHED = [
      ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "Paris, of course.<|eot_id|>"]),
     ("llama", "llama3_2", [Q, A, user("assistant"), answer("assistant")], ["Paris, of course.<|eot_id|>", "assistant<|eot_id|>"]),
     ("qwen", "qwen2_5", [Q, A, user("b"), answer("b")], [" Paris, of course.\n<|im_end|>", "b<|im_end|>"]),
-    ("qwen", "qwen2_5", [Q, answer("\tx")], ["\tx<|im_end|>"]),
+    ("qwen", "qwen2_5", [Q, answer("  x")], ["  x<|im_end|>"]),
     ("qwen", "qwen2_5", [SYSTEM, Q, CALL, RESULT, A],
      ['<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>', " Paris, of course.\n<|im_end|>"]),
     ("qwen", "qwen2_5", [Q, CALL | {"content": "I add."}, RESULT, RESULT, answer("ok")],
