@@ -32,7 +32,7 @@ class Task:
     recipe: Recipe
     steps: int = STEPS
     fault: str = ""
-    """`scale`: the loss x 1.00001; `mask`: one label is dropped; empty: none."""
+    """`scale`: the loss x 1.00002; `mask`: one label is dropped; empty: none."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """More options of the configuration, by flat name."""
     batches: Sequence[Batch] = ()
@@ -123,7 +123,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     """The engine's numbers; on rank 0 all of them, None elsewhere."""
     case = task.case
     engine, context = build(case, task.folder, world, **recipe_options(task.recipe, case.moe), **task.options)
-    loss: Loss = ScaledLoss(1.00001) if task.fault == "scale" else CrossEntropy()
+    loss: Loss = ScaledLoss(1.00002) if task.fault == "scale" else CrossEntropy()
     mine = [own(spoil(global_batch(case, k), task.fault), case.dp, context.layout.coordinates(rank).dp) for k in range(task.steps)]
     out = Reference()
     result = engine.accumulate(mine[0], loss)

@@ -165,10 +165,14 @@ class Oracle:
         return self.outputs(batch)["logprobs"]
 
     def accumulate(self, batches: Sequence[Batch], per_token: PerToken = cross_entropy) -> tuple[float, float, float]:
-        """Forward and backward over the global batch (all ranks' micro-batches); loss, and the mean over layers of aux and z losses."""
+        """Forward and backward over the global batch (all ranks' micro-batches); loss, and the mean over layers of aux and z losses.
+
+        These are averaged over the micro-batches that hold a token: how many empty ones fill up the ranks depends on the layout.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         count = sum(float(b.loss_weights.sum()) for b in batches)
         total = aux = z = 0.0
+        filled = sum(bool(b.valid.any()) for b in batches)
         for batch in batches:
             objective = torch.zeros(())
             with router_logits(self.model) as seen:
@@ -177,7 +181,7 @@ class Oracle:
             total += float(objective.detach())
             for parts in seen.values():
                 rows = torch.cat(parts)
-                balance, square = load_balancing(rows, self.topk) / len(batches), z_loss(rows) / len(batches)
+                balance, square = load_balancing(rows, self.topk) / filled, z_loss(rows) / filled
                 aux, z = aux + float(balance.detach()) / len(seen), z + float(square.detach()) / len(seen)
                 objective = objective + self.recipe.aux_coeff * balance + self.recipe.z_coeff * square
             if objective.requires_grad:

@@ -48,7 +48,9 @@ def test_without_auxiliary_losses(text: str, pool: Pool, references: References)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("text", ["dense dp2 filler", "dense pp2 cp2 packed filler", "moe dp2 ep2 filler", "moe tp2 sp packed filler"])
+@pytest.mark.parametrize("text", [
+    "dense dp2 filler", "dense pp2 dp2 packed filler", "moe dp2 ep2 filler", "moe tp2 dp2 sp ep2 packed filler",
+])
 def test_a_microbatch_of_padding_only(text: str, pool: Pool, references: References) -> None:
     """Ranks are filled up with empty micro-batches at the end of the data: they add nothing, and divide nothing by zero."""
     check(parse(text), pool, references)
@@ -57,7 +59,7 @@ def test_a_microbatch_of_padding_only(text: str, pool: Pool, references: Referen
 @pytest.mark.process
 @pytest.mark.parametrize("fault", ["scale", "mask"])
 def test_a_wrong_objective_is_noticed(fault: str, pool: Pool, references: References) -> None:
-    """The comparison itself: a loss scaled by 1.00001, and a single dropped label, have to fail it."""
+    """The comparison itself: a loss scaled by 1.00002, and a single dropped label, have to fail it."""
     case = parse("dense tp2 dp2")
     folder, recipe, want = references.of(case)
     task = Task(case, folder, recipe, steps=1, fault=fault)
