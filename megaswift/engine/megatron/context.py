@@ -49,8 +49,6 @@ class ParallelContext:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if dist.is_initialized():
             return
-        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")):
-            os.environ.setdefault(name, value)
         timeout = datetime.timedelta(seconds=timeout_s)
         backend = "gloo" if _device.on_cpu() else "cpu:gloo,cuda:nccl"
         if store is None and self.layout.world_size == 1:
