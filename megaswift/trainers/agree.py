@@ -50,11 +50,6 @@ def total(values: Sequence[float]) -> list[float]:
     return _reduce(values, dist.ReduceOp.SUM)
 
 
-def any_rank(number: int) -> int:
-    """The largest number that any rank holds: 0 means that none raised its flag."""
-    return int(largest([number])[0])
-
-
 def barrier() -> None:
     """Waits until every rank is here."""
     if _several():

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megaswift.engine.protocol import Engine
+from megaswift.errors import DataError, Problem, UserError
 from megaswift.losses.contract import Batch, Loss
 from megaswift.trainers import agree, interrupt
 from megaswift.trainers.hook import Hook, Step
@@ -48,18 +49,22 @@ class Loop:
     """Optimizer steps taken."""
     interrupted: int = 0
     """The signal that ended the run early, 0 when none did."""
+    mistake: UserError | None = None
+    """What was wrong with the data, where the run ended on it."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the parts, for the report."""
     _inside: bool = False
 
     def run(self) -> None:
-        """Trains until the last step, or until a signal; then the hooks finish their work."""
+        """Trains until the last step, a signal or an unusable row; then the hooks finish their work: nothing trained is lost."""
         try:
             self.emit("on_start")
             with interrupt.listen() as signal:
-                while self.step < self.total_steps and not self.interrupted:
+                while self.step < self.total_steps:
                     began = time.perf_counter()
-                    microbatches = self.source.next()
+                    microbatches = self.take(signal.number)
+                    if microbatches is None:
+                        break
                     waited = time.perf_counter() - began
                     rate = self.learning_rate(self.step)
                     result = self.engine.train_batch(microbatches, self.loss, rate)
@@ -69,11 +74,32 @@ class Loop:
                     self.spent("training steps", seconds - waited)
                     squares = sum(length_squares(b) for b in microbatches)
                     self.emit("on_step", Step(self.step, self.source.epoch, rate, result, seconds, waited, squares))
-                    self.interrupted = agree.any_rank(signal.number)
-                self.emit("on_end")
+                if self.step or self.mistake is None:
+                    self.emit("on_end")
+            if self.mistake is not None:
+                raise self.mistake
         finally:
             for hook in self.hooks:
                 hook.close()
+
+    def take(self, signal: int) -> list[Batch] | None:
+        """The next global batch, or None on every rank when any has a signal or met a row that cannot be used.
+
+        The position is then the one before this batch, so that a resumed run meets the row again.
+        """
+        before = self.source.state_dict()
+        microbatches: list[Batch] = []
+        try:
+            microbatches = self.source.next()
+        except UserError as error:
+            self.mistake = error
+        self.interrupted, failed = (int(flag) for flag in agree.largest([signal, int(self.mistake is not None)]))
+        if failed and self.mistake is None:
+            self.mistake = DataError(Problem("the next batch", "another rank met a row that it cannot use; its message says which"))
+        if not self.interrupted and not failed:
+            return microbatches
+        self.source.load_state_dict(before)
+        return None
 
     def emit(self, event: str, *values: Any) -> None:
         """Calls every hook's method of this name; the time of an event that a hook emits itself counts as that hook's."""

@@ -153,3 +153,22 @@ def test_another_run_in_the_folder_is_refused_and_a_finished_one_only_exports(wh
     text = run(inputs, out, "--max_steps", 8, "--split_dataset_ratio", 0.1, "--resume_from_checkpoint", "latest")
     assert "step 8 of 8 is already done" in text and f"exported {out / 'hf'}" in text
     assert (out / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.process
+def test_a_bad_row_of_a_stream_ends_the_run_with_its_state_saved(inputs: list[str], tmp_path: Path) -> None:
+    data = Path(inputs[inputs.index("--dataset") + 1]).read_text(encoding="utf-8").splitlines()
+    streamed = tmp_path / "stream.jsonl"
+    streamed.write_text("\n".join([*data[:10], '{"messages": "oops"}', *data[11:]]), encoding="utf-8")
+    cut = inputs.index("--dataset_cache_dir")
+    options = [*inputs[:cut], *inputs[cut + 2:], "--dataset", str(streamed), "--streaming", "true", "--shuffle", "false", "--max_steps", "5"]
+    del options[options.index("--dataset"):options.index("--dataset") + 2]
+    process = start(options, tmp_path / "out")
+    text = finish(process)
+    assert process.returncode != 0 and f"{streamed}:11" in text
+    assert Store(tmp_path / "out" / "checkpoints").latest() == tmp_path / "out" / "checkpoints" / "step-2"
+    streamed.write_text("\n".join(data), encoding="utf-8")
+    run(options, tmp_path / "out", "--resume_from_checkpoint", "latest")
+    run(options, tmp_path / "straight")
+    losses = [[line["loss"] for line in values(tmp_path / name)] for name in ("out", "straight")]
+    assert losses[0] == losses[1] and len(losses[0]) == 5
