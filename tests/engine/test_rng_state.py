@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megaswift.engine.megatron import rng_state
 from megaswift.engine.megatron.context import ParallelContext
@@ -28,7 +27,7 @@ def context() -> Iterator[ParallelContext]:
 def draw() -> list[float]:
     """From every generator; Gaussians leave a spare value behind."""
     found = [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), float(torch.rand(()))]
-    tracker = get_cuda_rng_tracker()
+    tracker = rng_state.tensor_parallel.get_cuda_rng_tracker()
     for name in sorted(tracker.get_states()):
         with tracker.fork(name):
             found.append(float(torch.rand(())))
