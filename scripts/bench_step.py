@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megaswift.losses.contract import Batch  # noqa: E402
 from megaswift.losses.sft import CrossEntropy  # noqa: E402
 
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "head_dim": 16, "vocab_size": 512},
-    "20m": {"hidden_size": 384, "num_hidden_layers": 8, "intermediate_size": 1024, "num_attention_heads": 6, "num_key_value_heads": 3,
-            "head_dim": 64, "vocab_size": 8192},
-    "1b": {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8,
-           "head_dim": 128, "vocab_size": 65536},
-    "4b": {"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "num_attention_heads": 32, "num_key_value_heads": 8,
-           "head_dim": 128, "vocab_size": 151936},
+FIELDS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+SIZES = {
+    "tiny": (64, 2, 128, 4, 2, 16, 512), "20m": (384, 8, 1024, 6, 3, 64, 8192), "1b": (2048, 16, 6144, 16, 8, 128, 65536),
+    "4b": (2560, 36, 9728, 32, 8, 128, 151936),
 }
 NAMES = ("megaswift", "plain", "trl")
 LR, CLIP, DECAY, BETAS, EPS = 1e-4, 1.0, 0.1, (0.9, 0.95), 1e-8
@@ -57,7 +52,7 @@ class Turn:
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     done: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     losses: list[float] = field(default_factory=list)
-    error: BaseException | None = None
+    ended: bool = False
 
     def start(self) -> None:
         """Begin; returns when the contender is set up and waits for its first turn."""
@@ -67,9 +62,9 @@ class Turn:
     def _live(self) -> None:
         try:
             self.work(self)
-        except BaseException as error:  # noqa: BLE001 - handed to the main thread
-            self.error = error
-        self.done.release()
+        finally:
+            self.ended = True
+            self.done.release()
 
     def pause(self) -> None:
         """Called by the contender where a step may begin."""
@@ -79,29 +74,24 @@ class Turn:
     def wait(self) -> None:
         """Called by the main thread: until the contender pauses."""
         self.done.acquire()
-        if self.error is not None:
-            raise self.error
+        if self.ended:  # there is a batch more than steps, so that none ends by itself
+            raise RuntimeError("a contender failed; its traceback is above")
 
     def step(self) -> float:
         """Seconds of one step."""
-        _settle()
         start = time.perf_counter()
         self.go.release()
         self.wait()
-        _settle()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return time.perf_counter() - start
-
-
-def _settle() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def batches(args: argparse.Namespace) -> list[torch.Tensor]:
     """Token ids [rows, length], one tensor a step."""
     generator = torch.Generator().manual_seed(3)
-    vocab = SIZES[args.size]["vocab_size"]
-    return [torch.randint(3, vocab, (args.rows, args.length), generator=generator) for _ in range(args.warmup + args.steps + 1)]
+    shape = (args.rows, args.length)
+    return [torch.randint(3, SIZES[args.size][-1], shape, generator=generator) for _ in range(args.warmup + args.steps + 1)]
 
 
 def make_model(args: argparse.Namespace, folder: Path) -> None:
@@ -110,13 +100,12 @@ def make_model(args: argparse.Namespace, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    size = SIZES[args.size]
+    size = dict(zip(FIELDS, SIZES[args.size], strict=True))
     config = AutoConfig.for_model("qwen3", **size, tie_word_embeddings=False, max_position_embeddings=4096)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     vocabulary = {f"<{i}>": i for i in range(size["vocab_size"])}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<0>")), pad_token="<0>", eos_token="<1>")
-    tokenizer.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>", eos_token="<1>").save_pretrained(folder)
 
 
 def load_hf(args: argparse.Namespace, folder: Path) -> Any:
@@ -158,8 +147,8 @@ def plain(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     """What one writes by hand: forward, cross-entropy, backward, clip, AdamW."""
     def work(turn: Turn) -> None:
         model = load_hf(args, folder)
-        fused = True if args.fused_adam else None
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=fused)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True if args.fused_adam else None)
         half = torch.autocast(args.device, torch.bfloat16) if args.dtype == "bfloat16" else contextlib.nullcontext()
         for cpu_ids in batches(args):
             turn.pause()
@@ -187,9 +176,8 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
             self.turn = turn
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if self.turn.losses:
-                return
-            self.turn.pause()
+            if not self.turn.losses:
+                self.turn.pause()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.turn.losses.append(float("nan"))
@@ -221,30 +209,25 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
 MAKERS: dict[str, Callable[[argparse.Namespace, Path], Callable[[Turn], None]]] = {"megaswift": megaswift, "plain": plain, "trl": trl}
 
 
-def rounds(args: argparse.Namespace, turns: dict[str, Turn]) -> Iterator[dict[str, float]]:
-    """Seconds of each contender's step, round by round; who goes first moves on."""
-    names = list(turns)
-    for k in range(args.warmup + args.steps):
-        order = names[k % len(names):] + names[:k % len(names)]
-        yield {name: turns[name].step() for name in order}
-
-
 def compete(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Runs all contenders by turns."""
+    """Runs all contenders by turns, a step each a round; who goes first moves on."""
     turns = {name: Turn(MAKERS[name](args, folder)) for name in args.only}
     for name, turn in turns.items():
         turn.start()
         print(f"{name} is set up", file=sys.stderr)
-    times = list(rounds(args, turns))[args.warmup:]
+    times = []
+    for k in range(args.warmup + args.steps):
+        first = k % len(turns)
+        times.append({name: turns[name].step() for name in [*args.only[first:], *args.only[:first]]})
+    times = times[args.warmup:]
     median = {name: statistics.median(t[name] for t in times) for name in turns}
+    others = [name for name in turns if name != "megaswift"] if "megaswift" in turns else []
     return {
         "median_s": median,
         "best_s": {name: min(t[name] for t in times) for name in turns},
         "first_losses": {name: turn.losses[:2] for name, turn in turns.items()},
-        "ratio": {f"megaswift/{b}": median["megaswift"] / median[b] for b in turns if b != "megaswift" and "megaswift" in turns},
-        "ratio_by_round": {
-            f"megaswift/{b}": statistics.median(t["megaswift"] / t[b] for t in times)
-            for b in turns if b != "megaswift" and "megaswift" in turns},
+        "ratio": {other: median["megaswift"] / median[other] for other in others},
+        "ratio_by_round": {other: statistics.median(t["megaswift"] / t[other] for t in times) for other in others},
     }
 
 
@@ -255,18 +238,16 @@ def peak_memory(args: argparse.Namespace, folder: Path) -> float:
     turn.start()
     for _ in range(3):
         turn.step()
-    if args.device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    on_gpu = args.device == "cuda"
+    return torch.cuda.max_memory_allocated() / 2**30 if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def memories(args: argparse.Namespace) -> dict[str, float]:
     """The peak of each contender in a process of its own."""
     found = {}
+    same = [f"--{key}={getattr(args, key)}" for key in ("size", "dtype", "device", "rows", "length", "threads")]
     for name in args.only:
-        command = [sys.executable, __file__, "--peak", "--only", name]
-        for key in ("size", "dtype", "device", "rows", "length", "threads"):
-            command += [f"--{key}", str(getattr(args, key))]
+        command = [sys.executable, __file__, "--peak", "--only", name, *same]
         found[name] = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
     return found
 
@@ -297,24 +278,21 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.memory:
-        print(json.dumps({"peak_gib": memories(args)}, indent=1))
-        return
+        return print(json.dumps({"peak_gib": memories(args)}, indent=1))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         make_model(args, folder)
         if args.peak:
-            print(peak_memory(args, folder))
-            return
+            return print(peak_memory(args, folder))
         result = compete(args, folder)
     if args.json:
-        print(json.dumps(result, indent=1))
-        return
+        return print(json.dumps(result, indent=1))
     print(f"{args.size}, {args.dtype}, {args.rows} x {args.length} tokens a step, {args.device}, {torch.get_num_threads()} threads, "
           f"{platform.processor() or platform.machine()}, torch {torch.__version__}; median of {args.steps} alternating steps")
     for name, seconds in result["median_s"].items():
         print(f"  {name:10} {seconds * 1e3:9.1f} ms   (best {result['best_s'][name] * 1e3:.1f} ms)   losses {result['first_losses'][name]}")
-    for pair, ratio in result["ratio"].items():
-        print(f"  {pair:20} {ratio:.3f} of the medians, {result['ratio_by_round'][pair]:.3f} median of the rounds' ratios")
+    for other, ratio in result["ratio"].items():
+        print(f"  megaswift / {other:6} {ratio:.3f} of the medians, {result['ratio_by_round'][other]:.3f} median of the rounds' ratios")
 
 
 if __name__ == "__main__":
