@@ -161,8 +161,7 @@ def test_a_bad_row_of_a_stream_ends_the_run_with_its_state_saved(inputs: list[st
     streamed = tmp_path / "stream.jsonl"
     streamed.write_text("\n".join([*data[:10], '{"messages": "oops"}', *data[11:]]), encoding="utf-8")
     cut = inputs.index("--dataset_cache_dir")
-    options = [*inputs[:cut], *inputs[cut + 2:], "--dataset", str(streamed), "--streaming", "true", "--shuffle", "false", "--max_steps", "5"]
-    del options[options.index("--dataset"):options.index("--dataset") + 2]
+    options = [*inputs[:2], *inputs[cut + 2:], "--dataset", str(streamed), "--streaming", "true", "--shuffle", "false", "--max_steps", "5"]
     process = start(options, tmp_path / "out")
     text = finish(process)
     assert process.returncode != 0 and f"{streamed}:11" in text

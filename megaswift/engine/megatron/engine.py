@@ -19,7 +19,7 @@ from megaswift.config.capabilities import missing_transformer_engine
 from megaswift.engine.megatron import checkpoint
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron import schedule_pass as passes
-from megaswift.engine.megatron.aux import AuxLosses
+from megaswift.engine.megatron.aux_losses import AuxLosses
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.layer_spec import pick
 from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap
