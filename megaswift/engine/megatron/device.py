@@ -153,11 +153,14 @@ def _import_without_compiler() -> None:
 
 
 def install() -> None:
-    """Make Megatron-Core run on this machine. Does nothing where CUDA is available, or a second time."""
+    """Make Megatron-Core run on this machine; a second call does nothing. Where CUDA is, only undefined names are mended."""
     global _installed
-    if _installed or not on_cpu():
+    if _installed:
         return
     _installed = True
+    if not on_cpu():
+        _without_transformer_engine()
+        return
     assert "megatron.core" not in sys.modules, "megaswift.engine.megatron has to be imported before megatron.core"
     _import_without_compiler()
     for row in CONSTANTS:
