@@ -25,7 +25,8 @@ step() {
 }
 step doctor "$python" -m megaswift doctor
 step tests "$python" -m pytest -q --durations=10 -m gpu
-step bench_step "$python" scripts/bench_step.py
+step bench_1b "$python" scripts/bench_step.py --size 1b --dtype bfloat16 --only megaswift plain
+step memory_1b "$python" scripts/bench_step.py --size 1b --dtype bfloat16 --only megaswift plain --memory
 echo
 if [ ${#failed[@]} -gt 0 ]; then echo "gpu_check.sh: failed: ${failed[*]}; logs in $out"; exit 1; fi
 echo "gpu_check.sh: all passed; logs in $out"
