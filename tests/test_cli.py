@@ -18,8 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 def start(*words: str, cwd: Path | None = None, **environ: str) -> subprocess.Popen:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NPROC_PER_NODE", "NNODES")}
     clean["PYTHONPATH"] = str(ROOT)
-    return subprocess.Popen([sys.executable, *words], env={**clean, **environ}, cwd=cwd, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, *words], env={**clean, **environ}, cwd=cwd, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, preexec_fn=hears_ctrl_c)
+
+
+def hears_ctrl_c() -> None:
+    """As in a terminal: a shell starts its background jobs, and so perhaps these tests, deaf to SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ran(*words: str, cwd: Path | None = None, **environ: str) -> tuple[int, str, str]:

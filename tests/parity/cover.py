@@ -21,8 +21,8 @@ SWITCHES: dict[str, tuple[object, ...]] = {
 MOE_SWITCHES: dict[str, tuple[object, ...]] = {**SWITCHES, "allgather": (False, True)}
 SMALL = {
     "dense": ("single", "tp2", "tp2 sp", "pp2", "pp2 vpp2", "cp2", "cp2 packed", "dp2", "dp2 do", "pp2 tied", "tp2 packed",
-              "pp3 first2", "dp3", "recompute=block", "recompute=mlp"),
-    "moe": ("single", "dp2 ep2 do", "tp2 sp", "pp2 packed", "cp2", "tp2 sp ep2", "pp2 last1", "recompute=moe"),
+              "pp3 first2", "dp3", "recompute=block", "recompute=mlp", "tp8 sp"),
+    "moe": ("single", "dp2 ep2 do", "tp8 etp8 sp", "tp2 sp", "pp2 packed", "cp2", "tp2 sp ep2", "pp2 last1", "recompute=moe"),
 }
 """One axis at a time on few ranks, uneven stages, sizes that are no power of two: what to look at first when others fail."""
 AXES = ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")
@@ -71,6 +71,14 @@ def every(model: str) -> tuple[Case, ...]:
     return tuple(found)
 
 
+def paired(model: str) -> list[Case]:
+    """The cases of which the default run combines every two choices: TP and ETP of 8 are left to one case each and the slow tier.
+
+    Each costs the time of three others: eight ranks, and a collective for every product.
+    """
+    return [case for case in switched(model) if max(case.tp, case.etp) < RANKS]
+
+
 def small(model: str) -> tuple[Case, ...]:
     """One axis at a time."""
     return tuple(parse(text, model=model) for text in SMALL[model])
@@ -92,7 +100,7 @@ def default(model: str) -> tuple[Case, ...]:
             mask |= 1 << number.setdefault((a, getattr(case, a), b, getattr(case, b)), len(number))
         return mask
 
-    candidates = list(switched(model))
+    candidates = paired(model)
     masks = [pairs(case) for case in candidates]
     left = (1 << len(number)) - 1
     for case in small(model):

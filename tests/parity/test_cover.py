@@ -23,7 +23,9 @@ def test_every_pair_occurs(model: str) -> None:
     def pairs(cases: object) -> set[object]:
         return {(a, getattr(c, a), b, getattr(c, b)) for c in cases for a, b in combinations(KEYS[model], 2)}  # type: ignore[attr-defined]
 
-    assert pairs(cover.default(model)) >= pairs(cover.switched(model))
+    assert pairs(cover.default(model)) >= pairs(cover.paired(model))
+    assert {c.tp for c in cover.default(model)} == {c.tp for c in cover.layouts(model)}
+    assert {c.etp for c in cover.default(model)} == {c.etp for c in cover.layouts(model)}
 
 
 @pytest.mark.parametrize("model", ["dense", "moe"])
