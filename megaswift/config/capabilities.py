@@ -15,6 +15,7 @@ from megaswift.errors import Problem
 
 _FUSED_ADAM = "Megatron-Core's implementation needs Transformer Engine's fused Adam"
 _LAYERS = "needs Transformer Engine's layers"
+_RECOMPUTES = "layernorm and moe_act are parts of Transformer Engine's layers"
 _GATHERS = "the torch layers gather keys and values; other exchanges need Transformer Engine"
 
 NEED_TRANSFORMER_ENGINE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
@@ -24,6 +25,7 @@ NEED_TRANSFORMER_ENGINE: tuple[tuple[str, Callable[[Any], bool], str, str], ...]
     ("tp_comm_overlap", bool, _LAYERS, "--tp_comm_overlap false"),
     ("moe_grouped_gemm", bool, _LAYERS, "--moe_grouped_gemm false"),
     ("transformer_impl", lambda v: v == "transformer_engine", "asks for it", "--transformer_impl auto"),
+    ("recompute_modules", lambda v: bool({"layernorm", "moe_act"} & set(v)), _RECOMPUTES, "core_attn, mlp or moe"),
     ("cp_comm_type", lambda v: v != "all_gather", _GATHERS, "--cp_comm_type all_gather, or leave it out"),
     ("attn_impl", lambda v: v in ("flash", "fused", "unfused"), _LAYERS, "--attn_impl sdpa"),
 )

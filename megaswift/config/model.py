@@ -39,7 +39,7 @@ class ModelConfig:
         None, "Layers per group (uniform) or per stage (block); unset: 1", minimum=1, unit="layers")
     recompute_modules: tuple[str, ...] = option(
         (), "Parts that selective recompute takes",
-        choices=("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"))
+        choices=("core_attn", "mlp", "moe", "moe_act", "layernorm"))
     fp8_format: str | None = option(
         None, "FP8 matrix products (GPU with Transformer Engine)", choices=("hybrid", "e4m3"), metavar="none")
     fp8_recipe: str = option("delayed", "How FP8 scales are chosen", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.capabilities import missing_transformer_engine
+from megaswift.config.values import show
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.families import load_spec
 from megaswift.parallel.checks import check_layout
@@ -19,6 +20,7 @@ from megaswift.parallel.shape import ModelShape
 from megaswift.trainers import outputs
 from megaswift.trainers.model_source import locate, missing_files
 
+EXPERT_OPTIONS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm")
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 """Name in `report_to` -> the package it needs."""
 
@@ -52,7 +54,17 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     folder = locate(cfg.model, weights=False)
     local = Path(str(cfg.model.model)).is_dir()
     problems = missing_files(folder, cfg.model.random_init) if local else []
-    return problems + check_layout(ModelShape.of(load_spec(folder)), Asked.from_config(cfg, world_size))
+    spec = load_spec(folder)
+    idle = [] if spec.experts else expert_options(cfg)
+    return problems + idle + check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size))
+
+
+def expert_options(cfg: SwiftConfig) -> list[Problem]:
+    """Options for experts, given for a dense model: they would be ignored."""
+    rule = "is for models with experts, and this one is dense"
+    given = [Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out") for name in EXPERT_OPTIONS if name in cfg.given]
+    parts = [part for part in cfg.model.recompute_modules if part in ("moe", "moe_act")]
+    return given + [Problem(f"--recompute_modules {part}", rule, "core_attn or mlp") for part in parts]
 
 
 def data_problems(cfg: SwiftConfig) -> list[Problem]:

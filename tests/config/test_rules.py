@@ -115,7 +115,8 @@ def test_a_rule_waits_for_a_mended_value() -> None:
 
 def test_what_needs_transformer_engine() -> None:
     cfg = SwiftConfig(precision_aware_optimizer=True, optimizer_cpu_offload=True, fp8_format="hybrid", tp_comm_overlap=True, tp=2,
-                      moe_grouped_gemm=True, transformer_impl="te", attn_impl="flash", cp=2, cp_comm_type="a2a")
+                      moe_grouped_gemm=True, transformer_impl="te", attn_impl="flash", cp=2, cp_comm_type="a2a",
+                      recompute_granularity="selective", recompute_modules="layernorm")
     found = missing_transformer_engine(cfg, installed=False)
     assert len(found) == len(NEED_TRANSFORMER_ENGINE)
     assert "--precision_aware_optimizer true" in found[0].what and "Transformer Engine's fused Adam" in found[0].rule

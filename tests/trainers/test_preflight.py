@@ -91,3 +91,11 @@ def test_it_imports_no_torch() -> None:
     code = "import sys, megaswift.trainers.run; print(sorted(m for m in ('torch', 'megatron', 'transformers') if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_options_for_experts_are_refused_for_a_dense_model(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    cfg = SwiftConfig(task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out"), moe_z_loss_coeff=0.1,
+                      recompute_granularity="selective", recompute_modules=("core_attn", "moe"))
+    text = "\n".join(refused(cfg, 1))
+    assert "--moe_z_loss_coeff 0.1: is for models with experts" in text and "--recompute_modules moe: is for models" in text
