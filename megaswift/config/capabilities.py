@@ -1,6 +1,6 @@
 """Options that only Transformer Engine can serve, refused with the reason where it is not installed. No torch.
 
-Owns what can be told without a device; whether the device can do it (FP8, say) is the engine's check.
+Owns what can be told without a device; whether a device can do it (FP8, say), Transformer Engine tells.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from megaswift.config.sections import Sections
+from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.values import show
 from megaswift.errors import Problem
 
@@ -37,6 +37,11 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
+def chosen(c: Sections, name: str) -> bool:
+    """Whether the user set this option to something else than its default: a written configuration holds every option."""
+    return name in c.given and c.value(name) != OPTIONS[name].default
+
+
 def missing_transformer_engine(c: Sections, installed: bool | None = None) -> list[Problem]:
     """What `c` asks for that only Transformer Engine does, where it is not `installed` (None: look) or not to be used."""
     there = has_transformer_engine() if installed is None else installed
@@ -44,4 +49,4 @@ def missing_transformer_engine(c: Sections, installed: bool | None = None) -> li
         return []
     lack = "this run takes the torch layers (--transformer_impl torch)" if there else "transformer_engine is not installed"
     return [Problem(f"--{name} {show(c.value(name))}", f"{why}, and {lack}", fix)
-            for name, wants, why, fix in NEED_TRANSFORMER_ENGINE if name in c.given and wants(c.value(name))]
+            for name, wants, why, fix in NEED_TRANSFORMER_ENGINE if chosen(c, name) and wants(c.value(name))]

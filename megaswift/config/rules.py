@@ -85,6 +85,8 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("recompute_modules", _GRANULARITY, lambda c: c.model.recompute_granularity != "selective",
             "needs recompute_granularity selective", "--recompute_granularity selective"),
     Ignored("model_revision", ("model",), _is_folder, "belongs to a hub id, and the model is a folder", "--model ORGANISATION/NAME"),
+    Ignored("distributed_optimizer", ("optimizer",), lambda c: c.optim.optimizer == "sgd",
+            "Megatron-Core splits the state of adam only", "--optimizer adam"),
     Ignored("cp_comm_type", ("context_parallel_size",), lambda c: c.parallel.context_parallel_size == 1,
             "needs context_parallel_size > 1", "--context_parallel_size 2"),
     Ignored("sequence_parallel", ("tensor_parallel_size",), lambda c: c.parallel.tensor_parallel_size == 1,
@@ -139,6 +141,13 @@ CLASHES: tuple[Clash, ...] = (
           lambda c: c.parallel.overlap_p2p_comm is False and c.parallel.pipeline_parallel_size == 2
           and (c.parallel.virtual_pipeline_parallel_size or 1) > 1,
           "two stages with chunks exchange two messages at once, which cross when they are sent as one batch", "--overlap_p2p_comm true"),
+    Clash(("overlap_p2p_comm", "virtual_pipeline_parallel_size"),
+          lambda c: c.parallel.overlap_p2p_comm and c.parallel.pipeline_parallel_size > 1 and c.parallel.pipeline_layout is None
+          and (c.parallel.virtual_pipeline_parallel_size or 1) == 1,
+          "Megatron-Core overlaps messages in the interleaved schedule only", "--virtual_pipeline_parallel_size 2"),
+    Clash(("precision_aware_optimizer", "distributed_optimizer"),
+          lambda c: c.optim.precision_aware_optimizer and not c.parallel.distributed_optimizer,
+          "needs distributed_optimizer", "--distributed_optimizer true"),
     Clash(("tp_comm_overlap", "sequence_parallel", "tensor_parallel_size"),
           lambda c: c.parallel.tp_comm_overlap and c.parallel.sequence_parallel is False and c.parallel.tensor_parallel_size > 1,
           "needs sequence_parallel", "--sequence_parallel true"),

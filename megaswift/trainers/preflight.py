@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.capabilities import missing_transformer_engine
+from megaswift.config.capabilities import chosen, missing_transformer_engine
 from megaswift.config.values import show
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.families import load_spec
@@ -55,16 +55,23 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     local = Path(str(cfg.model.model)).is_dir()
     problems = missing_files(folder, cfg.model.random_init) if local else []
     spec = load_spec(folder)
-    idle = [] if spec.experts else expert_options(cfg)
+    idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
     return problems + idle + check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size))
 
 
 def expert_options(cfg: SwiftConfig) -> list[Problem]:
     """Options for experts, given for a dense model: they would be ignored."""
     rule = "is for models with experts, and this one is dense"
-    given = [Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out") for name in EXPERT_OPTIONS if name in cfg.given]
+    given = [Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out") for name in EXPERT_OPTIONS
+             if chosen(cfg, name)]
     parts = [part for part in cfg.model.recompute_modules if part in ("moe", "moe_act")]
     return given + [Problem(f"--recompute_modules {part}", rule, "core_attn or mlp") for part in parts]
+
+
+def dense_options(cfg: SwiftConfig) -> list[Problem]:
+    """Recomputing dense MLPs, asked for a model that has none."""
+    idle = "mlp" in cfg.model.recompute_modules
+    return [Problem("--recompute_modules mlp", "is for dense layers, and every layer of this model has experts", "moe")] if idle else []
 
 
 def data_problems(cfg: SwiftConfig) -> list[Problem]:

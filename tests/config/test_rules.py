@@ -22,6 +22,7 @@ IDLE = [
     ("--recompute_num_layers 2 --recompute_granularity selective", "--recompute_num_layers 2 --recompute_granularity full"),
     ("--recompute_modules mlp --recompute_granularity full", "--recompute_modules mlp --recompute_granularity selective"),
     ("--model_revision v1 --model /", "--model_revision v1 --model organisation/name"),
+    ("--distributed_optimizer --optimizer sgd", "--distributed_optimizer"),
     ("--cp_comm_type p2p", "--cp_comm_type p2p --cp 2"),
     ("--sequence_parallel", "--sequence_parallel --tp 2"),
     ("--tp_comm_overlap", "--tp_comm_overlap --tp 2"),
@@ -29,7 +30,7 @@ IDLE = [
     ("--first_stage_layers 0", "--first_stage_layers 0 --pp 2"),
     ("--last_stage_layers 3", "--last_stage_layers 3 --pp 2"),
     ("--pipeline_layout Et|tL", "--pipeline_layout Et|tL --pp 2"),
-    ("--overlap_p2p_comm", "--overlap_p2p_comm --pp 2"),
+    ("--overlap_p2p_comm", "--overlap_p2p_comm --pp 2 --vpp 2"),
     ("--eval_steps 5", "--eval_steps 5 --val_dataset v"),
     ("--eval_iters 5", "--eval_iters 5 --split_dataset_ratio 0.1"),
     ("--per_device_eval_batch_size 5", "--per_device_eval_batch_size 5 --val_dataset v"),
@@ -53,6 +54,8 @@ CLASHING = [
     ("overlap_param_gather", "--overlap_param_gather --distributed_optimizer false"),
     ("overlap_param_gather", "--overlap_param_gather --overlap_grad_reduce false"),
     ("overlap_p2p_comm", "--overlap_p2p_comm false --pp 2 --vpp 2"),
+    ("overlap_p2p_comm", "--overlap_p2p_comm --pp 2"),
+    ("precision_aware_optimizer", "--precision_aware_optimizer --distributed_optimizer false"),
     ("tp_comm_overlap", "--tp_comm_overlap --tp 2 --sp false"),
     ("tp_comm_overlap", "--tp_comm_overlap --tp 2 --transformer_impl torch"),
     ("fp8_format", "--fp8_format hybrid --transformer_impl torch"),
@@ -124,6 +127,7 @@ def test_what_needs_transformer_engine() -> None:
 
 
 def test_torch_layers_ignore_no_option_in_silence() -> None:
-    cfg = SwiftConfig(transformer_impl="torch", cp=2, cp_comm_type="p2p")
-    assert [p.what for p in missing_transformer_engine(cfg, installed=True)] == ["--cp_comm_type p2p"]
+    cfg = SwiftConfig(transformer_impl="torch", cp=2, cp_comm_type="a2a")
+    assert [p.what for p in missing_transformer_engine(cfg, installed=True)] == ["--cp_comm_type a2a"]
+    assert missing_transformer_engine(SwiftConfig(transformer_impl="torch", cp=2, cp_comm_type="p2p"), installed=True) == []
     assert missing_transformer_engine(SwiftConfig(transformer_impl="torch", cp=2), installed=True) == []

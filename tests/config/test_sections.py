@@ -52,9 +52,9 @@ NEEDS = {
     "tp_comm_overlap": {"tp": 2}, "eval_steps": {"val_dataset": "v"}, "eval_iters": {"val_dataset": "v"},
     "per_device_eval_batch_size": {"val_dataset": "v"}, "streaming": {"max_steps": 3}, "save_total_limit": {"save_steps": 1},
     "node_rank": {"nnodes": 3, "master_addr": "h"}, "nnodes": {"node_rank": 1, "master_addr": "h"},
-    "master_addr": {"nnodes": 2, "node_rank": 1}, "master_port": {"nproc_per_node": 2}, "min_lr": {"lr": 0.5}} | {
-    name: {"pp": 2} for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout",
-                                 "overlap_p2p_comm")}
+    "master_addr": {"nnodes": 2, "node_rank": 1}, "master_port": {"nproc_per_node": 2}, "min_lr": {"lr": 0.5},
+    "overlap_p2p_comm": {"pp": 2, "vpp": 2}} | {
+    name: {"pp": 2} for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")}
 
 
 @pytest.mark.parametrize("spelling", sorted(NAMES))

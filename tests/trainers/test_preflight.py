@@ -99,3 +99,10 @@ def test_options_for_experts_are_refused_for_a_dense_model(tmp_path: Path) -> No
                       recompute_granularity="selective", recompute_modules=("core_attn", "moe"))
     text = "\n".join(refused(cfg, 1))
     assert "--moe_z_loss_coeff 0.1: is for models with experts" in text and "--recompute_modules moe: is for models" in text
+
+
+def test_a_written_configuration_passes_again(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    cfg = SwiftConfig(task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out"), cp=2, optimizer="sgd")
+    preflight(cfg, 2)
+    preflight(SwiftConfig.from_dict(cfg.to_dict()), 2)

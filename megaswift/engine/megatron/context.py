@@ -6,6 +6,7 @@ Owns initialisation and tear-down of torch.distributed and of Megatron-Core's gr
 from __future__ import annotations
 
 import datetime
+import math
 import os
 
 import torch
@@ -36,7 +37,7 @@ class ParallelContext:
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
-            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
             create_gloo_process_groups=not _device.on_cpu(),
         )
         self.device = _device.device()

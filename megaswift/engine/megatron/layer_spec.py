@@ -30,8 +30,8 @@ from megaswift.engine.megatron.router import BalancedRouter
 from megaswift.errors import ConfigError, Problem
 
 
-def pick(asked: str) -> tuple[str, str]:
-    """(`transformer_engine` or `torch`, why) for `--transformer_impl`."""
+def pick(asked: str, attention: str = "auto") -> tuple[str, str]:
+    """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`."""
     cuda, installed = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
     if asked == "torch":
         return "torch", "asked for"
@@ -40,6 +40,8 @@ def pick(asked: str) -> tuple[str, str]:
             lack = "no CUDA device is visible" if not cuda else "the package transformer_engine is not installed"
             raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))
         return "transformer_engine", "asked for"
+    if attention == "sdpa":
+        return "torch", "--attn_impl sdpa is theirs"
     if cuda and installed:
         return "transformer_engine", "CUDA and Transformer Engine are there"
     return "torch", "no CUDA device" if not cuda else "Transformer Engine is not installed"

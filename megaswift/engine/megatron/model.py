@@ -20,7 +20,7 @@ from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.context_slices import join
 from megaswift.engine.megatron.head import HeadShard, VocabularyHead
 from megaswift.engine.megatron.layer_spec import block_spec
-from megaswift.engine.megatron.model_config import padded_vocabulary
+from megaswift.engine.megatron.model_config import distributed_optimizer, padded_vocabulary
 from megaswift.engine.megatron.passes import Pass
 from megaswift.engine.megatron.rope import PositionRotary, inverse_frequencies
 from megaswift.families.spec import ModelSpec
@@ -111,12 +111,13 @@ def wrap(chunks: list[SwiftGPT], config: TransformerConfig, cfg: SwiftConfig, co
     cuda = context.device.type == "cuda"
     p = cfg.parallel
     overlap_reduce = cuda if p.overlap_grad_reduce is None else p.overlap_grad_reduce
-    overlap_gather = (cuda and p.distributed_optimizer and overlap_reduce) if p.overlap_param_gather is None else p.overlap_param_gather
+    distributed = distributed_optimizer(cfg)
+    overlap_gather = (cuda and distributed and overlap_reduce) if p.overlap_param_gather is None else p.overlap_param_gather
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap_reduce,
         overlap_param_gather=overlap_gather,
-        use_distributed_optimizer=p.distributed_optimizer,
+        use_distributed_optimizer=distributed,
         check_for_nan_in_grad=False,
         average_in_collective=False,
     )

@@ -36,6 +36,11 @@ def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
     return DTYPES[name]
 
 
+def distributed_optimizer(cfg: SwiftConfig) -> bool:
+    """Whether the optimizer's state is split over data-parallel ranks: Megatron-Core does it for adam only."""
+    return cfg.parallel.distributed_optimizer and cfg.optim.optimizer == "adam"
+
+
 def padded_vocabulary(spec: ModelSpec, tp: int) -> int:
     """Vocabulary rows in all, so that each rank has the same number of them."""
     multiple = VOCABULARY_MULTIPLE * tp if tp > 1 else 1

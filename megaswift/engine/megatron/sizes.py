@@ -23,11 +23,11 @@ def _optimizer_bytes(engine: MegatronEngine) -> int:
     if engine.cfg.optim.optimizer == "sgd" and engine.cfg.optim.sgd_momentum == 0:
         moments = 0
     half = engine.config.bf16 or engine.config.fp16
-    total = 0
+    width, total = 2 if engine.cfg.optim.precision_aware_optimizer else 4, 0
     for part in optim.parts(engine.optimizer):
         for group in part.optimizer.param_groups:
             for p in group["params"]:
-                total += p.numel() * (4 * moments + (4 if half else 0))
+                total += p.numel() * (width * moments + (4 if half else 0))
     return total
 
 
