@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
+from megaswift.config.swift import is_worker
+from megaswift.entry import other_processes
 from megaswift.errors import ConfigError, Problem
+from megaswift.launchers import local
 
 
 class Trainer:
@@ -31,7 +34,24 @@ class Trainer:
         if problems:
             raise ConfigError(problems)
 
+        problems = launch_problems(cfg)
+        if problems:
+            raise ConfigError(problems)
+
         from megaswift.trainers.run import preflight, run
 
         preflight(cfg, int(os.environ.get("WORLD_SIZE", "1")))
         return run(cfg)
+
+
+def launch_problems(cfg: SwiftConfig) -> list[Problem]:
+    """Launch options that this process does not follow: the Python API starts no other process."""
+    if is_worker(os.environ):
+        return other_processes(cfg)
+    wanted = local.world_size(cfg.launch)
+    if wanted == int(os.environ.get("WORLD_SIZE", "1")):
+        return []
+    given = [f"--{name} {value}" for name in ("nproc_per_node", "nnodes") if (value := cfg.value(name)) is not None]
+    if not given:
+        return []
+    return [Problem(" ".join(given), "the Python API starts no processes", f"torchrun {' '.join(given)} SCRIPT.py, or the command line")]

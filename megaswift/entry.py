@@ -44,7 +44,7 @@ def _go(task: str, words: list[str]) -> int:
     cfg = load(task, words, complete=True)
     worker = is_worker(os.environ)
     world = int(os.environ["WORLD_SIZE"]) if worker else local.world_size(cfg.launch)
-    other = _other_processes(cfg) if worker else []
+    other = other_processes(cfg) if worker else []
     if other:
         raise ConfigError(other)
     if not worker or "MEGASWIFT_CHECKED" not in os.environ:
@@ -62,7 +62,7 @@ def _go(task: str, words: list[str]) -> int:
     return 0
 
 
-def _other_processes(cfg: SwiftConfig) -> list[Problem]:
+def other_processes(cfg: SwiftConfig) -> list[Problem]:
     """Launch options that say otherwise than the torchrun that started this worker."""
     found = []
     for name, variable in (("nproc_per_node", "LOCAL_WORLD_SIZE"), ("nnodes", "GROUP_WORLD_SIZE")):

@@ -23,7 +23,7 @@ class OptimConfig:
     warmup_ratio: float = option(0.0, "Part of the steps that warm up", aliases=("lr_warmup_fraction",), minimum=0, below=1)
     warmup_steps: int = option(0, "Steps that warm up, in place of warmup_ratio", aliases=("lr_warmup_iters",), minimum=0, unit="steps")
     wsd_decay_ratio: float = option(0.1, "Part of the steps in which wsd decays", above=0, maximum=1)
-    weight_decay: float = option(0.1, "Decoupled weight decay of matrices", minimum=0)
+    weight_decay: float = option(0.1, "Weight decay of matrices: decoupled for adam, plain L2 for sgd", minimum=0)
     adam_beta1: float = option(0.9, "Decay of Adam's first moment", minimum=0, below=1)
     adam_beta2: float = option(0.95, "Decay of Adam's second moment", minimum=0, below=1)
     adam_epsilon: float = option(1e-8, "Adam's epsilon", aliases=("adam_eps",), above=0)

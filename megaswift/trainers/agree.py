@@ -34,8 +34,7 @@ def world_size() -> int:
 def _reduce(values: Sequence[float], operation: Any) -> list[float]:
     if not _several():
         return [float(v) for v in values]
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
+    tensor = torch.tensor(list(values), dtype=torch.float64)  # on the CPU: the group has gloo there, with and without GPUs
     dist.all_reduce(tensor, op=operation)
     return tensor.tolist()
 

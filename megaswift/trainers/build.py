@@ -151,7 +151,7 @@ def tokenizer_of(cfg: SwiftConfig, folder: Path) -> Any:
     from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(Problem(f"tokenizer in {folder}", f"cannot be read: {reason}", "the model's own tokenizer files")) from None
     template = cfg.data.chat_template

@@ -92,7 +92,7 @@ class Metrics(Hook):
             loop.emit("on_log", line)
 
     def line(self, step: Step) -> dict[str, Any]:
-        """The line of this window, the same on every rank."""
+        """The line of this window. step_time and what is divided by it are this rank's; the file has rank 0's."""
         w, speed = self.window, self.speed
         (squares,) = agree.total([w.squares])
         data_wait, memory_gib = agree.largest([w.data_wait, memory.peak_gib()])

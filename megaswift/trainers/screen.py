@@ -11,6 +11,7 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import ParameterReport
+from megaswift.trainers.schedule import warmup_steps
 
 Rows = list[tuple[str, str]]
 
@@ -82,7 +83,7 @@ def steps_text(cfg: SwiftConfig, facts: Facts) -> str:
 def optimizer_text(cfg: SwiftConfig, total_steps: int) -> str:
     """Optimizer and schedule in one line."""
     o = cfg.optim
-    warmup = o.warmup_steps or round(o.warmup_ratio * total_steps)
+    warmup = warmup_steps(total_steps, o)
     parts = [f"{o.optimizer}, learning rate {o.learning_rate:g} {o.lr_scheduler_type}"]
     if o.lr_scheduler_type != "constant":
         parts[0] += f" to {o.min_lr:g}"

@@ -71,6 +71,9 @@ class Session:
         """Data first: a malformed row stops the run before a model is built."""
         cfg, b = self.cfg, self.build
         resume = self.resume()
+        if cfg.data.max_length > self.spec.max_positions:
+            log.warn(f"--max_length {cfg.data.max_length} is more than the {self.spec.max_positions} positions that the model's "
+                     "config.json names (max_position_embeddings): it may do badly on documents longer than that")
         with self.timed("data"):
             source, held = b.data()
             total = build.count_steps(cfg, source)
@@ -111,8 +114,9 @@ class Session:
         finally:
             self.status = f"failed after step {loop.step}"
         if loop.interrupted:
-            self.status = f"interrupted after step {loop.step} of {loop.total_steps}"
-            log.info(f"{self.status}, saved; go on with the same command and --resume_from_checkpoint latest")
+            self.status = f"interrupted after step {loop.step} of {loop.total_steps}" if loop.step else "interrupted before the first step"
+            log.info(self.status + (
+                ", saved; go on with the same command and --resume_from_checkpoint latest" if loop.step else ": there is nothing to save"))
             raise Interrupted(loop.interrupted)
 
     @contextmanager

@@ -6,7 +6,7 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import ParameterReport
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.picture import picture
-from megaswift.trainers.screen import Facts, bytes_text, data_text, render, rows
+from megaswift.trainers.screen import Facts, bytes_text, data_text, optimizer_text, render, rows
 
 GOLDEN = """\
 supervised fine-tuning
@@ -36,6 +36,11 @@ def test_the_screen() -> None:
     facts = Facts("supervised fine-tuning", "qwen3, 4 layers x 64: DIR", sizes, f"{layout.describe()} on 4 processes", picture(layout, 4),
                   "torch (no CUDA device), float32", data_text(stats), layout.dp, 4, 250, 1000, 100)
     assert render(facts.title, rows(cfg, facts)) == GOLDEN
+
+
+def test_warm_up_is_the_schedule_s_own() -> None:
+    assert ", 2 warm-up steps," in optimizer_text(SwiftConfig(warmup_ratio=0.1), 14)
+    assert ", 3 warm-up steps," in optimizer_text(SwiftConfig(warmup_steps=3), 14)
 
 
 def test_bytes() -> None:
