@@ -5,6 +5,7 @@ Owns the wiring and the checks of the whole data set (anything to train on? enou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,33 +31,44 @@ def data_seed(data: Any, train: Any) -> int:
 
 def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple[Documents, Documents | None]:
     """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
-    if data.truncation_strategy == "split" and task != "pt":
-        raise DataError(Problem("--truncation_strategy split", "is for plain text (pt): it would tear conversations apart",
-                                "delete, left or right"))
+    _check_split(data, task)
     docs = truncate(gather(prepare(data, train, tokenizer, task)), data.max_length, data.truncation_strategy)
-    _check_labels(docs, data)
-    for what in ("deleted", "truncated", "empty"):
-        if docs.counted.get(what):
-            log.warn(f"{docs.counted[what]} of {docs.counted['rows']} rows {what} "
-                     + ("(no tokens)" if what == "empty" else f"(longer than --max_length {data.max_length})"))
-    silent = int((docs.labels == 0).sum())
-    if silent:
-        log.warn(f"{silent} of {len(docs)} rows have no token that carries loss")
+    _tell(docs, data, data.dataset)
     if data.val_dataset:
         return docs, _held_out(data, train, tokenizer, task)
     return hold_out(docs, data.split_dataset_ratio, data_seed(data, train))
 
 
+def _check_split(data: Any, task: str) -> None:
+    if data.truncation_strategy != "split":
+        return
+    if task != "pt":
+        raise DataError(Problem("--truncation_strategy split", "is for plain text (pt): it would tear conversations apart",
+                                "delete, left or right"))
+    if data.streaming and not data.packing:
+        raise DataError(Problem("--truncation_strategy split", "a stream keeps only the first piece without packing",
+                                "--packing true, or right"))
+
+
+def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
+    """Warnings of what happened to the rows of the data sets; DataError when none of them carries loss."""
+    if not docs.labels.any():
+        raise DataError(Problem(", ".join(names), f"no token of {len(docs)} rows carries loss",
+                                "rows with assistant messages (not all `loss: false`), a larger --max_length, or --loss_scale all"))
+    where = "" if names == data.dataset else f"{', '.join(names)}: "
+    for what in ("deleted", "truncated", "empty"):
+        if docs.counted.get(what):
+            log.warn(f"{where}{docs.counted[what]} of {docs.counted['rows']} rows {what} "
+                     + ("(no tokens)" if what == "empty" else f"(longer than --max_length {data.max_length})"))
+    silent = int((docs.labels == 0).sum())
+    if silent:
+        log.warn(f"{where}{silent} of {len(docs)} rows have no token that carries loss")
+
+
 def _held_out(data: Any, train: Any, tokenizer: Any, task: str) -> Documents:
     held = truncate(gather(prepare(data, train, tokenizer, task, val=True)), data.max_length, data.truncation_strategy)
-    _check_labels(held, data)
+    _tell(held, data, data.val_dataset)
     return held
-
-
-def _check_labels(docs: Documents, data: Any) -> None:
-    if not docs.labels.any():
-        raise DataError(Problem(", ".join(data.dataset), f"no token of {len(docs)} rows carries loss",
-                                "rows with assistant messages (not all `loss: false`), a larger --max_length, or --loss_scale all"))
 
 
 def shape_of(tokenizer: Any, geometry: LoaderGeometry) -> Shape:
@@ -65,17 +77,13 @@ def shape_of(tokenizer: Any, geometry: LoaderGeometry) -> Shape:
     return Shape(geometry.doc_multiple, geometry.row_multiple, 0 if pad is None else int(pad))
 
 
-def build_train(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft") -> BatchSource:
-    """The source of training batches."""
-    return build(data, train, tokenizer, geometry, task)[0]
-
-
 def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft") -> tuple[BatchSource, EvalSource | None]:
     """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch at a time."""
     shape = shape_of(tokenizer, geometry)
     per_device = train.per_device_eval_batch_size or geometry.per_device
     apart = replace(geometry, per_device=per_device, accumulation=1)
     if data.streaming:
+        _check_split(data, task)
         held = _held_out(data, train, tokenizer, task) if data.val_dataset else None
         source: BatchSource = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape))
     else:

@@ -22,6 +22,8 @@ from megaswift.errors import DataError, Problem
 SILENCE_S = 600.0
 """A waiting process gives up when the builder has shown no sign of life for this long."""
 BEAT_S = 5.0
+_LOADED = time.time()
+"""A failure published before this process began is an earlier run's."""
 
 
 def cache_root(folder: str | None) -> Path:
@@ -78,13 +80,19 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
         failed.unlink(missing_ok=True)
         for old in target.parent.glob(f"{target.name}.build-*"):  # of an interrupted run: the lock says that nobody is at it
             shutil.rmtree(old, ignore_errors=True)
-        scratch.mkdir()
         try:
+            scratch.mkdir()
             with _beating(_beside(target, "beat")):
                 build(scratch)
         except DataError as e:
-            _publish(failed, json.dumps([[p.what, p.rule, p.fix] for p in e.problems]))
+            _publish_failure(failed, e)
             raise
+        except OSError as e:
+            shutil.rmtree(scratch, ignore_errors=True)  # room for the message when the disk is full
+            error = DataError(Problem(f"--dataset_cache_dir {target.parent}", f"the tokenised data could not be made ({e})",
+                                      "a folder that can be written and has room"))
+            _publish_failure(failed, error)
+            raise error from e
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -94,8 +102,9 @@ def wait_for(target: Path, watch: Path | None = None) -> None:
     beat, failed = _beside(watch or target, "beat"), _beside(watch or target, "failed")
     seen, since = None, time.monotonic()
     while not target.exists():
-        if failed.exists():
-            raise DataError([Problem(*p) for p in json.loads(failed.read_text())])
+        with contextlib.suppress(FileNotFoundError):  # the builder may take an old one away
+            if failed.stat().st_mtime >= _LOADED:
+                raise DataError([Problem(*p) for p in json.loads(failed.read_text())])
         stamp = beat.stat().st_mtime_ns if beat.exists() else None
         if stamp != seen:
             seen, since = stamp, time.monotonic()
@@ -114,6 +123,11 @@ def _publish(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.{os.getpid()}")
     new.write_text(text)
     new.replace(path)
+
+
+def _publish_failure(path: Path, error: DataError) -> None:
+    with contextlib.suppress(OSError):  # nothing can be written: the others see the builder end
+        _publish(path, json.dumps([[p.what, p.rule, p.fix] for p in error.problems]))
 
 
 def publish_alias(root: Path, name: str, key: str) -> None:

@@ -6,6 +6,7 @@ Owns the download only. Without `datasets` or without a reachable hub the answer
 from __future__ import annotations
 
 import re
+import uuid
 from pathlib import Path
 
 from megaswift.errors import DataError, Problem
@@ -34,7 +35,7 @@ def fetch(cache: Path, name: str, subset: str | None) -> tuple[Path, ...]:
     if split is None:
         raise DataError(Problem(f"--dataset {name}", f"has no split `train` but {', '.join(map(str, loaded))}"))
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_suffix(".part")
+    part = target.with_suffix(f".{uuid.uuid4().hex}.part")  # every rank that fetches writes its own
     split.to_parquet(str(part))
     part.replace(target)
     return (target,)

@@ -73,12 +73,21 @@ def _txt(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located
         yield Located(number, text if isinstance(text, RowError) else {"text": text.rstrip("\r\n")}, position)
 
 
+def _not_utf8(path: Path) -> DataError:
+    """Names the first line that is not UTF-8."""
+    with path.open("rb") as f:
+        line = next((n for n, raw in enumerate(f, 1) if isinstance(_text(raw), RowError)), 1)
+    return DataError(Problem(f"{path}:{line}", "not UTF-8", "text in UTF-8"))
+
+
 def _json_rows(path: Path) -> list[Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as e:
         raise DataError(Problem(f"{path}:{e.lineno}:{e.colno}", f"not JSON: {e.msg}",
                                 "a list of objects, or .jsonl with one a line")) from None
+    except UnicodeDecodeError:
+        raise _not_utf8(path) from None
     if isinstance(data, dict):
         lists = [v for v in data.values() if isinstance(v, list)]
         data = data.get("data", lists[0] if len(lists) == 1 else data)
@@ -96,14 +105,19 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
     csv.field_size_limit(1 << 30)
     with path.open(newline="", encoding="utf-8-sig") as f:
         reader = csv.reader(f, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-        header = next(reader, [])
-        line = reader.line_num + 1
-        for cells in reader:
-            if cells:
-                fits = len(cells) == len(header)
-                yield line, dict(zip(header, cells, strict=True)) if fits else RowError(
-                    "(row)", f"{len(cells)} cells", f"{len(header)}, as in the header")
+        try:
+            header = next(reader, [])
             line = reader.line_num + 1
+            for cells in reader:
+                if cells:
+                    fits = len(cells) == len(header)
+                    yield line, dict(zip(header, cells, strict=True)) if fits else RowError(
+                        "(row)", f"{len(cells)} cells", f"{len(header)}, as in the header")
+                line = reader.line_num + 1
+        except UnicodeDecodeError:
+            raise _not_utf8(path) from None
+        except csv.Error as e:
+            raise DataError(Problem(f"{path}:{reader.line_num}", f"not CSV: {e}", "cells quoted where they hold line ends")) from None
 
 
 def _csv(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megaswift.data import readers
 from megaswift.errors import DataError, Problem
@@ -152,9 +151,3 @@ def parts_of(source: Source, processes: int, size: int = PART_BYTES) -> list[Par
             step = max(1, -(-count // processes))
             parts += [Part(str(path), kind, i, min(i + step, count)) for i in range(0, count, step)]
     return parts
-
-
-def describe_files(sources: list[Source]) -> str:
-    """The files' names for a message."""
-    names: list[Any] = [f for s in sources for f in s.files]
-    return ", ".join(map(str, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -122,6 +122,7 @@ class StreamSource:
     _block: _Block | None = None
     _used: int = 0
     _after: Cursor = field(default_factory=Cursor)
+    _told: set[str] = field(default_factory=set)
 
     def _read_block(self) -> _Block:
         begin = end = self._after
@@ -164,13 +165,19 @@ class StreamSource:
         if strategy == "raise":
             raise DataError(Problem(f"row {number + 1}", f"{len(ids)} tokens, --max_length is {size}",
                                     "--truncation_strategy delete, left or right"))
-        self.counted["deleted" if strategy == "delete" else "truncated"] += 1
+        self._count("deleted" if strategy == "delete" else "truncated", number)
         if strategy == "delete":
             return []
         if strategy == "split" and self.options.packing:
             return [(ids[i:i + size], mask[i:i + size], number) for i in range(0, len(ids), size)]
         cut = slice(-size, None) if strategy == "left" else slice(size)
         return [(ids[cut], mask[cut], number)]
+
+    def _count(self, what: str, number: int) -> None:
+        self.counted[what] += 1
+        if what not in self._told:
+            self._told.add(what)
+            warn(f"row {number + 1} is longer than --max_length {self.options.max_length}: {what}, as such rows will be from here on")
 
     def _pack(self, items: list[tuple[Rendered | None, int]]) -> list[list[Document]]:
         _raise_first(items)
@@ -197,17 +204,56 @@ class StreamSource:
 
     def _take(self, count: int) -> list[Any]:
         taken: list[Any] = []
+        first = self._after.epoch
         while len(taken) < count:
             if self._block is None or self._used >= len(self._block.items):
                 self._block, self._used = self._read_block(), 0
                 self._after = self._block.end
+                if self._block.items:
+                    first = self._after.epoch
+                elif self._after.epoch > first + 1:  # the whole epoch between them was empty
+                    raise self._useless()
             some = self._block.items[self._used: self._used + count - len(taken)]
             self._used += len(some)
             taken += some
         return taken
 
+    def _useless(self) -> DataError:
+        return DataError(Problem(
+            ", ".join(s.name for s in self.sources), "no row of a whole epoch has a token that carries loss within "
+            f"--max_length {self.options.max_length} (--truncation_strategy {self.options.truncation_strategy})",
+            "a larger --max_length, or --truncation_strategy left or right"))
+
+    def _usable(self, rows: Sequence[Rendered]) -> bool:
+        """Whether a row keeps a token with loss within max_length; one that is too long for `raise` is told when its turn comes."""
+        size, strategy = self.options.max_length, self.options.truncation_strategy
+        for ids, mask in self.encoder.tokenize(list(rows)):
+            if len(ids) > size and strategy in ("raise", "delete"):
+                continue
+            kept = mask if strategy == "split" and self.options.packing else mask[-size:] if strategy == "left" else mask[:size]
+            if kept[1:].any():
+                return True
+        return False
+
+    def _check_usable(self) -> None:
+        """DataError when no row of an epoch is of use; reads up to the first that is, the same on every rank."""
+        some: list[Rendered] = []
+        for path, located, cursor in read_on(self.sources, Cursor()):
+            if cursor.epoch:
+                break
+            rendered = self._render(path, located)
+            if isinstance(rendered, Problem):
+                return  # it stops the run when its turn comes
+            some += [] if rendered is None else [rendered]
+            if len(some) == 32:
+                if self._usable(some):
+                    return
+                some = []
+        if not self._usable(some):
+            raise self._useless()
+
     def check_labels(self, rows: int = 256) -> None:
-        """DataError when none of the first rows carries loss."""
+        """DataError when none of the first rows carries loss, or no row of an epoch does within max_length."""
         seen: list[Rendered] = []
         for path, located, cursor in read_on(self.sources, Cursor()):
             if cursor.epoch or len(seen) >= rows:
@@ -218,6 +264,7 @@ class StreamSource:
         if not any(r.spans for r in seen):
             raise DataError(Problem(", ".join(s.name for s in self.sources), f"no token of the first {len(seen)} rows carries loss",
                                     "rows with assistant messages, or --loss_scale all"))
+        self._check_usable()
         self.counted.clear()
 
     @property
@@ -228,13 +275,20 @@ class StreamSource:
     def state_dict(self) -> dict[str, Any]:
         """The block's place and how many of its items are used."""
         begin = self._after if self._block is None else self._block.begin
-        return {"version": 1, "stream": asdict(begin), "used": self._used, "sources": [s.name for s in self.sources]}
+        return {"version": 1, "stream": asdict(begin), "used": self._used, "sources": [s.name for s in self.sources],
+                "options": asdict(self.options)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position: the block is read again, nothing before it."""
         names = [s.name for s in self.sources]
         if state.get("sources") != names:
             raise DataError(Problem("--resume_from_checkpoint", f"--dataset was {state.get('sources')} in the checkpoint, now {names}"))
+        now, was = asdict(self.options), state.get("options", {})  # absent from older checkpoints
+        changed = [Problem("--resume_from_checkpoint", f"{'--data_seed' if k == 'seed' else '--' + k} was {was[k]} in the checkpoint, "
+                           f"now {v}", "the same options, or a new run from the exported weights")
+                   for k, v in now.items() if k in was and was[k] != v]
+        if changed:
+            raise DataError(changed)
         self._after, self._block, self._used = Cursor(**state["stream"]), None, 0
         if state["used"]:
             self._take(state["used"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,55 @@ def test_streamed_tokens_are_the_stored_ones(tmp_path: Path) -> None:
     for _ in range(4):
         for a, b in zip(stored.next(), streamed.next(), strict=True):
             assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.loss_weights, b.loss_weights)
+
+
+def test_the_fingerprint_knows_rows_not_paths(tmp_path: Path) -> None:
+    (tmp_path / "2").mkdir()
+    a, b = source(tmp_path, 20, LoaderGeometry())[0], source(tmp_path / "2", 20, LoaderGeometry())[0]
+    assert a.data.docs.stores[0].folder.name != b.data.docs.stores[0].folder.name
+    b.load_state_dict(a.state_dict())
+    with pytest.raises(DataError, match="the data set"):
+        b.load_state_dict(a.state_dict() | {"fingerprint": a.data.docs.take(np.arange(19)).fingerprint})
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_stream_without_a_usable_row_is_refused(tmp_path: Path, packing: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"streaming": True, "packing": packing, "shuffle": False, "truncation_strategy": "delete"}
+    jsonl(tmp_path / "d.jsonl", [chat("q", "word " * 200)] * 3 + [chat("q", "a")])
+    s = source(tmp_path, 0, LoaderGeometry(per_device=4), max_length=128, **options)[0]
+    assert [i for i in ids_of(s.next()) if i >= 0][:1] == [3] and s.stats["deleted"] >= 3
+    assert capsys.readouterr().err.count("deleted") == 1
+    with pytest.raises(DataError, match="no row of a whole epoch.*--max_length 4 "):
+        source(tmp_path, 0, LoaderGeometry(), max_length=4, **options)
+    if packing:
+        s.options = replace(s.options, max_length=4)
+        s._block = None
+        with pytest.raises(DataError, match="no row of a whole epoch"):
+            s.next()
+
+
+def test_a_stream_resumes_with_the_same_options_only(tmp_path: Path) -> None:
+    state = source(tmp_path, 9, LoaderGeometry(), streaming=True)[0].state_dict()
+    for options, said in (({"data_seed": 9}, "--data_seed"), ({"shuffle": False}, "--shuffle was True in the checkpoint, now False"),
+                          ({"packing": True}, "--packing"), ({"max_length": 99}, "--max_length"),
+                          ({"truncation_strategy": "right"}, "--truncation_strategy")):
+        other = source(tmp_path, 9, LoaderGeometry(), streaming=True, **options)[0]
+        with pytest.raises(DataError, match=said):
+            other.load_state_dict(state)
+        other.load_state_dict({k: v for k, v in state.items() if k != "options"})
+
+
+def test_a_stream_splits_only_into_packed_rows(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "t.jsonl", [{"text": "a b c"}])
+    cfg = config(tmp_path, path, "pt", streaming=True, truncation_strategy="split", packing=False)
+    with pytest.raises(DataError, match="only the first piece"):
+        build(cfg.data, cfg.train, tokenizer("qwen"), LoaderGeometry(), "pt")
+
+
+def test_warnings_and_errors_name_the_evaluation_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    val = jsonl(tmp_path / "v.jsonl", [chat("q", "word " * 200), chat("q", "a")])
+    source(tmp_path, 4, LoaderGeometry(), val_dataset=[val], max_length=128, truncation_strategy="delete")
+    assert "v.jsonl: 1 of 2 rows deleted" in capsys.readouterr().err
+    jsonl(tmp_path / "v.jsonl", [{"messages": [*chat("q", "a")["messages"][:1], {"role": "assistant", "content": "a", "loss": False}]}])
+    with pytest.raises(DataError, match=r"v.jsonl: no token of 1 rows carries loss"):
+        source(tmp_path, 4, LoaderGeometry(), val_dataset=[val])

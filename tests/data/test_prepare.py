@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megaswift.data import cache
+from megaswift.data import cache, readers
 from megaswift.data.build import documents
 from megaswift.data.prepare import prepare
 from megaswift.errors import DataError
@@ -222,7 +222,18 @@ def test_waiting_ends_with_the_build_its_failure_or_its_silence(tmp_path: Path, 
         cache.build_once(other, fails)
     with pytest.raises(DataError, match="row 7 is bad"):
         cache.wait_for(other)
+    full = tmp_path / "full"
+
+    def no_room(scratch: Path) -> None:
+        raise OSError(28, "No space left on device")
+    with pytest.raises(DataError, match="No space left"):
+        cache.build_once(full, no_room)
+    with pytest.raises(DataError, match="No space left"):
+        cache.wait_for(full)
     monkeypatch.setattr(cache, "SILENCE_S", 0.3)
+    os.utime(tmp_path / "full.failed", (1, 1))  # an earlier run's
+    with pytest.raises(DataError, match="no sign of life"):
+        cache.wait_for(full)
     with pytest.raises(DataError, match="no sign of life"):
         cache.wait_for(tmp_path / "never")
 
@@ -238,3 +249,11 @@ def test_ranks_of_a_node_build_once(tmp_path: Path) -> None:
     waited, built = (r.communicate(timeout=120)[0].split() for r in ranks)
     assert waited[0] == built[0]
     assert waited[1] == "0" and int(built[1]) > 0
+
+
+@pytest.mark.parametrize("name", ["d.csv", "d.json"])
+def test_text_that_is_not_utf8_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b'[{"text":\n"a\xff"}]\n')
+    path = tmp_path / name
+    with pytest.raises(DataError, match=rf"{name}:2: not UTF-8"):
+        list(readers.READERS[path.suffix[1:]](path, 0, 9, 1))
