@@ -6,6 +6,7 @@ an error: a setting that nobody looked at may change what the model computes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,14 +50,14 @@ class Reading:
         return float(value) if kind is float else value
 
 
-class ConfigRow:
+class ConfigRow(ABC):
     """One entry of a family's configuration table."""
 
     keys: tuple[str, ...]
 
+    @abstractmethod
     def read(self, reading: Reading) -> None:
         """Put values into `reading.values`, or problems into `reading.problems`."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
