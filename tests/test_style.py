@@ -22,6 +22,9 @@ FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 PICKLE_ALLOWED = {
     "megaswift/engine/megatron/checkpoint_files.py": "the format's own tables, by an Unpickler that knows their classes only",
 }
+CATCH_ALL_ALLOWED = {
+    "megaswift/trainers/model_source.py": "the tokenizers library raises Exception itself; its subclasses of others' making go on",
+}
 FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
 FOREIGN_SIGNATURE = "# noqa: PLR0913 (Megatron's signature)"
 
@@ -71,7 +74,7 @@ def names(source: Source) -> Iterator[str]:
 def handlers(source: Source) -> Iterator[str]:
     """`except:` and `except Exception`, which also catch our own mistakes."""
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.ExceptHandler) and source.folder != "tests":
+        if isinstance(node, ast.ExceptHandler) and source.folder != "tests" and source.path.as_posix() not in CATCH_ALL_ALLOWED:
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(c is None or getattr(c, "id", "") in ("Exception", "BaseException") for c in caught):
                 yield source.at(node, "catches everything")

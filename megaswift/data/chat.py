@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megaswift.data.sample import RowError, Sample
+from megaswift.data.template import read_template
 from megaswift.data.turns import TurnFinder
 from megaswift.errors import DataError, Problem
 
@@ -62,16 +62,6 @@ def templates_of(tokenizer: Any, chat_template: str | None) -> Templates:
                                 "--chat_template FILE.jinja (or the template itself)"))
     added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
     return Templates(named, dict(tokenizer.special_tokens_map), tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added])))
-
-
-def read_template(value: str) -> str:
-    """A template from a file, or `value` itself when it is one."""
-    if "{%" in value or "{{" in value:
-        return value
-    path = Path(value).expanduser()
-    if not path.is_file():
-        raise DataError(Problem(f"--chat_template {value}", "neither a file nor a template (no {{ or {% in it)"))
-    return path.read_text(encoding="utf-8")
 
 
 def trained_turns(sample: Sample, loss_scale: str) -> list[bool]:

@@ -6,7 +6,6 @@ Owns which part gets which option. Nothing here trains, and only this file names
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from megaswift.data import build as data
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.engine import MegatronEngine
-from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.errors import ConfigError, Problem
 from megaswift.families.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.picture import picture
@@ -31,6 +30,7 @@ from megaswift.trainers.evaluation import Evaluation
 from megaswift.trainers.flops import FlopRule, peak_tflops
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.metrics import Metrics, Speed
+from megaswift.trainers.model_source import tokenizer_of
 from megaswift.trainers.outputs import Outputs
 from megaswift.trainers.progress import Progress
 from megaswift.trainers.screen import Facts, data_text
@@ -143,21 +143,6 @@ def row_multiple(layout: Layout, fp8: bool) -> int:
     tp = layout.tp if layout.sequence_parallel else 1
     share = math.lcm(tp, 2 if layout.cp > 1 else 1)
     return layout.cp * (math.lcm(share, 16 * tp) if fp8 else share)
-
-
-def tokenizer_of(cfg: SwiftConfig, folder: Path) -> Any:
-    """The tokenizer in `folder`; code that comes with it runs only with --trust_remote_code."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers import AutoTokenizer
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(Problem(f"tokenizer in {folder}", f"cannot be read: {reason}", "the model's own tokenizer files")) from None
-    template = cfg.data.chat_template
-    if template:
-        tokenizer.chat_template = Path(template).read_text(encoding="utf-8") if "{" not in template else template
-    return tokenizer
 
 
 def write_model_files(spec: ModelSpec, tokenizer: Any, target: Path) -> None:

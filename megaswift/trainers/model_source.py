@@ -1,21 +1,28 @@
-"""Where `--model` lies on this machine: a folder as it is, a hub id as its downloaded snapshot. No torch.
+"""Where `--model` lies on this machine: a folder as it is, a hub id as its downloaded snapshot; and its tokenizer. No torch.
 
-Owns finding and fetching; what the files mean is read by the families and the bridge.
+Owns finding and fetching; what the model's files mean is read by the families and the bridge.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
+from typing import Any
 
+from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
-from megaswift.errors import Problem, WeightsError
+from megaswift.data.template import read_template
+from megaswift.errors import Problem, UserError, WeightsError
 
 CONFIG_FILES = (
     "config.json", "generation_config.json", "*.jinja", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model")
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What transformers raises for a tokenizer's broken files; the tokenizers library raises `Exception` itself."""
 
 
 def locate(model: ModelConfig, weights: bool = True) -> Path:
@@ -82,3 +89,19 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
         fix = "a folder with safetensors, or --random_init true to train from scratch"
         problems.append(Problem(str(folder), f"has no *.safetensors{old}", fix))
     return problems
+
+
+def tokenizer_of(cfg: SwiftConfig, folder: Path) -> Any:
+    """The tokenizer in `folder`; code that comes with it runs only with --trust_remote_code."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, UNREADABLE):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(Problem(f"tokenizer in {folder}", f"cannot be read: {reason}", "the model's own tokenizer files")) from None
+    if cfg.data.chat_template is not None:
+        tokenizer.chat_template = read_template(cfg.data.chat_template)
+    return tokenizer

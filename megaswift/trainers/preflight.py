@@ -12,6 +12,7 @@ from pathlib import Path
 from megaswift.config import SwiftConfig
 from megaswift.config.capabilities import chosen, missing_transformer_engine
 from megaswift.config.values import show
+from megaswift.data.template import read_template
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.families import load_spec
 from megaswift.parallel.checks import check_layout
@@ -75,10 +76,9 @@ def dense_options(cfg: SwiftConfig) -> list[Problem]:
 
 
 def data_problems(cfg: SwiftConfig) -> list[Problem]:
-    """A chat template that looks like a path and is none; the data itself is read by `megaswift.data`."""
-    template = cfg.data.chat_template
-    if template and "{" not in template and not Path(template).is_file():
-        return [Problem(f"--chat_template {template}", "is neither a file nor a Jinja template")]
+    """A chat template that cannot be had; the data themselves are read by `megaswift.data`."""
+    if cfg.data.chat_template is not None:
+        read_template(cfg.data.chat_template)
     return []
 
 

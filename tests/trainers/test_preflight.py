@@ -39,8 +39,15 @@ def test_problems_of_every_kind_are_told_together(model: Path, tmp_path: Path, m
     cfg = SwiftConfig(task="sft", model=str(model), dataset="d.jsonl", tp=8, pp=1, output_dir=str(tmp_path / "out"), report_to=["wandb"],
                       chat_template="no/such/file.jinja")
     text = "\n".join(refused(cfg, 8))
-    for part in ("tp 8", "file.jinja: is neither a file nor a Jinja template", "holds another run", "no_such_package is not installed"):
+    for part in ("tp 8", "file.jinja: is neither a file nor a template", "holds another run", "no_such_package is not installed"):
         assert part in text
+
+
+def test_a_template_below_home_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    cfg = SwiftConfig(task="sft", model=str(model), dataset="d.jsonl", chat_template="~/t.jinja", output_dir=str(tmp_path / "out"))
+    preflight(cfg, 1)
 
 
 @pytest.mark.parametrize(("remove", "words"), [

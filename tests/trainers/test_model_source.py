@@ -1,0 +1,43 @@
+"""The tokenizer of a model folder: broken files, the template of the configuration, hub ids and exports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.errors import UserError
+from megaswift.trainers.model_source import tokenizer_of
+from tests.trainers.inputs import TEMPLATE, write_model
+
+
+@pytest.mark.parametrize("text", ["[]", '{"tokenizer_class": 5}', '{"added_tokens_decoder": 3}'])
+def test_a_broken_tokenizer_is_the_user_s_mistake(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(UserError, match="cannot be read"):
+        tokenizer_of(SwiftConfig(), tmp_path)
+
+
+@pytest.mark.parametrize("change", [
+    {"model": {"type": "Nope"}}, {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}, {"added_tokens": 5}, None])
+def test_a_tokenizer_json_that_the_library_cannot_parse(tmp_path: Path, change: dict | None) -> None:
+    """tokenizers raises plain `Exception` for the first two."""
+    folder = write_model(tmp_path / "model")
+    path = folder / "tokenizer.json"
+    text = path.read_text()
+    path.write_text(text[:300] if change is None else json.dumps({**json.loads(text), **change}))
+    with pytest.raises(UserError, match="cannot be read"):
+        tokenizer_of(SwiftConfig(), folder)
+
+
+def test_the_template_of_the_configuration_is_read_as_the_data_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path / "model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "other.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert tokenizer_of(SwiftConfig(), folder).chat_template == TEMPLATE
+    for value in ("~/other.jinja", (tmp_path / "other.jinja").read_text()):
+        made = tokenizer_of(SwiftConfig(chat_template=value), folder)
+        assert made.chat_template == (tmp_path / "other.jinja").read_text()
