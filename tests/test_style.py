@@ -20,7 +20,7 @@ NOT_NAMES = ("utils", "util", "helpers", "helper", "common", "misc", "tools")
 IMPORT_NAMES = {"yaml", "megatron", "transformer_engine", "apex", "deepspeed", "vllm", "sglang", "ray", "PIL", "jinja2", "google"}
 FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 PICKLE_ALLOWED = {
-    "megaswift/engine/megatron/checkpoint_files.py": "the format's own tables, by an Unpickler that knows their classes only",
+    "megaswift/bridge/dist_files.py": "the format's own tables, by an Unpickler that knows their classes only",
 }
 CATCH_ALL_ALLOWED = {
     "megaswift/trainers/model_source.py": "the tokenizers library raises Exception itself; its subclasses of others' making go on",

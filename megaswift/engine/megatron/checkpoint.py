@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megaswift import log
+from megaswift.bridge import dist_files as files
 from megaswift.engine.megatron import checkpoint_boxes as boxes
-from megaswift.engine.megatron import checkpoint_files as files
 from megaswift.engine.megatron import optimizer_states as states
 from megaswift.engine.megatron import rng_state
 from megaswift.engine.megatron.model import gather_weights

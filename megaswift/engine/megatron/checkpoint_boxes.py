@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
+from megaswift.bridge.dist_files import Box
 from megaswift.engine.megatron import optimizer_states as states
-from megaswift.engine.megatron.checkpoint_files import Box
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine
