@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge.hf_source import INDEX, SINGLE, HfSource
+from megaswift.bridge.hf_source import INDEX, SINGLE, HfSource, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.plan import WeightPlan
 
@@ -24,15 +24,20 @@ class ExportOptions:
     source: Path | None = None
     """The folder the weights came from: each tensor keeps the dtype it had there; config and tokenizer files are copied."""
     dtype: torch.dtype | None = None
-    """One dtype for all tensors instead."""
+    """One dtype for all tensors instead; tensors that are carried along unchanged keep theirs."""
     max_shard_bytes: int = MAX_SHARD_BYTES
     overwrite: bool = False
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights, not only a config.json."""
+    return (folder / INDEX).exists() or (folder / SINGLE).exists()
 
 
 def stored_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtype]:
     """The dtype of each HF tensor in `source`; config.json's where the folder has none or no weights at all."""
     default: torch.dtype = getattr(torch, plan.spec.dtype)
-    if source is None or not ((source / INDEX).exists() or (source / SINGLE).exists()):
+    if source is None or not has_weights(source):
         return dict.fromkeys(plan.hf_shapes, default)
     stored = HfSource(source)
     names = set(stored.names())
@@ -43,8 +48,14 @@ def export_hf(directory: Path | str, plan: WeightPlan, weights: Iterable[tuple[s
               options: ExportOptions = ExportOptions()) -> Path:  # noqa: B008
     """Write `weights` (all HF tensors of the model, in any order, one at a time) as a Hugging Face folder. On one rank only."""
     dtypes = options.dtype or stored_dtypes(plan, options.source)
-    with HfWriter(directory, plan.hf_tensors(dtypes), options.max_shard_bytes, options.overwrite) as writer:
+    stored = HfSource(options.source) if options.source is not None and has_weights(options.source) else None
+    kept = plan.kept(stored.names()) if stored is not None else []
+    tensors = {**plan.hf_tensors(dtypes), **{name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept if stored}}
+    with HfWriter(directory, tensors, options.max_shard_bytes, options.overwrite) as writer:
         for name, tensor in weights:
             writer.add(name, tensor)
+        for name in kept:
+            assert stored is not None
+            writer.add(name, stored.slice(name))
         config = None if options.source is not None else plan.spec.hf_config
         return writer.close(options.source, config)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from megaswift.bridge.hf_source import HfSource, TensorMeta, TensorSource
 from megaswift.errors import Problem, WeightsError
 from megaswift.families.family import Family
-from megaswift.families.rules import Cut, Rule, Shard, dim_of
+from megaswift.families.rules import Cut, Piece, Rule, Shard, dim_of
 from megaswift.families.spec import ModelSpec
 
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -71,10 +71,15 @@ class Entry:
         """Shape of each HF tensor."""
         return self.rule.shapes(self.spec)
 
+    def pieces(self, cut: Cut) -> list[Piece]:
+        """What a shard is made of."""
+        return self.rule.pieces(self.spec, replace(cut, expert=self.expert))
+
     def shard_shape(self, tp: int = 1, padded_vocab: int | None = None) -> tuple[int, ...]:
         """Shape of one rank's shard."""
-        dim, shape = dim_of(self.rule), list(self.hf_shapes[0])
-        shape[dim] = sum(p.stop - p.start for p in self.rule.pieces(self.spec, Cut(tp, 0, padded_vocab)))
+        dim, pieces = dim_of(self.rule), self.pieces(Cut(tp, 0, padded_vocab))
+        shape = list(pieces[0].shape(self.hf_shapes[pieces[0].source], dim))
+        shape[dim] = sum(p.length for p in pieces)
         return tuple(shape)
 
     def full_shape(self, padded_vocab: int | None = None) -> tuple[int, ...]:
@@ -85,36 +90,67 @@ class Entry:
         """The shard of `rank` (for experts: of the expert-tensor-parallel group), reading no more than that. Padding is zero."""
         dim, names, shapes = dim_of(self.rule), self.hf, self.hf_shapes
         parts = []
-        for piece in self.rule.pieces(self.spec, Cut(tp, rank, padded_vocab)):
-            shape = shapes[piece.source]
-            start, stop = (min(x, shape[dim]) for x in (piece.start, piece.stop))
+        for piece in self.pieces(Cut(tp, rank, padded_vocab)):
+            shape, along = shapes[piece.source], piece.hf_dim(dim)
+            start, stop = (min(x, shape[along]) for x in (piece.start, piece.stop))
             if stop > start:
-                parts.append(source.slice(names[piece.source], (*[slice(0, n) for n in shape[:dim]], slice(start, stop))))
-            if piece.stop > shape[dim]:
+                lead = [slice(i, i + 1) for i in piece.at] + [slice(0, n) for n in shape[len(piece.at):along]]
+                where = (*lead, slice(start, stop))
+                part = source.slice(names[piece.source], where).flatten(0, len(piece.at))  # the expert's dimension goes
+                parts.append(_of_shard(part, piece, dim))
+            if piece.stop > shape[along]:
                 padding = list(shape)
                 padding[dim] = piece.stop - max(piece.start, shape[dim])
                 parts.append(torch.zeros(padding, dtype=source.dtype(names[piece.source])))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     @torch.no_grad()
-    def write(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        """HF name -> full tensor, from the shards of all ranks in order; of a replicated parameter the first counts."""
-        dim, shapes, shards = dim_of(self.rule), self.hf_shapes, list(shards[:1] if self.shard == "replicated" else shards)
+    def put(self, whole: dict[str, Tensor], shards: Sequence[Tensor]) -> int:
+        """Write the shards of all ranks, in order, into the full HF tensors of `whole` (made where missing); how many elements."""
+        dim, shapes, covered = dim_of(self.rule), self.hf_shapes, 0
+        shards = list(shards[:1] if self.shard == "replicated" else shards)
         if len(shapes) == len(shards) == 1 and tuple(shards[0].shape) == shapes[0]:
-            return {self.hf[0]: shards[0]}
-        whole = [shards[0].new_empty(shape) for shape in shapes]
+            whole[self.hf[0]] = shards[0]
+            return shards[0].numel()
+        for name, shape in zip(self.hf, shapes, strict=True):
+            if name not in whole:
+                whole[name] = shards[0].new_empty(shape)
         padded = sum(s.shape[dim] for s in shards) if self.shard == "vocab" else None
-        expected, covered = self.shard_shape(len(shards), padded), 0
+        expected = self.shard_shape(len(shards), padded)
         for rank, shard in enumerate(shards):
             assert tuple(shard.shape) == expected, f"{self.megatron}: shard {rank} is {tuple(shard.shape)}, should be {expected}"
             at = 0
-            for piece in self.rule.pieces(self.spec, Cut(len(shards), rank, padded)):
-                into, length = whole[piece.source], piece.stop - piece.start
-                start, stop = (min(x, into.shape[dim]) for x in (piece.start, piece.stop))
-                into.narrow(dim, start, stop - start).copy_(shard.narrow(dim, at, stop - start))
-                at, covered = at + length, covered + stop - start
-        assert covered == sum(shape[dim] for shape in shapes), f"{self.megatron}: the shards do not cover {self.hf}"
-        return dict(zip(self.hf, whole, strict=True))
+            for piece in self.pieces(Cut(len(shards), rank, padded)):
+                into, along = whole[self.hf[piece.source]][piece.at], piece.hf_dim(dim) - len(piece.at)
+                start, stop = (min(x, into.shape[along]) for x in (piece.start, piece.stop))
+                target = _of_shard(into.narrow(along, start, stop - start), piece, dim)
+                target.copy_(shard.narrow(dim, at, target.shape[dim]))
+                at, covered = at + piece.length, covered + target.numel()
+        return covered
+
+    def write(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
+        """HF name -> full tensor, from the shards of all ranks in order; of a replicated parameter the first counts."""
+        return Group((self,)).write([shards])
+
+
+def _of_shard(part: Tensor, piece: Piece, dim: int) -> Tensor:
+    """A contiguous range of an HF tensor as the view that lies in a shard."""
+    part = part.t() if piece.transposed else part
+    return part if piece.stride == 1 else part[(slice(None),) * dim + (slice(None, None, piece.stride),)]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are made of the same HF tensors: all experts where one tensor holds them, else a single entry."""
+
+    entries: tuple[Entry, ...]
+
+    def write(self, shards: Iterable[Sequence[Tensor]]) -> dict[str, Tensor]:
+        """HF name -> full tensor; `shards` are those of each entry, taken one entry at a time."""
+        whole: dict[str, Tensor] = {}
+        covered = sum(entry.put(whole, parts) for entry, parts in zip(self.entries, shards, strict=True))
+        assert covered == sum(t.numel() for t in whole.values()), f"{self.entries[0].megatron}: the shards do not cover {[*whole]}"
+        return whole
 
 
 class WeightPlan:
@@ -124,16 +160,22 @@ class WeightPlan:
         self.family, self.spec = family, spec
         self.entries: tuple[Entry, ...] = tuple(self._expand(family.weights))
         self.by_megatron: dict[str, Entry] = {e.megatron: e for e in self.entries}
-        self.by_hf: dict[str, Entry] = {name: e for e in self.entries for name in e.hf}
+        self.groups: tuple[Group, ...] = tuple(Group(tuple(same)) for _, same in groupby(self.entries, key=lambda entry: entry.hf))
+        self.by_hf: dict[str, Group] = {name: group for group in self.groups for name in group.entries[0].hf}
         self.hf_shapes: dict[str, tuple[int, ...]] = {n: s for e in self.entries for n, s in zip(e.hf, e.hf_shapes, strict=True)}
         assert len(self.by_megatron) == len(self.entries), f"family {family.name}: a Megatron name is used twice"
-        assert len(self.by_hf) == sum(len(e.hf) for e in self.entries), f"family {family.name}: an HF name is used twice"
+        assert len(self.by_hf) == sum(len(g.entries[0].hf) for g in self.groups), f"family {family.name}: an HF name is used twice"
         self.ignored: tuple[Ignored, ...] = (INV_FREQ, TIED_HEAD) if spec.tied else (INV_FREQ,)
+        self._kept = family.kept(spec) if family.kept is not None else None
 
     @property
     def parameters(self) -> int:
         """Parameters of the model, without vocabulary padding."""
         return sum(math.prod(shape) for shape in self.hf_shapes.values())
+
+    def kept(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that are carried along unchanged, sorted."""
+        return sorted(name for name in names if self._kept is not None and re.fullmatch(self._kept, name))
 
     def _expand(self, rules: Sequence[Rule]) -> Iterator[Entry]:
         """Layer by layer, and expert by expert within a layer."""
@@ -148,8 +190,9 @@ class WeightPlan:
                 of_layer = [rule for rule in chosen if rule.scope in scopes]
                 for in_expert, part in groupby(of_layer, key=lambda rule: rule.scope == "expert"):
                     same = list(part)
-                    for expert in range(self.spec.experts) if in_expert else (None,):
-                        yield from (Entry(rule, self.spec, layer, expert) for rule in same)
+                    experts = range(self.spec.experts) if in_expert else (None,)
+                    for rules_of in [[rule] for rule in same] if same[0].stacked else [same]:  # a stacked tensor is filled at a stretch
+                        yield from (Entry(rule, self.spec, layer, expert) for expert in experts for rule in rules_of)
 
     def hf_tensors(self, dtypes: Mapping[str, torch.dtype] | torch.dtype) -> dict[str, TensorMeta]:
         """Every HF tensor with its shape and dtype, in the order of export."""
@@ -168,7 +211,8 @@ class WeightPlan:
                      for name in missing[:SHOWN]]
         extra = sorted(names - set(self.by_hf))
         ignored = [name for name in extra if any(re.fullmatch(i.pattern, name) for i in self.ignored)]
-        unmapped = [name for name in extra if name not in ignored]
+        known = {*ignored, *self.kept(extra)}
+        unmapped = [name for name in extra if name not in known]
         problems += [Problem(f"{source.file(name)}, tensor {name}",
                              f"is in no row of the weight table of {self.family.name} for this config.json ({self.spec.num_layers} layers)")
                      for name in unmapped[:SHOWN]]

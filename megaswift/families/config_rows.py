@@ -16,7 +16,7 @@ from megaswift.errors import Problem, WeightsError, nearest
 REQUIRED: Any = object()
 """The default of a row whose field must be there."""
 SPEC_FIELDS = ("vocab_size", "max_positions", "tied", "dtype", "rope")
-"""Targets that are fields of ModelSpec itself; all others are fields of Megatron's TransformerConfig."""
+"""Targets that are fields of ModelSpec itself; all others are fields of `Features` or of Megatron's TransformerConfig."""
 
 
 @dataclass

@@ -6,8 +6,8 @@ Owns what a family is and how one is found by its `model_type`. A family file is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ from megaswift.errors import Problem, WeightsError, nearest
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
 from megaswift.families.rules import Rule
-from megaswift.families.spec import ModelSpec
+from megaswift.families.spec import Features, ModelSpec
 from megaswift.registry import Registry
 
 LLAMA_LIKE: Mapping[str, Any] = MappingProxyType({
@@ -35,19 +35,24 @@ class Family:
     weights: tuple[Rule, ...]
     """In the order of export."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Megatron fields that no config.json field sets."""
+    """Fields of Megatron's TransformerConfig or of `Features` that no config.json field sets."""
+    kept: Callable[[ModelSpec], str] | None = None
+    """A pattern of Hugging Face names that are carried along unchanged: multi-token prediction layers."""
 
     @property
     def rows(self) -> tuple[ConfigRow, ...]:
-        """All configuration rows; the family's own are read last."""
-        return (*SIZES, architecture(self.architecture), *IRRELEVANT, *self.config)
+        """All configuration rows; the family's own are read last, and stand in place of shared ones about the same fields."""
+        own = {key for row in self.config for key in row.keys}
+        shared = (*SIZES, architecture(self.architecture), *IRRELEVANT)
+        return (*(row for row in shared if not own & set(row.keys)), *self.config)
 
     def spec(self, hf_config: Mapping[str, Any]) -> ModelSpec:
         """The model that `hf_config` describes; a WeightsError names every field that is wrong or not known."""
         values = read_rows(self.name, self.rows, hf_config)
+        values = {**LLAMA_LIKE, **self.fixed, **values}
         own = {name: values.pop(name) for name in SPEC_FIELDS}
-        transformer = {**LLAMA_LIKE, **self.fixed, **values}
-        return ModelSpec(family=self.name, transformer=transformer, hf_config=dict(hf_config), **own)
+        features = Features(**{f.name: values.pop(f.name) for f in fields(Features) if f.name in values})
+        return ModelSpec(family=self.name, transformer=values, hf_config=dict(hf_config), features=features, **own)
 
 
 FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")

@@ -26,15 +26,39 @@ class Cut:
     tp: int = 1
     rank: int = 0
     padded_vocab: int | None = None
+    expert: int | None = None
+    """Global number of the expert, where the rule is about one."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows or columns [start, stop) of HF tensor number `source`."""
+    """Rows or columns [start, stop) of HF tensor number `source`, or every `stride`-th of them."""
 
     source: int
     start: int
     stop: int
+    stride: int = 1
+    at: tuple[int, ...] = ()
+    """Leading indices: the expert in a tensor that holds all of them."""
+    transposed: bool = False
+    """HF keeps [in, out] where Megatron has [out, in]."""
+
+    @property
+    def length(self) -> int:
+        """How many rows or columns these are."""
+        return -(-(self.stop - self.start) // self.stride)
+
+    def hf_dim(self, dim: int) -> int:
+        """The dimension of the HF tensor that becomes the parameter's dimension `dim`."""
+        return len(self.at) + (1 - dim if self.transposed else dim)
+
+    def shape(self, hf: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        """Shape of this part of a parameter, from the HF tensor's."""
+        inner = list(hf[len(self.at):])
+        if self.transposed:
+            inner.reverse()
+        inner[dim] = self.length
+        return tuple(inner)
 
 
 class Rule(Protocol):
@@ -57,6 +81,14 @@ class Rule(Protocol):
     @property
     def when(self) -> str:
         """The models it holds for: a condition of `ModelSpec`, empty for all."""
+
+    @property
+    def stacked(self) -> bool:
+        """Whether one HF tensor holds all experts of a layer."""
+
+    @property
+    def buffer(self) -> bool:
+        """Whether it is a buffer of the module: saved and exported, not trained by gradients."""
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """Shape of each HF tensor."""
@@ -84,14 +116,16 @@ def sizes(spec: ModelSpec, names: Sequence[str]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Copy:
-    """The same tensor on every rank: norms, routers, biases after a row-parallel layer."""
+    """The same tensor on every rank: norms, routers, biases after a row-parallel layer; also buffers, such as a router's expert bias."""
 
     megatron: str
     hf: tuple[str]
     dims: tuple[str, ...]
     scope: Scope = "layer"
     when: str = ""
+    buffer: bool = False
     shard: ClassVar[Shard] = "replicated"
+    stacked: ClassVar[bool] = False
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """[*dims]."""
@@ -112,6 +146,8 @@ class RowParallel:
     scope: Scope = "layer"
     when: str = ""
     shard: ClassVar[Shard] = "row"
+    stacked: ClassVar[bool] = False
+    buffer: ClassVar[bool] = False
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """[out, in]."""
@@ -137,6 +173,8 @@ class QKV:
     scope: Scope = "layer"
     when: str = ""
     shard: ClassVar[Shard] = "column"
+    stacked: ClassVar[bool] = False
+    buffer: ClassVar[bool] = False
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """[heads x d, h], [KV heads x d, h] twice; without h for biases."""
@@ -168,6 +206,8 @@ class GatedMLP:
     scope: Scope = "layer"
     when: str = ""
     shard: ClassVar[Shard] = "column"
+    stacked: ClassVar[bool] = False
+    buffer: ClassVar[bool] = False
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """[ffn, h] twice; without h for biases."""
@@ -188,6 +228,8 @@ class Vocab:
     scope: Scope = "model"
     when: str = ""
     shard: ClassVar[Shard] = "vocab"
+    stacked: ClassVar[bool] = False
+    buffer: ClassVar[bool] = False
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """[vocab, h], without padding."""

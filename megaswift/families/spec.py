@@ -22,12 +22,44 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class Features:
+    """What some families compute beyond Megatron's TransformerConfig; the defaults compute nothing."""
+
+    embedding_scale: float = 1.0
+    """Factor on the token embeddings."""
+    residual_scale: float = 1.0
+    """Factor on what attention and MLP add to the residual stream."""
+    logit_scale: float = 1.0
+    """Factor on the logits."""
+    logit_softcap: float | None = None
+    """Logits become cap x tanh(logits / cap)."""
+    attention_softcap: float | None = None
+    """The same for attention scores."""
+    pre_norm: bool = True
+    """A norm before attention and before the MLP."""
+    post_norm: bool = False
+    """A norm on the output of attention and of the MLP, before it is added."""
+    qk_norm_width: str = "head"
+    """What the norm of queries and keys goes over: each `head`, or `all` heads together."""
+    rope_local: RopeSpec | None = None
+    """The rotary embedding of windowed layers, where it differs."""
+    rope_layers: tuple[int, ...] | None = None
+    """1 for each layer with rotary embedding; None: all."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Features:
+        """The inverse of `dataclasses.asdict`, also through JSON."""
+        local, layers = values.get("rope_local"), values.get("rope_layers")
+        return cls(**{**values, "rope_local": RopeSpec(**local) if local else None, "rope_layers": tuple(layers) if layers else None})
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One model. Plain values only, so that it can be written as JSON."""
 
     family: str
     transformer: Mapping[str, Any]
-    """Keyword arguments of Megatron's TransformerConfig by name; the activation is the string `silu`."""
+    """Keyword arguments of Megatron's TransformerConfig by name; the activation is a name, as `silu`."""
     vocab_size: int
     max_positions: int
     rope: RopeSpec
@@ -35,6 +67,7 @@ class ModelSpec:
     """Whether the output layer is the embedding."""
     dtype: str
     """`bfloat16`, `float16` or `float32`: what config.json says."""
+    features: Features = Features()
     hf_config: Mapping[str, Any] = field(repr=False, default_factory=dict)
     """The config.json as read, exported unchanged."""
 
@@ -118,4 +151,5 @@ class ModelSpec:
         transformer = dict(values["transformer"])
         if transformer.get("window_size") is not None:
             transformer["window_size"] = tuple(transformer["window_size"])
-        return cls(**{**values, "transformer": transformer, "rope": RopeSpec(**values["rope"])})
+        return cls(**{**values, "transformer": transformer, "rope": RopeSpec(**values["rope"]),
+                      "features": Features.from_dict(values["features"])})

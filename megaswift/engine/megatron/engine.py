@@ -21,7 +21,7 @@ from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron import schedule_pass as passes
 from megaswift.engine.megatron.aux_losses import AuxLosses
 from megaswift.engine.megatron.context import ParallelContext
-from megaswift.engine.megatron.layer_spec import pick
+from megaswift.engine.megatron.layer_spec import only_torch, pick
 from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap
 from megaswift.engine.megatron.model_config import transformer_config
 from megaswift.engine.megatron.sizes import measure
@@ -41,7 +41,7 @@ class MegatronEngine:
     def __init__(self, spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
-        self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl)
+        self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, only_torch(spec))
         if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
             raise ConfigError(lacking)
         self.config = transformer_config(spec, cfg, self.layout, self.impl)

@@ -28,10 +28,26 @@ from megaswift.engine.megatron.attention import TorchAttention
 from megaswift.engine.megatron.norm import NormColumnParallelLinear, QKNorm, TorchNorm
 from megaswift.engine.megatron.router import BalancedRouter
 from megaswift.errors import ConfigError, Problem
+from megaswift.families.spec import Features, ModelSpec
 
 
-def pick(asked: str, attention: str = "auto") -> tuple[str, str]:
-    """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`."""
+IN_LAYERS = ("residual_scale", "attention_softcap", "pre_norm", "post_norm", "qk_norm_width", "rope_local", "rope_layers")
+"""Features that Transformer Engine's layers, as Megatron-Core puts them together, do not compute."""
+
+
+def only_torch(spec: ModelSpec) -> str:
+    """What of a model the torch layers alone compute; empty when both specs do."""
+    plain = Features()
+    return ", ".join(name for name in IN_LAYERS if getattr(spec.features, name) != getattr(plain, name))
+
+
+def pick(asked: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
+    """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`; `lacking` is what only torch layers do."""
+    if lacking and asked == "transformer_engine":
+        raise ConfigError(Problem("--transformer_impl transformer_engine", f"its layers have no {lacking}, which this model needs",
+                                  "--transformer_impl torch"))
+    if lacking and asked == "auto":
+        return "torch", f"Transformer Engine's layers have no {lacking}, which this model needs"
     cuda, installed = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
     if asked == "torch":
         return "torch", "asked for"

@@ -58,10 +58,17 @@ def _mark(parameter: nn.Parameter, entry: Entry) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter of this rank and its entry in the weight plan."""
+    """A parameter or buffer of this rank and its entry in the weight plan."""
 
     entry: Entry
-    parameter: nn.Parameter
+    owner: nn.Module
+    name: str
+    """The owner's attribute: looked up at each use, because a change of precision replaces buffers."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter or buffer."""
+        return getattr(self.owner, self.name)
 
 
 class RankWeights:
@@ -76,11 +83,21 @@ class RankWeights:
                 canonical = canonical_name(name, chunk, spec, context)
                 entry = plan.by_megatron.get(canonical)
                 assert entry is not None, f"{canonical} has no entry in the weight plan of {spec.family}"
-                shape = tuple(entry.shard_shape(self._tp(entry)[0], self.padded))
-                assert shape == tuple(parameter.shape), f"{canonical}: module has {tuple(parameter.shape)}, plan says {shape}"
                 _mark(parameter, entry)
-                self.placed.append(Placed(entry, parameter))
-        self.by_name = {p.entry.megatron: p.parameter for p in self.placed}
+                self._place(entry, chunk, name)
+            for name, _ in chunk.named_buffers():
+                entry = plan.by_megatron.get(canonical_name(name, chunk, spec, context))
+                if entry is not None:
+                    assert entry.rule.buffer, f"{name} is a buffer"
+                    self._place(entry, chunk, name)
+        self.by_name = {p.entry.megatron: p for p in self.placed}
+
+    def _place(self, entry: Entry, chunk: nn.Module, name: str) -> None:
+        path, _, attribute = name.rpartition(".")
+        placed = Placed(entry, chunk.get_submodule(path), attribute)
+        shape = tuple(entry.shard_shape(self._tp(entry)[0], self.padded))
+        assert shape == tuple(placed.tensor.shape), f"{entry.megatron}: module has {tuple(placed.tensor.shape)}, plan says {shape}"
+        self.placed.append(placed)
 
     def _tp(self, entry: Entry) -> tuple[int, int]:
         """(ranks, rank) that split this entry: ETP for experts, TP otherwise."""
@@ -92,27 +109,29 @@ class RankWeights:
         """Fill every parameter from `source`, reading only this rank's slices."""
         for placed in self.placed:
             ranks, rank = self._tp(placed.entry)
-            placed.parameter.copy_(placed.entry.read(source, ranks, rank, self.padded))
+            placed.tensor.copy_(placed.entry.read(source, ranks, rank, self.padded))
 
-    def stream(self, value: Callable[[nn.Parameter], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+    def stream(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the CPU) of `value(parameter)` for all entries in the plan's order.
 
-        Collective: every rank iterates to the end; only rank 0 yields tensors, one entry at a time.
+        Collective: every rank iterates to the end; only rank 0 yields tensors, one group of entries at a time.
         """
-        for entry in self.plan.entries:
-            parts = self._gather(entry, value)
+        for group in self.plan.groups:
+            shards = (self._gather(entry, value) for entry in group.entries)
             if self.context.rank == 0:
-                assert parts is not None
-                yield from entry.write(parts).items()
+                yield from group.write(parts or [] for parts in shards).items()
+            else:
+                for _ in shards:
+                    pass
 
-    def _gather(self, entry: Entry, value: Callable[[nn.Parameter], Tensor | None]) -> list[Tensor] | None:
+    def _gather(self, entry: Entry, value: Callable[[Tensor], Tensor | None]) -> list[Tensor] | None:
         """The entry's shards in order, on rank 0; None elsewhere. Shards travel as CPU tensors, whatever the device."""
         here = self.context.rank
         shape = entry.shard_shape(self._tp(entry)[0], self.padded)
         parts: list[Tensor] = []
         for holder in self._holders(entry):
             if here == holder:
-                found = value(self.by_name[entry.megatron])
+                found = value(self.by_name[entry.megatron].tensor)
                 mine = torch.zeros(shape) if found is None else found.detach().cpu().contiguous()
                 if holder == 0:
                     parts.append(mine)
@@ -159,12 +178,14 @@ class RankWeights:
 class RandomSource:
     """Stands where Hugging Face files would: each tensor from its own seed, so that no layout changes a weight.
 
-    Matrices are normal(0, initializer_range), norms 1, biases 0, as transformers initialises these families.
+    Matrices are normal(0, initializer_range), norms 1 (0 where a norm multiplies by 1 + weight), biases 0, as transformers initialises
+    these families.
     """
 
     def __init__(self, plan: WeightPlan, spec: ModelSpec, seed: int) -> None:
         self.shapes = plan.hf_shapes
         self.std, self.seed = float(spec.hf_config.get("initializer_range", 0.02)), seed
+        self.norm = 0.0 if spec.transformer.get("layernorm_zero_centered_gamma") else 1.0
         self._last: tuple[str, Tensor] = "", torch.empty(0)
 
     def dtype(self, _: str) -> torch.dtype:
@@ -177,7 +198,7 @@ class RandomSource:
         if name.endswith("bias"):
             return torch.zeros(shape)[index]
         if len(shape) == 1:
-            return torch.ones(shape)[index]
+            return torch.full(shape, self.norm)[index]
         if self._last[0] != name:  # fused parameters ask for one tensor in many pieces
             generator = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
             self._last = name, torch.randn(shape, generator=generator).mul_(self.std)
@@ -206,6 +227,6 @@ def frozen(placed: Iterable[Placed], patterns: Iterable[str]) -> dict[str, list[
     for item in placed:
         for pattern, found in hits.items():
             if any(re.search(pattern, name) for name in item.entry.hf):
-                item.parameter.requires_grad_(False)
+                item.tensor.requires_grad_(False)
                 found.extend(item.entry.hf)
     return hits
