@@ -11,6 +11,7 @@ from megaswift import __version__
 from megaswift.config.sections import TASKS
 from megaswift.errors import ConfigError, Problem, UserError, nearest
 from megaswift.refusal import refuse
+from megaswift.stdout import reader_may_leave
 
 HELP = ("-h", "--help")
 
@@ -43,8 +44,9 @@ def _data(argv: list[str]) -> int:
     """`megaswift data show ...`."""
     if argv[:1] == ["show"]:
         from megaswift.data.show import main as show
+        from megaswift.trainers.model_source import tokenizer_for
 
-        return show(argv[1:]) or 0
+        return show(argv[1:], tokenizer_for)
     if argv and argv[0] not in HELP:
         raise ConfigError(Problem(f"megaswift data {argv[0]}", "is no command", "megaswift data show DATASET --model DIR"))
     print("megaswift data show DATASET --model DIR     samples as tokens with their loss mask; lengths and packing (show --help)")
@@ -89,6 +91,13 @@ usage: megaswift COMMAND ...     (megaswift COMMAND --help)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    code = 0
+    with reader_may_leave():
+        code = _run(words)
+    return code
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in (*HELP, "help"):
         print(usage(), end="", file=sys.stdout if words else sys.stderr)
         return 0 if words else 2

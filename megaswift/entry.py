@@ -17,6 +17,7 @@ from megaswift.config.swift import is_worker
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.launchers import local
 from megaswift.refusal import leave, refuse
+from megaswift.stdout import reader_may_leave
 
 HELP = ("-h", "--help")
 INTERRUPTED = 128 + signal.SIGINT
@@ -28,7 +29,8 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
     if any(w in HELP for w in words):
         from megaswift.config.helptext import task_help
 
-        print(task_help(task))
+        with reader_may_leave():
+            print(task_help(task))
         return 0
     try:
         return _go(task, words)

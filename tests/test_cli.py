@@ -81,6 +81,26 @@ def test_a_layout_that_does_not_work_ends_with_2_before_torchrun_starts(tmp_path
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("words", [["-m", "megaswift", "--help"], ["-m", "megaswift.sft", "--help"], ["-m", "megaswift", "config", "--schema"]])
+def test_a_reader_that_leaves_early_is_no_error(words: list[str]) -> None:
+    """As in `megaswift --help | head -1`; here the reader has left before anything is written."""
+    inlet, outlet = os.pipe()
+    os.close(inlet)
+    try:
+        done = subprocess.run([sys.executable, *words], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=outlet, text=True,
+                              stderr=subprocess.PIPE, timeout=60)
+    finally:
+        os.close(outlet)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.process
+def test_another_broken_pipe_is_an_error() -> None:
+    code, _, err = ran("-c", "from megaswift.stdout import reader_may_leave\nwith reader_may_leave():\n    raise BrokenPipeError('a socket')")
+    assert code == 1 and "a socket" in err
+
+
+@pytest.mark.process
 def test_unknown_commands() -> None:
     code, _, err = ran("-m", "megaswift", "sfft")
     assert code == 2 and "did you mean sft?" in err

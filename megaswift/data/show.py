@@ -1,54 +1,101 @@
 """`megaswift data show`: samples as tokens with their loss mask, lengths and packing. The first thing to look at when training goes wrong.
 
-Owns this command's text. It reads with the very same code as training, so what it shows is what is trained.
+Owns this command's text. It reads with the very same code as training, so what it shows is what is trained; the tokenizer
+comes from the caller, who knows where models lie.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from megaswift.config import load
+from megaswift.config import SwiftConfig, load
+from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.config.source import read_command_line
 from megaswift.data.build import documents
 from megaswift.data.collate import Shape
 from megaswift.data.documents import Documents
 from megaswift.data.loader import make_rows
 from megaswift.errors import DataError, Problem
+from megaswift.log import info
 
 USAGE = """\
 megaswift data show DATASET... --model DIR [options]
+megaswift data show run.yaml [options]
 
 Samples as tokens; tokens that carry loss are green (in [brackets] where there is no colour), `|` parts tokens. Then lengths and
-packing. Takes the options of the section `data` (--max_length, --packing, --columns, --chat_template, --loss_scale, ...), and
+packing (as without context parallelism). The model's tokenizer is enough. Takes a run's configuration (.yaml or .json, as the
+first word; what it says of training is left aside), the options of the section `data` (--max_length, --packing, --columns,
+--chat_template, --loss_scale, ...), --use_hf, --model_revision, --trust_remote_code, and
 
   --samples N   samples to show (default 3)
   --first N     number of the first one, from 0 (default 0)
   --task pt     plain text instead of conversations (default sft)
 """
+MODEL_OPTIONS = ("model", "use_hf", "model_revision", "trust_remote_code")
+ORDER_OPTIONS = ("shuffle", "dataloader_num_workers")
+"""Of the section data, but without effect here."""
+SPLIT_OPTIONS = ("seed", "data_seed")
+"""They choose what is held out."""
 GREEN, DIM, OFF = "\033[1;32m", "\033[2m", "\033[0m"
 BARS = 12
 
 
-def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """(our own options, data sets, what the configuration reads)."""
-    own, datasets, rest = {"samples": "3", "first": "0", "task": "sft"}, [], []
+def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(our own options, what the configuration reads: its file first, data sets as --dataset)."""
+    own, datasets, files, rest = {"samples": "3", "first": "0", "task": ""}, [], [], []
     words = [w for a in argv for w in (a.split("=", 1) if a.startswith("--") and a.partition("=")[0].lstrip("-") in own else [a])]
     leading = True
     while words:
         word = words.pop(0)
-        if word.lstrip("-") in own and word.startswith("--") and words:
+        leading = leading and not word.startswith("--")
+        if word.startswith("--") and word[2:] in own and words:
             own[word[2:]] = words.pop(0)
-        elif leading and not word.startswith("-") and not word.endswith((".yaml", ".yml")):
-            datasets.append(word)
+        elif leading:
+            (files if is_configuration(word) else datasets).append(word)
         else:
-            leading = False
             rest.append(word)
-    return own, datasets, rest
+    return own, [*files, *rest, *(["--dataset", *datasets] if datasets else [])]
+
+
+def is_configuration(word: str) -> bool:
+    """Whether a word names a configuration rather than data: any YAML file, or a JSON object that holds no list of rows."""
+    path = Path(word)
+    if path.suffix.lower() != ".json" or not path.is_file():
+        return path.suffix.lower() in (".yaml", ".yml")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # whatever it is, the data's reader says what is wrong with it
+        return False
+    return isinstance(value, dict) and not any(isinstance(v, list) and any(isinstance(row, dict) for row in v) for v in value.values())
+
+
+def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
+    """DataError for what this command lacks, and for options on its command line that it would ignore."""
+    problems = []
+    for given in read_command_line(list(words)).givens:
+        name = NAMES.get(given.name, "")
+        if not name:
+            continue  # the task
+        if name in SPLIT_OPTIONS:
+            used, why = cfg.data.split_dataset_ratio > 0, "chooses the held-out rows, and none are held out"
+        else:
+            used = name in MODEL_OPTIONS or (OPTIONS[name].section == "data" and name not in ORDER_OPTIONS)
+            why = "samples are shown in the files' order" if name == "shuffle" else "belongs to training"
+        if not used:
+            problems.append(Problem(given.label, f"would be ignored by data show: {why}", "leave it out"))
+    if cfg.model.model is None:
+        problems.append(Problem("--model", "is not given; its tokenizer decides what the samples become", "--model DIR"))
+    if cfg.data.streaming:
+        problems.append(Problem("--streaming true", "data show counts whole data sets", "--streaming false, and a part: data.jsonl#1000"))
+    if problems:
+        raise DataError(problems)
 
 
 def _number(own: dict[str, str], name: str) -> int:
@@ -100,39 +147,49 @@ def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
     return lines
 
 
-def summary(docs: Documents, max_length: int) -> list[str]:
+def summary(docs: Documents, held: Documents | None, max_length: int, packing: bool = True) -> list[str]:
     """Counts, lengths, and how rows would be packed."""
     tokens, labels = int(docs.length.sum()), int(docs.labels.sum())
     happened = ", ".join(f"{v:,} {k}" for k, v in docs.counted.items() if k != "rows" and v)
     lines = [f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} carry loss "
-             f"({100 * labels / tokens:.1f}%)", "", *histogram(docs.length, "tokens a sample"), ""]
+             f"({100 * labels / tokens:.1f}%)"]
+    if held is not None:
+        lines.append(f"for evaluation: {len(held):,} rows, {int(held.length.sum()):,} tokens, {int(held.labels.sum()):,} carry loss")
+    lines += ["", *histogram(docs.length, "tokens a sample")]
+    return lines + ["", *packed(docs, max_length)] if packing else lines
+
+
+def packed(docs: Documents, max_length: int) -> list[str]:
+    """How full packed rows are, beside rows of one sample."""
     rows = make_rows(docs, True, max_length, Shape())
     assert rows.packing is not None
+    tokens, plain = int(docs.length.sum()), len(docs) * int(docs.length.max())
     filled = np.add.reduceat(docs.length[rows.packing.documents], rows.packing.offsets[:-1])
-    plain = 100 * tokens / (len(docs) * int(docs.length.max()))
-    lines.append(f"packed into {len(rows):,} rows of {max_length:,}: {100 * tokens / (len(rows) * max_length):.2f}% filled "
-                 f"(one sample a row, padded to the longest: {plain:.1f}%)")
-    return lines + histogram(np.diff(rows.packing.offsets), "samples a packed row") + histogram(filled, "tokens a packed row")
+    line = (f"packed into {len(rows):,} rows of {max_length:,}: {100 * tokens / (len(rows) * max_length):.2f}% filled "
+            f"(one sample a row, padded to the longest: {100 * tokens / plain:.1f}%)")
+    return [line, *histogram(np.diff(rows.packing.offsets), "samples a packed row"), *histogram(filled, "tokens a packed row")]
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], tokenizer_for: Callable[[SwiftConfig], Any]) -> int:
     """Show samples and statistics of the data sets named in `argv`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(USAGE, end="")
         return 0 if argv else 2
-    own, datasets, rest = _own_options(argv)
-    cfg = load(own["task"], [*rest, *(["--dataset", *datasets] if datasets else [])])
-    if cfg.model.model is None:
-        raise DataError(Problem("--model", "is not given; its tokenizer decides what the samples become", "--model DIR"))
-    from transformers import AutoTokenizer
-    if not Path(cfg.model.model).is_dir():
-        raise DataError(Problem(f"--model {cfg.model.model}", "is no folder here", "a folder with a tokenizer"))
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model.model, trust_remote_code=cfg.model.trust_remote_code)
-    docs, _ = documents(cfg.data, cfg.train, tokenizer, cfg.task)
-    out, first = sys.stdout, _number(own, "first")
-    for i in range(first, min(len(docs), first + _number(own, "samples"))):
+    own, words = _own_options(argv)
+    cfg = load(own["task"] or None, words)
+    _check(cfg, words)
+    for notice in cfg.notices:
+        info(notice)
+    first, count = _number(own, "first"), _number(own, "samples")
+    tokenizer = tokenizer_for(cfg)
+    docs, held = documents(cfg.data, cfg.train, tokenizer, cfg.task)
+    if count and first >= len(docs):
+        raise DataError(Problem(f"--first {first}", f"there are {len(docs)} samples, counted from 0", f"--first {len(docs) - 1}"))
+    out = sys.stdout
+    for i in range(first, min(len(docs), first + count)):
         ids, mask = docs.read(i)
         print(f"--- sample {i} (row {docs.sample[i]}): {len(ids)} tokens, {int(docs.labels[i])} carry loss", file=out)
         print(sample_text(pieces(tokenizer, ids.tolist()), mask.tolist(), coloured(out)) + "\n", file=out)
-    print("\n".join(summary(docs, cfg.data.max_length)), file=out)
+    show_packing = cfg.data.packing or "packing" not in cfg.given
+    print("\n".join(summary(docs, held, cfg.data.max_length, show_packing)), file=out)
     return 0

@@ -105,3 +105,15 @@ def tokenizer_of(cfg: SwiftConfig, folder: Path) -> Any:
     if cfg.data.chat_template is not None:
         tokenizer.chat_template = read_template(cfg.data.chat_template)
     return tokenizer
+
+
+def tokenizer_for(cfg: SwiftConfig) -> Any:
+    """The tokenizer that training on `--model` takes, whatever `--model` is; here a folder that holds nothing else is enough."""
+    folder = Path(str(cfg.model.model))
+    alone = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    if not alone:
+        folder = locate(cfg.model, weights=False)
+    problems = missing_files(folder, random_init=True)
+    if problems:
+        raise WeightsError(problems)
+    return tokenizer_of(cfg, folder)

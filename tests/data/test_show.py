@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megaswift.data import show
-from megaswift.errors import DataError
+from megaswift.errors import UserError
+from megaswift.trainers.model_source import tokenizer_for
 from tests.data.makers import chat, jsonl, tokenizer
 
 
@@ -36,24 +38,97 @@ def test_histogram_counts_everything_once() -> None:
     assert [int(line.split()[-1]) for line in lines[1:]] == [3, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
 
 
+def folder(path: Path, template: str = "qwen2_5") -> str:
+    tokenizer("qwen", template).save_pretrained(path)
+    return str(path)
+
+
+def rows(path: Path, count: int = 8) -> str:
+    return jsonl(path, [chat(f"hello {i}", "Paris 🙂") for i in range(count)])
+
+
+def shown(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> str:
+    assert show.main([*words, "--dataset_cache_dir", str(tmp_path / "cache")], tokenizer_for) == 0
+    return capsys.readouterr().out
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(UserError) as error:
+        show.main(words, tokenizer_for)
+    return str(error.value)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer("qwen", "qwen2_5").save_pretrained(tmp_path / "model")
-    data = jsonl(tmp_path / "d.jsonl", [chat(f"hello {i}", "Paris 🙂") for i in range(8)])
-    code = show.main([data, "--model", str(tmp_path / "model"), "--samples", "2", "--first=1", "--max_length", "128",
-                      "--dataset_cache_dir", str(tmp_path / "c")])
-    out = capsys.readouterr().out
-    assert code == 0
+    out = shown(capsys, tmp_path, rows(tmp_path / "d.jsonl"), "--model", folder(tmp_path / "model"), "--samples", "2", "--first=1",
+                "--max_length", "128")
     assert "--- sample 1 (row 1)" in out and "--- sample 2" in out and "sample 3 " not in out and "sample 0 " not in out
     assert out.partition("[")[2].partition("]")[0].replace("|", "").startswith("Paris")
     assert "|<|im_end|>] " in out
-    assert "8 rows," in out and "packed into" in out and "\033" not in out
+    assert "8 rows," in out and "packed into" in out and "\033" not in out and "for evaluation" not in out
+
+
+def test_an_output_directory_as_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    folder(run / "hf")
+    (run / "hf" / "config.json").write_text("{}")
+    (run / "metrics.jsonl").write_text("{}\n")
+    assert "--- sample 0" in shown(capsys, tmp_path, rows(tmp_path / "d.jsonl"), "--model", str(run))
+
+
+def test_a_hub_id_as_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the hub's cache on disk, laid out as the client lays it out; and refused as training refuses it when it is not there."""
+    commit = "0" * 40
+    kept = tmp_path / "hub" / "models--some--model"
+    folder(kept / "snapshots" / commit)
+    (kept / "snapshots" / commit / "config.json").write_text('{"model_type": "qwen3"}')
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    data = rows(tmp_path / "d.jsonl")
+    assert "--- sample 0" in shown(capsys, tmp_path, data, "--model", "some/model")
+    assert "Hugging Face did not give it" in refused(data, "--model", "some/other")
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "run.json"])
+def test_a_configuration_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """It holds a whole run; what it says of training is left aside, options and data sets after it count."""
+    run = {"task": "sft", "model": folder(tmp_path / "m"), "dataset": [rows(tmp_path / "d.jsonl")], "learning_rate": 1e-5,
+           "parallel": {"tp": 2}, "max_length": 128}
+    (tmp_path / name).write_text(json.dumps(run))
+    out = shown(capsys, tmp_path, str(tmp_path / name), "--split_dataset_ratio", "0.25", "--seed", "1")
+    assert "packed into" in out and "rows of 128:" in out and "6 in all" in out and "for evaluation: 2 rows," in out
+    assert "rows of 128:" not in shown(capsys, tmp_path, str(tmp_path / name), "--packing", "false")
+    assert "3 rows," in shown(capsys, tmp_path, str(tmp_path / name), rows(tmp_path / "other.jsonl", 3))
+
+
+def test_data_in_a_json_file_are_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder(tmp_path / "m")
+    for value in ([chat("a", "b")], {"data": [chat("a", "b")]}):
+        (tmp_path / "d.json").write_text(json.dumps(value))
+        assert "1 rows," in shown(capsys, tmp_path, str(tmp_path / "d.json"), "--model", model)
+    (tmp_path / "d.json").write_text("{broken")
+    assert "not JSON" in refused(str(tmp_path / "d.json"), "--model", model, "--dataset_cache_dir", str(tmp_path / "c"))
+
+
+def test_options_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
+    text = refused(rows(tmp_path / "d.jsonl"), "--model", "m", "--lr", "1e-5", "--tp", "2", "--shuffle", "true", "--data_seed", "3")
+    for part in ("--lr 1e-5: would be ignored", "--tp 2", "--shuffle true", "files' order", "--data_seed 3: would be ignored"):
+        assert part in text
+    assert "--streaming true" in refused(str(tmp_path / "d.jsonl"), "--model", "m", "--streaming", "--max_steps", "3")
 
 
 def test_help_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show.main(["--help"]) == 0
+    assert show.main(["--help"], tokenizer_for) == 0
     assert "data show DATASET" in capsys.readouterr().out
-    with pytest.raises(DataError, match="--model DIR"):
-        show.main([jsonl(tmp_path / "d.jsonl", [chat("a", "b")])])
-    with pytest.raises(DataError, match="whole number"):
-        tokenizer("qwen", "qwen3").save_pretrained(tmp_path / "m")
-        show.main([str(tmp_path / "d.jsonl"), "--model", str(tmp_path / "m"), "--samples", "x", "--dataset_cache_dir", str(tmp_path / "c")])
+    data, model = rows(tmp_path / "d.jsonl"), folder(tmp_path / "m")
+    assert "--model DIR" in refused(data)
+    assert "no such folder" in refused(data, "--model", str(tmp_path / "nowhere"))
+    assert "whole number" in refused(data, "--model", model, "--samples", "x")
+    assert "there are 8 samples" in refused(data, "--model", model, "--first", "8", "--dataset_cache_dir", str(tmp_path / "c"))
+    Path(model, "tokenizer.json").write_text("{")
+    assert "cannot be read" in refused(data, "--model", model)
+    Path(model, "tokenizer.json").unlink()
+    Path(model, "tokenizer_config.json").unlink()
+    Path(model, "config.json").write_text('{"model_type": "qwen3"}')
+    assert "has no tokenizer" in refused(data, "--model", model)

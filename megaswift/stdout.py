@@ -1,0 +1,28 @@
+"""Standard output whose reader may leave before the end: `megaswift sft --help | head -1` is no error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Ends the block quietly when nobody reads standard output any more. Any other broken pipe goes on as an error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _left(sys.stdout.fileno()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered is written when Python ends
+
+
+def _left(descriptor: int) -> bool:
+    """Whether the other end of a pipe is closed."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
