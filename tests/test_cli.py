@@ -81,7 +81,8 @@ def test_a_layout_that_does_not_work_ends_with_2_before_torchrun_starts(tmp_path
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("words", [["-m", "megaswift", "--help"], ["-m", "megaswift.sft", "--help"], ["-m", "megaswift", "config", "--schema"]])
+@pytest.mark.parametrize("words", [
+    ["-m", "megaswift", "--help"], ["-m", "megaswift.sft", "--help"], ["-m", "megaswift", "config", "--schema"]])
 def test_a_reader_that_leaves_early_is_no_error(words: list[str]) -> None:
     """As in `megaswift --help | head -1`; here the reader has left before anything is written."""
     inlet, outlet = os.pipe()
@@ -96,7 +97,8 @@ def test_a_reader_that_leaves_early_is_no_error(words: list[str]) -> None:
 
 @pytest.mark.process
 def test_another_broken_pipe_is_an_error() -> None:
-    code, _, err = ran("-c", "from megaswift.stdout import reader_may_leave\nwith reader_may_leave():\n    raise BrokenPipeError('a socket')")
+    raising = "from megaswift.stdout import reader_may_leave\nwith reader_may_leave():\n    raise BrokenPipeError('a socket')"
+    code, _, err = ran("-c", raising)
     assert code == 1 and "a socket" in err
 
 

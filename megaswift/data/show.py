@@ -49,7 +49,10 @@ BARS = 12
 
 def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """(our own options, what the configuration reads: its file first, data sets as --dataset)."""
-    own, datasets, files, rest = {"samples": "3", "first": "0", "task": ""}, [], [], []
+    own = {"samples": "3", "first": "0", "task": ""}
+    datasets: list[str] = []
+    files: list[str] = []
+    rest: list[str] = []
     words = [w for a in argv for w in (a.split("=", 1) if a.startswith("--") and a.partition("=")[0].lstrip("-") in own else [a])]
     leading = True
     while words:
