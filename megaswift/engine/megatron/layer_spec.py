@@ -30,7 +30,6 @@ from megaswift.engine.megatron.router import BalancedRouter
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.spec import Features, ModelSpec
 
-
 IN_LAYERS = ("residual_scale", "attention_softcap", "pre_norm", "post_norm", "qk_norm_width", "rope_local", "rope_layers")
 """Features that Transformer Engine's layers, as Megatron-Core puts them together, do not compute."""
 
