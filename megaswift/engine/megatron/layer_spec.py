@@ -18,6 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -68,7 +69,8 @@ def _torch_mlp(moe: bool) -> ModuleSpec:
         return ModuleSpec(module=MLP, submodules=dense)
     expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
     experts = ModuleSpec(module=SequentialMLP, submodules=expert)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=BalancedRouter))
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=expert)  # built only where the configuration has a width for it
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=BalancedRouter))
 
 
 def torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
