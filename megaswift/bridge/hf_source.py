@@ -1,7 +1,6 @@
 """A Hugging Face folder of safetensors, read slice by slice.
 
-Owns finding the shards, checking them before any weight is read, and reading parts of tensors through mmap. Which tensors a model
-needs is `plan`'s.
+Owns finding the shards, checking them before any weight is read, and reading parts of tensors. Which tensors a model needs is `plan`'s.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megaswift.bridge.file_tensor import FileTensor, OpenFiles
 from megaswift.errors import Problem, WeightsError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
 }
 HEADER_LIMIT = 100_000_000
 """Bytes; the safetensors library's own limit."""
@@ -50,20 +49,46 @@ class TensorSource(Protocol):
         """Its dtype."""
 
 
+class WeightSource(TensorSource, Protocol):
+    """All weights of a model, with what there is to know about each before it is read."""
+
+    directory: Path
+
+    @property
+    def bytes_read(self) -> int:
+        """What slices have taken since it was opened."""
+
+    def names(self) -> list[str]:
+        """All tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+
+    def dtype_name(self, name: str) -> str:
+        """Its dtype as a file spells it."""
+
+    def file(self, name: str) -> Path:
+        """The file that holds it."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
 @dataclass(frozen=True)
 class _Stored:
     file: Path
     dtype_name: str
     shape: tuple[int, ...]
+    start: int
+    """Of its bytes in the file."""
 
 
 class HfSource:
-    """The weights of one folder. Opening it reads headers only; `bytes_read` counts what slices have taken since."""
+    """The weights of one folder. Opening it reads headers only."""
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        self.bytes_read = 0
-        self._open: dict[Path, Any] = {}
+        self._files = OpenFiles()
         self._stored: dict[str, _Stored] = {}
         problems: list[Problem] = []
         index = self._index()
@@ -117,13 +142,13 @@ class HfSource:
         except (OSError, ValueError) as error:
             problems.append(Problem(str(path), str(error), "download this file again"))
             return
-        for tensor, (dtype, shape) in header.items():
+        for tensor, (dtype, shape, start) in header.items():
             what = f"{path}, tensor {tensor}"
             if tensor in self._stored:
                 problems.append(Problem(what, f"is also in {self._stored[tensor].file.name}"))
             elif index is not None and tensor not in index:
                 problems.append(Problem(what, f"is not listed in {INDEX}"))
-            self._stored.setdefault(tensor, _Stored(path, dtype, shape))
+            self._stored.setdefault(tensor, _Stored(path, dtype, shape, start))
 
     def names(self) -> list[str]:
         """All tensors."""
@@ -146,23 +171,24 @@ class HfSource:
         return self._stored[name].file
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
-        """A part of a tensor as a view of the mapped file, read from disk when it is used (writing to it changes no file)."""
+        """A part of a tensor, read into memory of its own."""
         stored = self._stored[name]
-        whole = tuple(slice(0, n) for n in stored.shape)
+        spans = [w.indices(n) for w, n in zip((*where, *[slice(None)] * (len(stored.shape) - len(where))), stored.shape, strict=True)]
+        assert all(step == 1 for _, _, step in spans), f"{name}: slices have no step"
+        whole = FileTensor(stored.file, stored.start, DTYPES[stored.dtype_name], stored.shape)
         try:
-            if stored.file not in self._open:
-                self._open[stored.file] = safe_open(stored.file, framework="pt")
-            file = self._open[stored.file]
-            where = (*where, *whole[len(where):])
-            tensor = file.get_slice(name)[where] if stored.shape else file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
+            return self._files.region(whole, [start for start, _, _ in spans], [max(0, stop - start) for start, stop, _ in spans])
+        except OSError as error:
             raise WeightsError(Problem(f"{stored.file}, tensor {name}", f"cannot be read: {error}")) from None
-        self.bytes_read += tensor.numel() * tensor.element_size()
-        return tensor
+
+    @property
+    def bytes_read(self) -> int:
+        """What slices have taken since the folder was opened."""
+        return self._files.bytes_read
 
     def close(self) -> None:
-        """Unmap the files."""
-        self._open.clear()
+        """Close the files."""
+        self._files.close()
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -173,8 +199,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Tensor name -> (dtype, shape) of one safetensors file; a ValueError says what is wrong with the file."""
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Tensor name -> (dtype, shape, first byte) of one safetensors file; a ValueError says what is wrong with the file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -196,7 +222,7 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             raise ValueError(f"has a damaged header at tensor {name}") from None
         if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
             raise ValueError(f"has {last - first} bytes for tensor {name} of shape {list(shape)} and dtype {dtype}")
-        found[name], end = (dtype, shape), max(end, last)
+        found[name], end = (dtype, shape, 8 + length + first), max(end, last)
     if size != 8 + length + end:
         raise ValueError(f"has {size} bytes where its header asks for {8 + length + end}: it is truncated or damaged")
     return found

@@ -1,0 +1,47 @@
+"""Where each parameter of a weight plan lies in a sharded checkpoint: key, whole shape, offset. No Megatron-Core needed.
+
+Owns the names: those of Megatron's `sharded_state_dict` with per-layer keys. A parameter's whole tensor is its shard for one
+tensor-parallel rank; the experts of a layer are stacked in one tensor `mlp.experts.experts.*`, in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megaswift.bridge.plan import Entry
+
+KEPT = "kept."
+"""Before the Hugging Face name of a tensor that is carried along unchanged."""
+MAIN = "optimizer.state.param."
+"""Before the key of a float32 main weight of a half-precision run."""
+STATES = "optimizer.state."
+_EXPERT = re.compile(r"mlp\.experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A region of a named tensor."""
+
+    key: str
+    whole: tuple[int, ...]
+    """Shape of the named tensor."""
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of the region; its leading 1 is the expert."""
+
+
+def place(entry: Entry, padded_vocab: int | None = None) -> Place:
+    """Where a parameter lies; vocabulary rows padded to `padded_vocab`."""
+    shape = entry.full_shape(padded_vocab)
+    if entry.expert is None:
+        return Place(entry.megatron, shape, (0,) * len(shape), shape)
+    key = _EXPERT.sub("mlp.experts.experts.", entry.megatron)
+    assert key != entry.megatron, f"{entry.megatron} is an expert's, by its rule, and not by its name"
+    return Place(key, (entry.spec.experts, *shape), (entry.expert, *(0 for _ in shape)), (1, *shape))
+
+
+def places(entries: Iterable[Entry], padded_vocab: int | None = None) -> dict[str, Place]:
+    """Megatron name -> place."""
+    return {entry.megatron: place(entry, padded_vocab) for entry in entries}

@@ -1,0 +1,97 @@
+"""Tensors that lie as plain row-major bytes in a file, read part by part.
+
+Owns reading with `pread` into memory of the caller's: a mapped page would count as this process's memory until the file is unmapped,
+and a converter may not grow with the model. Parts that are no runs of bytes (columns) are copied out of a mapping that lives no longer
+than the copy. What the bytes mean (safetensors, torch_dist) belongs to the sources.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+READ = 1 << 28
+"""Bytes a read call takes at most (Linux stops at 2 GiB)."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """Where a contiguous tensor lies."""
+
+    file: Path
+    offset: int
+    """Of its first byte."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def data_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+class OpenFiles:
+    """Descriptors of files that are read again and again; `bytes_read` counts what was taken."""
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self._open: dict[Path, int] = {}
+
+    def descriptor(self, path: Path) -> int:
+        """Opened on first use."""
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[path]
+
+    def bytes_into(self, path: Path, offset: int, target: memoryview) -> None:
+        """Fill `target`; an OSError when the file is shorter."""
+        at, descriptor = 0, self.descriptor(path)
+        while at < len(target):
+            got = os.preadv(descriptor, [target[at : at + READ]], offset + at)
+            if not got:
+                raise OSError(f"ends at byte {offset + at}, {len(target) - at} bytes early")
+            at += got
+        self.bytes_read += at
+
+    def fill(self, stored: FileTensor, corner: Sequence[int], out: Tensor) -> None:
+        """Copy the region of `out`'s shape at `corner` of the stored tensor into `out`, which has its dtype."""
+        shape, extent = stored.shape, tuple(out.shape)
+        if not out.numel():
+            return
+        runs = all(n == whole for n, whole in zip(extent[1:], shape[1:], strict=True))
+        width = stored.dtype.itemsize
+        strides = [math.prod(shape[i + 1:]) for i in range(len(shape))]
+        if runs and out.is_contiguous():
+            self.bytes_into(stored.file, stored.offset + (corner[0] * strides[0] if shape else 0) * width, data_of(out))
+            return
+        last = [c + n - 1 for c, n in zip(corner, extent, strict=True)]
+        first, end = (stored.offset + width * sum(i * s for i, s in zip(at, strides, strict=True)) for at in (corner, last))
+        page = first - first % mmap.ALLOCATIONGRANULARITY
+        descriptor = self.descriptor(stored.file)
+        if os.fstat(descriptor).st_size < end + width:
+            raise OSError(f"ends before byte {end + width}")
+        with mmap.mmap(descriptor, end + width - page, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE, offset=page) as mapped:
+            span = torch.frombuffer(mapped, dtype=stored.dtype, count=(end + width - first) // width, offset=first - page)
+            out.copy_(span.as_strided(extent, strides))
+            del span
+        self.bytes_read += out.numel() * width
+
+    def region(self, stored: FileTensor, corner: Sequence[int], extent: Sequence[int]) -> Tensor:
+        """A part of a stored tensor in memory of its own."""
+        out = torch.empty(tuple(extent), dtype=stored.dtype)
+        self.fill(stored, corner, out)
+        return out
+
+    def close(self) -> None:
+        """Close all."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
