@@ -4,5 +4,6 @@ from megaswift.bridge.export import ExportOptions, export_hf
 from megaswift.bridge.hf_source import HfSource, TensorMeta
 from megaswift.bridge.hf_writer import HfWriter
 from megaswift.bridge.plan import Entry, WeightPlan
+from megaswift.bridge.quantized import open_hf
 
-__all__ = ["Entry", "ExportOptions", "HfSource", "HfWriter", "TensorMeta", "WeightPlan", "export_hf"]
+__all__ = ["Entry", "ExportOptions", "HfSource", "HfWriter", "TensorMeta", "WeightPlan", "export_hf", "open_hf"]

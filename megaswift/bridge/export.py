@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge.hf_source import INDEX, SINGLE, HfSource, TensorMeta
+from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.plan import WeightPlan
+from megaswift.bridge.quantized import open_hf
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def stored_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtyp
     default: torch.dtype = getattr(torch, plan.spec.dtype)
     if source is None or not has_weights(source):
         return dict.fromkeys(plan.hf_shapes, default)
-    stored = HfSource(source)
+    stored = open_hf(source)
     names = set(stored.names())
     return {name: stored.dtype(name) if name in names else default for name in plan.hf_shapes}
 
@@ -48,7 +49,7 @@ def export_hf(directory: Path | str, plan: WeightPlan, weights: Iterable[tuple[s
               options: ExportOptions = ExportOptions()) -> Path:  # noqa: B008
     """Write `weights` (all HF tensors of the model, in any order, one at a time) as a Hugging Face folder. On one rank only."""
     dtypes = options.dtype or stored_dtypes(plan, options.source)
-    stored = HfSource(options.source) if options.source is not None and has_weights(options.source) else None
+    stored = open_hf(options.source) if options.source is not None and has_weights(options.source) else None
     kept = plan.kept(stored.names()) if stored is not None else []
     tensors = {**plan.hf_tensors(dtypes), **{name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept if stored}}
     with HfWriter(directory, tensors, options.max_shard_bytes, options.overwrite) as writer:

@@ -58,6 +58,9 @@ class WeightSource(TensorSource, Protocol):
     def bytes_read(self) -> int:
         """What slices have taken since it was opened."""
 
+    def slice(self, name: str, where: Slices = ()) -> Tensor:
+        """A part of a tensor, or all of it."""
+
     def names(self) -> list[str]:
         """All tensors."""
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megaswift.bridge.hf_source import DTYPES, INDEX, SINGLE, TensorMeta
 from megaswift.errors import CheckpointError, Problem
+from megaswift.families.quantization import plain_config
 
 MAX_SHARD_BYTES = 5_000_000_000
 CHUNK = 1 << 28
@@ -154,12 +155,12 @@ class HfWriter:
             os.fsync(file.fileno())
 
     def _side_files(self, source: Path | None, config: Mapping[str, object] | None) -> None:
-        """config.json, its dtype that of the tensors where all have the same; generation and tokenizer files."""
+        """config.json, its dtype that of the tensors where all have the same, and not quantised; generation and tokenizer files."""
         if config is None and source is not None and (source / "config.json").exists():
             config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         if config is not None:
             dtypes = {meta.dtype for meta in self.tensors.values()}
-            changed = dict(config)
+            changed = plain_config(config)
             if len(dtypes) == 1:
                 key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
                 changed[key] = str(next(iter(dtypes))).removeprefix("torch.")

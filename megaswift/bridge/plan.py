@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megaswift.bridge.hf_source import HfSource, TensorMeta, TensorSource
+from megaswift.bridge.hf_source import TensorMeta, TensorSource, WeightSource
 from megaswift.errors import Problem, WeightsError
 from megaswift.families.family import Family
 from megaswift.families.rules import Cut, Piece, Rule, Shard, dim_of
@@ -199,7 +199,7 @@ class WeightPlan:
         one = dtypes if isinstance(dtypes, torch.dtype) else None
         return {name: TensorMeta(shape, one or dtypes[name]) for name, shape in self.hf_shapes.items()}  # type: ignore[index]
 
-    def check(self, source: HfSource, contents: bool = True) -> list[str]:
+    def check(self, source: WeightSource, contents: bool = True) -> list[str]:
         """Whether `source` holds this model: a WeightsError names each missing, unmapped or wrong tensor with its file.
 
         The answer is the names that are ignored. With `contents`, a stored duplicate of a tied head must equal the embedding.
@@ -230,7 +230,7 @@ class WeightPlan:
     def _fix_missing(self, name: str) -> str:
         return "set tie_word_embeddings to true in config.json if the output layer is the embedding" if name == "lm_head.weight" else ""
 
-    def _wrong(self, source: HfSource, name: str) -> Iterator[Problem]:
+    def _wrong(self, source: WeightSource, name: str) -> Iterator[Problem]:
         what, shape = f"{source.file(name)}, tensor {name}", source.shape(name)
         if shape != self.hf_shapes[name]:
             yield Problem(what, f"has shape {list(shape)}, but config.json asks for {list(self.hf_shapes[name])}")
@@ -238,7 +238,7 @@ class WeightPlan:
             yield Problem(what, f"has dtype {source.dtype_name(name)}; weights should be F32, BF16 or F16",
                           "use the checkpoint in bfloat16")
 
-    def _unequal(self, source: HfSource, head: str, rows: int = 4096) -> Iterator[Problem]:
+    def _unequal(self, source: WeightSource, head: str, rows: int = 4096) -> Iterator[Problem]:
         embedding = self.by_megatron["embedding.word_embeddings.weight"].hf[0]
         same = source.shape(head) == source.shape(embedding)
         for at in range(0, self.spec.vocab_size, rows):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megaswift.families.config_rows import ConfigRow, Group, MustBe, Reading, Row, Unused
+from megaswift.families.quantization import QUANTIZATION
 from megaswift.families.spec import RopeSpec
 
 NUMBER = (int, float)
@@ -250,7 +251,7 @@ IRRELEVANT: tuple[ConfigRow, ...] = (
     MustBe("is_encoder_decoder", (False,), "decoders only"),
     MustBe("add_cross_attention", (False,), "decoders only"),
     MustBe("pruned_heads", ({},), "all heads must be there"),
-    MustBe("quantization_config", (), "these are quantized weights", "use the checkpoint in bfloat16"),
+    QUANTIZATION,
     MustBe("auto_map", (), "the folder's own code may compute something else than the tables here",
            "remove auto_map if transformers' built-in model gives the same results"),
 )

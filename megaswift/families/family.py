@@ -15,6 +15,7 @@ from typing import Any
 from megaswift.errors import Problem, WeightsError, nearest
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
+from megaswift.families.quantization import plain_config
 from megaswift.families.rules import Rule
 from megaswift.families.spec import Features, ModelSpec
 from megaswift.registry import Registry
@@ -52,7 +53,7 @@ class Family:
         values = {**LLAMA_LIKE, **self.fixed, **values}
         own = {name: values.pop(name) for name in SPEC_FIELDS}
         features = Features(**{f.name: values.pop(f.name) for f in fields(Features) if f.name in values})
-        return ModelSpec(family=self.name, transformer=values, hf_config=dict(hf_config), features=features, **own)
+        return ModelSpec(family=self.name, transformer=values, hf_config=plain_config(hf_config), features=features, **own)
 
 
 FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")

@@ -31,7 +31,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("rope parameter unknown", LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "linear", "factor": 8.0, "alpha": 1}}, "alpha"),
     ("rope parameter without type", LLAMA_3_1_8B, {"rope_scaling": {"factor": 8.0}}, "factor"),
     ("partial rotation", LLAMA_3_1_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ("quantized", LLAMA_3_1_8B, {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    ("quantized", LLAMA_3_1_8B, {"quantization_config": {"quant_method": "awq"}}, "awq is not"),
     ("remote code", LLAMA_3_1_8B, {"auto_map": {"AutoModel": "m.M"}}, "auto_map"),
     ("other head", LLAMA_3_1_8B, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
     ("missing size", LLAMA_3_1_8B, {"hidden_size": ...}, "hidden_size"),

@@ -1,0 +1,101 @@
+"""Quantised checkpoints as `config.json` describes them: which ones can be read, and why the others cannot.
+
+Owns the field `quantization_config`. Dequantising the tensors belongs to `bridge/quantized`; nothing after it knows that they were
+quantised, so the field is not exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaswift.families.config_rows import Group, Reading
+
+FIELD = "quantization_config"
+UNQUANTISED = "the model's unquantised checkpoint; transformers makes one: from_pretrained(DIR).dequantize(), then save_pretrained"
+REASONS = {
+    "compressed-tensors": "its formats differ from file to file (packed integers, FP8 by channel, sparse)",
+    "fbgemm_fp8": "its scales are by row, with an upper bound of the activations that training would not keep",
+    "bitsandbytes": "its blocks run across rows, so that a shard of a weight cannot be read alone",
+    "gptq": "its integers are packed by column groups, with their own order of columns",
+    "awq": "its integers are packed in an order of its kernel",
+}
+"""quant_method -> what stands in the way."""
+HF_BLOCK = (128, 128)
+"""transformers' `weight_block_size` where the field is absent."""
+KNOWN = {
+    "fp8": ("quant_method", "fmt", "weight_block_size", "activation_scheme", "modules_to_not_convert", "ignored_layers",
+            "modules_to_convert", "scale_fmt", "expert_dtype", "dequantize"),
+    "mxfp4": ("quant_method", "modules_to_not_convert", "dequantize"),
+}
+"""quant_method -> the fields whose meaning is known. Which tensors are quantised is read off the tensors, not off module lists."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """float8 e4m3 weights W [..., n, m] beside W_scale_inv [..., ceil(n / rows), ceil(m / columns)] (DeepSeek-V3, arXiv 2412.19437)."""
+
+    block: tuple[int, int] | None = HF_BLOCK
+    """Rows and columns that share a scale; None: one scale a tensor."""
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """OCP microscaling FP4: W_blocks uint8 [E, n, m / 32, 16], two values a byte, beside exponents W_scales uint8 [E, n, m / 32]."""
+
+
+Scheme = Fp8 | Mxfp4
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+    """How the weights beside this config.json are quantised; None for plain weights, or where `problem_of` has something to say."""
+    given = config.get(FIELD)
+    if given is None or problem_of(config):
+        return None
+    if given["quant_method"] == "mxfp4":
+        return Mxfp4()
+    block = given.get("weight_block_size", HF_BLOCK)
+    return Fp8(None if block is None else (block[0], block[1]))
+
+
+def problem_of(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Why these quantised weights cannot be read, and what to do; None when they can, or are not quantised."""
+    given = config.get(FIELD)
+    if given is None:
+        return None
+    if not isinstance(given, dict) or not isinstance(given.get("quant_method"), str):
+        return "should be a mapping with quant_method", "remove it if the weights are plain"
+    method = given["quant_method"]
+    if method not in KNOWN:
+        reason = REASONS.get(method, "its format is not known here")
+        return f"these are quantized weights; fp8 with block scales and mxfp4 are read, {method} is not: {reason}", UNQUANTISED
+    unknown = sorted(set(given) - set(KNOWN[method]))
+    if unknown:
+        return f"{method} has no field {', '.join(unknown)} that is known here, so it may change what the weights mean", UNQUANTISED
+    return _fp8_problem(given) if method == "fp8" else None
+
+
+def _fp8_problem(given: Mapping[str, Any]) -> tuple[str, str] | None:
+    block = given.get("weight_block_size", HF_BLOCK)
+    size = [x for x in block if isinstance(x, int) and not isinstance(x, bool) and x > 0] if isinstance(block, list | tuple) else []
+    if block is not None and (len(size) != 2 or len(block) != 2):
+        return f"weight_block_size should be two sizes, or null for one scale a tensor, not {block!r}", "[128, 128]"
+    for name, allowed in (("fmt", (None, "e4m3")), ("scale_fmt", (None, "float", "ue8m0")), ("expert_dtype", (None, "fp8"))):
+        if given.get(name) not in allowed:
+            return f"{name} {given[name]!r} cannot be read; {' or '.join(a for a in allowed if a)} can", UNQUANTISED
+    return None
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the dequantised weights."""
+    return {key: value for key, value in config.items() if key != FIELD}
+
+
+def _read(reading: Reading) -> None:
+    found = problem_of(reading.raw)
+    if found:
+        reading.problem(FIELD, *found)
+
+
+QUANTIZATION = Group((FIELD,), _read)
