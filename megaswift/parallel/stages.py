@@ -76,11 +76,6 @@ def stage_chunks(num_layers: int, layout: Layout, split: Split | None = None) ->
     return [[chunks[v * pp + p] for v in range(vpp)] for p in range(pp)]
 
 
-def stage_layers(num_layers: int, layout: Layout, split: Split | None = None) -> list[list[list[int]]]:
-    """[pp][vpp] -> layer ids."""
-    return [[list(chunk.layers) for chunk in stage] for stage in stage_chunks(num_layers, layout, split)]
-
-
 def _letters(num_layers: int, pp: int, vpp: int, split: Split) -> list[str]:
     """The split as the stages of a layout string, whatever it was given by."""
     if split.custom is not None:

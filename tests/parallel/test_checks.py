@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,17 +13,12 @@ from megaswift.parallel.rules import Asked, broken
 from megaswift.parallel.shape import ModelShape
 from megaswift.parallel.stages import Split
 
-DENSE = ModelShape(num_layers=12, hidden_size=64, heads=8, kv_heads=4, head_dim=8, ffn=96, vocab_size=100)
-MOE = replace(DENSE, experts=8, topk=2, expert_ffn=24, moe_layers=(False,) + (True,) * 11)
+DENSE = ModelShape(num_layers=12, heads=8, kv_heads=4, head_dim=8, ffn=96)
+MOE = replace(DENSE, experts=8, expert_ffn=24, moe_layers=(False,) + (True,) * 11)
 
 
 def config(**options):
     return SwiftConfig(task="sft", **options)
-
-
-@pytest.fixture(scope="module")
-def megatron():
-    return pytest.importorskip("megatron.core")
 
 
 def test_heads_are_refused_where_megatron_refuses(megatron):
@@ -173,3 +169,12 @@ def test_a_large_world_is_searched_quickly():
     asked = Asked(720, tp=7, pp=11, ep=13, etp=17, cp=19, max_length=4096)
     shape = replace(MOE, num_layers=48, heads=32, ffn=12288, experts=128, expert_ffn=768, moe_layers=(True,) * 48)
     assert list(broken(shape, nearest_layout(shape, asked))) == []
+
+
+def test_shape_of_a_spec():
+    transformer = dict(num_layers=12, num_attention_heads=8, num_query_groups=4, kv_channels=8, ffn_hidden_size=96, num_moe_experts=8,
+                       moe_ffn_hidden_size=24)
+    spec = SimpleNamespace(transformer=transformer, moe_layers=MOE.moe_layers)
+    assert ModelShape.of(spec) == MOE and (MOE.dense_layers, DENSE.dense_layers) == (1, 12)
+    dense = SimpleNamespace(transformer={**transformer, "num_moe_experts": None}, moe_layers=(False,) * 12)
+    assert ModelShape.of(dense) == DENSE

@@ -27,8 +27,8 @@ def layouts(*worlds):
 
 
 @pytest.fixture(scope="module")
-def generator():
-    return pytest.importorskip("megatron.core.parallel_state").RankGenerator
+def generator(megatron):
+    return megatron.parallel_state.RankGenerator
 
 
 def test_groups_are_megatrons(generator):

@@ -4,6 +4,8 @@ import itertools
 from dataclasses import dataclass
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from megaswift.trainers.schedule import lr_at, warmup_steps
 
@@ -26,9 +28,6 @@ def rates(**given):
 
 def theirs(name, warm, **specific):
     """The rate that each optimizer step of a training with transformers' scheduler takes."""
-    torch = pytest.importorskip("torch")
-    from transformers import get_scheduler
-
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
     scheduler = get_scheduler(name, optimizer, num_warmup_steps=warm, num_training_steps=STEPS, scheduler_specific_kwargs=specific)
     out = []

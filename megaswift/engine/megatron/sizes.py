@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megaswift.bridge.plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.protocol import ParameterReport
+from megaswift.families.spec import ModelSpec
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine
@@ -31,9 +33,15 @@ def _optimizer_bytes(engine: MegatronEngine) -> int:
     return total
 
 
+def flop_parameters(plan: WeightPlan, spec: ModelSpec) -> int:
+    """Parameters in the FLOP rule: those active for a token (of E experts k), without the input embedding unless it is also the output."""
+    experts = sum(math.prod(e.full_shape()) for e in plan.entries if e.expert is not None)
+    idle = experts - experts * spec.topk // spec.experts if experts else 0
+    return plan.parameters - idle - (0 if spec.tied else spec.vocab_size * spec.hidden_size)
+
+
 def measure(engine: MegatronEngine) -> ParameterReport:
     """Sizes of the largest rank, parameters in all. Collective."""
-    spec = engine.spec
     own = sum(p.numel() for c in engine.plain for p in c.parameters())
     weights = sum(p.numel() * p.element_size() for c in engine.plain for p in c.parameters())
     gradients = sum(b.grad_data.numel() * b.grad_data.element_size() for c in engine.chunks for b in c.buffers + c.expert_parallel_buffers)
@@ -41,9 +49,4 @@ def measure(engine: MegatronEngine) -> ParameterReport:
     if engine.layout.world_size > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     own, weights, gradients, optimizer = largest.tolist()
-    full = {e.megatron: math.prod(e.full_shape()) for e in engine.plan.entries}
-    total = sum(full.values())
-    idle = sum(n for e, n in zip(engine.plan.entries, full.values(), strict=True) if e.expert is not None)
-    active = total - idle + (idle * spec.topk // spec.experts if spec.experts else 0)
-    embedding = 0 if spec.tied else spec.vocab_size * spec.hidden_size
-    return ParameterReport(total, own, weights, gradients, optimizer, active - embedding)
+    return ParameterReport(engine.plan.parameters, own, weights, gradients, optimizer, flop_parameters(engine.plan, engine.spec))
