@@ -65,8 +65,8 @@ def kv_heads(required: bool = True) -> Group:
     return Group(("num_key_value_heads",), read)
 
 
-def rope(theta: float = 10000.0) -> Group:
-    """Rotary embedding; `theta` is transformers' default base for the family."""
+def rope(theta: float = 10000.0, partial: float | None = None) -> Group:
+    """Rotary embedding; `theta` is transformers' default base for the family, `partial` its default share of a head (None: whole heads)."""
     def read(reading: Reading) -> None:
         raw = reading.raw
         key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
@@ -75,14 +75,17 @@ def rope(theta: float = 10000.0) -> Group:
             reading.problem(key, "should be a mapping or null")
             return
         base = given.get("rope_theta", raw.get("rope_theta")) or theta
-        partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+        share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         if isinstance(base, bool) or not isinstance(base, NUMBER) or base <= 0:
             reading.problem("rope_theta" if "rope_theta" in raw else key, f"rope_theta should be a positive number, not {base!r}")
             return
-        if partial not in (None, 1, 1.0):
+        share = (partial or 1.0) if share is None else share
+        if (partial is None and share != 1) or isinstance(share, bool) or not isinstance(share, NUMBER) or not 0 < share <= 1:
             reading.problem("partial_rotary_factor" if "partial_rotary_factor" in raw else key,
-                            "partial_rotary_factor must be 1: this family rotates whole heads")
-        reading.values["rope"] = RopeSpec(float(base), _scaling(reading, key, given))
+                            "partial_rotary_factor must be 1: this family rotates whole heads" if partial is None else
+                            f"partial_rotary_factor should be a number above 0, at most 1, not {share!r}")
+            return
+        reading.values["rope"] = RopeSpec(float(base), _scaling(reading, key, given), float(share))
     return Group(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), read)
 
 
