@@ -78,7 +78,8 @@ class OpenFiles:
         descriptor = self.descriptor(stored.file)
         if os.fstat(descriptor).st_size < end + width:
             raise OSError(f"ends before byte {end + width}")
-        with mmap.mmap(descriptor, end + width - page, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE, offset=page) as mapped:
+        access = {"prot": mmap.PROT_READ | mmap.PROT_WRITE, "flags": mmap.MAP_PRIVATE}  # torch warns of memory it may not write to
+        with mmap.mmap(descriptor, end + width - page, offset=page, **access) as mapped:
             span = torch.frombuffer(mapped, dtype=stored.dtype, count=(end + width - first) // width, offset=first - page)
             out.copy_(span.as_strided(extent, strides))
             del span

@@ -30,7 +30,9 @@ _TYPED: dict[torch.dtype, type] = {
     torch.float64: torch.DoubleStorage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage, torch.int16: torch.ShortStorage,
     torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage, torch.bool: torch.BoolStorage,
 }
-_SMALL, _LARGE = 0xFFFF, 0xFFFFFFFF
+_LARGE = 0xFFFFFFFF
+"""From this many bytes on a record's size stands in its 64 bit field."""
+_BROKEN = (OSError, zipfile.BadZipFile, pickle.UnpicklingError, KeyError, TypeError, ValueError, EOFError, AttributeError, struct.error)
 
 
 class _Bytes:
@@ -45,7 +47,7 @@ class _Described:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         strides = tuple(math.prod(self.shape[i + 1:]) for i in range(len(self.shape)))
-        facts = (_Bytes(), 0, self.shape, strides, False, collections.OrderedDict())
+        facts: tuple[Any, ...] = (_Bytes(), 0, self.shape, strides, False, collections.OrderedDict())
         if self.dtype in _TYPED:
             return torch._utils._rebuild_tensor_v2, facts
         return torch._utils._rebuild_tensor_v3, (*facts, self.dtype)
@@ -83,7 +85,8 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
             start = len(head) + 30 + len(full) + len(extra) + 4
             extra += struct.pack("<HH", 0x4246, -start % ALIGNMENT) + bytes(-start % ALIGNMENT)
         at, shown = len(head), min(size, _LARGE)
-        common = struct.pack("<HHHHHIIIHH", 45 if wide else 20, 0x800, 0, 0, 0, zlib.crc32(content or b""), shown, shown, len(full), len(extra))
+        needs, checksum = 45 if wide else 20, zlib.crc32(content or b"")
+        common = struct.pack("<HHHHHIIIHH", needs, 0x800, 0, 0, 0, checksum, shown, shown, len(full), len(extra))
         head += b"PK\3\4" + common + full + extra + (content or b"")
         extra = struct.pack("<HHQQ", 1, 16, size, size) if wide else b""
         common = common[:-2] + struct.pack("<H", len(extra))
@@ -150,7 +153,7 @@ def locate(path: Path, start: int, length: int) -> FileTensor:
             file.seek(_content(file, start + named["data.pkl"].header_offset))
             storage, offset, shape, strides, dtype = _Facts(io.BytesIO(file.read(named["data.pkl"].file_size))).load()
             first = _content(file, start + record.header_offset)
-    except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, KeyError, TypeError, ValueError, EOFError, AttributeError, struct.error) as error:
+    except _BROKEN as error:
         raise ValueError(f"holds no tensor at byte {start}: {error}") from None
     kind = next((k for k, v in _TYPED.items() if v is storage[1]), dtype)
     dense = [math.prod(shape[i + 1:]) for i in range(len(shape))]

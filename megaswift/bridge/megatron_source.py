@@ -1,0 +1,149 @@
+"""A sharded checkpoint, read by Hugging Face names.
+
+Owns the way back through a family's weight table, slice by slice: of a tensor, only the part that is asked for is read, wherever it lies
+in Megatron's arrangement. Half-precision runs keep float32 main weights; a tensor that goes out in a wider dtype than its weights have
+comes from these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaswift.bridge import dist_keys
+from megaswift.bridge.dist_keys import KEPT, MAIN, STATES
+from megaswift.bridge.dist_source import DistSource
+from megaswift.bridge.hf_source import Slices
+from megaswift.bridge.model_folder import NAMES, Checkpoint, read_dtypes
+from megaswift.bridge.plan import SHOWN, Entry, WeightPlan
+from megaswift.errors import CheckpointError, Problem
+from megaswift.families import family_of, read_config
+from megaswift.families.rules import Cut, Piece, dim_of
+
+Span = tuple[int, int]
+
+
+class MegatronSource:
+    """The weights of a checkpoint as Hugging Face tensors: each in the dtype it once had, or all in `dtype`."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> None:
+        config = read_config(checkpoint.model)
+        family = family_of(config)
+        self.plan = WeightPlan(family, family.spec(config))
+        self.directory, self.tensors = checkpoint.tensors, DistSource(checkpoint.tensors)
+        self._places = dist_keys.places(self.plan.entries)
+        self._had, self._wanted = read_dtypes(checkpoint.model), dtype
+        self._kept = [key.removeprefix(KEPT) for key in self.tensors.keys() if key.startswith(KEPT)]  # noqa: SIM118 (a method)
+        self._check()
+
+    def _check(self) -> None:
+        """Every parameter of the model is there in full, and nothing else."""
+        stored = set(self.tensors.keys())
+        problems, seen = [], set()
+        for entry in self.plan.entries:
+            at = self._places[entry.megatron]
+            if at.key in seen:
+                continue
+            seen.add(at.key)
+            if at.key not in stored:
+                problems.append(Problem(f"{self.directory}, tensor {at.key}", "is missing: the checkpoint does not hold it"))
+                continue
+            shape, what = self.tensors.shape(at.key), f"{self.tensors.file(at.key)}, tensor {at.key}"
+            padded = entry.shard == "vocab" and shape[1:] == at.whole[1:] and shape[0] >= at.whole[0]
+            if shape != at.whole and not padded:
+                problems.append(Problem(what, f"has shape {list(shape)}, but config.json asks for {list(at.whole)}"))
+            elif self.tensors.missing(at.key):
+                problems.append(Problem(what, f"is incomplete: {self.tensors.missing(at.key)} elements are in no file"))
+        extra = sorted(key for key in stored if not key.startswith((STATES, KEPT)) and key not in seen)
+        extra += [KEPT + name for name in set(self._kept) - set(self.plan.kept(self._kept))]
+        rule = f"is in no row of the weight table of {self.plan.family.name} for this config.json"
+        problems += [Problem(f"{self.tensors.file(key)}, tensor {key}", rule) for key in extra]
+        if problems:
+            more = [Problem(str(self.directory), f"and {len(problems) - SHOWN} more tensors like these")] if len(problems) > SHOWN else []
+            raise CheckpointError(problems[:SHOWN] + more)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that slices have taken."""
+        return self.tensors.files.bytes_read
+
+    def names(self) -> list[str]:
+        """All tensors in the order of export; those carried along come last."""
+        return [*self.plan.hf_shapes, *self._kept]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self.plan.hf_shapes[name] if name in self.plan.hf_shapes else self.tensors.shape(KEPT + name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Its dtype. What is carried along keeps its own."""
+        return self._wanted or self._had[name] if name in self.plan.hf_shapes else self.tensors.dtype(KEPT + name)
+
+    def dtype_name(self, name: str) -> str:
+        """Its dtype as a file would spell it."""
+        return NAMES[self.dtype(name)]
+
+    def file(self, name: str) -> Path:
+        """The first file that holds a part of it."""
+        kept = name not in self.plan.hf_shapes
+        return self.tensors.file(KEPT + name if kept else self._places[self.plan.by_hf[name].entries[0].megatron].key)
+
+    def slice(self, name: str, where: Slices = ()) -> Tensor:
+        """A part of a tensor, read into memory of its own."""
+        shape = self.shape(name)
+        spans = [w.indices(n)[:2] for w, n in zip((*where, *[slice(None)] * (len(shape) - len(where))), shape, strict=True)]
+        extent = [max(0, stop - start) for start, stop in spans]
+        if name not in self.plan.hf_shapes:
+            return self.tensors.region(KEPT + name, [start for start, _ in spans], extent)
+        out = torch.empty(extent, dtype=self.dtype(name))
+        covered = sum(self._fill(out, spans, entry, piece, at) for entry, piece, at in self._pieces(name, spans)) if out.numel() else 0
+        assert covered == out.numel(), f"{name}: {covered} of {out.numel()} elements were found"
+        return out
+
+    def _pieces(self, name: str, spans: Sequence[Span]) -> Iterator[tuple[Entry, Piece, int]]:
+        """Every piece of the tensor, with its first row or column in its parameter."""
+        for entry in self.plan.by_hf[name].entries:
+            at, source = 0, entry.hf.index(name)
+            for piece in entry.pieces(Cut()):
+                if piece.source == source and all(start <= i < stop for i, (start, stop) in zip(piece.at, spans, strict=False)):
+                    yield entry, piece, at
+                at += piece.length
+
+    def _fill(self, out: Tensor, spans: Sequence[Span], entry: Entry, piece: Piece, at: int) -> int:
+        """Copy what a piece has of the region `spans` of its HF tensor into `out`; how many elements that is."""
+        dim, lead = dim_of(entry.rule), len(piece.at)
+        target, inner = out[tuple(i - start for i, (start, _) in zip(piece.at, spans, strict=False))], spans[lead:]
+        along = piece.hf_dim(dim) - lead
+        low, high = max(inner[along][0], piece.start), min(inner[along][1], piece.stop)
+        low += -(low - piece.start) % piece.stride
+        if low >= high:
+            return 0
+        steps = (slice(None),) * along + (slice(low - inner[along][0], high - inner[along][0], piece.stride),)
+        target = target[steps]
+        corner, extent = [start for start, _ in inner], list(target.shape)
+        corner[along] = at + (low - piece.start) // piece.stride
+        if piece.transposed:
+            corner.reverse()
+            extent.reverse()
+        place = self._places[entry.megatron]
+        expert = place.offset[: len(place.whole) - len(corner)]
+        found = self.tensors.region(self._key(place.key, out.dtype), (*expert, *corner), (*(1 for _ in expert), *extent)).view(extent)
+        target.copy_(found.t() if piece.transposed else found)
+        return target.numel()
+
+    def _key(self, key: str, wanted: torch.dtype) -> str:
+        """The weights themselves where they have this dtype already, else the main weights if there are any."""
+        return MAIN + key if self.tensors.dtype(key) != wanted and MAIN + key in self._mains else key
+
+    @property
+    def _mains(self) -> set[str]:
+        if not hasattr(self, "_main_keys"):
+            self._main_keys = {key for key in self.tensors.keys() if key.startswith(MAIN)}  # noqa: SIM118 (a method)
+        return self._main_keys
+
+    def close(self) -> None:
+        """Close the files."""
+        self.tensors.close()

@@ -1,0 +1,121 @@
+"""What a sharded checkpoint carries beside its tensors, so that it becomes a Hugging Face folder with nothing else at hand.
+
+    model/config.json       as it was read, without quantisation (weights lie dequantised)
+    model/weights.json      the dtype that each Hugging Face tensor had
+    model/tokenizer*, generation_config.json, chat_template*, ...
+
+Owns writing and reading that folder, and finding a checkpoint's two parts from any path that a user may give.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaswift.bridge.dist_files import INDEX
+from megaswift.bridge.hf_source import DTYPES
+from megaswift.errors import CheckpointError, Problem
+from megaswift.families.quantization import plain_config
+
+MODEL, ENGINE, FACTS = "model", "engine", "weights.json"
+FORMAT = 1
+COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken",
+          "spiece.model", "sentencepiece*.model", "chat_template*", "additional_chat_templates/*")
+"""Files of a model folder that go along with config.json."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_STEP = re.compile(r"step-\d+")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The two parts of a checkpoint."""
+
+    tensors: Path
+    """The torch_dist folder."""
+    model: Path
+
+
+def find_checkpoint(path: Path | str) -> Checkpoint | None:
+    """The checkpoint at `path`; None where there is none.
+
+    A converted folder, a `step-N`, an output directory or its `checkpoints` (meaning the latest), the `model` folder of any of these.
+    """
+    folder = Path(path)
+    for tensors, model in ((folder, folder / MODEL), (folder / ENGINE, folder / MODEL), (folder.parent, folder),
+                           (folder.parent / ENGINE, folder)):
+        if (tensors / INDEX).is_file() and (model.name == MODEL or folder == tensors):
+            return Checkpoint(tensors, model)
+    latest = _latest(folder / "checkpoints") or _latest(folder)
+    return find_checkpoint(latest) if latest else None
+
+
+def _latest(store: Path) -> Path | None:
+    """The step folder that `latest.json` names, if it was saved whole."""
+    try:
+        name = str(json.loads((store / "latest.json").read_text(encoding="utf-8"))["directory"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return store / name if _STEP.fullmatch(name) and (store / name / "manifest.json").is_file() else None
+
+
+def copy_side_files(source: Path, target: Path) -> list[Path]:
+    """Tokenizer, generation configuration and chat template of a model folder; the copies."""
+    copies = []
+    for pattern in COPIED:
+        for path in sorted(source.glob(pattern)):
+            copy = target / path.relative_to(source)
+            if path.is_file() and copy not in copies:
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
+                copies.append(copy)
+    return copies
+
+
+def write_model(target: Path, config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], source: Path | None) -> None:
+    """The whole folder; side files come from `source`."""
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(plain_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    usual = Counter(dtypes.values()).most_common(1)[0][0]
+    others = {name: NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}
+    facts = {"format": FORMAT, "dtype": NAMES[usual], "other_dtypes": others}
+    (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    copies = copy_side_files(source, target) if source is not None else []
+    for path in (target / "config.json", target / FACTS, *copies, target):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class StoredDtypes:
+    """The dtype each Hugging Face tensor had."""
+
+    usual: torch.dtype
+    others: Mapping[str, torch.dtype]
+
+    def __getitem__(self, name: str) -> torch.dtype:
+        return self.others.get(name, self.usual)
+
+
+def read_dtypes(model: Path) -> StoredDtypes:
+    """What weights.json says."""
+    path = model / FACTS
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if facts["format"] != FORMAT:
+            raise ValueError(f"format {facts['format']}, this version reads {FORMAT}")
+        return StoredDtypes(DTYPES[facts["dtype"]], {name: DTYPES[dtype] for name, dtype in facts["other_dtypes"].items()})
+    except FileNotFoundError:
+        raise CheckpointError(Problem(str(path), "is missing: the checkpoint does not say which dtypes its tensors had",
+                                      "a checkpoint of this version, whole")) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(Problem(str(path), f"cannot be read ({type(error).__name__}: {error})")) from None

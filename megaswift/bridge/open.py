@@ -1,0 +1,29 @@
+"""The weights at any path a user may give, by their Hugging Face names: a model folder, or a Megatron checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.megatron_source import MegatronSource
+from megaswift.bridge.model_folder import find_checkpoint
+from megaswift.bridge.quantized import open_hf
+from megaswift.errors import CheckpointError, Problem
+
+
+def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSource:
+    """A Hugging Face folder, a converted checkpoint, `OUT/checkpoints/step-N`, or OUT (meaning its latest checkpoint).
+
+    `dtype` is for checkpoints: all tensors in it, instead of each in the dtype it once had.
+    """
+    folder = Path(path)
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is not None:
+        return MegatronSource(checkpoint, dtype)
+    if not folder.is_dir():
+        raise CheckpointError(Problem(str(path), "is a file" if folder.exists() else "does not exist",
+                                      "give a Hugging Face folder or a checkpoint"))
+    assert dtype is None, "a Hugging Face folder is read as it is"
+    return open_hf(folder)
