@@ -29,10 +29,15 @@ def batch_plan(train: TrainConfig, dp: int) -> BatchPlan:
     problems = list(batch_problems(train, dp, {}))
     if problems:
         raise ConfigError(problems)
-    per_device, accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
-    if accumulation is None:
-        accumulation = 1 if train.global_batch_size is None else train.global_batch_size // (per_device * dp)
-    return BatchPlan(per_device, accumulation, per_device * accumulation * dp)
+    per_device, passes = train.per_device_train_batch_size, accumulation(train, dp)
+    return BatchPlan(per_device, passes, per_device * passes * dp)
+
+
+def accumulation(train: TrainConfig, dp: int) -> int:
+    """Micro-batches per optimizer step, where `batch_problems` finds none: as given, else what the global batch asks for, else 1."""
+    if train.gradient_accumulation_steps is not None:
+        return train.gradient_accumulation_steps
+    return 1 if train.global_batch_size is None else train.global_batch_size // (train.per_device_train_batch_size * dp)
 
 
 def batch_problems(train: TrainConfig, dp: int | None, labels: Mapping[str, str]) -> Iterator[Problem]:

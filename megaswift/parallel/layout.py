@@ -56,8 +56,8 @@ class Coordinates:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The sizes of all axes over `world_size` ranks. LayoutError when they do not divide it."""
+class Axes:
+    """The sizes of the axes that a user sets, over `world_size` ranks; not known to go together."""
 
     world_size: int
     tp: int = 1
@@ -72,18 +72,30 @@ class Layout:
     """Expert parallel: ranks that share each layer's experts."""
     etp: int = 1
     """Tensor parallel within each expert."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes by short name."""
+        return {axis: getattr(self, axis) for axis in FLAGS}
+
+
+@dataclass(frozen=True)
+class Layout(Axes):
+    """Axes that divide the ranks. LayoutError when they do not."""
+
     sequence_parallel: bool = False
     """Norms and residuals split over the sequence within a tensor-parallel group."""
 
     def __post_init__(self) -> None:
-        problems = size_problems(self.world_size, {axis: getattr(self, axis) for axis in FLAGS})
+        problems = size_problems(self.world_size, self.axes)
         if problems:
             raise LayoutError(problems)
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig, world_size: int) -> Layout:
-        """The layout of a configuration: sequence parallelism on when tp > 1 unless set, vpp from the layout string if there is one."""
-        return cls(world_size, **asked_axes(parallel), sequence_parallel=wants_sequence_parallel(parallel))
+        """The layout of a configuration, vpp from the layout string if there is one."""
+        axes = asked_axes(parallel)
+        return cls(world_size, **axes, sequence_parallel=sequence_parallel_on(axes["tp"], parallel.sequence_parallel))
 
     @property
     def dp(self) -> int:
@@ -149,9 +161,9 @@ def _grid_of(axes: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     raise AssertionError(f"no grid has all of {axes}; grids are {list(GRIDS.values())}")
 
 
-def wants_sequence_parallel(parallel: ParallelConfig) -> bool:
+def sequence_parallel_on(tp: int, asked: bool | None) -> bool:
     """What the user set, else on when tp > 1."""
-    return parallel.tensor_parallel_size > 1 if parallel.sequence_parallel is None else parallel.sequence_parallel
+    return tp > 1 if asked is None else asked
 
 
 def asked_axes(parallel: ParallelConfig) -> dict[str, int]:

@@ -9,26 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megaswift.config.batch import batch_problems
+from megaswift.config.batch import accumulation, batch_problems
 from megaswift.config.swift import SwiftConfig
 from megaswift.config.train import TrainConfig
 from megaswift.errors import Problem
-from megaswift.parallel.layout import FLAGS, Layout, asked_axes, size_problems
+from megaswift.parallel.layout import FLAGS, Axes, Layout, asked_axes, sequence_parallel_on, size_problems
 from megaswift.parallel.shape import ModelShape
 from megaswift.parallel.stages import Split, divisors, nearest_values, split_problems
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the user asked for, not yet known to work. Sizes as in `Layout`."""
+class Asked(Axes):
+    """What the user asked for, not yet known to work."""
 
-    world_size: int
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
     sequence_parallel: bool | None = None
     """None: on when tp > 1."""
     split: Split = Split()
@@ -48,15 +41,9 @@ class Asked:
                    cp_comm_type=p.cp_comm_type, max_length=cfg.data.max_length, train=cfg.train)
 
     @property
-    def axes(self) -> dict[str, int]:
-        """The sizes by short name."""
-        return {axis: getattr(self, axis) for axis in FLAGS}
-
-    @property
     def layout(self) -> Layout:
         """The layout, when it is one."""
-        sequence_parallel = self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
-        return Layout(self.world_size, **self.axes, sequence_parallel=sequence_parallel)
+        return Layout(self.world_size, **self.axes, sequence_parallel=sequence_parallel_on(self.tp, self.sequence_parallel))
 
     @property
     def known_dp(self) -> int | None:
@@ -175,8 +162,7 @@ def _batch(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
     yield from problems
     if problems or asked.vpp == 1 or pp == 1:
         return
-    rows, total, passes = train.per_device_train_batch_size, train.global_batch_size, train.gradient_accumulation_steps
-    passes = passes or (1 if total is None else total // (rows * dp))
+    rows, total, passes = train.per_device_train_batch_size, train.global_batch_size, accumulation(train, dp)
     if passes % pp:  # Megatron-Core: `microbatch_group_size_per_vp_stage`, which is pp unless set
         rule = f"the interleaved schedule needs micro-batches in multiples of --pp {pp}; a step has {passes}"
         near = [n for n in (passes // pp * pp, (passes // pp + 1) * pp) if n]
