@@ -6,7 +6,7 @@ plain values that travel to worker processes; reading files belongs to `sources.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -15,7 +15,9 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
 from megaswift.data.chat import ChatRenderer, Rendered, Templates, templates_of
+from megaswift.data.cuts import cuts_of
 from megaswift.data.formats import recognise
+from megaswift.data.pieces import PieceEncoder
 from megaswift.data.readers import Located
 from megaswift.data.sample import RowError, Sample, with_system
 from megaswift.data.sources import Part
@@ -101,6 +103,9 @@ class Encoder:
         self._tokenizer.no_truncation()
         self._tokenizer.post_processor = processors.Sequence([])  # adds nothing here, but would trim white space off the offsets
         self._chat = ChatRenderer(spec.templates, spec.loss_scale) if spec.templates is not None else None
+        self._end = spec.eos_id if self._chat is None else None
+        cuts = cuts_of(self._tokenizer)
+        self._pieces = PieceEncoder(self._tokenizer, cuts, token_range) if cuts is not None else None
 
     def sample(self, row: Any) -> Sample:
         """The sample of a row, with the run's column names and system message."""
@@ -118,14 +123,28 @@ class Encoder:
         assert self._chat is not None
         return self._chat.render(sample)
 
-    def tokenize(self, rendered: list[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def tokenize(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 tokens [n], uint8 mask [n]) of each text."""
-        end = self.spec.eos_id if self._chat is None else None
+        if self._pieces is None:
+            yield from self._tokenize_whole(rendered)
+            return
+        found = self._pieces.encode([r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered])
+        begin = 0
+        for end in found.ends.tolist():
+            ids = found.ids[begin:end]
+            if self._end is None:
+                yield ids, found.mask[begin:end]
+            else:
+                yield np.append(ids, np.int32(self._end)), np.ones(len(ids) + 1, dtype=np.uint8)
+            begin = end
+
+    def _tokenize_whole(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The same for any tokenizer, by the characters that tokens come from."""
         encodings = self._tokenizer.encode_batch([r.text for r in rendered], add_special_tokens=False)
         for text, encoding in zip(rendered, encodings, strict=True):
-            ids = np.array(encoding.ids if end is None else [*encoding.ids, end], dtype=np.int32)
+            ids = np.array(encoding.ids if self._end is None else [*encoding.ids, self._end], dtype=np.int32)
             mask = np.zeros(len(ids), dtype=np.uint8)
-            if end is not None:
+            if self._end is not None:
                 mask[:] = 1
             else:
                 for a, b in text.spans:

@@ -27,7 +27,7 @@ from megaswift.errors import DataError, Problem
 
 WORKER_BYTES = 2 << 20
 """Input that is worth the start of another process (about a second)."""
-_CODE = ("chat.py", "turns.py", "encode.py", "sample.py", "readers.py", "sources.py", "store.py", "formats")
+_CODE = ("chat.py", "turns.py", "encode.py", "cuts.py", "pieces.py", "sample.py", "readers.py", "sources.py", "store.py", "formats")
 
 
 @cache
