@@ -27,6 +27,8 @@ class Features:
 
     embedding_scale: float = 1.0
     """Factor on the token embeddings."""
+    embedding_scale_rounded: bool = False
+    """Whether that factor is first rounded to the dtype of the embeddings."""
     residual_scale: float = 1.0
     """Factor on what attention and MLP add to the residual stream."""
     logit_scale: float = 1.0
@@ -43,14 +45,12 @@ class Features:
     """What the norm of queries and keys goes over: each `head`, or `all` heads together."""
     rope_local: RopeSpec | None = None
     """The rotary embedding of windowed layers, where it differs."""
-    rope_layers: tuple[int, ...] | None = None
-    """1 for each layer with rotary embedding; None: all."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Features:
         """The inverse of `dataclasses.asdict`, also through JSON."""
-        local, layers = values.get("rope_local"), values.get("rope_layers")
-        return cls(**{**values, "rope_local": RopeSpec(**local) if local else None, "rope_layers": tuple(layers) if layers else None})
+        local = values.get("rope_local")
+        return cls(**{**values, "rope_local": RopeSpec(**local) if local else None})
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ModelSpec:
     """`bfloat16`, `float16` or `float32`: what config.json says."""
     features: Features = Features()
     hf_config: Mapping[str, Any] = field(repr=False, default_factory=dict)
-    """The config.json as read, exported unchanged."""
+    """The config.json as read, exported unchanged (without what it says of quantised weights)."""
 
     @property
     def num_layers(self) -> int:

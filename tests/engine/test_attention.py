@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megaswift.engine.megatron import softcap
 from megaswift.engine.megatron.attention import RowLayout, TorchAttention
+from megaswift.families.spec import Features
 
 
-def masked(q, k, v, bounds, window):
+def masked(q, k, v, bounds, window, change=lambda scores: scores):
     """Softmax attention of [s, heads, d] with the mask written out: same document, not later, within the window."""
     s = q.shape[0]
     document = torch.zeros(s, dtype=torch.long)
@@ -20,6 +22,7 @@ def masked(q, k, v, bounds, window):
         allowed &= at[None] > at[:, None] - window
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    scores = change(scores)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, float("-inf")).softmax(-1), v)
 
 
@@ -28,7 +31,8 @@ def masked(q, k, v, bounds, window):
 def test_documents_and_windows(bounds, window):
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
-    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, window_size=None if window is None else (window - 1, 0))
+    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, window_size=None if window is None else (window - 1, 0),
+                             features=Features())
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     rows = RowLayout(24, torch.tensor(bounds), 1, 0)
     got = module(q[:, None], k[:, None], v[:, None], packed_seq_params=rows)
@@ -36,7 +40,32 @@ def test_documents_and_windows(bounds, window):
 
 
 def test_windows_may_skip_layers():
-    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, window_size=(2, 0), window_attn_skip_freq=[1, 0])
+    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, window_size=(2, 0), window_attn_skip_freq=[1, 0],
+                             features=Features())
     groups = SimpleNamespace(cp=None)
     assert TorchAttention(config, 1, pg_collection=groups).window == 3
     assert TorchAttention(config, 2, pg_collection=groups).window is None
+
+
+@pytest.mark.parametrize("bytes_kept", [1 << 26, 4 * 4 * 19 * 5])
+@pytest.mark.parametrize("window", [None, 3])
+def test_soft_cap(monkeypatch, window, bytes_kept):
+    """Value and gradients of scores under a cap that bites, in one chunk of queries and in chunks of a few."""
+    monkeypatch.setattr(softcap, "CHUNK_BYTES", bytes_kept)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
+    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, window_size=None if window is None else (window - 1, 0),
+                             features=Features(attention_softcap=0.7))
+    module = TorchAttention(config, 1, softmax_scale=0.5, pg_collection=SimpleNamespace(cp=None))
+    weights = torch.randn(24, 4, 8)
+    results = []
+    for compute in (
+        lambda q, k, v: module(q[:, None], k[:, None], v[:, None], packed_seq_params=RowLayout(24, torch.tensor([0, 5, 24]), 1, 0)),
+        lambda q, k, v: masked(q, k, v, [0, 5, 24], window, lambda s: 0.7 * torch.tanh(s * 8**0.5 * 0.5 / 0.7)),
+    ):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = compute(*leaves).reshape(24, 4, 8)
+        (out * weights).sum().backward()
+        results.append([out, *(t.grad for t in leaves)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)

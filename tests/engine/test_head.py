@@ -15,8 +15,8 @@ class OneRank:
         return 1
 
 
-def reference(hidden, weight, labels, real, temperature):
-    logits = (hidden @ weight[:real].t()) / temperature
+def reference(hidden, weight, labels, real, temperature, change=lambda logits: logits):
+    logits = change(hidden @ weight[:real].t()) / temperature
     log_p = torch.log_softmax(logits, dim=-1)
     p = log_p.exp()
     return {
@@ -32,7 +32,8 @@ def reference(hidden, weight, labels, real, temperature):
 @pytest.mark.parametrize("rows_kept", [1 << 28, 4 * 40 * 3])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("fields", [("logprobs",), FIELDS, ("entropy", "log_sum_sq")])
-def test_fields_and_gradients(monkeypatch, rows_kept, temperature, fields):
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.6, None), (0.6, 1.5)])
+def test_fields_and_gradients(monkeypatch, rows_kept, temperature, fields, scale, cap):
     monkeypatch.setattr(head, "KEEP_BYTES", rows_kept)
     torch.manual_seed(0)
     tokens, width, vocabulary, real = 11, 8, 40, 37
@@ -40,8 +41,9 @@ def test_fields_and_gradients(monkeypatch, rows_kept, temperature, fields):
     weight = torch.randn(vocabulary, width, requires_grad=True)
     labels = torch.randint(0, real, (tokens,))
     names = tuple(f for f in FIELDS if f in fields)
-    out = head.VocabularyHead.apply(hidden, weight, labels, head.HeadShard(0, real, OneRank(), temperature, names))
-    want = reference(hidden.double(), weight.double(), labels, real, temperature)
+    out = head.VocabularyHead.apply(hidden, weight, labels, head.HeadShard(0, real, OneRank(), temperature, names, scale, cap))
+    want = reference(hidden.double(), weight.double(), labels, real, temperature,
+                     lambda logits: logits * scale if cap is None else cap * torch.tanh(logits * scale / cap))
     mix = torch.randn(len(names), tokens)
     for i, name in enumerate(names):
         torch.testing.assert_close(out[i].double(), want[name], rtol=2e-6, atol=2e-6)

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megaswift.engine.megatron.context_slices import gather_order, gather_sequence, local_index
+from megaswift.engine.megatron.softcap import CappedAttention, Scores
 
 
 class RowLayout(PackedSeqParams):
@@ -63,10 +64,9 @@ class TorchAttention(MegatronModule):
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.dropout = config.attention_dropout
-        self.window = None
-        skip = getattr(config, "window_attn_skip_freq", None)
-        if config.window_size is not None and (skip is None or _is_windowed(skip, layer_number)):
-            self.window = config.window_size[0] + 1
+        self.window = window_of(config, layer_number)
+        self.softcap: float | None = config.features.attention_softcap
+        assert self.softcap is None or not self.dropout, "families with a soft cap refuse dropout"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any) -> Tensor:
         """Attention of the local queries to every key of their document that stands before them."""
@@ -82,13 +82,24 @@ class TorchAttention(MegatronModule):
         outs = []
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():  # heads lie on ranks: each draws its own
             for at, count, first, keys, offset in rows.pieces():
+                parts = q[:, :, at : at + count], k[:, :, first : first + keys], v[:, :, first : first + keys]
+                if self.softcap is not None:
+                    outs.append(CappedAttention.apply(*parts, Scores(self.softmax_scale, self.softcap, offset, self.window)))
+                    continue
                 mask = _mask(count, keys, offset, self.window)
                 outs.append(F.scaled_dot_product_attention(
-                    q[:, :, at : at + count], k[:, :, first : first + keys], v[:, :, first : first + keys],
-                    attn_mask=None if mask is None else mask.to(q.device), is_causal=mask is None, scale=self.softmax_scale,
+                    *parts, attn_mask=None if mask is None else mask.to(q.device), is_causal=mask is None, scale=self.softmax_scale,
                     dropout_p=dropout))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
+
+
+def window_of(config: Any, layer_number: int) -> int | None:
+    """How many keys a query of this layer (counted from 1) sees, itself among them; None: all before it."""
+    skip = getattr(config, "window_attn_skip_freq", None)
+    if config.window_size is None or not (skip is None or _is_windowed(skip, layer_number)):
+        return None
+    return config.window_size[0] + 1
 
 
 def _is_windowed(skip: int | list[int], layer_number: int) -> bool:

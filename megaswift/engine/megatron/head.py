@@ -29,6 +29,10 @@ class HeadShard:
     temperature: float
     fields: tuple[str, ...]
     """Which outputs, in order; `logprobs` first when asked for."""
+    scale: float = 1.0
+    """Factor on the products of hidden states and weights."""
+    softcap: float | None = None
+    """Scaled products become cap x tanh(product / cap), before the temperature (Gemma 2, arXiv:2408.00118, section 2.2)."""
 
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """All-reduce over the vocabulary's ranks, in place."""
@@ -37,14 +41,20 @@ class HeadShard:
         return x
 
 
-def _logits(hidden: Tensor, weight: Tensor, shard: HeadShard) -> Tensor:
-    """float32 [t, v]; padding rows of the vocabulary can never be chosen."""
-    out = (hidden @ weight.t()).float()
+def _logits(hidden: Tensor, weight: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor | None]:
+    """float32 [t, v]; padding rows of the vocabulary can never be chosen. With a soft cap also its derivative [t, v]."""
+    out, slope = (hidden @ weight.t()).float(), None
+    if shard.scale != 1.0:
+        out *= shard.scale
+    if shard.softcap is not None:
+        out = torch.tanh_(out.div_(shard.softcap))
+        slope = 1 - out.square()
+        out *= shard.softcap
     if shard.temperature != 1.0:
         out /= shard.temperature
     if shard.real < out.shape[1]:
         out[:, max(shard.real, 0) :] = float("-inf")
-    return out
+    return out, slope
 
 
 def _local_labels(labels: Tensor, shard: HeadShard, width: int) -> tuple[Tensor, Tensor]:
@@ -86,7 +96,7 @@ def _mean_logit(logits: Tensor, shard: HeadShard) -> Tensor:
 
 
 def _backward_chunk(grads: Tensor, out: Tensor, probs: Tensor, labels: Tensor, shard: HeadShard) -> Tensor:
-    """Gradient of the logits [t, v] from the fields' gradients [f, t]; overwrites `probs` where only log-probabilities are wanted."""
+    """Gradient of the final logits [t, v] from the fields' gradients [f, t]; overwrites `probs` where only log-probabilities are wanted."""
     by_name = {name: grads[i] for i, name in enumerate(shard.fields)}
     values = {name: out[i] for i, name in enumerate(shard.fields)}
     g = by_name.get("logprobs")
@@ -113,6 +123,15 @@ def _backward_chunk(grads: Tensor, out: Tensor, probs: Tensor, labels: Tensor, s
     return result / shard.temperature if shard.temperature != 1.0 else result
 
 
+def _through_cap(d_logits: Tensor, slope: Tensor | None, shard: HeadShard) -> Tensor:
+    """Gradient of the products of hidden states and weights from that of the logits before the temperature; in place."""
+    if slope is not None:
+        d_logits *= slope
+    if shard.scale != 1.0:
+        d_logits *= shard.scale
+    return d_logits
+
+
 class VocabularyHead(torch.autograd.Function):
     """(hidden [t, h], weight [v, h], labels [t]) to the fields [f, t] in float32.
 
@@ -122,24 +141,33 @@ class VocabularyHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: HeadShard) -> Tensor:
         """The fields; keeps the probabilities where they are small."""
-        rows = max(1, KEEP_BYTES // (4 * weight.shape[0]))
+        kept = 1 if shard.softcap is None else 2
+        rows = max(1, KEEP_BYTES // (4 * weight.shape[0] * kept))
         chunks = [slice(a, a + rows) for a in range(0, max(1, hidden.shape[0]), rows)]
-        parts = [_forward_chunk(_logits(hidden[c], weight, shard), labels[c], shard) for c in chunks]
-        out = torch.cat([p[0] for p in parts], dim=1)
-        keep = parts[0][1] if len(chunks) == 1 else hidden.new_empty(0)
+        parts, keep, slope = [], None, None
+        for c in chunks:
+            logits, slope = _logits(hidden[c], weight, shard)
+            fields, keep = _forward_chunk(logits, labels[c], shard)
+            parts.append(fields)
+        out = torch.cat(parts, dim=1)
         ctx.chunks, ctx.shard = chunks, shard
-        ctx.save_for_backward(hidden, weight, labels, out, keep)
+        if len(chunks) > 1:
+            keep = slope = None
+        ctx.save_for_backward(hidden, weight, labels, out, keep, slope)
         return out
 
     @staticmethod
     def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Gradients of `hidden` and `weight`, chunk by chunk."""
-        hidden, weight, labels, out, keep = ctx.saved_tensors
+        hidden, weight, labels, out, probs, slope = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight: Tensor | None = None
         for c in ctx.chunks:
-            probs = keep if len(ctx.chunks) == 1 else _forward_chunk(_logits(hidden[c], weight, ctx.shard), labels[c], ctx.shard)[1]
-            d_logits = _backward_chunk(grads[:, c], out[:, c], probs, labels[c], ctx.shard).to(hidden.dtype)
+            if len(ctx.chunks) > 1:
+                logits, slope = _logits(hidden[c], weight, ctx.shard)
+                probs = _forward_chunk(logits, labels[c], ctx.shard)[1]
+            d_logits = _backward_chunk(grads[:, c], out[:, c], probs, labels[c], ctx.shard)
+            d_logits = _through_cap(d_logits, slope, ctx.shard).to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[c] = d_logits @ weight
             if ctx.needs_input_grad[1]:

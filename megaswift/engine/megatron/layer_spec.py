@@ -24,14 +24,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
-from megaswift.engine.megatron.activation import SwiGLU
+from megaswift.engine.megatron.activation import GATED
 from megaswift.engine.megatron.attention import TorchAttention
 from megaswift.engine.megatron.norm import NormColumnParallelLinear, QKNorm, TorchNorm
+from megaswift.engine.megatron.residual import ResidualLinear
 from megaswift.engine.megatron.router import BalancedRouter
+from megaswift.engine.megatron.self_attention import OwnSelfAttention, WideKeyNorm, WideQueryNorm
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.spec import Features, ModelSpec
 
-IN_LAYERS = ("residual_scale", "attention_softcap", "pre_norm", "post_norm", "qk_norm_width", "rope_local", "rope_layers")
+IN_LAYERS = ("residual_scale", "attention_softcap", "pre_norm", "post_norm", "qk_norm_width", "rope_local")
 """Features that Transformer Engine's layers, as Megatron-Core puts them together, do not compute."""
 
 
@@ -63,11 +65,20 @@ def pick(asked: str, attention: str = "auto", lacking: str = "") -> tuple[str, s
     return "torch", "no CUDA device" if not cuda else "Transformer Engine is not installed"
 
 
-def _torch_mlp(moe: bool) -> ModuleSpec:
+def _outer(features: Features) -> tuple[type, type]:
+    """(product into a block, product out of it) of attention and dense MLP."""
+    own = features.post_norm or features.residual_scale != 1.0
+    return NormColumnParallelLinear if features.pre_norm else ColumnParallelLinear, ResidualLinear if own else RowParallelLinear
+
+
+def _torch_mlp(config: TransformerConfig, moe: bool, features: Features) -> ModuleSpec:
+    unit = GATED.get(config.activation_func)
     if not moe:
-        dense = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
+        into, out = _outer(features)
+        dense = MLPSubmodules(linear_fc1=into, linear_fc2=out, activation_func=unit)
         return ModuleSpec(module=MLP, submodules=dense)
-    expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
+    assert features.pre_norm and not features.post_norm and features.residual_scale == 1.0, "no such MoE layers"
+    expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=unit)
     experts = ModuleSpec(module=SequentialMLP, submodules=expert)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=expert)  # built only where the configuration has a width for it
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=BalancedRouter))
@@ -75,18 +86,21 @@ def _torch_mlp(moe: bool) -> ModuleSpec:
 
 def torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
     """One layer from plain torch modules."""
-    norm = QKNorm if config.qk_layernorm else None
+    features: Features = config.features
+    into, out = _outer(features)
+    wide = features.qk_norm_width == "all"
+    norms = ((WideQueryNorm, WideKeyNorm) if wide else (QKNorm, QKNorm)) if config.qk_layernorm else (None, None)
     attention = SelfAttentionSubmodules(
-        linear_qkv=NormColumnParallelLinear, core_attention=TorchAttention, linear_proj=RowParallelLinear,
-        q_layernorm=norm, k_layernorm=norm,
+        linear_qkv=into, core_attention=TorchAttention, linear_proj=out, q_layernorm=norms[0], k_layernorm=norms[1],
     )
+    module = OwnSelfAttention if wide or features.rope_local is not None else SelfAttention
     extra: dict[str, Any] = {"pre_mlp_layernorm": TorchNorm} if moe else {}
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attention=ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
             self_attn_bda=get_bias_dropout_add,
-            mlp=_torch_mlp(moe),
+            mlp=_torch_mlp(config, moe, features),
             mlp_bda=get_bias_dropout_add,
             **extra,
         ),

@@ -5,6 +5,7 @@ Owns construction (chunks, precision wrapper, DDP) and the forward pass of one m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from megaswift.engine.megatron.head import HeadShard, VocabularyHead
 from megaswift.engine.megatron.layer_spec import block_spec
 from megaswift.engine.megatron.model_config import distributed_optimizer, padded_vocabulary
 from megaswift.engine.megatron.passes import Pass
-from megaswift.engine.megatron.rope import PositionRotary, inverse_frequencies
-from megaswift.families.spec import ModelSpec
+from megaswift.engine.megatron.rope import PositionRotary, inverse_frequencies, local_frequencies
+from megaswift.families.spec import Features, ModelSpec
 from megaswift.losses.contract import FIELDS, Needs
 
 
@@ -67,12 +68,22 @@ class SwiftGPT(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
         first = group.rank() * weight.shape[0]
         names = tuple(f for f in FIELDS if f in self.needs.fields)
-        shard = HeadShard(first, self.real_vocabulary - first, group, self.needs.temperature, names)
+        features: Features = self.config.features
+        shard = HeadShard(first, self.real_vocabulary - first, group, self.needs.temperature, names,
+                          features.logit_scale, features.logit_softcap)
         values = VocabularyHead.apply(picked, weight, labels, shard)
         full = values.new_zeros(len(names), s * b).index_copy(1, wanted, values)
         full = full.view(len(names), s, b).transpose(1, 2)
         cp = self.pg_collection.cp
         return join(full, step.order, step.index, cp) if cp.size() > 1 else full.contiguous()
+
+
+def _scaled(features: Features) -> Callable[..., Tensor]:
+    """A hook that multiplies the embeddings; the factor itself is rounded to their dtype where the family does so."""
+    def hook(_module: torch.nn.Module, _args: Any, out: Tensor) -> Tensor:
+        factor = features.embedding_scale
+        return out * (torch.tensor(factor, dtype=out.dtype, device=out.device) if features.embedding_scale_rounded else factor)
+    return hook
 
 
 def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelContext, impl: str) -> list[SwiftGPT]:
@@ -97,11 +108,15 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
             vp_stage=stage,
         )
         if impl == "torch":
-            model.rotary_pos_emb = PositionRotary(inv_freq.to(context.device))
+            local = local_frequencies(spec)
+            local = None if local is None else local.to(context.device)
+            model.rotary_pos_emb = PositionRotary(inv_freq.to(context.device), local, config.rotary_interleaved)
         else:
             model.rotary_pos_emb.inv_freq = inv_freq.to(context.device)
         model.real_vocabulary = spec.vocab_size
         model.needs = Needs()
+        if model.pre_process and spec.features.embedding_scale != 1.0:
+            model.embedding.register_forward_hook(_scaled(spec.features))
         chunks.append(model.to(context.device))
     return chunks
 

@@ -15,13 +15,14 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.config import SwiftConfig
+from megaswift.engine.megatron.activation import GATED, gelu_tanh
 from megaswift.engine.megatron.rope import inverse_frequencies
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
 VOCABULARY_MULTIPLE = 8
 """Rows of a rank's vocabulary shard are padded to this multiple (tensor cores)."""
 
@@ -74,7 +75,7 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
     return fields
 
 
-def _kernels(cfg: SwiftConfig, impl: str, cuda: bool, swiglu: bool) -> dict[str, Any]:
+def _kernels(cfg: SwiftConfig, impl: str, cuda: bool, gated: Any) -> dict[str, Any]:
     m = cfg.model
     fused, full = impl == "transformer_engine", m.recompute_granularity == "full"
     fields: dict[str, Any] = {
@@ -83,7 +84,7 @@ def _kernels(cfg: SwiftConfig, impl: str, cuda: bool, swiglu: bool) -> dict[str,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": cuda,
-        "bias_activation_fusion": fused,
+        "bias_activation_fusion": fused and gated is F.silu,
         "apply_rope_fusion": fused,
         "recompute_granularity": m.recompute_granularity,
         "recompute_method": (m.recompute_method or "uniform") if full else None,
@@ -96,7 +97,7 @@ def _kernels(cfg: SwiftConfig, impl: str, cuda: bool, swiglu: bool) -> dict[str,
         fields["recompute_modules"] = list(m.recompute_modules)
     if m.fp8_format:
         fields["fp8_recipe"] = m.fp8_recipe
-    fields["use_te_activation_func"] = not fused and swiglu  # Megatron's name for "the layer spec brings the activation"
+    fields["use_te_activation_func"] = not fused and gated in GATED  # Megatron's name for "the layer spec brings the activation"
     if fused and m.attn_impl in ("flash", "fused", "unfused"):
         fields["attention_backend"] = AttnBackend[m.attn_impl]
     return fields
@@ -117,8 +118,7 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     fields["activation_func"] = ACTIVATIONS[fields.get("activation_func", "silu")]
     fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py
     fields.update(_parallel(cfg, layout, dtype))
-    swiglu = spec.transformer.get("activation_func", "silu") == "silu" and bool(spec.transformer.get("gated_linear_unit"))
-    fields.update(_kernels(cfg, impl, cuda, swiglu))
+    fields.update(_kernels(cfg, impl, cuda, fields["activation_func"] if spec.transformer.get("gated_linear_unit") else None))
     if not spec.experts:
         fields = {k: v for k, v in fields.items() if not k.startswith("moe_")}
     fields.update(
@@ -134,5 +134,6 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     unknown = sorted(set(fields) - set(known))
     assert not unknown, f"this Megatron-Core's TransformerConfig has no {unknown}"
     config = TransformerConfig(**fields)
+    config.features = spec.features
     _yarn(config, inverse_frequencies(spec)[1])
     return config

@@ -16,8 +16,13 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in float32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+    """x / rms(x) * weight over the last dimension, in float32 (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    `centred`: times 1 + weight, the product rounded last, as Gemma does.
+    """
+    if centred:
+        return (F.rms_norm(x.float(), (x.shape[-1],), None, eps) * (1.0 + weight.float())).to(x.dtype)
     if x.dtype == torch.float32:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return weight * F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype)
@@ -28,7 +33,7 @@ class TorchNorm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.eps, self.kind = eps, config.normalization
+        self.eps, self.kind, self.centred = eps, config.normalization, config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if self.kind == "LayerNorm" else None
         for p in self.parameters():
@@ -37,7 +42,7 @@ class TorchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] to [..., h]."""
         if self.kind == "RMSNorm":
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, self.centred)
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 
@@ -55,7 +60,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.eps, self.kind = config.layernorm_epsilon, config.normalization
+        self.eps, self.kind, self.centred = config.layernorm_epsilon, config.normalization, config.layernorm_zero_centered_gamma
+        self.return_layernorm_output = False  # Transformer Engine's name: adapters read what the product reads
         self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
         if self.kind == "LayerNorm":
@@ -65,10 +71,11 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """(output, bias to be added later or None)."""
         if self.kind == "RMSNorm":
-            normed = rms_norm(input_, self.layer_norm_weight, self.eps)
+            normed = rms_norm(input_, self.layer_norm_weight, self.eps, self.centred)
         else:
             normed = F.layer_norm(input_, (input_.shape[-1],), self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        return super().forward(normed, *args, **kwargs)
+        out, bias = super().forward(normed, *args, **kwargs)
+        return ((out, normed) if self.return_layernorm_output else out), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """The product's shards by rows, the norm whole."""

@@ -13,27 +13,45 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megaswift.families.spec import ModelSpec
+from megaswift.families.spec import ModelSpec, RopeSpec
 
 
 def inverse_frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
     """(inv_freq float32 [rotary dim / 2], factor on cosine and sine) as the Hugging Face model computes them."""
-    dim = int(spec.head_dim * spec.rope.partial)
     kind = (spec.rope.scaling or {}).get("rope_type", "default")
     if kind == "default":
-        return 1.0 / spec.rope.base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim), 1.0
+        return _default(spec, spec.rope), 1.0
     raw = dict(spec.hf_config)
     config = AutoConfig.for_model(raw.pop("model_type"), **raw)
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    which = {} if spec.features.rope_local is None else {"layer_type": "full_attention"}
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **which)
     return inv_freq.float(), float(factor)
 
 
-class PositionRotary(nn.Module):
-    """Angles [s, b, 1, d] of the positions set before the forward pass (`positions`, int64 [b, s])."""
+def local_frequencies(spec: ModelSpec) -> Tensor | None:
+    """inv_freq of windowed layers, where it differs."""
+    local = spec.features.rope_local
+    assert local is None or local.scaling is None, "families with two rotary embeddings scale that of full layers only"
+    return None if local is None else _default(spec, local)
 
-    def __init__(self, inv_freq: Tensor) -> None:
+
+def _default(spec: ModelSpec, rope: RopeSpec) -> Tensor:
+    dim = int(spec.head_dim * rope.partial)
+    return 1.0 / rope.base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+
+
+class PositionRotary(nn.Module):
+    """Angles [s, b, 1, d] of the positions set before the forward pass (`positions`, int64 [b, s]).
+
+    With `local`, the frequencies of windowed layers, [s, b, 1, 2 d]: their angles after those of the full layers, in one tensor because
+    recomputed layers are handed tensors only. `interleaved`: pairs of neighbours turn together, else the two halves of a head.
+    """
+
+    def __init__(self, inv_freq: Tensor, local: Tensor | None = None, interleaved: bool = False) -> None:
         super().__init__()
-        self.inv_freq = inv_freq  # no buffer: a buffer would be cast to bfloat16 with the module, and the angles with it
+        # no buffers: a buffer would be cast to bfloat16 with the module, and the angles with it
+        self.frequencies = [inv_freq] if local is None else [inv_freq, local]
+        self.interleaved = interleaved
         self.positions: Tensor | None = None
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
@@ -43,5 +61,9 @@ class PositionRotary(nn.Module):
     def forward(self, *_: Any, **__: Any) -> Tensor:
         """float32 [s, b or 1, 1, d]; b = 1 where all rows have the same positions."""
         assert self.positions is not None
-        angles = self.positions.t().float()[:, :, None] * self.inv_freq  # [s, b, d / 2]
-        return torch.cat([angles, angles], dim=-1)[:, :, None, :]
+        at = self.positions.t().float()[:, :, None]
+        angles: list[Tensor] = []
+        for frequencies in self.frequencies:
+            half = at * frequencies  # [s, b, d / 2]
+            angles += [half.repeat_interleave(2, dim=-1)] if self.interleaved else [half, half]
+        return torch.cat(angles, dim=-1)[:, :, None, :]
