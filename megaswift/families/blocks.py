@@ -54,3 +54,12 @@ def moe(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
         GatedMLP(M + "mlp.experts.{E}.linear_fc1.weight", (f"{e}{gate}.weight", f"{e}{up}.weight"), "expert_ffn", scope="expert"),
         RowParallel(M + "mlp.experts.{E}.linear_fc2.weight", (f"{e}{down}.weight",), ("hidden_size", "expert_ffn"), "expert"),
     )
+
+
+def shared_experts(name: str) -> tuple[Rule, ...]:
+    """The MLP that every token of a MoE layer goes through; `name` is HF's, `shared_expert` or `shared_experts`."""
+    e, m = f"{H}mlp.{name}.", M + "mlp.shared_experts."
+    return (
+        GatedMLP(m + "linear_fc1.weight", (e + "gate_proj.weight", e + "up_proj.weight"), "shared_ffn", scope="moe"),
+        RowParallel(m + "linear_fc2.weight", (e + "down_proj.weight",), ("hidden_size", "shared_ffn"), "moe"),
+    )

@@ -122,6 +122,16 @@ class ModelSpec:
         return self.transformer["moe_ffn_hidden_size"] if self.experts else 0
 
     @property
+    def shared_ffn(self) -> int:
+        """Inner width of the expert that every token goes through, or of all such experts together; 0 without one."""
+        return (self.transformer.get("moe_shared_expert_intermediate_size") or 0) if self.experts else 0
+
+    @property
+    def one(self) -> int:
+        """The height of a matrix that is a vector."""
+        return 1
+
+    @property
     def moe_layers(self) -> tuple[bool, ...]:
         """For each layer whether it is a MoE layer."""
         return tuple(bool(x) for x in self.transformer["moe_layer_freq"]) if self.experts else (False,) * self.num_layers

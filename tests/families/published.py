@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.families.published_moe import MIXTURES
+
 LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
     "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
@@ -76,4 +78,5 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3-0.6b": (QWEN3_0_6B, 596_049_920),
     "mixtral-8x7b": (MIXTRAL_8X7B, 46_702_792_704),
     "qwen3-30b-a3b": (QWEN3_30B_A3B, 30_532_122_624),
+    **MIXTURES,
 }

@@ -29,6 +29,10 @@ MIXTRAL: dict[str, Any] = {
     **{k: v for k, v in BASE.items() if k != "intermediate_size"}, "intermediate_size": 48, "num_local_experts": 4,
     "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "sliding_window": None,
 }
+QWEN2_MOE: dict[str, Any] = {
+    **{k: v for k, v in MOE.items() if k != "head_dim"}, "shared_expert_intermediate_size": 80, "norm_topk_prob": False,
+    "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3,
+}
 
 
 def _rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -58,6 +62,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tiny-heads": ("qwen3", {**BASE, "head_dim": 24}),
     "mixtral": ("mixtral", MIXTRAL),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
+    "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
 }
 
 

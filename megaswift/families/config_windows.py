@@ -1,0 +1,47 @@
+"""Configuration row of models whose layers take turns between a sliding window and full attention.
+
+Owns the meaning of `sliding_window` with `layer_types` where full attention is the exception; `config_tables` has the windows that
+begin at some layer, and those of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megaswift.families.config_rows import Group, Reading
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+WindowedLayer = Callable[[Reading, int], bool]
+"""Whether a layer has a window where `layer_types` does not say it, as transformers' configuration class decides."""
+
+
+def every_other(_: Reading, layer: int) -> bool:
+    """The first layer, the third, ..."""
+    return layer % 2 == 0
+
+
+def alternating(windowed: WindowedLayer, default: int | None, *, switched: bool = False, keys: tuple[str, ...] = ()) -> Group:
+    """Windows of `sliding_window` keys (`default` where the field is absent) by `layer_types`, else by `windowed`.
+
+    With `switched` there are none unless `use_sliding_window`. `keys` are further fields that `windowed` reads.
+    """
+    def read(reading: Reading) -> None:
+        width = reading.get("sliding_window", int, None if "sliding_window" in reading.raw else default, 0)
+        layers = reading.raw.get("num_hidden_layers")
+        off = switched and not reading.get("use_sliding_window", bool, False)
+        if not isinstance(layers, int):
+            return
+        kinds = reading.raw.get("layer_types")
+        if kinds is None:
+            kinds = [SLIDING if not off and windowed(reading, i) else FULL for i in range(layers)]
+        if len(kinds) != layers or set(kinds) - {SLIDING, FULL}:
+            reading.problem("layer_types", f"should hold {layers} times {SLIDING} or {FULL}")
+            return
+        ones = [int(kind == SLIDING) for kind in kinds]
+        if any(ones) and (off or not width):
+            reading.problem("layer_types", f"has {SLIDING}, but " + ("use_sliding_window is off" if off else "sliding_window is not given"))
+        elif any(ones) and width:
+            reading.values["window_size"] = (width - 1, 0)
+            if not all(ones):
+                reading.values["window_attn_skip_freq"] = ones
+    return Group(("sliding_window", "layer_types", *(("use_sliding_window",) if switched else ()), *keys), read)

@@ -1,0 +1,33 @@
+"""Qwen1.5-MoE and Qwen2-MoE: routed experts beside a shared one, whose output has a gate of its own. https://arxiv.org/abs/2407.10671."""
+
+from __future__ import annotations
+
+from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, H, M, dense_mlp, moe, shared_experts
+from megaswift.families.config_rows import Reading, Row
+from megaswift.families.config_tables import FFN, ROUTER, SPARSE_STEP, head_dim, kv_heads, rope
+from megaswift.families.config_windows import alternating, every_other
+from megaswift.families.family import FAMILIES, Family
+from megaswift.families.rules import Copy
+
+
+def _windowed(reading: Reading, layer: int) -> bool:
+    return every_other(reading, layer) and layer < (reading.get("max_window_layers", int, 28) or 0)
+
+
+FAMILIES.register("qwen2_moe", Family(
+    name="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    config=(
+        FFN, head_dim(), kv_heads(), rope(), alternating(_windowed, 4096, switched=True, keys=("max_window_layers",)),
+        Row("qkv_bias", "add_qkv_bias", bool, True),
+        Row("moe_intermediate_size", "moe_ffn_hidden_size", int),
+        Row("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", int), *ROUTER, *SPARSE_STEP,
+    ),
+    weights=(
+        *EMBEDDING, *ATTENTION, *dense_mlp("dense"), *moe("mlp", "gate_proj", "up_proj", "down_proj"),
+        *shared_experts("shared_expert"),
+        Copy(M + "mlp.shared_experts.gate_weight", (H + "mlp.shared_expert_gate.weight",), ("one", "hidden_size"), "moe"),
+        *HEAD,
+    ),
+    fixed={"moe_shared_expert_gate": True},
+))

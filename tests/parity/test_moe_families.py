@@ -1,0 +1,21 @@
+"""Families with experts of their own kind: gradients and three steps against Hugging Face under the layouts that cut them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.cases import parse
+from tests.parity.pool import Pool
+from tests.parity.references import References
+from tests.parity.test_parity import check
+
+pytestmark = pytest.mark.process
+FAMILIES = ("qwen2_moe",)
+LAYOUTS = ("single", "tp2 sp ep2", *(pytest.param(text, marks=pytest.mark.slow) for text in ("tp2 sp pp2", "packed cp2", "dp2 ep2 do")))
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_trains(family: str, text: str, pool: Pool, references: References) -> None:
+    """Shared experts and their gates, windows that take turns, dense layers between."""
+    check(parse(text, model=family), pool, references)
