@@ -10,6 +10,7 @@ torch.distributed.checkpoint through; tensors are read with `weights_only`.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pickle
@@ -22,6 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import planner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -90,6 +92,44 @@ def write(directory: Path, boxes: Sequence[Box]) -> None:
     except dcp.api.CheckpointException as error:
         reasons = sorted({f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()})
         raise CheckpointError([Problem(str(directory), f"could not be written ({reason})") for reason in reasons]) from error
+
+
+@dataclass(frozen=True)
+class SavedBox:
+    """A box that lies in a file already."""
+
+    key: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: str
+    start: int
+    """Of the item that holds it."""
+    length: int
+
+
+def write_tables(directory: Path, saved: Iterable[SavedBox]) -> None:
+    """`.metadata`, metadata.json and common.pt for boxes that were written without `write`."""
+    tables: dict[str, TensorStorageMetadata] = {}
+    places = {}
+    for box in saved:
+        at = torch.Size(box.offset)
+        table = tables.setdefault(box.key, TensorStorageMetadata(TensorProperties(box.dtype), torch.Size(box.whole), []))
+        table.chunks.append(ChunkStorageMetadata(at, torch.Size(box.shape)))
+        places[MetadataIndex(box.key, at)] = _StorageInfo(box.file, box.start, box.length)
+    index = Metadata(dict(tables), storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    with (directory / INDEX).open("wb") as file:
+        pickle.dump(index, file)
+    write_megatron_files(directory)
+
+
+def write_megatron_files(directory: Path) -> list[Path]:
+    """What Megatron-Core's own loader looks for beside the tables; never read here."""
+    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    (directory / "metadata.json").write_text(json.dumps(backends), encoding="utf-8")
+    torch.save({}, directory / "common.pt")
+    return [directory / "metadata.json", directory / "common.pt"]
 
 
 class _Tables(pickle.Unpickler):

@@ -6,18 +6,28 @@ tensor-parallel rank; the experts of a layer are stacked in one tensor `mlp.expe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megaswift.bridge.plan import Entry
+from megaswift.families.spec import ModelSpec
 
 KEPT = "kept."
 """Before the Hugging Face name of a tensor that is carried along unchanged."""
 MAIN = "optimizer.state.param."
 """Before the key of a float32 main weight of a half-precision run."""
 STATES = "optimizer.state."
+VOCABULARY_MULTIPLE = 8
+"""Each tensor-parallel rank's vocabulary rows are a multiple of it."""
 _EXPERT = re.compile(r"mlp\.experts\.\d+\.")
+
+
+def padded_vocabulary(spec: ModelSpec, tp: int) -> int:
+    """Vocabulary rows in all, so that each rank has the same number of them."""
+    multiple = VOCABULARY_MULTIPLE * tp if tp > 1 else 1
+    return math.ceil(spec.vocab_size / multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,19 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megaswift.bridge.file_tensor import data_of
 from megaswift.bridge.hf_source import DTYPES, INDEX, SINGLE, TensorMeta
+from megaswift.bridge.model_folder import copy_side_files
+from megaswift.bridge.stage import check_target, replace_folder
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization import plain_config
 
@@ -29,34 +32,62 @@ MAX_SHARD_BYTES = 5_000_000_000
 CHUNK = 1 << 28
 """Bytes a write call takes at most (Linux stops at 2 GiB)."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken",
-          "spiece.model", "sentencepiece*.model", "chat_template*", "additional_chat_templates/*")
-"""Files of the source folder that go along with config.json."""
 
 
-@dataclass
-class _Shard:
-    """One file: where each tensor's bytes begin."""
+@dataclass(frozen=True)
+class HfFile:
+    """One file of the folder, planned before a byte is written."""
 
-    metas: dict[str, TensorMeta] = field(default_factory=dict)
-    size: int = 0
-    file: IO[bytes] | None = None
-    offsets: dict[str, int] = field(default_factory=dict)
+    name: str
+    header: bytes
+    places: Mapping[str, int]
+    """Where each tensor's bytes begin."""
+    size: int
+    """Of the whole file."""
 
-    def start(self, path: Path) -> None:
-        """Write the header and set the file's length."""
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for name, meta in sorted(self.metas.items(), key=lambda item: -item[1].dtype.itemsize):  # wide ones first: all aligned
-            header[name] = {"dtype": DTYPE_NAMES[meta.dtype], "shape": list(meta.shape), "data_offsets": [at, at + nbytes(meta)]}
-            self.offsets[name], at = at, at + nbytes(meta)
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.file = path.open("w+b")
-        self.file.write(struct.pack("<Q", len(text)) + text)
-        self.file.truncate(8 + len(text) + at)
-        self.file.flush()
-        self.offsets = {name: 8 + len(text) + offset for name, offset in self.offsets.items()}
+
+def plan_file(name: str, metas: Mapping[str, TensorMeta]) -> HfFile:
+    """A file that holds these tensors."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at, offsets = 0, {}
+    for tensor, meta in sorted(metas.items(), key=lambda item: -item[1].dtype.itemsize):  # wide ones first: all aligned
+        header[tensor] = {"dtype": DTYPE_NAMES[meta.dtype], "shape": list(meta.shape), "data_offsets": [at, at + nbytes(meta)]}
+        offsets[tensor], at = at, at + nbytes(meta)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return HfFile(name, struct.pack("<Q", len(text)) + text, {t: start + offset for t, offset in offsets.items()}, start + at)
+
+
+def plan_files(tensors: Mapping[str, TensorMeta], max_shard_bytes: int) -> list[HfFile]:
+    """Files in the order of `tensors`, each as full as the limit allows; a tensor beyond it has its own."""
+    shards: list[dict[str, TensorMeta]] = [{}]
+    size = 0
+    for name, meta in tensors.items():
+        if shards[-1] and size + nbytes(meta) > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = meta
+        size += nbytes(meta)
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    return [plan_file(name, shard) for name, shard in zip(names, shards, strict=True)]
+
+
+def index_of(files: Iterable[HfFile], tensors: Mapping[str, TensorMeta]) -> dict[str, object]:
+    """The index of several files."""
+    weight_map = {tensor: file.name for file in files for tensor in file.places}
+    total = sum(nbytes(meta) for meta in tensors.values())
+    return {"metadata": {"total_size": total}, "weight_map": {tensor: weight_map[tensor] for tensor in tensors}}
+
+
+def exported_config(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
+    """config.json of an export: its dtype is the tensors' where all have the same, and nothing is quantised."""
+    changed, found = plain_config(config), set(dtypes)
+    if len(found) == 1:
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        changed[key] = str(next(iter(found))).removeprefix("torch.")
+    return changed
 
 
 def nbytes(meta: TensorMeta) -> int:
@@ -72,27 +103,13 @@ class HfWriter:
         self.directory, self.overwrite = Path(directory), overwrite
         self.tensors = dict(tensors)
         self.total_bytes = sum(nbytes(meta) for meta in self.tensors.values())
-        self._temporary, self._old = (self.directory.with_name(f".{self.directory.name}.{end}") for end in ("writing", "old"))
-        if self._old.exists() and not self.directory.exists():
-            self._old.rename(self.directory)  # an earlier overwrite was interrupted between its two renames
-        if self.directory.exists() and not overwrite and any(self.directory.iterdir()):
-            raise CheckpointError(Problem(str(self.directory), "exists already", "give another folder, or ask to overwrite it"))
-        self._shards = self._split(max_shard_bytes)
-        count = len(self._shards)
-        self._files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        self._shard_of = {name: i for i, shard in enumerate(self._shards) for name in shard.metas}
+        self._temporary = self.directory.with_name(f".{self.directory.name}.writing")
+        check_target(self.directory, overwrite)
+        self._files = plan_files(self.tensors, max_shard_bytes)
+        self._file_of = {name: file for file in self._files for name in file.places}
+        self._open: dict[str, int] = {}
         self._written: set[str] = set()
         self._start()
-
-    def _split(self, max_shard_bytes: int) -> list[_Shard]:
-        """Files in the order of `tensors`, each as full as the limit allows; a tensor beyond it has its own."""
-        shards = [_Shard()]
-        for name, meta in self.tensors.items():
-            if shards[-1].metas and shards[-1].size + nbytes(meta) > max_shard_bytes:
-                shards.append(_Shard())
-            shards[-1].metas[name] = meta
-            shards[-1].size += nbytes(meta)
-        return shards
 
     def _start(self) -> None:
         try:
@@ -103,8 +120,11 @@ class HfWriter:
                                               "make room, or give a folder on another disk"))
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary.mkdir()
-            for shard, name in zip(self._shards, self._files, strict=True):
-                shard.start(self._temporary / name)
+            for file in self._files:
+                descriptor = os.open(self._temporary / file.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                self._open[file.name] = descriptor
+                os.pwrite(descriptor, file.header, 0)
+                os.ftruncate(descriptor, file.size)
         except OSError as error:
             self.abort()
             raise CheckpointError(Problem(str(self.directory), f"cannot be written: {error}")) from None
@@ -114,14 +134,12 @@ class HfWriter:
         meta = self.tensors[name]
         assert name not in self._written, f"{name} is written twice"
         assert tuple(tensor.shape) == meta.shape, f"{name} has shape {tuple(tensor.shape)}, announced was {meta.shape}"
-        flat = tensor.detach().to(device="cpu", dtype=meta.dtype).contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-        shard = self._shards[self._shard_of[name]]
-        assert shard.file is not None
+        data = data_of(tensor.detach().to(device="cpu", dtype=meta.dtype).contiguous())
+        file = self._file_of[name]
         try:
             at = 0
             while at < len(data):
-                at += os.pwrite(shard.file.fileno(), data[at : at + CHUNK], shard.offsets[name] + at)
+                at += os.pwrite(self._open[file.name], data[at : at + CHUNK], file.places[name] + at)
         except OSError as error:
             self.abort()
             raise CheckpointError(Problem(str(self.directory), f"cannot be written: {error}; nothing was left there")) from None
@@ -134,15 +152,13 @@ class HfWriter:
             self.abort()
             raise CheckpointError(Problem(str(self.directory), f"{len(missing)} tensors were not written, among them {missing[0]}"))
         try:
-            for shard in self._shards:
-                assert shard.file is not None
-                os.fsync(shard.file.fileno())
-                shard.file.close()
+            for descriptor in self._open.values():
+                os.fsync(descriptor)
             if len(self._files) > 1:
-                weight_map = {name: self._files[i] for name, i in self._shard_of.items()}
-                self._json(INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map})
+                self._json(INDEX, index_of(self._files, self.tensors))
             self._side_files(Path(source) if source is not None else None, config)
-            self._commit()
+            self._close()
+            replace_folder(self._temporary, self.directory)
         except OSError as error:
             self.abort()
             raise CheckpointError(Problem(str(self.directory), f"cannot be written: {error}")) from None
@@ -155,39 +171,22 @@ class HfWriter:
             os.fsync(file.fileno())
 
     def _side_files(self, source: Path | None, config: Mapping[str, object] | None) -> None:
-        """config.json, its dtype that of the tensors where all have the same, and not quantised; generation and tokenizer files."""
+        """config.json, generation and tokenizer files."""
         if config is None and source is not None and (source / "config.json").exists():
             config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         if config is not None:
-            dtypes = {meta.dtype for meta in self.tensors.values()}
-            changed = plain_config(config)
-            if len(dtypes) == 1:
-                key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-                changed[key] = str(next(iter(dtypes))).removeprefix("torch.")
-            self._json("config.json", changed)
-        for pattern in COPIED if source is not None else ():
-            for path in sorted(source.glob(pattern)):  # type: ignore[union-attr]
-                target = self._temporary / path.relative_to(source)  # type: ignore[arg-type]
-                if path.is_file():
-                    target.parent.mkdir(exist_ok=True)
-                    shutil.copyfile(path, target)
+            self._json("config.json", exported_config(config, (meta.dtype for meta in self.tensors.values())))
+        if source is not None:
+            copy_side_files(source, self._temporary)
 
-    def _commit(self) -> None:
-        """By rename; what was there under this name goes only after the new folder is in place."""
-        shutil.rmtree(self._old, ignore_errors=True)
-        if self.directory.exists():
-            self.directory.rename(self._old)
-        self._temporary.rename(self.directory)
-        parent = os.open(self.directory.parent, os.O_RDONLY)
-        os.fsync(parent)
-        os.close(parent)
-        shutil.rmtree(self._old, ignore_errors=True)
+    def _close(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
 
     def abort(self) -> None:
         """Remove what was written."""
-        for shard in self._shards:
-            if shard.file is not None:
-                shard.file.close()
+        self._close()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def __enter__(self) -> HfWriter:

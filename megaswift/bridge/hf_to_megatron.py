@@ -1,0 +1,157 @@
+"""A Hugging Face folder into a sharded checkpoint (torch_dist) that Megatron loads on any layout. No model is built.
+
+Owns which tensor lies where in the checkpoint's files and what else the folder gets:
+
+    .metadata, __0_K.distcp     the weights, one item a parameter (an expert's slice of the stacked tensor)
+    metadata.json, common.pt    what Megatron-Core's own loader looks for
+    model/                      what turns it back into a Hugging Face folder (`model_folder`)
+    conversion.json             vocabulary padding, layout it was checked for
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaswift import __version__
+from megaswift.bridge import conversion, dist_files, torch_item
+from megaswift.bridge.conversion import Item, Work, bands
+from megaswift.bridge.dist_files import SavedBox
+from megaswift.bridge.dist_keys import KEPT, padded_vocabulary, place
+from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.model_folder import MODEL, find_checkpoint, write_model
+from megaswift.bridge.plan import Entry, WeightPlan
+from megaswift.bridge.quantized import open_hf
+from megaswift.errors import CheckpointError, LayoutError, Problem
+from megaswift.families import family_of, load_spec
+from megaswift.families.rules import Cut, dim_of
+from megaswift.families.spec import ModelSpec
+from megaswift.parallel.checks import check_layout
+from megaswift.parallel.rules import Asked
+from megaswift.parallel.shape import ModelShape
+
+AXES = ("tp", "pp", "vpp", "ep", "etp")
+"""The axes of a layout that cut weights."""
+FILE_BYTES = 5_000_000_000
+"""A file of the checkpoint is closed when it is so large."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a checkpoint is made."""
+
+    layout: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of AXES that the checkpoint is meant for: checked against the model; the vocabulary is padded for this tp."""
+    dtype: torch.dtype | None = None
+    """One dtype for all tensors; None: each keeps its own."""
+    file_bytes: int = FILE_BYTES
+    overwrite: bool = False
+
+
+def hf_to_megatron(source: Path | str, target: Path | str, options: Options = Options()) -> Path:  # noqa: B008
+    """Convert `source`; `target` appears whole or not at all."""
+    folder, target = Path(source), Path(target)
+    if find_checkpoint(folder) is not None:
+        raise CheckpointError(Problem(str(folder), "is a Megatron checkpoint already", "megaswift convert megatron-to-hf for the way back"))
+    spec = load_spec(folder)
+    plan = WeightPlan(family_of(spec.hf_config), spec)
+    _check_layout(spec, options.layout)
+    weights = open_hf(folder)
+    plan.check(weights)
+    padded = padded_vocabulary(spec, options.layout.get("tp", 1))
+    dtypes = {name: options.dtype or weights.dtype(name) for name in plan.hf_shapes}
+    saved, items, files = _arrange(plan, weights, dtypes, padded, options.file_bytes)
+
+    def finish(stage: Path) -> None:
+        dist_files.write_tables(stage, saved)
+        write_model(stage / MODEL, spec.hf_config, dtypes, folder)
+        facts = {"megaswift": __version__, "family": spec.family, "padded_vocabulary": padded, "layout": dict(options.layout)}
+        (stage / "conversion.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    made_from = {
+        "source": conversion.fingerprint([*{weights.file(n) for n in weights.names()}, folder / "config.json"], folder),
+        "from": str(folder.resolve()), "dtype": str(options.dtype), "padded": padded, "files": files, "version": __version__}
+    return conversion.run(Work(target, files, items, finish, made_from, overwrite=options.overwrite))
+
+
+def _check_layout(spec: ModelSpec, layout: Mapping[str, int]) -> None:
+    if not layout:
+        return
+    tp, pp, vpp, ep, etp = (layout.get(axis, 1) for axis in AXES)
+    processes = max(1, pp * math.lcm(tp, ep * etp))
+    problems = check_layout(ModelShape.of(spec), Asked(processes, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp))
+    if problems:
+        raise LayoutError(problems)
+
+
+def _arrange(plan: WeightPlan, weights: WeightSource, dtypes: Mapping[str, torch.dtype], padded: int,
+             file_bytes: int) -> tuple[list[SavedBox], list[Item], dict[str, int]]:
+    """Every tensor's place: the boxes for the tables, the items to write, the files' sizes."""
+    one = _key_dtypes(plan, dtypes)
+    parts = []
+    for entry in plan.entries:
+        at = place(entry, padded)
+        parts.append((at.key, at.whole, at.offset, at.shape, one[at.key], functools.partial(entry_blocks, entry, weights, padded)))
+    for name in plan.kept(weights.names()):
+        shape = weights.shape(name)
+        spans = [(0, n) for n in shape]
+        blocks = functools.partial(_slices, weights, name, spans, weights.dtype(name).itemsize)
+        parts.append((KEPT + name, shape, (0,) * len(shape), shape, weights.dtype(name), blocks))
+    saved: list[SavedBox] = []
+    items: list[Item] = []
+    files: dict[str, int] = {"__0_0.distcp": 0}
+    for key, whole, offset, shape, dtype, blocks in parts:
+        if files[[*files][-1]] >= file_bytes:
+            files[f"__0_{len(files)}.distcp"] = 0
+        file, nbytes = [*files][-1], math.prod(shape) * dtype.itemsize
+        frame = torch_item.frame(dtype, shape)
+        start, length = files[file], len(frame.head) + nbytes + len(frame.tail)
+        items.append(Item(file, start, nbytes, functools.partial(_cast, blocks, dtype), frame.head, frame.tail))
+        saved.append(SavedBox(key, whole, offset, shape, dtype, file, start, length))
+        files[file] = start + length + -(start + length) % torch_item.ALIGNMENT
+    return saved, items, files
+
+
+def _key_dtypes(plan: WeightPlan, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """Key -> the dtype that holds all its Hugging Face tensors' values: a named tensor has one dtype."""
+    found: dict[str, list[torch.dtype]] = defaultdict(list)
+    for entry in plan.entries:
+        found[place(entry).key] += [dtypes[name] for name in entry.hf]
+    return {key: functools.reduce(torch.promote_types, each) for key, each in found.items()}
+
+
+def _cast(blocks: functools.partial[Iterator[Tensor]], dtype: torch.dtype) -> Iterator[Tensor]:
+    return conversion.cast(blocks(), dtype)
+
+
+def _slices(weights: WeightSource, name: str, spans: list[conversion.Span], width: int) -> Iterator[Tensor]:
+    return (weights.slice(name, where) for where in bands(spans, width))
+
+
+def entry_blocks(entry: Entry, weights: WeightSource, padded_vocab: int | None) -> Iterator[Tensor]:
+    """A whole parameter in row-major order, in parts; at once where it is no row of ranges of rows (an expert's transposed matrix)."""
+    pieces, dim = entry.pieces(Cut(1, 0, padded_vocab)), dim_of(entry.rule)
+    whole = len(pieces) == 1
+    if any(p.transposed or p.stride != 1 or (dim and not whole) for p in pieces):
+        yield entry.read(weights, 1, 0, padded_vocab)
+        return
+    for piece in pieces:
+        name, shape = entry.hf[piece.source], entry.hf_shapes[piece.source]
+        along, width = piece.hf_dim(dim), weights.dtype(name).itemsize
+        spans = [(i, i + 1) for i in piece.at] + [(0, n) for n in shape[len(piece.at):]]
+        spans[along] = (min(piece.start, shape[along]), min(piece.stop, shape[along]))
+        if spans[along][0] < spans[along][1]:
+            yield from _slices(weights, name, spans, width)
+        if piece.stop > shape[along]:
+            rest = [(0, n) for n in shape]
+            rest[along] = (0, piece.stop - max(piece.start, shape[along]))
+            for where in bands(rest, width):
+                yield torch.zeros([part.stop - part.start for part in where], dtype=weights.dtype(name))

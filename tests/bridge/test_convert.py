@@ -1,0 +1,211 @@
+"""HF -> checkpoint -> HF, bit for bit, for every family and dtype; interruptions, refusals, what lies in the folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+from megaswift.bridge import conversion, hf_to_megatron, megatron_to_hf
+from megaswift.bridge.dist_keys import place
+from megaswift.bridge.dist_source import DistSource
+from megaswift.bridge.open import open_weights
+from megaswift.errors import CheckpointError, LayoutError, UserError
+from tests.bridge.folders import make, plan_of, rewrite, tensors_of
+from tests.bridge.test_round_trip import ALL
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+forth, back = hf_to_megatron.hf_to_megatron, megatron_to_hf.megatron_to_hf
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """Names, dtypes and bits."""
+    assert a.keys() == b.keys() and a
+    assert {n: t.dtype for n, t in a.items()} == {n: t.dtype for n, t in b.items()}
+    different = [n for n in a if not torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8))]
+    assert not different, different[:5]
+
+
+@pytest.mark.parametrize("variant", ALL)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bitwise(variant: str, dtype: str, folders: Path, tmp_path: Path) -> None:
+    folder = make(variant, folders, DTYPES[dtype])
+    forth(folder, tmp_path / "m", hf_to_megatron.Options(layout={"tp": 2}, file_bytes=100_000))
+    back(tmp_path / "m", tmp_path / "hf", megatron_to_hf.Options(max_shard_bytes=150_000))
+    same(tensors_of(tmp_path / "hf"), tensors_of(folder))
+    theirs, ours = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "hf"))
+    assert ours == theirs
+
+
+def test_small_blocks_change_nothing(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors in many parts: rows, and parts of rows."""
+    monkeypatch.setattr(conversion.bands, "__defaults__", (100,))
+    for variant in ("moe", "qwen2"):
+        folder = make(variant, folders, torch.bfloat16)
+        forth(folder, tmp_path / variant)
+        back(tmp_path / variant, tmp_path / f"{variant}-hf")
+        same(tensors_of(tmp_path / f"{variant}-hf"), tensors_of(folder))
+
+
+def test_each_tensor_keeps_its_own_dtype(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = fresh("moe")
+    kinds = list(DTYPES.values())
+    mixed = {n: t.to(kinds[i % 3]) for i, (n, t) in enumerate(tensors_of(folder).items())}
+    rewrite(folder, mixed)
+    forth(folder, tmp_path / "m")
+    back(tmp_path / "m", tmp_path / "hf")
+    same(tensors_of(tmp_path / "hf"), mixed)
+    back(tmp_path / "m", tmp_path / "half", megatron_to_hf.Options(dtype=torch.bfloat16))
+    same(tensors_of(tmp_path / "half"), {n: t.bfloat16() for n, t in mixed.items()})
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    forth(folder, tmp_path / "m16", hf_to_megatron.Options(dtype=torch.float16))
+    back(tmp_path / "m16", tmp_path / "hf16")
+    same(tensors_of(tmp_path / "hf16"), {n: t.half() for n, t in mixed.items()})
+
+
+def test_bits_that_are_no_numbers(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+    """NaN payloads, infinities, negative zero, subnormals: every pattern of two bytes."""
+    folder = fresh("dense")
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    weird = {n: patterns[torch.arange(t.numel()) * 7 % 2**16].view(t.shape) for n, t in tensors_of(folder).items()}
+    rewrite(folder, weird)
+    forth(folder, tmp_path / "m")
+    back(tmp_path / "m", tmp_path / "hf")
+    same(tensors_of(tmp_path / "hf"), weird)
+
+
+@pytest.mark.parametrize("variant", ["dense", "moe-tied"])
+def test_torchs_own_reader_reads_it(variant: str, folders: Path, tmp_path: Path) -> None:
+    """Not our reader: torch.distributed.checkpoint, key by key, against the shards the engine would load."""
+    folder = make(variant, folders, torch.bfloat16)
+    forth(folder, tmp_path / "m", hf_to_megatron.Options(layout={"tp": 2}))
+    loaded = _load_state_dict_from_keys(checkpoint_id=tmp_path / "m", storage_reader=FileSystemReader(tmp_path / "m"))
+    plan, source = plan_of(folder), open_weights(folder)
+    at = {entry.megatron: place(entry, 144) for entry in plan.entries}
+    assert set(loaded) == {p.key for p in at.values()}
+    for entry in plan.entries:
+        where = at[entry.megatron]
+        tensor = loaded[where.key]
+        assert tuple(tensor.shape) == where.whole
+        want = entry.read(source, padded_vocab=144)
+        assert torch.equal(tensor if entry.expert is None else tensor[entry.expert], want), entry.megatron
+
+
+def test_what_lies_in_the_folders(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = fresh("dense")
+    side = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "generation_config.json": '{"top_p": 0.5}', "chat_template.jinja": "hi"}
+    for name, text in side.items():
+        (folder / name).write_text(text)
+    forth(folder, tmp_path / "m", hf_to_megatron.Options(layout={"tp": 4, "pp": 2}))
+    facts = json.loads((tmp_path / "m" / "conversion.json").read_text())
+    assert facts["padded_vocabulary"] == 160 and facts["layout"] == {"tp": 4, "pp": 2}
+    assert DistSource(tmp_path / "m").shape("output_layer.weight") == (160, 64)
+    shutil.rmtree(folder)
+    back(tmp_path / "m", tmp_path / "hf", megatron_to_hf.Options(max_shard_bytes=50_000))
+    assert {n: (tmp_path / "hf" / n).read_text() for n in side} == side
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 3
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(("variant", "layout", "told"), [
+    ("dense", {"tp": 3}, "tp"), ("moe", {"ep": 3}, "ep"), ("dense", {"pp": 3}, "pp"), ("dense", {"ep": 2}, "ep"),
+])
+def test_layouts_that_the_model_does_not_allow(variant: str, layout: dict[str, int], told: str, folders: Path, tmp_path: Path) -> None:
+    with pytest.raises(LayoutError) as caught:
+        forth(make(variant, folders), tmp_path / "m", hf_to_megatron.Options(layout=layout))
+    assert told in str(caught.value) and not list(tmp_path.iterdir())
+
+
+class Stop(Exception):
+    """Stands for whatever ends a conversion."""
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, items: int, error: type[BaseException]) -> list[int]:
+    """The conversion ends before item number `items` of this run; the numbers of those that are begun."""
+    begun: list[int] = []
+    move = conversion._move
+
+    def limited(stage: Any, item: Any, number: int, meter: Any) -> None:
+        if len(begun) == items:
+            raise error
+        begun.append(number)
+        move(stage, item, number, meter)
+
+    monkeypatch.setattr(conversion, "_move", limited)
+    return begun
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+@pytest.mark.parametrize("way", ["forth", "back"])
+def test_an_interrupted_conversion_goes_on(way: str, error: type[BaseException], fresh: Callable[[str], Path], tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = fresh("moe")
+    if way == "back":
+        forth(folder, tmp_path / "m")
+    source = folder if way == "forth" else tmp_path / "m"
+    convert, target = (forth, tmp_path / "out") if way == "forth" else (back, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        first = stop_after(patch, 5, error)
+        with pytest.raises(conversion.Interrupted if error is KeyboardInterrupt else error):
+            convert(source, target)
+    assert not target.exists() and len(first) == 5
+    with monkeypatch.context() as patch:
+        second = stop_after(patch, 10**9, error)
+        convert(source, target)
+    assert "going on: 5 of" in capsys.readouterr().err and not set(first) & set(second)
+    if way == "forth":
+        back(target, tmp_path / "hf")
+        target = tmp_path / "hf"
+    same(tensors_of(target), tensors_of(folder))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_another_source_starts_anew(fresh: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                    capsys: pytest.CaptureFixture[str]) -> None:
+    folder = fresh("dense")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5, Stop)
+        with pytest.raises(Stop):
+            forth(folder, tmp_path / "m")
+    rewrite(folder, {n: t + 1 for n, t in tensors_of(folder).items()})
+    forth(folder, tmp_path / "m")
+    assert "starting anew" in capsys.readouterr().err
+    back(tmp_path / "m", tmp_path / "hf")
+    same(tensors_of(tmp_path / "hf"), tensors_of(folder))
+
+
+def test_nothing_is_replaced_unasked(folders: Path, tmp_path: Path) -> None:
+    folder = make("dense", folders)
+    forth(folder, tmp_path / "m")
+    before = (tmp_path / "m" / ".metadata").stat().st_ino
+    with pytest.raises(CheckpointError, match="exists already"):
+        forth(folder, tmp_path / "m")
+    assert (tmp_path / "m" / ".metadata").stat().st_ino == before
+    (tmp_path / "m" / "stray").write_text("")
+    forth(folder, tmp_path / "m", hf_to_megatron.Options(overwrite=True))
+    assert not (tmp_path / "m" / "stray").exists() and open_weights(tmp_path / "m").names()
+
+
+def test_a_full_disk_is_noticed_before(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match=r"needs [\d,]+ bytes, and 1,000 are free"):
+        forth(make("dense", folders), tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_wrong_way_round(folders: Path, tmp_path: Path) -> None:
+    folder = make("dense", folders)
+    forth(folder, tmp_path / "m")
+    for convert, source, told in ((forth, tmp_path / "m", "a Megatron checkpoint already"), (back, folder, "a Hugging Face folder already"),
+                                  (back, tmp_path / "none", "does not exist"), (back, tmp_path, "holds no checkpoint")):
+        with pytest.raises(UserError, match=told):
+            convert(source, tmp_path / "out")
