@@ -20,9 +20,7 @@ _GATHERS = "the torch layers gather keys and values; other exchanges need Transf
 
 NEED_TRANSFORMER_ENGINE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("precision_aware_optimizer", bool, _FUSED_ADAM, "--precision_aware_optimizer false"),
-    ("optimizer_cpu_offload", bool, _FUSED_ADAM, "--optimizer_cpu_offload false"),
     ("fp8_format", bool, _LAYERS, "--fp8_format none"),
-    ("tp_comm_overlap", bool, _LAYERS, "--tp_comm_overlap false"),
     ("moe_grouped_gemm", bool, _LAYERS, "--moe_grouped_gemm false"),
     ("transformer_impl", lambda v: v == "transformer_engine", "asks for it", "--transformer_impl auto"),
     ("recompute_modules", lambda v: bool({"layernorm", "moe_act"} & set(v)), _RECOMPUTES, "core_attn, mlp or moe"),

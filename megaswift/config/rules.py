@@ -53,6 +53,10 @@ def _is_folder(c: Sections) -> bool:
     return c.model.model is not None and Path(c.model.model).is_dir()
 
 
+def _recomputes(c: Sections, *parts: str) -> bool:
+    return c.model.recompute_granularity == "selective" and bool(set(parts) & set(c.model.recompute_modules))
+
+
 def _one_machine(c: Sections) -> bool:
     return c.launch.nnodes in (None, 1)
 
@@ -91,8 +95,6 @@ IGNORED: tuple[Ignored, ...] = (
             "needs context_parallel_size > 1", "--context_parallel_size 2"),
     Ignored("sequence_parallel", ("tensor_parallel_size",), lambda c: c.parallel.tensor_parallel_size == 1,
             "splits over the tensor-parallel ranks, and there is one", "--tensor_parallel_size 2"),
-    Ignored("tp_comm_overlap", ("tensor_parallel_size",), lambda c: c.parallel.tensor_parallel_size == 1,
-            "needs tensor_parallel_size > 1", "--tensor_parallel_size 2"),
     Ignored("virtual_pipeline_parallel_size", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None, 1)),
     Ignored("first_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)),
     Ignored("last_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)),
@@ -135,8 +137,8 @@ CLASHES: tuple[Clash, ...] = (
           lambda c: c.parallel.overlap_param_gather and not c.parallel.distributed_optimizer,
           "gathers what the distributed optimizer has split", "--distributed_optimizer true"),
     Clash(("overlap_param_gather", "overlap_grad_reduce"),
-          lambda c: c.parallel.overlap_param_gather and c.parallel.overlap_grad_reduce is False,
-          "needs overlap_grad_reduce", "--overlap_grad_reduce true"),
+          lambda c: c.parallel.overlap_param_gather and c.parallel.overlap_grad_reduce is not True,
+          "needs overlap_grad_reduce, whose default depends on the device", "--overlap_grad_reduce true"),
     Clash(("overlap_p2p_comm", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
           lambda c: c.parallel.overlap_p2p_comm is False and c.parallel.pipeline_parallel_size == 2
           and (c.parallel.virtual_pipeline_parallel_size or 1) > 1,
@@ -148,11 +150,18 @@ CLASHES: tuple[Clash, ...] = (
     Clash(("precision_aware_optimizer", "distributed_optimizer"),
           lambda c: c.optim.precision_aware_optimizer and not c.parallel.distributed_optimizer,
           "needs distributed_optimizer", "--distributed_optimizer true"),
-    Clash(("tp_comm_overlap", "sequence_parallel", "tensor_parallel_size"),
-          lambda c: c.parallel.tp_comm_overlap and c.parallel.sequence_parallel is False and c.parallel.tensor_parallel_size > 1,
-          "needs sequence_parallel", "--sequence_parallel true"),
-    Clash(("tp_comm_overlap", "transformer_impl"), lambda c: c.parallel.tp_comm_overlap and c.model.transformer_impl == "torch",
-          "needs Transformer Engine's layers", "--transformer_impl transformer_engine"),
+    Clash(("tp_comm_overlap",), lambda c: c.parallel.tp_comm_overlap,
+          "needs Transformer Engine's communication buffers (initialize_ub), which this version does not set up",
+          "--tp_comm_overlap false"),
+    Clash(("optimizer_cpu_offload",), lambda c: c.optim.optimizer_cpu_offload,
+          "checkpoints of this version cannot hold the state of Megatron-Core's HybridDeviceOptimizer",
+          "--optimizer_cpu_offload false, and --distributed_optimizer true over more ranks"),
+    Clash(("recompute_modules", "recompute_granularity", "fp8_format", "fp8_recipe"),
+          lambda c: _recomputes(c, "layernorm", "moe_act") and c.model.fp8_format is not None and c.model.fp8_recipe == "delayed",
+          "layernorm and moe_act cannot be recomputed under delayed FP8 scales (Megatron-Core)", "--fp8_recipe tensorwise"),
+    Clash(("recompute_modules", "recompute_granularity", "moe_grouped_gemm"),
+          lambda c: _recomputes(c, "moe_act") and c.model.moe_grouped_gemm is False,
+          "moe_act is a part of the grouped product of experts (Megatron-Core)", "--moe_grouped_gemm true"),
     Clash(("fp8_format", "transformer_impl"), lambda c: c.model.fp8_format and c.model.transformer_impl == "torch",
           "needs Transformer Engine's layers", "--transformer_impl transformer_engine"),
     Clash(("moe_grouped_gemm", "transformer_impl"), lambda c: c.model.moe_grouped_gemm and c.model.transformer_impl == "torch",

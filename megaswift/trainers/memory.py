@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ def advice(cfg: Any, experts: int) -> list[str]:
     """Settings that lower the peak, in the order of what they cost; those already in use are left out."""
     m, p, d, t = cfg.model, cfg.parallel, cfg.data, cfg.train
     gpu = torch.cuda.is_available()
-    offload = gpu and not cfg.optim.optimizer_cpu_offload and find_spec("transformer_engine") is not None  # it takes its Adam
     heads_tp = p.tensor_parallel_size * 2
     rows: list[tuple[bool, str]] = [
         (t.per_device_train_batch_size > 1, "--per_device_train_batch_size 1, accumulating more often: the same result"),
@@ -58,6 +56,5 @@ def advice(cfg: Any, experts: int) -> list[str]:
         (True, f"--pp {p.pipeline_parallel_size * 2}: layers divided over more ranks"),
         (d.max_length > 4096, f"--cp {p.context_parallel_size * 2}: each sequence divided over more ranks"),
         (d.max_length > 1024, f"--max_length {d.max_length // 2}: shorter sequences, other data"),
-        (offload, "--optimizer_cpu_offload true: optimizer state in main memory, slower steps"),
     ]
     return [text for applies, text in rows if applies]

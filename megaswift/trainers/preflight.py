@@ -66,7 +66,11 @@ def expert_options(cfg: SwiftConfig) -> list[Problem]:
     given = [Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out") for name in EXPERT_OPTIONS
              if chosen(cfg, name)]
     parts = [part for part in cfg.model.recompute_modules if part in ("moe", "moe_act")]
-    return given + [Problem(f"--recompute_modules {part}", rule, "core_attn or mlp") for part in parts]
+    given += [Problem(f"--recompute_modules {part}", rule, "core_attn or mlp") for part in parts]
+    if "layernorm" in cfg.model.recompute_modules:  # Megatron-Core would recompute none, without a word
+        fused = "Transformer Engine fuses the norms of a dense model with the products after them: there is none to recompute"
+        given.append(Problem("--recompute_modules layernorm", fused, "core_attn or mlp"))
+    return given
 
 
 def dense_options(cfg: SwiftConfig) -> list[Problem]:

@@ -25,7 +25,6 @@ IDLE = [
     ("--distributed_optimizer --optimizer sgd", "--distributed_optimizer"),
     ("--cp_comm_type p2p", "--cp_comm_type p2p --cp 2"),
     ("--sequence_parallel", "--sequence_parallel --tp 2"),
-    ("--tp_comm_overlap", "--tp_comm_overlap --tp 2"),
     ("--vpp 2", "--vpp 2 --pp 2"),
     ("--first_stage_layers 0", "--first_stage_layers 0 --pp 2"),
     ("--last_stage_layers 3", "--last_stage_layers 3 --pp 2"),
@@ -51,13 +50,15 @@ CLASHING = [
     ("split_dataset_ratio", "--split_dataset_ratio 0.1 --streaming --max_steps 1"),
     ("streaming", "--streaming"),
     ("pipeline_layout", "--pipeline_layout Et|tL --pp 2 --first_stage_layers 1"),
-    ("overlap_param_gather", "--overlap_param_gather --distributed_optimizer false"),
-    ("overlap_param_gather", "--overlap_param_gather --overlap_grad_reduce false"),
+    ("overlap_param_gather", "--overlap_param_gather --overlap_grad_reduce --distributed_optimizer false"),
+    ("overlap_param_gather", "--overlap_param_gather"),
     ("overlap_p2p_comm", "--overlap_p2p_comm false --pp 2 --vpp 2"),
     ("overlap_p2p_comm", "--overlap_p2p_comm --pp 2"),
     ("precision_aware_optimizer", "--precision_aware_optimizer --distributed_optimizer false"),
-    ("tp_comm_overlap", "--tp_comm_overlap --tp 2 --sp false"),
-    ("tp_comm_overlap", "--tp_comm_overlap --tp 2 --transformer_impl torch"),
+    ("tp_comm_overlap", "--tp_comm_overlap --tp 2"),
+    ("optimizer_cpu_offload", "--optimizer_cpu_offload"),
+    ("recompute_modules", "--recompute_granularity selective --recompute_modules core_attn layernorm --fp8_format e4m3"),
+    ("recompute_modules", "--recompute_granularity selective --recompute_modules moe_act --moe_grouped_gemm false"),
     ("fp8_format", "--fp8_format hybrid --transformer_impl torch"),
     ("moe_grouped_gemm", "--moe_grouped_gemm --transformer_impl torch"),
     ("attn_impl", "--attn_impl flash --transformer_impl torch"),
@@ -85,6 +86,14 @@ def test_an_option_that_would_be_ignored(idle: str, used: str) -> None:
     found = problems(idle)
     assert len(found) == 1 and found[0].startswith(name) and "would be ignored" in found[0]
     assert problems(used) == []
+
+
+@pytest.mark.parametrize("words", [
+    "--overlap_param_gather --overlap_grad_reduce", "--recompute_granularity selective --recompute_modules layernorm",
+    "--recompute_granularity selective --recompute_modules layernorm moe_act --fp8_format e4m3 --fp8_recipe blockwise",
+    "--recompute_granularity selective --recompute_modules moe_act --moe_grouped_gemm"])
+def test_what_goes_together(words: str) -> None:
+    assert problems(words) == []
 
 
 def test_every_row_is_tried() -> None:
@@ -117,8 +126,8 @@ def test_a_rule_waits_for_a_mended_value() -> None:
 
 
 def test_what_needs_transformer_engine() -> None:
-    cfg = SwiftConfig(precision_aware_optimizer=True, optimizer_cpu_offload=True, fp8_format="hybrid", tp_comm_overlap=True, tp=2,
-                      moe_grouped_gemm=True, transformer_impl="te", attn_impl="flash", cp=2, cp_comm_type="a2a",
+    cfg = SwiftConfig(precision_aware_optimizer=True, fp8_format="hybrid", fp8_recipe="tensorwise", moe_grouped_gemm=True,
+                      transformer_impl="te", attn_impl="flash", cp=2, cp_comm_type="a2a",
                       recompute_granularity="selective", recompute_modules="layernorm")
     found = missing_transformer_engine(cfg, installed=False)
     assert len(found) == len(NEED_TRANSFORMER_ENGINE)

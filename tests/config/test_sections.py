@@ -49,7 +49,7 @@ NEEDS = {
     "wsd_decay_ratio": {"lr_scheduler_type": "wsd"}, "sgd_momentum": {"optimizer": "sgd"}, "fp8_recipe": {"fp8_format": "hybrid"},
     "recompute_method": {"recompute_granularity": "full"}, "recompute_num_layers": {"recompute_granularity": "full"},
     "recompute_modules": {"recompute_granularity": "selective"}, "cp_comm_type": {"cp": 2}, "sequence_parallel": {"tp": 2},
-    "tp_comm_overlap": {"tp": 2}, "eval_steps": {"val_dataset": "v"}, "eval_iters": {"val_dataset": "v"},
+    "overlap_param_gather": {"overlap_grad_reduce": True}, "eval_steps": {"val_dataset": "v"}, "eval_iters": {"val_dataset": "v"},
     "per_device_eval_batch_size": {"val_dataset": "v"}, "streaming": {"max_steps": 3}, "save_total_limit": {"save_steps": 1},
     "node_rank": {"nnodes": 3, "master_addr": "h"}, "nnodes": {"node_rank": 1, "master_addr": "h"},
     "master_addr": {"nnodes": 2, "node_rank": 1}, "master_port": {"nproc_per_node": 2}, "min_lr": {"lr": 0.5},
@@ -57,7 +57,11 @@ NEEDS = {
     name: {"pp": 2} for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")}
 
 
-@pytest.mark.parametrize("spelling", sorted(NAMES))
+REFUSED = ("tp_comm_overlap", "optimizer_cpu_offload")
+"""Known, and not served yet: rules.py says why."""
+
+
+@pytest.mark.parametrize("spelling", sorted(n for n, option in NAMES.items() if option not in REFUSED))
 def test_every_spelling_sets_its_option(spelling: str) -> None:
     name = NAMES[spelling]
     value = _other_value(name)

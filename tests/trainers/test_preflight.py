@@ -103,9 +103,10 @@ def test_it_imports_no_torch() -> None:
 def test_options_for_experts_are_refused_for_a_dense_model(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     cfg = SwiftConfig(task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out"), moe_z_loss_coeff=0.1,
-                      recompute_granularity="selective", recompute_modules=("core_attn", "moe"))
+                      recompute_granularity="selective", recompute_modules=("core_attn", "moe", "layernorm"))
     text = "\n".join(refused(cfg, 1))
     assert "--moe_z_loss_coeff 0.1: is for models with experts" in text and "--recompute_modules moe: is for models" in text
+    assert "--recompute_modules layernorm: Transformer Engine fuses" in text
 
 
 def test_a_written_configuration_passes_again(tmp_path: Path) -> None:
