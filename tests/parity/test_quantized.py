@@ -38,7 +38,8 @@ def dequantised(folder: Path, target: Path) -> Path:
 def test_training_from_fp8(text: str, pool: Pool, references: References, tmp_path: Path) -> None:
     model, _, layout = text.partition(" ")
     case = parse(layout, model=model) if model != "moe" else parse(text)
-    folder = quantise_fp8(Path(shutil.copytree(references.model(case.variant), tmp_path / "fp8")), (8, 16))  # dividing every size: else transformers guesses other blocks
+    # Blocks divide every size: transformers takes sizes divided by the scales' shape for a block, which is another one otherwise.
+    folder = quantise_fp8(Path(shutil.copytree(references.model(case.variant), tmp_path / "fp8")), (8, 16))
     recipe = references.recipe if case.moe else replace(references.recipe, aux_coeff=0.0, z_coeff=0.0)
     batches = [global_batch(replace(case, packed=False), k) for k in range(STEPS)]
     want = reference(dequantised(folder, tmp_path / "plain"), recipe, batches)
