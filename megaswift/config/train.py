@@ -26,7 +26,7 @@ class TrainConfig:
     eval_steps: int | None = option(
         None, "Steps between evaluations; unset: at the end only", aliases=("eval_interval",), minimum=1, unit="steps")
     eval_iters: int | None = option(
-        None, "Evaluation batches, of dp x per_device_eval_batch_size (x pp) rows; unset: all", minimum=1, unit="batches")
+        None, "Evaluation batches of global_batch_size rows each; unset: all rows", minimum=1, unit="batches")
     save_steps: int | None = option(
         None, "Steps between checkpoints; unset: at the end only", aliases=("save_interval",), minimum=1, unit="steps")
     save_total_limit: int | None = option(None, "Checkpoints kept, the newest; unset: all", minimum=1, unit="checkpoints")

@@ -205,20 +205,20 @@ class StoredSource:
 
 @dataclass(frozen=True)
 class EvalSource:
-    """Batches for evaluation: every row once, in file order, the last global batch filled up with rows without weight."""
+    """Batches for evaluation: every row once, in file order, the last global batch filled up with rows without weight.
+
+    Which rows these are does not depend on the ranks: a limit counts rows, not batches.
+    """
 
     data: Rows
     geometry: LoaderGeometry
     shape: Shape
 
-    def __len__(self) -> int:
-        return -(-len(self.data) // self.geometry.global_batch)
-
     def eval_batches(self, limit: int | None = None) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of each global batch; at most `limit` of them."""
-        size = self.geometry.global_batch
-        for step in range(len(self) if limit is None else min(limit, len(self))):
-            numbers: list[int | None] = list(range(step * size, min(len(self.data), (step + 1) * size)))
+        """This rank's micro-batches of each global batch of the first `limit` rows."""
+        size, count = self.geometry.global_batch, len(self.data) if limit is None else min(limit, len(self.data))
+        for start in range(0, count, size):
+            numbers: list[int | None] = list(range(start, min(count, start + size)))
             numbers += [None] * (size - len(numbers))
             rows = [[[] if i is None else self.data.read(i) for i in micro] for micro in self.geometry.own(numbers)]
             yield batches(rows, self.data.packing is not None, self.shape, self.geometry.uniform)

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megaswift import log
+from megaswift.bridge.export import stored_dtypes
+from megaswift.bridge.model_folder import write_model
+from megaswift.bridge.plan import WeightPlan
 from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_plan
 from megaswift.data import build as data
@@ -20,6 +24,8 @@ from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.engine import MegatronEngine
 from megaswift.errors import ConfigError, Problem
+from megaswift.families import family_of
+from megaswift.families.checkpoint_folder import MODEL
 from megaswift.families.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.picture import picture
@@ -38,6 +44,7 @@ from megaswift.trainers.tasks import TASKS, Task
 from megaswift.trainers.trackers import trackers
 from megaswift.trainers.watch import Watch
 
+TEMPLATE = "chat_template.jinja"
 SHAPE = (
     "family", "num_layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "tied", "experts", "topk", "expert_ffn")
 """What a checkpoint and the model it is loaded into must agree on."""
@@ -89,6 +96,8 @@ class Build:
             engine.random_init(self.cfg.train.seed)
         elif fresh:
             engine.load_hf(self.folder)
+        elif not self.cfg.model.random_init:
+            engine.keep(self.folder)
         return engine
 
     def hooks(self, engine: MegatronEngine, held: EvalSource | None) -> list[Hook]:
@@ -97,16 +106,20 @@ class Build:
         hooks: list[Hook] = [Metrics(outputs.metrics, train.logging_steps, self.speed(engine), task.count), Watch(), Progress()]
         hooks += trackers(train.report_to, outputs.root, self.cfg.to_dict())
         if held is not None:
-            hooks.append(Evaluation(outputs.evaluation, held.eval_batches, train.eval_steps, train.eval_iters, task.count))
+            limit = None if train.eval_iters is None else train.eval_iters * batch_plan(train, self.layout.dp).global_batch_size
+            hooks.append(Evaluation(outputs.evaluation, partial(held.eval_batches, limit), train.eval_steps, task.count))
         facts = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout), "config": self.cfg.to_dict()}
         checkpoint = Checkpoint(outputs.store, train.save_steps, train.save_total_limit, facts)
         checkpoint.attach = self.attach
         return [*hooks, checkpoint]
 
     def attach(self, folder: Path) -> None:
-        """config.json and tokenizer beside the state, so that a checkpoint can be converted without its model folder."""
-        target = folder / "model"
-        write_model_files(self.spec, self.tokenizer, target)
+        """Beside the state, what turns a checkpoint into a Hugging Face folder without the one it came from."""
+        target, plan = folder / MODEL, WeightPlan(family_of(self.spec.hf_config), self.spec)
+        source = None if self.cfg.model.random_init else self.folder
+        write_model(target, self.spec.hf_config, stored_dtypes(plan, source), self.folder)
+        if self.cfg.data.chat_template:
+            (target / TEMPLATE).write_text(self.tokenizer.chat_template, encoding="utf-8")
 
     def model_facts(self) -> dict[str, Any]:
         """What must be the same when a checkpoint is resumed."""
@@ -143,15 +156,6 @@ def row_multiple(layout: Layout, fp8: bool) -> int:
     tp = layout.tp if layout.sequence_parallel else 1
     share = math.lcm(tp, 2 if layout.cp > 1 else 1)
     return layout.cp * (math.lcm(share, 16 * tp) if fp8 else share)
-
-
-def write_model_files(spec: ModelSpec, tokenizer: Any, target: Path) -> None:
-    """config.json as it was read, and the tokenizer."""
-    import json
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(json.dumps(dict(spec.hf_config), indent=2) + "\n", encoding="utf-8")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(target)
 
 
 def count_steps(cfg: SwiftConfig, source: Any) -> int:

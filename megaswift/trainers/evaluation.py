@@ -1,6 +1,7 @@
 """Evaluation every `eval_steps` and after the last step: eval.jsonl.
 
-The loss is the objective over the whole validation set: each global batch weighs by its own count. Touches no state.
+The loss is the objective over the whole validation set, or the part of it that the batches hold: each global batch weighs by its
+own count, so that it does not matter how the rows are cut into batches and spread over ranks. Touches no state.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,8 @@ class Evaluation(Hook):
 
     part = "evaluation"
 
-    def __init__(self, path: Path, batches: Callable[[], Iterable[list[Batch]]], every: int | None, limit: int | None, count: str) -> None:
-        self.path, self.batches, self.every, self.limit, self.count = path, batches, every, limit, count
+    def __init__(self, path: Path, batches: Callable[[], Iterable[list[Batch]]], every: int | None, count: str) -> None:
+        self.path, self.batches, self.every, self.count = path, batches, every, count
         self.last = 0
         """The step of the last evaluation."""
 
@@ -46,7 +46,7 @@ class Evaluation(Hook):
         """One pass over the validation set, one line."""
         began = time.perf_counter()
         window = Window()
-        for microbatches in islice(self.batches(), self.limit):
+        for microbatches in self.batches():
             result = loop.engine.evaluate(microbatches, loop.loss)
             step = Step(loop.step, epoch, 0.0, result, 0.0, 0.0, 0)
             window.add(step, weight_of(step, self.count))

@@ -162,6 +162,22 @@ def test_evaluation_takes_every_row_once_and_fills_up_without_weight(tmp_path: P
     assert sorted(ids_of([b for _ in range(21) for b in train.next()]) + held) == list(range(30))
 
 
+@pytest.mark.parametrize("limit", [None, 5])
+def test_evaluation_takes_the_same_rows_on_every_layout(tmp_path: Path, limit: int | None) -> None:
+    """Ranks, rows a micro-batch, micro-batches of a pipeline."""
+    def held(dp: int, per_device: int, accumulation: int) -> list[int]:
+        ids = []
+        for rank in range(dp):
+            made = source(tmp_path, 30, LoaderGeometry(rank, dp, 2), split_dataset_ratio=0.3, per_device_eval_batch_size=per_device)[1]
+            assert made is not None
+            made = replace(made, geometry=replace(made.geometry, accumulation=accumulation))
+            ids += [i for step in made.eval_batches(limit) for i in ids_of(step) if i >= 0]
+        return sorted(ids)
+    one = held(1, 1, 1)
+    assert len(one) == len(set(one)) == (limit or 9)
+    assert one == held(2, 1, 1) == held(3, 2, 1) == held(1, 4, 2) == held(2, 3, 4)
+
+
 def test_a_data_set_shorter_than_a_global_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="10 rows, fewer than one global batch of 12"):
         source(tmp_path, 10, LoaderGeometry(0, 3, 4))

@@ -16,8 +16,8 @@ from tests.trainers.tiny import TinyEngine, batch, tiny_loop
 HELD = [[batch(8, 5, 91)], [batch(9, 2, 92)], [batch(7, 6, 93)]]
 
 
-def hook(folder: Path, every: int | None, limit: int | None = None) -> Evaluation:
-    return Evaluation(folder / "eval.jsonl", lambda: HELD, every, limit, "label_weight")
+def hook(folder: Path, every: int | None) -> Evaluation:
+    return Evaluation(folder / "eval.jsonl", lambda: HELD, every, "label_weight")
 
 
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 7]), (None, [7]), (7, [7])])
@@ -37,11 +37,6 @@ def test_the_loss_is_that_of_all_held_out_labels(tmp_path: Path) -> None:
             total += float(torch.nn.functional.cross_entropy(logits, b.labels[0], reduction="none")[b.loss_weights[0] == 1].sum())
     assert line["loss"] == pytest.approx(total / 13, rel=1e-6)
     assert (line["tokens"], line["label_tokens"], line["batches"]) == (24, 13, 3)
-
-
-def test_a_limit_takes_the_first_batches(tmp_path: Path) -> None:
-    tiny_loop(1, hook(tmp_path, None, limit=2)).run()
-    assert read_lines(tmp_path / "eval.jsonl")[0]["label_tokens"] == 7
 
 
 def test_training_is_the_same_with_and_without_it(tmp_path: Path) -> None:

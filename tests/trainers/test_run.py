@@ -30,8 +30,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             "--per_device_train_batch_size", "4", "--lr", "1e-3", "--tp", "2"]
 
 
-def start(inputs: list[str], out: Path, *options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "megaswift/sft.py", *inputs]
+def start(inputs: list[str], out: Path, *options: object, ranks: int = 2) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "megaswift/sft.py", *inputs]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([*command, "--output_dir", str(out), *map(str, options)], cwd=ROOT, env=environ, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
@@ -46,8 +46,8 @@ def finish(process: subprocess.Popen[str]) -> str:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(inputs: list[str], out: Path, *options: object) -> str:
-    process = start(inputs, out, *options)
+def run(inputs: list[str], out: Path, *options: object, ranks: int = 2) -> str:
+    process = start(inputs, out, *options, ranks=ranks)
     text = finish(process)
     assert process.returncode == 0, text[-3000:]
     return text
@@ -111,6 +111,23 @@ def held_out(inputs: list[str], out: Path) -> list[list[dict[str, str]]]:
     assert held is not None
     rows = [json.loads(line)["messages"] for line in Path(inputs[3]).read_text().splitlines()]
     return [rows[int(i)] for i in held.sample]
+
+
+@pytest.mark.process
+def test_every_layout_is_evaluated_on_the_same_rows(inputs: list[str], tmp_path: Path) -> None:
+    """11 rows, of which two global batches of 4 are asked for: one rank takes 2 x 4, two ranks 2 x (2 x 2), a pipeline 4 micro-batches."""
+    alone = inputs[:inputs.index("--per_device_train_batch_size")]
+    write_conversations(tmp_path / "val.jsonl", rows=11, seed=1)
+    options = ("--val_dataset", tmp_path / "val.jsonl", "--global_batch_size", 4, "--max_steps", 1, "--eval_iters", 2,
+               "--export_hf", "false", "--report_to", "none")
+    run(alone, tmp_path / "one", *options, "--per_device_train_batch_size", 4, ranks=1)
+    run(alone, tmp_path / "dp", *options, "--per_device_train_batch_size", 2)
+    run(alone, tmp_path / "pp", *options, "--per_device_eval_batch_size", 3, "--pp", 2)
+    [one], [dp], [pp] = (read_lines(tmp_path / name / "eval.jsonl") for name in ("one", "dp", "pp"))
+    rows = [json.loads(line) for line in (tmp_path / "val.jsonl").read_text().splitlines()[:8]]
+    assert one["label_tokens"] == dp["label_tokens"] == pp["label_tokens"] == sum(len(r["messages"][1]["content"]) + 1 for r in rows)
+    assert one["tokens"] == dp["tokens"] == pp["tokens"]
+    assert dp["loss"] == pytest.approx(one["loss"], rel=1e-6) and pp["loss"] == pytest.approx(one["loss"], rel=1e-6)
 
 
 @pytest.mark.process
