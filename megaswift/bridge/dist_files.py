@@ -14,7 +14,7 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megaswift.errors import CheckpointError, Problem
+from megaswift.families.checkpoint_folder import TABLES as INDEX
 
-INDEX = ".metadata"
-"""Which boxes of which tensors lie in which file: torch.distributed.checkpoint's name."""
 _CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties",
@@ -55,6 +54,8 @@ class Box:
     data: Tensor
     padded: bool = False
     """The first dimension is a vocabulary, padded as the layout needs: its length may differ, rows beyond it are zero."""
+    read: Callable[[], Tensor] | None = None
+    """Gives the content when it is written; `data` then tells shape and dtype only."""
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -81,7 +82,8 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: planner.WriteItem) -> Tensor:
-        return self.boxes[write_item.index].data.detach()
+        box = self.boxes[write_item.index]
+        return box.data.detach() if box.read is None else box.read()
 
 
 def write(directory: Path, boxes: Sequence[Box]) -> None:

@@ -20,7 +20,7 @@ MAIN = "optimizer.state.param."
 """Before the key of a float32 main weight of a half-precision run."""
 STATES = "optimizer.state."
 VOCABULARY_MULTIPLE = 8
-"""Each tensor-parallel rank's vocabulary rows are a multiple of it."""
+"""Rows of a rank's vocabulary shard are padded to this multiple (tensor cores)."""
 _EXPERT = re.compile(r"mlp\.experts\.\d+\.")
 
 

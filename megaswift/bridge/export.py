@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
+from megaswift.bridge.open import open_weights
 from megaswift.bridge.plan import WeightPlan
-from megaswift.bridge.quantized import open_hf
+from megaswift.families.checkpoint_folder import find_checkpoint
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class ExportOptions:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights, not only a config.json."""
-    return (folder / INDEX).exists() or (folder / SINGLE).exists()
+    """Whether a folder holds weights, or belongs to a checkpoint that does, and is not only a config.json."""
+    return (folder / INDEX).exists() or (folder / SINGLE).exists() or find_checkpoint(folder) is not None
 
 
 def stored_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtype]:
@@ -40,7 +41,7 @@ def stored_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtyp
     default: torch.dtype = getattr(torch, plan.spec.dtype)
     if source is None or not has_weights(source):
         return dict.fromkeys(plan.hf_shapes, default)
-    stored = open_hf(source)
+    stored = open_weights(source)
     names = set(stored.names())
     return {name: stored.dtype(name) if name in names else default for name in plan.hf_shapes}
 
@@ -49,7 +50,7 @@ def export_hf(directory: Path | str, plan: WeightPlan, weights: Iterable[tuple[s
               options: ExportOptions = ExportOptions()) -> Path:  # noqa: B008
     """Write `weights` (all HF tensors of the model, in any order, one at a time) as a Hugging Face folder. On one rank only."""
     dtypes = options.dtype or stored_dtypes(plan, options.source)
-    stored = open_hf(options.source) if options.source is not None and has_weights(options.source) else None
+    stored = open_weights(options.source) if options.source is not None and has_weights(options.source) else None
     kept = plan.kept(stored.names()) if stored is not None else []
     tensors = {**plan.hf_tensors(dtypes), **{name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept if stored}}
     with HfWriter(directory, tensors, options.max_shard_bytes, options.overwrite) as writer:

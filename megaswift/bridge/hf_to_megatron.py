@@ -27,11 +27,12 @@ from megaswift.bridge.conversion import Item, Work, bands
 from megaswift.bridge.dist_files import SavedBox
 from megaswift.bridge.dist_keys import KEPT, padded_vocabulary, place
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.model_folder import MODEL, find_checkpoint, write_model
+from megaswift.bridge.model_folder import write_model
 from megaswift.bridge.plan import Entry, WeightPlan
 from megaswift.bridge.quantized import open_hf
 from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
+from megaswift.families.checkpoint_folder import MODEL, find_checkpoint
 from megaswift.families.rules import Cut, dim_of
 from megaswift.families.spec import ModelSpec
 from megaswift.parallel.checks import check_layout

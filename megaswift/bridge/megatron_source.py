@@ -17,10 +17,11 @@ from megaswift.bridge import dist_keys
 from megaswift.bridge.dist_keys import KEPT, MAIN, STATES
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.hf_source import Slices
-from megaswift.bridge.model_folder import NAMES, Checkpoint, read_dtypes
+from megaswift.bridge.model_folder import NAMES, read_dtypes
 from megaswift.bridge.plan import SHOWN, Entry, WeightPlan
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families import family_of, read_config
+from megaswift.families.checkpoint_folder import Checkpoint
 from megaswift.families.rules import Cut, Piece, dim_of
 
 Span = tuple[int, int]

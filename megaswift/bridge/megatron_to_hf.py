@@ -17,12 +17,12 @@ from torch import Tensor
 from megaswift import __version__
 from megaswift.bridge import conversion
 from megaswift.bridge.conversion import Item, Work, bands
-from megaswift.bridge.dist_files import INDEX as TABLES
 from megaswift.bridge.hf_source import INDEX, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, exported_config, index_of, nbytes, plan_files
 from megaswift.bridge.megatron_source import MegatronSource
-from megaswift.bridge.model_folder import copy_side_files, find_checkpoint
+from megaswift.bridge.model_folder import copy_side_files
 from megaswift.errors import CheckpointError, Problem
+from megaswift.families.checkpoint_folder import TABLES, find_checkpoint
 
 
 @dataclass(frozen=True)

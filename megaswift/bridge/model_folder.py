@@ -4,14 +4,13 @@
     model/weights.json      the dtype that each Hugging Face tensor had
     model/tokenizer*, generation_config.json, chat_template*, ...
 
-Owns writing and reading that folder, and finding a checkpoint's two parts from any path that a user may give.
+Owns writing and reading that folder; where it lies is `families.checkpoint_folder`'s.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -21,50 +20,16 @@ from typing import Any
 
 import torch
 
-from megaswift.bridge.dist_files import INDEX
 from megaswift.bridge.hf_source import DTYPES
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization import plain_config
 
-MODEL, ENGINE, FACTS = "model", "engine", "weights.json"
+FACTS = "weights.json"
 FORMAT = 1
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken",
           "spiece.model", "sentencepiece*.model", "chat_template*", "additional_chat_templates/*")
 """Files of a model folder that go along with config.json."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_STEP = re.compile(r"step-\d+")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The two parts of a checkpoint."""
-
-    tensors: Path
-    """The torch_dist folder."""
-    model: Path
-
-
-def find_checkpoint(path: Path | str) -> Checkpoint | None:
-    """The checkpoint at `path`; None where there is none.
-
-    A converted folder, a `step-N`, an output directory or its `checkpoints` (meaning the latest), the `model` folder of any of these.
-    """
-    folder = Path(path)
-    for tensors, model in ((folder, folder / MODEL), (folder / ENGINE, folder / MODEL), (folder.parent, folder),
-                           (folder.parent / ENGINE, folder)):
-        if (tensors / INDEX).is_file() and (model.name == MODEL or folder == tensors):
-            return Checkpoint(tensors, model)
-    latest = _latest(folder / "checkpoints") or _latest(folder)
-    return find_checkpoint(latest) if latest else None
-
-
-def _latest(store: Path) -> Path | None:
-    """The step folder that `latest.json` names, if it was saved whole."""
-    try:
-        name = str(json.loads((store / "latest.json").read_text(encoding="utf-8"))["directory"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return store / name if _STEP.fullmatch(name) and (store / name / "manifest.json").is_file() else None
 
 
 def copy_side_files(source: Path, target: Path) -> list[Path]:

@@ -8,9 +8,9 @@ import torch
 
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.megatron_source import MegatronSource
-from megaswift.bridge.model_folder import find_checkpoint
 from megaswift.bridge.quantized import open_hf
 from megaswift.errors import CheckpointError, Problem
+from megaswift.families.checkpoint_folder import find_checkpoint
 
 
 def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSource:

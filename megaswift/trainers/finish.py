@@ -6,10 +6,8 @@ from megaswift.bridge.export import ExportOptions, export_hf
 from megaswift.engine.megatron.engine import MegatronEngine
 from megaswift.engine.protocol import Engine
 from megaswift.trainers import agree
-from megaswift.trainers.build import Build
+from megaswift.trainers.build import TEMPLATE, Build
 from megaswift.trainers.progress import tell
-
-TEMPLATE = "chat_template.jinja"
 
 
 def export(engine: Engine, build: Build) -> None:

@@ -1,4 +1,4 @@
-"""Where `--model` lies on this machine: a folder as it is, a hub id as its downloaded snapshot; and its tokenizer. No torch.
+"""Where `--model` lies on this machine: a folder or checkpoint as it is, a hub id as its downloaded snapshot; its tokenizer. No torch.
 
 Owns finding and fetching; what the model's files mean is read by the families and the bridge.
 """
@@ -15,6 +15,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
 from megaswift.data.template import read_template
 from megaswift.errors import Problem, UserError, WeightsError
+from megaswift.families.checkpoint_folder import find_checkpoint
 
 CONFIG_FILES = (
     "config.json", "generation_config.json", "*.jinja", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model")
@@ -43,9 +44,12 @@ def _folder(path: Path, name: str) -> Path:
         return path
     if (path / "hf" / "config.json").is_file() and (path / "metrics.jsonl").exists():
         return path / "hf"
-    if (path / "manifest.json").is_file():
-        raise WeightsError(Problem(f"--model {name}", "is a checkpoint to resume from, not a Hugging Face folder",
-                                   f"--resume_from_checkpoint {name} to go on with its run, or the run's export (the folder hf)"))
+    checkpoint = find_checkpoint(path)
+    if checkpoint is not None and (checkpoint.model / "config.json").is_file():
+        return checkpoint.model
+    if checkpoint is not None:
+        raise WeightsError(Problem(f"--model {name}", f"is a checkpoint without {checkpoint.model / 'config.json'}",
+                                   "a checkpoint of this version, or the run's export (the folder hf)"))
     raise WeightsError(Problem(f"--model {name}", "has no config.json", "a folder that holds a Hugging Face model"))
 
 
@@ -72,7 +76,7 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
     problems = []
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         problems.append(Problem(str(folder), "has no tokenizer (tokenizer.json)", "copy the model's tokenizer files beside config.json"))
-    if random_init:
+    if random_init or find_checkpoint(folder) is not None:
         return problems
     index = folder / "model.safetensors.index.json"
     if index.is_file():

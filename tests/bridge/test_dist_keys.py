@@ -13,9 +13,10 @@ from torch import Tensor
 from megaswift.bridge import dist_keys
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.megatron_source import MegatronSource
-from megaswift.bridge.model_folder import Checkpoint, write_model
+from megaswift.bridge.model_folder import write_model
 from megaswift.bridge.open import open_weights
 from megaswift.errors import CheckpointError
+from megaswift.families.checkpoint_folder import Checkpoint
 from tests.bridge.folders import plan_of
 from tests.engine.checkpoint_worker import Run
 from tests.parity.cases import parse

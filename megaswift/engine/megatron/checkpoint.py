@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megaswift import log
 from megaswift.bridge import dist_files as files
+from megaswift.bridge.dist_keys import KEPT
 from megaswift.engine.megatron import checkpoint_boxes as boxes
 from megaswift.engine.megatron import optimizer_states as states
 from megaswift.engine.megatron import rng_state
@@ -45,7 +45,7 @@ def save(engine: MegatronEngine, directory: Path) -> None:
     gather_weights(engine.chunks)
     states.materialise(engine.optimizer)
     placed = boxes.pieces(engine)
-    own = [*boxes.weights(placed, True), *boxes.moments(placed, states.slices(engine.optimizer), True)]
+    own = [*boxes.weights(placed, True), *boxes.moments(placed, states.slices(engine.optimizer), True), *boxes.kept(engine)]
     files.write(directory, own)
     facts = _facts(engine, max(_gather(engine, states.get_step(engine.optimizer))))
     _agree(engine, _write_small(engine, directory, facts))
@@ -55,10 +55,9 @@ def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any])
     try:
         written = [rng_state.write(directory, engine.rank)]
         if engine.rank == 0:
-            torch.save({}, directory / "common.pt")
-            save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+            written += files.write_megatron_files(directory)
             (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            written += [directory / "common.pt", directory / "metadata.json", directory / FACTS]
+            written.append(directory / FACTS)
         for path in [*written, directory]:
             files.sync(path)
     except OSError as error:
@@ -153,7 +152,7 @@ def _source(box: files.Box, index: Metadata) -> files.Box:
 def _unused(engine: MegatronEngine, index: Metadata, wanted: set[str]) -> list[Problem]:
     """Weights of the checkpoint that no rank of this model has."""
     used = {key.removeprefix(boxes.MAIN) for keys in _gather(engine, wanted) for key in keys}
-    left = [key for key in index.state_dict_metadata if not key.startswith(boxes.STATE) and key not in used]
+    left = [key for key in index.state_dict_metadata if not key.startswith((boxes.STATE, KEPT)) and key not in used]
     return [Problem(key, "is in the checkpoint and not in this model") for key in sorted(left)] if engine.rank == 0 else []
 
 

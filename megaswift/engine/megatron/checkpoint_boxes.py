@@ -8,24 +8,25 @@ FP8 scaling histories (`_extra_state`) are left out: Transformer Engine unpickle
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
 from megaswift.bridge.dist_files import Box
+from megaswift.bridge.dist_keys import KEPT
+from megaswift.bridge.dist_keys import STATES as STATE
 from megaswift.engine.megatron import optimizer_states as states
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine
 
-STATE = "optimizer.state."
-MAIN = STATE + states.MAIN + "."
-"""Float32 weights of a half-precision model."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,16 @@ def weights(placed: Sequence[tuple[Tensor, list[Piece]]], write: bool) -> Iterat
         for p in parts:
             if not write or is_main_replica(p.replica):
                 yield Box(p.key, p.whole, p.offset, flat[p.start : p.end].view(p.shape), p.padded)
+
+
+def kept(engine: MegatronEngine) -> Iterator[Box]:
+    """This rank's share of the tensors that are carried along unchanged, each read when it is written."""
+    for name in engine.kept_names[engine.rank :: engine.layout.world_size]:
+        source = engine.kept
+        assert source is not None
+        shape = source.shape(name)
+        facts = torch.empty(shape, dtype=source.dtype(name), device="meta")
+        yield Box(KEPT + name, shape, (0,) * len(shape), facts, read=functools.partial(source.slice, name))
 
 
 def moments(placed: Sequence[tuple[Tensor, list[Piece]]], slices: Sequence[states.Slice], write: bool) -> Iterator[Box]:

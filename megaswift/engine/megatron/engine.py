@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.open import open_weights
 from megaswift.bridge.plan import WeightPlan
-from megaswift.bridge.quantized import open_hf
 from megaswift.config import SwiftConfig
 from megaswift.config.capabilities import missing_transformer_engine
 from megaswift.engine.megatron import checkpoint
@@ -53,12 +54,20 @@ class MegatronEngine:
         self.chunks = wrap(self.plain, self.config, cfg, context)
         self.optimizer = optim.build(self.chunks, self.config, cfg)
         self.config.grad_scale_func = self.optimizer.scale_loss if self.config.fp16 else None
+        self.kept: WeightSource | None = None
+        self.kept_names: list[str] = []
 
     def load_hf(self, directory: Path) -> None:
-        """Weights from a Hugging Face folder; each rank reads its own slices only."""
-        source = open_hf(directory)
+        """Weights from a Hugging Face folder or a checkpoint; each rank reads its own slices only."""
+        source = open_weights(directory)
         self.plan.check(source, contents=self.rank == 0)
         self._fill(source)
+        self.keep(directory)
+
+    def keep(self, directory: Path) -> None:
+        """Tensors that are carried along unchanged come from `directory` when a checkpoint is saved."""
+        self.kept = open_weights(directory)
+        self.kept_names = self.plan.kept(self.kept.names())
 
     def random_init(self, seed: int) -> None:
         """Weights from the seed and each tensor's name: the same under every layout."""

@@ -16,12 +16,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megaswift.bridge.dist_keys import padded_vocabulary
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.context_slices import join
 from megaswift.engine.megatron.head import HeadShard, VocabularyHead
 from megaswift.engine.megatron.layer_spec import block_spec
-from megaswift.engine.megatron.model_config import distributed_optimizer, padded_vocabulary
+from megaswift.engine.megatron.model_config import distributed_optimizer
 from megaswift.engine.megatron.passes import Pass
 from megaswift.engine.megatron.rope import PositionRotary, inverse_frequencies, local_frequencies
 from megaswift.families.spec import Features, ModelSpec

@@ -23,8 +23,6 @@ from megaswift.parallel.layout import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
-VOCABULARY_MULTIPLE = 8
-"""Rows of a rank's vocabulary shard are padded to this multiple (tensor cores)."""
 
 
 def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
@@ -40,12 +38,6 @@ def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
 def distributed_optimizer(cfg: SwiftConfig) -> bool:
     """Whether the optimizer's state is split over data-parallel ranks: Megatron-Core does it for adam only."""
     return cfg.parallel.distributed_optimizer and cfg.optim.optimizer == "adam"
-
-
-def padded_vocabulary(spec: ModelSpec, tp: int) -> int:
-    """Vocabulary rows in all, so that each rank has the same number of them."""
-    multiple = VOCABULARY_MULTIPLE * tp if tp > 1 else 1
-    return math.ceil(spec.vocab_size / multiple) * multiple
 
 
 def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
@@ -75,7 +67,7 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
     return fields
 
 
-def _kernels(cfg: SwiftConfig, impl: str, cuda: bool, gated: Any) -> dict[str, Any]:
+def _kernels(cfg: SwiftConfig, impl: str, cuda: bool) -> dict[str, Any]:
     m = cfg.model
     fused, full = impl == "transformer_engine", m.recompute_granularity == "full"
     fields: dict[str, Any] = {
@@ -84,7 +76,7 @@ def _kernels(cfg: SwiftConfig, impl: str, cuda: bool, gated: Any) -> dict[str, A
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": cuda,
-        "bias_activation_fusion": fused and gated is F.silu,
+        "bias_activation_fusion": fused,
         "apply_rope_fusion": fused,
         "recompute_granularity": m.recompute_granularity,
         "recompute_method": (m.recompute_method or "uniform") if full else None,
@@ -97,7 +89,6 @@ def _kernels(cfg: SwiftConfig, impl: str, cuda: bool, gated: Any) -> dict[str, A
         fields["recompute_modules"] = list(m.recompute_modules)
     if m.fp8_format:
         fields["fp8_recipe"] = m.fp8_recipe
-    fields["use_te_activation_func"] = not fused and gated in GATED  # Megatron's name for "the layer spec brings the activation"
     if fused and m.attn_impl in ("flash", "fused", "unfused"):
         fields["attention_backend"] = AttnBackend[m.attn_impl]
     return fields
@@ -118,7 +109,8 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     fields["activation_func"] = ACTIVATIONS[fields.get("activation_func", "silu")]
     fields.pop("moe_aux_loss_coeff", None)  # ours: see router.py
     fields.update(_parallel(cfg, layout, dtype))
-    fields.update(_kernels(cfg, impl, cuda, fields["activation_func"] if spec.transformer.get("gated_linear_unit") else None))
+    fields.update(_kernels(cfg, impl, cuda))
+    fields["bias_activation_fusion"] &= fields["activation_func"] in (F.silu, F.gelu)
     if not spec.experts:
         fields = {k: v for k, v in fields.items() if not k.startswith("moe_")}
     fields.update(
@@ -134,6 +126,8 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     unknown = sorted(set(fields) - set(known))
     assert not unknown, f"this Megatron-Core's TransformerConfig has no {unknown}"
     config = TransformerConfig(**fields)
+    # Megatron's name for "the layer spec brings the activation"; set late, for it only lets Transformer Engine's own pass
+    config.use_te_activation_func = impl == "torch" and config.gated_linear_unit and config.activation_func in GATED
     config.features = spec.features
     _yarn(config, inverse_frequencies(spec)[1])
     return config

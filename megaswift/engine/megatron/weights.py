@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaswift.bridge.dist_keys import padded_vocabulary
 from megaswift.bridge.plan import Entry, WeightPlan
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.model import SwiftGPT
-from megaswift.engine.megatron.model_config import padded_vocabulary
 from megaswift.families.spec import ModelSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
