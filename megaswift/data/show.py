@@ -16,8 +16,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from megaswift.config import SwiftConfig, load
-from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.config.source import read_command_line
+from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
+from megaswift.config.source import normal, read_command_line
 from megaswift.data.build import documents
 from megaswift.data.collate import Shape
 from megaswift.data.documents import Documents
@@ -68,7 +68,7 @@ def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def is_configuration(word: str) -> bool:
-    """Whether a word names a configuration rather than data: any YAML file, or a JSON object that holds no list of rows."""
+    """Whether a word names a configuration rather than data: any YAML file, or a JSON object of options without a list of rows."""
     path = Path(word)
     if path.suffix.lower() != ".json" or not path.is_file():
         return path.suffix.lower() in (".yaml", ".yml")
@@ -76,7 +76,8 @@ def is_configuration(word: str) -> bool:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # whatever it is, the data's reader says what is wrong with it
         return False
-    return isinstance(value, dict) and not any(isinstance(v, list) and any(isinstance(row, dict) for row in v) for v in value.values())
+    known = [name for name in value if normal(name) in NAMES or normal(name) in SECTIONS] if isinstance(value, dict) else []
+    return 2 * len(known) > len(value) and not any(isinstance(v, list) and any(isinstance(r, dict) for r in v) for v in value.values())
 
 
 def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Rows read as they are needed, for data that do not fit a cache.
 
-Owns the reading position and blocks. The files are read in order, again and again; BLOCK rows at a time are shuffled among
+Owns blocks; where reading stands is `cursor.py`. The files are read in order, again and again; BLOCK rows at a time are shuffled among
 themselves (with `--shuffle`) and, with `--packing`, packed. A position is the place of a block's first row and how much of the
 block is used: the same on every rank and for every number of ranks. So a row that is too long or (with `--strict false`)
 malformed keeps its place in the batch, without weight, and every rank renders every row but tokenises its own; packing alone
@@ -10,75 +10,27 @@ needs all lengths and so tokenises the block on each rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from megaswift.data.chat import Rendered
 from megaswift.data.collate import Document, Shape
+from megaswift.data.cursor import Cursor, Passes, read_on
 from megaswift.data.encode import Encoder, row_problem
 from megaswift.data.loader import LoaderGeometry, batches
 from megaswift.data.packing import best_fit, padded
 from megaswift.data.readers import Located
 from megaswift.data.sample import RowError
-from megaswift.data.sources import Part, Source, kind_of
+from megaswift.data.sources import Source
 from megaswift.errors import DataError, Problem
 from megaswift.log import warn
 from megaswift.losses.contract import Batch
 
 BLOCK = 2048
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """Where reading goes on."""
-
-    epoch: int = 0
-    source: int = 0
-    file: int = 0
-    offset: int = 0
-    """Byte of a JSONL or text file, row of the others."""
-    line: int = 1
-    taken: int = 0
-    """Rows of this source in this epoch."""
-    rows: int = 0
-    """Rows since the beginning, which number the samples."""
-
-
-Placed = tuple[str, Located, Cursor]
-"""(file, row, where reading goes on after it)."""
-
-
-def read_on(sources: Sequence[Source], at: Cursor) -> Iterator[Placed]:
-    """Rows without end from `at` on."""
-    while True:
-        before = at
-        source = sources[at.source]
-        for placed in _file(source, at):
-            yield placed
-            at = placed[2]
-        done = source.rows is not None and at.taken >= source.rows
-        if not done and at.file + 1 < len(source.files):
-            at = replace(at, file=at.file + 1, offset=0, line=1)
-        elif not done and source.rows is not None and at.taken:
-            at = replace(at, file=0, offset=0, line=1)
-        elif at.source + 1 < len(sources):
-            at = replace(at, source=at.source + 1, file=0, offset=0, line=1, taken=0)
-        elif at.rows == 0:
-            raise DataError(Problem(", ".join(s.name for s in sources), "holds no rows"))
-        else:
-            at = Cursor(epoch=before.epoch + 1, rows=at.rows)
-
-
-def _file(source: Source, at: Cursor) -> Iterator[Placed]:
-    path = source.files[at.file]
-    kind = kind_of(path)
-    left = None if source.rows is None else source.rows - at.taken
-    part = Part(str(path), kind, at.offset, 1 << 62, at.line, left)
-    for n, located in enumerate(part.rows(), 1):
-        yield str(path), located, replace(at, offset=located.end, line=located.line + 1, taken=at.taken + n, rows=at.rows + n)
 
 
 @dataclass(frozen=True)
@@ -267,10 +219,18 @@ class StreamSource:
         self._check_usable()
         self.counted.clear()
 
+    @cached_property
+    def _passes(self) -> Passes:
+        return Passes(self.sources)
+
     @property
     def epoch(self) -> float:
-        """Whole passes over the files so far."""
-        return float(self._after.epoch)
+        """Passes over the files so far; between the ends of the present block by the part of it that is used."""
+        end = self._passes.at(self._after)
+        if self._block is None or not self._block.items:
+            return end
+        begin = self._passes.at(self._block.begin)
+        return begin + (end - begin) * self._used / len(self._block.items)
 
     def state_dict(self) -> dict[str, Any]:
         """The block's place and how many of its items are used."""

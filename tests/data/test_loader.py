@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from megaswift.data.build import build
 from megaswift.data.collate import Shape, collate_packed, collate_rows
+from megaswift.data.cursor import Cursor, Passes, read_on
 from megaswift.data.loader import LoaderGeometry
+from megaswift.data.sources import Source
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 
@@ -199,6 +204,45 @@ def test_streams_resume_on_any_number_of_ranks(tmp_path: Path, packing: bool, sh
     later = source(tmp_path, 17, LoaderGeometry(0, 1, 4), **options)[0]
     later.load_state_dict(json.loads(json.dumps(halves[1].state_dict())))
     assert [ids_of(later.next()) for _ in range(4)] == steps[3:]
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"packing": True, "max_length": 128}], ids=str)
+def test_a_stream_tells_the_part_of_a_pass(tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megaswift.data.stream.BLOCK", 7)
+    jsonl(tmp_path / "d.jsonl", [chat(str(i), "a") for i in range(10)])  # rows of equal bytes
+    s = source(tmp_path, 10, LoaderGeometry(per_device=1), streaming=True, **options)[0]
+    rows, epochs = 0, [s.epoch]
+    while rows < 30:
+        rows += len({i for i in ids_of(s.next()) if i >= 0})
+        epochs.append(s.epoch)
+        if not options.get("packing"):
+            assert s.epoch == pytest.approx(rows / 10, abs=1e-12)
+    assert epochs[0] == 0 and epochs == sorted(epochs) and len(set(epochs)) == len(epochs)
+    assert {1.0, 2.0, 3.0} <= set(epochs)
+    again = source(tmp_path, 10, LoaderGeometry(per_device=1), streaming=True, **options)[0]
+    again.load_state_dict(json.loads(json.dumps(s.state_dict())))
+    assert again.epoch == s.epoch
+
+
+def test_the_part_of_a_pass_by_rows_bytes_and_files(tmp_path: Path) -> None:
+    rows = [{"text": str(i)} for i in range(4)]
+    lines, columns, table = tmp_path / "d.jsonl", tmp_path / "d.parquet", tmp_path / "d.csv"
+    jsonl(lines, rows)
+    pq.write_table(pa.Table.from_pylist(rows), columns)
+    table.write_text("text\n0\n1\n2\n3\n")
+
+    def parts(*sources: Source) -> list[float]:
+        cursors = (cursor for _, _, cursor in read_on(sources, Cursor()))
+        return [Passes(sources).at(cursor) for cursor in islice(cursors, 8)]
+    quarters = pytest.approx([0.25 * n for n in range(1, 9)])
+    assert parts(Source("", (lines,))) == quarters and parts(Source("", (columns,))) == quarters
+    assert parts(Source("", (lines,), 8)) == pytest.approx([n / 8 for n in range(1, 9)])
+    assert parts(Source("", (lines,), 2), Source("", (columns,), 2)) == quarters
+    assert parts(Source("", (table,)))[:5] == [0, 0, 0, 0, 1]
+    a, b = lines.stat().st_size, columns.stat().st_size
+    assert parts(Source("", (lines, columns))) == pytest.approx([*(n * a / 4 / (a + b) for n in range(1, 5)),
+                                                                 *((a + n * b / 4) / (a + b) for n in range(1, 5))])
+    assert set(parts(Source("", (lines,), 2), Source("", (columns,)))) == {0, 1}
 
 
 def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(tmp_path: Path) -> None:

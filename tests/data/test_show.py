@@ -104,7 +104,7 @@ def test_a_configuration_comes_first(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_data_in_a_json_file_are_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = folder(tmp_path / "m")
-    for value in ([chat("a", "b")], {"data": [chat("a", "b")]}):
+    for value in ([chat("a", "b")], {"data": [chat("a", "b")]}, {"query": "a", "response": "b", "system": "c"}):
         (tmp_path / "d.json").write_text(json.dumps(value))
         assert "1 rows," in shown(capsys, tmp_path, str(tmp_path / "d.json"), "--model", model)
     (tmp_path / "d.json").write_text("{broken")

@@ -1,0 +1,115 @@
+"""Where a stream stands in its files, how reading goes on from there, and how much of a pass that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megaswift.data.readers import BY_BYTES, Located, count_rows
+from megaswift.data.sources import Part, Source, kind_of
+from megaswift.errors import DataError, Problem
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where reading goes on."""
+
+    epoch: int = 0
+    source: int = 0
+    file: int = 0
+    offset: int = 0
+    """Byte of a JSONL or text file, row of the others."""
+    line: int = 1
+    taken: int = 0
+    """Rows of this source in this epoch."""
+    rows: int = 0
+    """Rows since the beginning, which number the samples."""
+
+
+Placed = tuple[str, Located, Cursor]
+"""(file, row, where reading goes on after it)."""
+
+
+def read_on(sources: Sequence[Source], at: Cursor) -> Iterator[Placed]:
+    """Rows without end from `at` on."""
+    while True:
+        before = at
+        source = sources[at.source]
+        for placed in _file(source, at):
+            yield placed
+            at = placed[2]
+        done = source.rows is not None and at.taken >= source.rows
+        if not done and at.file + 1 < len(source.files):
+            at = replace(at, file=at.file + 1, offset=0, line=1)
+        elif not done and source.rows is not None and at.taken:
+            at = replace(at, file=0, offset=0, line=1)
+        elif at.source + 1 < len(sources):
+            at = replace(at, source=at.source + 1, file=0, offset=0, line=1, taken=0)
+        elif at.rows == 0:
+            raise DataError(Problem(", ".join(s.name for s in sources), "holds no rows"))
+        else:
+            at = Cursor(epoch=before.epoch + 1, rows=at.rows)
+
+
+def _file(source: Source, at: Cursor) -> Iterator[Placed]:
+    path = source.files[at.file]
+    kind = kind_of(path)
+    left = None if source.rows is None else source.rows - at.taken
+    part = Part(str(path), kind, at.offset, 1 << 62, at.line, left)
+    for n, located in enumerate(part.rows(), 1):
+        yield str(path), located, replace(at, offset=located.end, line=located.line + 1, taken=at.taken + n, rows=at.rows + n)
+
+
+@dataclass
+class Passes:
+    """Passes over the data at a cursor: exact at the ends of a pass, and within it as far as the files tell without being read.
+
+    By bytes (JSONL, text), by rows (Parquet, and `path#rows`); of CSV and JSON lists only whole files are counted. Where some
+    data sets are taken by rows and others are not, their parts of a pass are not known: whole passes only.
+    """
+
+    sources: Sequence[Source]
+    _known: dict[tuple[str, Path], int] = field(default_factory=dict)
+    """Sizes and row counts, each looked up once."""
+
+    def at(self, cursor: Cursor) -> float:
+        """Passes so far; whole ones before the present, and its part."""
+        weights = self._weights()
+        if not sum(weights):
+            return float(cursor.epoch)
+        done = sum(weights[:cursor.source]) + weights[cursor.source] * min(1.0, self._within(cursor))
+        return cursor.epoch + done / sum(weights)
+
+    def _weights(self) -> list[int]:
+        """What each source is of a pass: rows, or bytes; nothing where it is not known."""
+        by_rows = [s.rows is not None for s in self.sources]
+        if any(by_rows):
+            return [s.rows or 0 for s in self.sources] if all(by_rows) else []
+        return [sum(self._size(f) for f in s.files) for s in self.sources]
+
+    def _within(self, cursor: Cursor) -> float:
+        source = self.sources[cursor.source]
+        if source.rows is not None:
+            return cursor.taken / source.rows
+        sizes = [self._size(f) for f in source.files]
+        return (sum(sizes[:cursor.file]) + self._read(source.files[cursor.file], cursor.offset)) / max(1, sum(sizes))
+
+    def _read(self, path: Path, offset: int) -> float:
+        """Bytes of a file before a cursor's offset."""
+        rows = self._look_up("rows", path)
+        return offset if rows < 0 else self._size(path) * offset / max(1, rows) if rows else 0
+
+    def _size(self, path: Path) -> int:
+        return self._look_up("size", path)
+
+    def _look_up(self, what: str, path: Path) -> int:
+        if (what, path) not in self._known:
+            self._known[what, path] = path.stat().st_size if what == "size" else _rows(path)
+        return self._known[what, path]
+
+
+def _rows(path: Path) -> int:
+    """Rows of a file that says how many it has; -1 where offsets are bytes, 0 where only reading tells."""
+    kind = kind_of(path)
+    return -1 if kind in BY_BYTES else count_rows(path, kind) if kind == "parquet" else 0
