@@ -21,7 +21,8 @@ class ModelConfig:
     model_revision: str | None = option(None, "Branch, tag or commit of a hub id", metavar="REV")
     trust_remote_code: bool = option(False, "Run Python code that comes with the model's folder")
     random_init: bool = option(False, "Random weights from config.json alone, for pretraining from scratch")
-    train_type: str = option("full", "What trains: full = all weights", aliases=("tuner_type",), choices=("full",))
+    train_type: str = option(
+        "full", "What trains: full = all weights, lora = adapters on them", aliases=("tuner_type",), choices=("full", "lora"))
     torch_dtype: str = option(
         "auto", "Compute precision; auto: the checkpoint's on a GPU, float32 on a CPU", aliases=("dtype", "model_dtype"),
         choices=("auto", "float32", "bfloat16", "float16"), spellings=DTYPES)

@@ -71,6 +71,12 @@ _ONE_STAGE = "needs pipeline_parallel_size > 1"
 _VAL_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"
 _NO_FULL: Test = lambda c: c.model.recompute_granularity != "full"  # noqa: E731
 _NOT_ADAM: Test = lambda c: c.optim.optimizer != "adam"  # noqa: E731
+_NO_LORA: Test = lambda c: c.model.train_type == "full"  # noqa: E731
+_FROM_ADAPTERS: Test = lambda c: c.model.train_type != "full" and c.lora.adapters is not None  # noqa: E731
+_LORA = ("train_type",)
+_OF_ADAPTERS = ("adapters", "train_type")
+_IS_LORA, _GIVEN = "belongs to train_type lora (train_type is {train_type})", "the folder {adapters} says it itself"
+_NEW = ("lora_rank", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
 _NO_PP: Test = lambda c: c.parallel.pipeline_parallel_size == 1  # noqa: E731
 
 IGNORED: tuple[Ignored, ...] = (
@@ -115,6 +121,10 @@ IGNORED: tuple[Ignored, ...] = (
             "needs save_steps: one checkpoint is written, at the end", "--save_steps 500"),
     Ignored("warmup_ratio", ("warmup_steps",), lambda c: c.optim.warmup_steps > 0,
             "warmup_steps {warmup_steps} already says how long the warm-up is", "one of the two"),
+    *(Ignored(name, _LORA, _NO_LORA, _IS_LORA, "--train_type lora") for name in (*_NEW, "lora_dropout", "adapters", "merge_lora")),
+    *(Ignored(name, _OF_ADAPTERS, _FROM_ADAPTERS, _GIVEN, "new adapters: no --adapters") for name in _NEW),
+    Ignored("freeze_parameters", _LORA, lambda c: c.model.train_type != "full",
+            "with train_type {train_type} no weight of the model trains but modules_to_save", "--train_type full"),
     Ignored("node_rank", ("nnodes",), _one_machine, "there is one machine", "--nnodes 2"),
     Ignored("master_addr", ("nnodes",), _one_machine, "there is one machine", "--nnodes 2"),
     Ignored("master_port", ("nnodes", "nproc_per_node"), lambda c: _one_machine(c) and c.launch.nproc_per_node is None,
@@ -174,6 +184,10 @@ CLASHES: tuple[Clash, ...] = (
     Clash(("overwrite_output_dir", "resume_from_checkpoint"),
           lambda c: c.train.overwrite_output_dir and c.train.resume_from_checkpoint,
           "would delete the run that resume_from_checkpoint continues", "one of the two"),
+    Clash(("random_init", "train_type"), lambda c: c.model.random_init and c.model.train_type != "full",
+          "adapters belong to a trained model, and nobody could load them on random weights", "--random_init false"),
+    Clash(("merge_lora", "export_hf"), lambda c: c.model.train_type != "full" and c.lora.merge_lora and not c.train.export_hf,
+          "writes the export that export_hf false leaves out", "one of the two"),
     Clash(("warmup_steps", "max_steps"), lambda c: c.train.max_steps is not None and c.optim.warmup_steps > c.train.max_steps,
           "is longer than the run of {max_steps} steps", "--warmup_steps {max_steps}"),
     Clash(("min_lr", "learning_rate"), lambda c: c.optim.min_lr > c.optim.learning_rate,

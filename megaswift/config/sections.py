@@ -7,6 +7,7 @@ from typing import Any
 
 from megaswift.config.data import DataConfig
 from megaswift.config.launch import LaunchConfig
+from megaswift.config.lora import LoraConfig
 from megaswift.config.model import ModelConfig
 from megaswift.config.optim import OptimConfig
 from megaswift.config.option import Option, options_of
@@ -16,12 +17,12 @@ from megaswift.config.train import TrainConfig
 TASKS = {"sft": "supervised fine-tuning on conversations", "pt": "pretraining on plain text"}
 
 SECTIONS: dict[str, type] = {
-    "model": ModelConfig, "parallel": ParallelConfig, "data": DataConfig, "train": TrainConfig, "optim": OptimConfig,
+    "model": ModelConfig, "lora": LoraConfig, "parallel": ParallelConfig, "data": DataConfig, "train": TrainConfig, "optim": OptimConfig,
     "launch": LaunchConfig}
 
 SECTION_ALIASES = {
     "training": "train", "parallelism": "parallel", "datasets": "data", "dataset": "data", "optimizer": "optim", "launcher": "launch",
-    "logging": "train", "checkpoint": "train"}
+    "logging": "train", "checkpoint": "train", "peft": "lora", "tuner": "lora"}
 """Other headings in a file. A heading only groups: any option may stand under any of them."""
 
 OPTIONS: dict[str, Option] = {o.name: o for key, cls in SECTIONS.items() for o in options_of(key, cls)}
@@ -52,6 +53,7 @@ class Sections:
 
     task: str
     model: ModelConfig
+    lora: LoraConfig
     parallel: ParallelConfig
     data: DataConfig
     train: TrainConfig

@@ -40,7 +40,9 @@ class ParameterReport:
     gradient_bytes: int
     optimizer_bytes: int
     flops_per_token_parameters: int
-    """Parameters that count in the FLOP rule: all active ones but the input embedding."""
+    """Parameters that count in the FLOP rule: all active ones but the input embedding; frozen ones by two thirds (no weight gradient)."""
+    parameters_trained: int | None = None
+    """Of all, those that train; None: all of them."""
 
 
 class Engine(Protocol):

@@ -15,6 +15,7 @@ import torch
 
 from megaswift import log
 from megaswift.bridge.export import stored_dtypes
+from megaswift.bridge.fingerprint import fingerprint
 from megaswift.bridge.model_folder import write_model
 from megaswift.bridge.plan import WeightPlan
 from megaswift.config import SwiftConfig
@@ -30,7 +31,7 @@ from megaswift.families.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.picture import picture
 from megaswift.parallel.stages import Split
-from megaswift.trainers import agree
+from megaswift.trainers import adapters, agree
 from megaswift.trainers.checkpoint import Checkpoint
 from megaswift.trainers.evaluation import Evaluation
 from megaswift.trainers.flops import FlopRule, peak_tflops
@@ -73,6 +74,16 @@ class Build:
         """What is trained."""
         return TASKS.get(self.cfg.task)
 
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters train, and the model's folder keeps its weights."""
+        return self.cfg.model.train_type != "full"
+
+    @property
+    def base(self) -> str:
+        """Name of the base model, for those who load the adapters: the hub id, or the folder."""
+        return str(self.folder.resolve()) if Path(str(self.cfg.model.model)).exists() else str(self.cfg.model.model)
+
     def geometry(self) -> LoaderGeometry:
         """What the loader must know of this rank and its batches."""
         plan, layout = batch_plan(self.cfg.train, self.layout.dp), self.layout
@@ -90,11 +101,11 @@ class Build:
         return source, held
 
     def engine(self, fresh: bool) -> MegatronEngine:
-        """The model; `fresh` False leaves its weights to a checkpoint."""
+        """The model; `fresh` False leaves its weights to a checkpoint, which of a run with adapters holds the adapters only."""
         engine = MegatronEngine(self.spec, self.cfg, self.context)
         if fresh and self.cfg.model.random_init:
             engine.random_init(self.cfg.train.seed)
-        elif fresh:
+        elif fresh or self.adapts:
             engine.load_hf(self.folder)
         elif not self.cfg.model.random_init:
             engine.keep(self.folder)
@@ -108,9 +119,14 @@ class Build:
         if held is not None:
             limit = None if train.eval_iters is None else train.eval_iters * batch_plan(train, self.layout.dp).global_batch_size
             hooks.append(Evaluation(outputs.evaluation, partial(held.eval_batches, limit), train.eval_steps, task.count))
-        facts = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout), "config": self.cfg.to_dict()}
+        facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
+        facts["config"] = self.cfg.to_dict()
+        if self.adapts:
+            facts["base"] = self.base
         checkpoint = Checkpoint(outputs.store, train.save_steps, train.save_total_limit, facts)
         checkpoint.attach = self.attach
+        if self.adapts:
+            checkpoint.beside = lambda folder: adapters.write(engine, folder / "adapter", self.base)
         return [*hooks, checkpoint]
 
     def attach(self, folder: Path) -> None:
@@ -122,8 +138,9 @@ class Build:
             (target / TEMPLATE).write_text(self.tokenizer.chat_template, encoding="utf-8")
 
     def model_facts(self) -> dict[str, Any]:
-        """What must be the same when a checkpoint is resumed."""
-        return {name: getattr(self.spec, name) for name in SHAPE}
+        """What must be the same when a checkpoint is resumed; with adapters the base model itself."""
+        shape = {name: getattr(self.spec, name) for name in SHAPE}
+        return shape | {"base_weights": agree.on_main(lambda: fingerprint(self.folder))} if self.adapts else shape
 
     def speed(self, engine: MegatronEngine) -> Speed:
         """The FLOP rule of this model on these devices."""

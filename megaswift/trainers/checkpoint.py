@@ -32,6 +32,8 @@ class Checkpoint(Hook):
         self.store, self.every, self.limit, self.facts = store, every, limit, facts
         self.attach: Callable[[Path], None] = lambda folder: None
         """Writes what makes the folder usable by itself (config.json, tokenizer); rank 0."""
+        self.beside: Callable[[Path], None] = lambda folder: None
+        """Writes what of the engine others read (a PEFT folder); every rank."""
         self.saved = -1
         """The step of the last checkpoint, or of the one the run went on from."""
 
@@ -57,6 +59,7 @@ class Checkpoint(Hook):
         state = {**self.facts, "total_steps": loop.total_steps, "data": loop.source.state_dict(), "hooks": hooks}
         folder = agree.on_main(lambda: self._open(loop.step))
         loop.engine.save(folder / ENGINE)
+        self.beside(folder)
         agree.barrier()
         files = {name: entry for share in agree.gather(commit.hash_share(folder, rank, ranks)) for name, entry in share.items()}
         done = agree.on_main(lambda: self.store.finish(loop.step, files, state))

@@ -14,7 +14,8 @@ from megaswift.config import SwiftConfig
 from megaswift.errors import Problem, UserError
 from megaswift.trainers import commit
 
-NAMES = ("config.yaml", "metrics.jsonl", "eval.jsonl", "completions.jsonl", "checkpoints", "hf", "loss.png", "report.html", "runs", "wandb")
+NAMES = ("config.yaml", "metrics.jsonl", "eval.jsonl", "completions.jsonl", "checkpoints", "hf", "adapter", "loss.png", "report.html",
+         "runs", "wandb")
 """What a run writes; nothing else in the folder is ours."""
 ASIDE = "replaced"
 HEADER = "# The resolved configuration of this run, written by megaswift.\n"
@@ -46,6 +47,11 @@ class Outputs:
     def hf(self) -> Path:
         """The Hugging Face export."""
         return self.root / "hf"
+
+    @property
+    def adapter(self) -> Path:
+        """The PEFT folder of a LoRA run."""
+        return self.root / "adapter"
 
     @property
     def curves(self) -> Path:

@@ -57,7 +57,7 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
     layout = facts.layout + ("\n" + facts.picture if facts.picture else "")
     return [
         ("model", facts.model),
-        ("parameters", f"{p.parameters_total:,} in all, {p.parameters_per_rank:,} on the largest rank"),
+        ("parameters", f"{p.parameters_total:,} in all, {p.parameters_per_rank:,} on the largest rank{trained_text(p)}"),
         ("memory", f"weights {bytes_text(p.weight_bytes)} + gradients {bytes_text(p.gradient_bytes)} + optimizer "
                    f"{bytes_text(p.optimizer_bytes)} = {bytes_text(state)} on the largest rank, activations not counted"),
         ("layout", layout),
@@ -69,6 +69,13 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
         ("optimizer", optimizer_text(cfg, facts.total_steps)),
         ("output", output_text(train)),
     ]
+
+
+def trained_text(p: ParameterReport) -> str:
+    """`; 1,234 of them train (0.12%)`, nothing where all do."""
+    if p.parameters_trained is None:
+        return ""
+    return f"; {p.parameters_trained:,} of them train ({p.parameters_trained / p.parameters_total:.2%})"
 
 
 def steps_text(cfg: SwiftConfig, facts: Facts) -> str:

@@ -57,7 +57,7 @@ class Session:
         try:
             loop = self.prepare()
             self.train(loop)
-            if self.cfg.train.export_hf:
+            if self.cfg.train.export_hf or self.build.adapts:
                 with self.timed("export"):
                     finish.export(loop.engine, self.build)
             self.status = f"finished at step {loop.step}"

@@ -135,7 +135,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
         out.norms.append(result.grad_norm)
         out.aux_steps.append(result.metrics.get("aux_loss", 0.0))
         out.z_steps.append(result.metrics.get("z_loss", 0.0))
-    out.weights = full(engine.hf_weights())
+    out.weights = full(engine.hf_weights() if engine.lora is None else engine.adapter_weights())
     torch.distributed.barrier()
     context.close()
     return out if rank == 0 else None

@@ -24,8 +24,8 @@ from megaswift import log
 from megaswift.bridge import dist_files as files
 from megaswift.bridge.dist_keys import KEPT
 from megaswift.engine.megatron import checkpoint_boxes as boxes
+from megaswift.engine.megatron import lora_boxes, rng_state
 from megaswift.engine.megatron import optimizer_states as states
-from megaswift.engine.megatron import rng_state
 from megaswift.engine.megatron.model import gather_weights
 from megaswift.errors import CheckpointError, Problem
 
@@ -44,8 +44,9 @@ def save(engine: MegatronEngine, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     gather_weights(engine.chunks)
     states.materialise(engine.optimizer)
-    placed = boxes.pieces(engine)
-    own = [*boxes.weights(placed, True), *boxes.moments(placed, states.slices(engine.optimizer), True), *boxes.kept(engine)]
+    placed = boxes.pieces(engine) if engine.lora is None else lora_boxes.pieces(engine.lora)
+    own = [*boxes.weights(placed, True), *boxes.moments(placed, states.slices(engine.optimizer), True)]
+    own += boxes.kept(engine) if engine.lora is None else []
     files.write(directory, own)
     facts = _facts(engine, max(_gather(engine, states.get_step(engine.optimizer))))
     _agree(engine, _write_small(engine, directory, facts))
@@ -73,6 +74,7 @@ def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:
         "dtype": str(engine.config.params_dtype).removeprefix("torch."),
         "model": {"family": spec.family, "layers": spec.num_layers, "hidden_size": spec.hidden_size, "vocabulary": spec.vocab_size,
                   "experts": spec.experts},
+        "train_type": engine.cfg.model.train_type,
         "optimizer": {"name": engine.cfg.optim.optimizer, "step": step, "scaler": states.get_scaler(engine.optimizer)},
     }
 
@@ -82,7 +84,7 @@ def load(engine: MegatronEngine, directory: Path) -> None:
     directory = Path(directory)
     facts, index = _read_tables(engine, directory)
     states.materialise(engine.optimizer)
-    placed = boxes.pieces(engine)
+    placed = boxes.pieces(engine) if engine.lora is None else lora_boxes.pieces(engine.lora)
     slices = states.slices(engine.optimizer)
     wanted = [_source(box, index) for box in [*boxes.weights(placed, False), *boxes.moments(placed, slices, False)]]
     items, problems = files.plan_reads(index, wanted)
@@ -127,6 +129,9 @@ def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]
     if facts["format"] != FORMAT:
         return [Problem(FACTS, f"has format {facts['format']}, this version reads {FORMAT}")]
     now = _facts(engine, 0)
+    if facts.get("train_type", "full") != now["train_type"]:
+        saved = facts.get("train_type", "full")
+        return [Problem(f"--train_type {now['train_type']}", f"the checkpoint's run had train_type {saved}", f"--train_type {saved}")]
     problems = [
         Problem(f"model {name}", f"is {facts['model'][name]} in the checkpoint and {value} in this run", "that model")
         for name, value in now["model"].items() if facts["model"][name] != value

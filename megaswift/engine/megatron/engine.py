@@ -6,6 +6,7 @@ Owns the order in which the parts are built and used; each part is a module of i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from megaswift.engine.megatron import schedule_pass as passes
 from megaswift.engine.megatron.aux_losses import AuxLosses
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.layer_spec import only_torch, pick
+from megaswift.engine.megatron.lora import RankAdapters, plan_adapters
 from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap
 from megaswift.engine.megatron.model_config import transformer_config
 from megaswift.engine.megatron.sizes import measure
@@ -50,6 +52,7 @@ class MegatronEngine:
         self.plan = WeightPlan(family_of(spec.hf_config), spec)
         self.weights = RankWeights(self.plain, spec, self.plan, context)
         self.freeze(cfg.model.freeze_parameters)
+        self.lora = RankAdapters(self.plain, self.weights, plan_adapters(cfg.lora, self.plan)) if cfg.model.train_type != "full" else None
         self.aux = AuxLosses(self.plain, spec, cfg, context)
         self.chunks = wrap(self.plain, self.config, cfg, context)
         self.optimizer = optim.build(self.chunks, self.config, cfg)
@@ -75,6 +78,8 @@ class MegatronEngine:
 
     def _fill(self, source: object) -> None:
         self.weights.load(source)
+        if self.lora is not None:
+            self.lora.start(self.cfg.lora, self.cfg.train.seed)
         self.optimizer.reload_model_params()
 
     def freeze(self, patterns: Sequence[str]) -> None:
@@ -150,9 +155,23 @@ class MegatronEngine:
         gather_weights(self.chunks)
         return self.weights.stream(lambda p: p.data if dtype is None else p.data.to(dtype))
 
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in a PEFT folder without its prefix, full tensor) of what trains in a LoRA run, as `hf_weights` streams weights."""
+        assert self.lora is not None, "no adapters: train_type is full"
+        gather_weights(self.chunks)
+        return self.lora.stream(lambda p: p.data)
+
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, gradient) after `accumulate`, as `hf_weights` streams weights. Frozen ones are zero."""
-        return self.weights.stream(lambda p: getattr(p, "main_grad", None))
+        """(name, gradient) after `accumulate`, as `hf_weights` streams weights, of LoRA as `adapter_weights`. Frozen ones are zero."""
+        stream = self.weights.stream if self.lora is None else self.lora.stream
+        return stream(lambda p: getattr(p, "main_grad", None))
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """The base model for the length of a block: adapters off. Not around `train_batch`."""
+        assert self.lora is not None, "no adapters: train_type is full"
+        with self.lora.off():
+            yield
 
     def report(self) -> ParameterReport:
         """Exact sizes, for the first screen."""

@@ -68,8 +68,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
             self.layer_norm_bias = nn.Parameter(torch.zeros(input_size, dtype=config.params_dtype))
             self.layer_norm_bias.sequence_parallel = config.sequence_parallel
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """(output, bias to be added later or None)."""
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:
+        """(output, bias to be added later or None); for adapters ((output, normed input), bias)."""
         if self.kind == "RMSNorm":
             normed = rms_norm(input_, self.layer_norm_weight, self.eps, self.centred)
         else:

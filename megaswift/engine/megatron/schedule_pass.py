@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megaswift.engine.megatron.context import ParallelContext
+from megaswift.engine.megatron.lora_layers import sum_partial_gradients
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.passes import Pass, prepare
 from megaswift.losses.contract import FIELDS, Batch, Loss, Max, Mean, Metric, Min, Needs, Outputs, Sum
@@ -101,7 +102,7 @@ def run(chunks: Sequence[Any], microbatches: Sequence[Batch], callback: Callback
         return plain(module).run(module, step), lambda output: callback(step, output)
 
     config = plain(chunks[0]).config
-    config.finalize_model_grads_func = _finalize(settings.whole_gradients)
+    config.finalize_model_grads_func = _finalize(settings.whole_gradients, context)
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(passes) for _ in chunks] if len(chunks) > 1 else iter(passes),
@@ -113,10 +114,11 @@ def run(chunks: Sequence[Any], microbatches: Sequence[Batch], callback: Callback
     )
 
 
-def _finalize(whole: bool) -> Callable[..., None]:
+def _finalize(whole: bool, context: ParallelContext) -> Callable[..., None]:
     def finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
         kwargs["force_all_reduce"] = whole
         finalize_model_grads(model, None, **kwargs)
+        sum_partial_gradients(model, context.groups.expt_tp)
 
     return finalize
 

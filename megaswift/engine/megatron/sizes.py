@@ -49,4 +49,9 @@ def measure(engine: MegatronEngine) -> ParameterReport:
     if engine.layout.world_size > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     own, weights, gradients, optimizer = largest.tolist()
-    return ParameterReport(engine.plan.parameters, own, weights, gradients, optimizer, flop_parameters(engine.plan, engine.spec))
+    total, flops = engine.plan.parameters, flop_parameters(engine.plan, engine.spec)
+    if engine.lora is None:
+        return ParameterReport(total, own, weights, gradients, optimizer, flops)
+    adapters, trained = engine.lora.plan.added, engine.lora.plan.parameters
+    active = adapters * flops // total  # of experts' adapters as many as of experts
+    return ParameterReport(total + adapters, own, weights, gradients, optimizer, flops * 2 // 3 + active, trained)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaswift.bridge.dist_keys import padded_vocabulary
-from megaswift.bridge.plan import Entry, WeightPlan
+from megaswift.bridge.plan import Entry, Group, WeightPlan
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.families.spec import ModelSpec
@@ -95,11 +95,11 @@ class RankWeights:
     def _place(self, entry: Entry, chunk: nn.Module, name: str) -> None:
         path, _, attribute = name.rpartition(".")
         placed = Placed(entry, chunk.get_submodule(path), attribute)
-        shape = tuple(entry.shard_shape(self._tp(entry)[0], self.padded))
+        shape = tuple(entry.shard_shape(self.tp_of(entry)[0], self.padded))
         assert shape == tuple(placed.tensor.shape), f"{entry.megatron}: module has {tuple(placed.tensor.shape)}, plan says {shape}"
         self.placed.append(placed)
 
-    def _tp(self, entry: Entry) -> tuple[int, int]:
+    def tp_of(self, entry: Entry) -> tuple[int, int]:
         """(ranks, rank) that split this entry: ETP for experts, TP otherwise."""
         layout, at = self.context.layout, self.context.coordinates
         return (layout.etp, at.etp) if entry.expert is not None else (layout.tp, at.tp)
@@ -108,7 +108,7 @@ class RankWeights:
     def load(self, source: Any) -> None:
         """Fill every parameter from `source`, reading only this rank's slices."""
         for placed in self.placed:
-            ranks, rank = self._tp(placed.entry)
+            ranks, rank = self.tp_of(placed.entry)
             placed.tensor.copy_(placed.entry.read(source, ranks, rank, self.padded))
 
     def stream(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
@@ -117,31 +117,40 @@ class RankWeights:
         Collective: every rank iterates to the end; only rank 0 yields tensors, one group of entries at a time.
         """
         for group in self.plan.groups:
-            shards = (self._gather(entry, value) for entry in group.entries)
-            if self.context.rank == 0:
-                yield from group.write(parts or [] for parts in shards).items()
-            else:
-                for _ in shards:
-                    pass
+            yield from self.stream_group(group, value)
+
+    def stream_group(self, group: Group, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+        """The part of `stream` that is about one group of entries."""
+        shards = (self._gather(entry, value) for entry in group.entries)
+        if self.context.rank == 0:
+            yield from group.write(parts or [] for parts in shards).items()
+        else:
+            for _ in shards:
+                pass
 
     def _gather(self, entry: Entry, value: Callable[[Tensor], Tensor | None]) -> list[Tensor] | None:
-        """The entry's shards in order, on rank 0; None elsewhere. Shards travel as CPU tensors, whatever the device."""
+        """The entry's shards in order, on rank 0; None elsewhere."""
+        holders = self.holders(entry)
+        shapes = [entry.shard_shape(self.tp_of(entry)[0], self.padded)] * len(holders)
+        return self.collect(holders, shapes, lambda: value(self.by_name[entry.megatron].tensor))
+
+    def collect(self, holders: Sequence[int], shapes: Sequence[tuple[int, ...]], mine: Callable[[], Tensor | None]) -> list[Tensor] | None:
+        """`mine()` of each holder (None: zeros), of these shapes, on rank 0; None elsewhere. CPU tensors travel, whatever the device."""
         here = self.context.rank
-        shape = entry.shard_shape(self._tp(entry)[0], self.padded)
         parts: list[Tensor] = []
-        for holder in self._holders(entry):
+        for holder, shape in zip(holders, shapes, strict=False):
             if here == holder:
-                found = value(self.by_name[entry.megatron].tensor)
-                mine = torch.zeros(shape) if found is None else found.detach().cpu().contiguous()
+                found = mine()
+                own = torch.zeros(shape) if found is None else found.detach().cpu().contiguous()
                 if holder == 0:
-                    parts.append(mine)
+                    parts.append(own)
                 else:
-                    _send(mine, 0)
+                    _send(own, 0)
             elif here == 0:
                 parts.append(_receive(shape, holder))
         return parts if here == 0 else None
 
-    def _holders(self, entry: Entry) -> list[int]:
+    def holders(self, entry: Entry) -> list[int]:
         """Global ranks of the shards of `entry`, in shard order: those of the first data-parallel replica."""
         owner = None if entry.expert is None else entry.expert // (self.spec.experts // self.context.layout.ep)
         ranks = self._replica(self.stage_of(entry), owner)

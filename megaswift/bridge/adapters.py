@@ -1,0 +1,164 @@
+"""Low-rank adapters of a model: which Hugging Face module each belongs to, and how its two matrices lie on ranks.
+
+An adapter adds scale x B A x to a linear layer's W x (Hu et al. 2021, arXiv:2106.09685), with A [r, in] and B [out, r] of the Hugging
+Face module. Megatron joins several modules in one layer; which rows of its output belong to which module follows from the pieces of the
+base weight's rule, so nothing is said twice. A column-parallel layer cuts B by rows, a row-parallel one A by columns; the other matrix is
+on every rank. Pure: no ranks, no files, no modules.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megaswift.bridge.plan import Entry, WeightPlan
+from megaswift.families.projections import WEIGHT, Projection
+from megaswift.families.rules import Cut, dim_of
+
+Half = Literal["A", "B"]
+HALVES: tuple[Half, Half] = ("A", "B")
+PREFIX = "base_model.model."
+"""What PEFT puts before the module's name in its files."""
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """What `adapter_config.json` says beyond names."""
+
+    rank: int = 8
+    alpha: float = 32.0
+    rslora: bool = False
+    dropout: float = 0.0
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Ranks of single modules, by whole name."""
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    """alpha of modules that differ: PEFT's patterns on the end of a name."""
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's adapter."""
+        return self.ranks.get(module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """alpha / r, with rslora alpha / sqrt(r)."""
+        alpha, rank = by_pattern(self.alphas, module, self.alpha), self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that is the end of the module's name, as PEFT reads `rank_pattern` and `alpha_pattern`."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A and B of one Hugging Face module."""
+
+    projection: Projection
+    entry: Entry
+    """The base weight."""
+    rank: int
+    scale: float
+
+    @property
+    def module(self) -> str:
+        """Hugging Face's name of the layer."""
+        return self.projection.module
+
+    def name(self, half: Half) -> str:
+        """The tensor's name, as PEFT has it after its prefix."""
+        return f"{self.module}.lora_{half}.weight"
+
+    def shape(self, half: Half) -> tuple[int, int]:
+        """A [r, in], B [out, r]."""
+        out, width = self.projection.shape
+        return (self.rank, width) if half == "A" else (out, self.rank)
+
+    def sharded(self, half: Half) -> bool:
+        """Whether tensor-parallel ranks (for experts: expert-tensor-parallel ones) hold different parts of it."""
+        return self.entry.shard == ("row" if half == "A" else "column")
+
+    def ranges(self, half: Half, tp: int, rank: int) -> list[tuple[int, int]]:
+        """Which columns of A, or which rows of B, a rank holds, in its order."""
+        if not self.sharded(half):
+            return [(0, self.shape(half)[dim_of_half(half)])]
+        return [(p.start, p.stop) for p in self.entry.pieces(Cut(tp, rank)) if p.source == self.projection.source]
+
+    def local_shape(self, half: Half, tp: int, rank: int) -> tuple[int, int]:
+        """Shape of a rank's part."""
+        n = sum(stop - start for start, stop in self.ranges(half, tp, rank))
+        return (self.rank, n) if half == "A" else (n, self.rank)
+
+    def take(self, half: Half, full: Tensor, tp: int, rank: int) -> Tensor:
+        """A rank's part of the whole tensor."""
+        dim = dim_of_half(half)
+        parts = [full.narrow(dim, start, stop - start) for start, stop in self.ranges(half, tp, rank)]
+        return torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
+
+    def join(self, half: Half, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from the parts of all ranks in order; of a replicated one the first counts."""
+        if not self.sharded(half):
+            return parts[0]
+        dim, whole = dim_of_half(half), parts[0].new_empty(self.shape(half))
+        for rank, part in enumerate(parts):
+            at = 0
+            for start, stop in self.ranges(half, len(parts), rank):
+                whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, at, stop - start))
+                at += stop - start
+        return whole
+
+    @torch.no_grad()
+    def delta(self, a: Tensor, b: Tensor) -> Tensor:
+        """What merging adds to the weight: scale x B A, float32 [out, in]."""
+        return (b.float() @ a.float()).mul_(self.scale)
+
+
+def dim_of_half(half: Half) -> int:
+    """The dimension that tensor parallelism cuts: columns of A, rows of B."""
+    return 1 if half == "A" else 0
+
+
+def output_order(adapters: Sequence[Adapter], tp: int, rank: int) -> list[tuple[int | None, int]]:
+    """(number of the adapter, or None; rows) of each run of rows in a rank's output of the layer that these adapters share."""
+    entry = adapters[0].entry
+    if dim_of(entry.rule) == 1:
+        return [(0, adapters[0].projection.shape[0])]
+    by_source = {a.projection.source: i for i, a in enumerate(adapters)}
+    return [(by_source.get(p.source), p.length) for p in entry.pieces(Cut(tp, rank))]
+
+
+class AdapterPlan:
+    """All adapters of a model, in the order of the weight table."""
+
+    def __init__(self, plan: WeightPlan, chosen: Iterable[Projection], settings: AdapterSettings, saved: Sequence[str] = ()) -> None:
+        self.plan, self.settings = plan, settings
+        self.saved: tuple[str, ...] = tuple(saved)
+        """Hugging Face tensors that train fully beside them."""
+        self.adapters: tuple[Adapter, ...] = tuple(
+            Adapter(p, plan.by_megatron[p.megatron + WEIGHT], settings.rank_of(p.module), settings.scale_of(p.module)) for p in chosen)
+        self.by_layer: dict[str, list[Adapter]] = {}
+        for adapter in self.adapters:
+            pieces = adapter.entry.pieces(Cut())
+            assert all(not p.at and not p.transposed and p.stride == 1 for p in pieces), f"{adapter.module} is no plain matrix"
+            self.by_layer.setdefault(adapter.projection.megatron, []).append(adapter)
+        self.by_module: dict[str, Adapter] = {a.module: a for a in self.adapters}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name (without PEFT's prefix) -> shape of every tensor of the adapter folder."""
+        found: dict[str, tuple[int, ...]] = {a.name(half): a.shape(half) for a in self.adapters for half in HALVES}
+        return found | {name: self.plan.hf_shapes[name] for name in self.saved}
+
+    @property
+    def added(self) -> int:
+        """Parameters that the adapters add to the model."""
+        return sum(math.prod(a.shape(half)) for a in self.adapters for half in HALVES)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters that train: the adapters' and those of the modules that train fully."""
+        return sum(math.prod(shape) for shape in self.shapes().values())

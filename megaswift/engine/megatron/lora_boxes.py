@@ -1,0 +1,64 @@
+"""What of a LoRA checkpoint a rank holds: adapters and fully trained modules, never the base model.
+
+Names and places are those of the Hugging Face tensors, so nothing in them depends on a layout: `adapter.<module>.lora_A.weight` [r, in],
+`adapter.<module>.lora_B.weight` [out, r], `saved.<name>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from megaswift.bridge.adapters import dim_of_half
+from megaswift.bridge.plan import Entry
+from megaswift.engine.megatron.checkpoint_boxes import Piece
+from megaswift.engine.megatron.context import ParallelContext
+from megaswift.engine.megatron.lora import RankAdapters
+from megaswift.families.rules import Cut, dim_of
+
+ADAPTER, SAVED = "adapter.", "saved."
+
+
+def pieces(lora: RankAdapters) -> list[tuple[Tensor, list[Piece]]]:
+    """Every trainable tensor of this rank with its pieces."""
+    context = lora.weights.context
+    found: list[tuple[Tensor, list[Piece]]] = []
+    for p in lora.placed:
+        adapter, half = p.adapter, p.half
+        replica = _replica(adapter.entry, adapter.sharded(half), context)
+        ranges = adapter.ranges(half, p.owner.ranks, p.owner.rank)
+        found.append((p.tensor, list(_pieces(ADAPTER + adapter.name(half), adapter.shape(half), dim_of_half(half), ranges, replica))))
+    for placed in lora.saved:
+        entry = placed.entry
+        ranks, rank = lora.weights.tp_of(entry)
+        replica, at, dim = _replica(entry, entry.shard != "replicated", context), 0, dim_of(entry.rule)
+        parts: list[Piece] = []
+        for piece in entry.pieces(Cut(ranks, rank, lora.weights.padded)):
+            whole = entry.hf_shapes[piece.source]
+            ranges = [(min(piece.start, whole[dim]), min(piece.stop, whole[dim]))]  # rows of the vocabulary's padding are no one's
+            parts += _pieces(SAVED + entry.hf[piece.source], whole, dim, ranges, replica, at)
+            at += piece.length * (placed.tensor.numel() // placed.tensor.shape[dim])
+        found.append((placed.tensor, parts))
+    return found
+
+
+def _pieces(key: str, whole: tuple[int, ...], dim: int, ranges: list[tuple[int, int]], replica: tuple[int, ...],
+            first: int = 0) -> Iterator[Piece]:
+    """A local tensor's runs: whole rows, or the one range of columns that it is made of."""
+    assert dim == 0 or len(ranges) == 1, f"{key}: several ranges of columns"
+    for start, stop in ranges:
+        shape = (*whole[:dim], stop - start, *whole[dim + 1 :])
+        offset = (0,) * dim + (start,) + (0,) * (len(whole) - dim - 1)
+        if stop > start:
+            piece = Piece(key, first, shape, whole, offset, replica, False)
+            yield piece
+            first = piece.end
+
+
+def _replica(entry: Entry, sharded: bool, context: ParallelContext) -> tuple[int, int, int]:
+    """(pipeline, tensor, data) number of this rank's copy."""
+    at, groups = context.coordinates, context.groups
+    if entry.expert is not None:
+        return 0, 0 if sharded else at.etp, groups.expt_dp.rank()
+    return 0, 0 if sharded else at.tp, groups.dp_cp.rank()

@@ -1,0 +1,154 @@
+"""LoRA's reference numbers: the Hugging Face model with W + scale x B A in place of W, in plain torch, and adapter folders to start from.
+
+One trick serves every projection, experts in fused tensors included: the changed weights are a differentiable function of A and B, and
+`torch.func.functional_call` runs the model on them. `test_lora.py` holds it against PEFT itself where PEFT has the layers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megaswift.losses.contract import Batch
+from tests.parity.models import by_disk_name
+from tests.parity.oracle import Oracle, Recipe, Reference
+
+RANK, ALPHA = 4, 6.0
+PREFIX = "base_model.model."
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def adapted(shapes: Mapping[str, Sequence[int]], leaves: Sequence[str]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """(module, [out, in]) of every matrix whose module's last name is one of `leaves`."""
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        if module.rsplit(".", 1)[-1] in leaves and name.endswith(".weight") and len(shape) == 2:
+            yield module, (shape[0], shape[1])
+
+
+def disk_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Hugging Face folder with its shape."""
+    return {name: tuple(t.shape) for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def make_adapter(model: Path, folder: Path, leaves: Sequence[str], saved: Sequence[str] = (), **config: Any) -> Path:
+    """A PEFT folder with random A and B, neither zero: a wrong scale, shard or order of rows moves every number."""
+    generator = torch.Generator().manual_seed(5)
+    tensors: dict[str, Tensor] = {}
+    for module, (out, width) in adapted(disk_shapes(model), leaves):
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.randn(RANK, width, generator=generator) / width**0.5
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * 0.2
+    for name in saved:
+        tensors[PREFIX + name] = torch.randn(disk_shapes(model)[name], generator=generator) * 0.15
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    whole = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(leaves), "bias": "none",
+             "modules_to_save": [name.removesuffix(".weight") for name in saved] or None, "base_model_name_or_path": str(model), **config}
+    (folder / "adapter_config.json").write_text(json.dumps(whole))
+    return folder
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """Its tensors by name without PEFT's prefix."""
+    return {name.removeprefix(PREFIX): t for name, t in load_file(folder / "adapter_model.safetensors").items()}
+
+
+class Adapted:
+    """A Hugging Face model whose weights carry adapters; stands where the model itself would."""
+
+    def __init__(self, model: Any, tensors: Mapping[str, Tensor], scale: float) -> None:
+        self.inner, self.config, self.scale = model.requires_grad_(False), model.config, scale
+        self.tensors = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def parameters(self) -> list[Tensor]:
+        """What trains."""
+        return list(self.tensors.values())
+
+    def weight(self, name: str, base: Tensor) -> Tensor:
+        """The weight of this name on disk, changed or not."""
+        module = name.removesuffix(".weight")
+        if name in self.tensors:
+            return self.tensors[name]
+        a, b = (self.tensors.get(f"{module}.lora_{half}.weight") for half in "AB")
+        return base if a is None or b is None else base + self.scale * (b @ a)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter by its name in memory: experts joined again in the order in which `by_disk_name` takes them apart."""
+        by_parameter: dict[str, list[Tensor]] = {}
+        for memory, parameter in self.inner.named_parameters():
+            one = _Only(self.inner.config, memory, parameter)
+            by_parameter[memory] = [self.weight(disk, base) for disk, base in by_disk_name(one, lambda p: p)]
+        found = {}
+        for memory, parameter in self.inner.named_parameters():
+            parts = by_parameter[memory]
+            if len(parts) == 1:
+                found[memory] = parts[0]
+            elif memory.endswith("gate_up_proj"):
+                found[memory] = torch.stack([torch.cat(parts[i : i + 2]) for i in range(0, len(parts), 2)])
+            else:
+                found[memory] = torch.stack(parts)
+            assert found[memory].shape == parameter.shape
+        return found
+
+    def __call__(self, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self.inner, self.weights(), args=(), kwargs=kwargs)
+
+
+@dataclass(frozen=True)
+class _Only:
+    """A model that has one parameter, for `by_disk_name`."""
+
+    config: Any
+    name: str
+    parameter: Tensor
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """That one."""
+        return [(self.name, self.parameter)]
+
+
+class LoraOracle(Oracle):
+    """The oracle with adapters: gradients and weights are theirs."""
+
+    def __init__(self, folder: Path, recipe: Recipe, adapter: Path) -> None:
+        super().__init__(folder, recipe)
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+        self.model = Adapted(self.model, read_adapter(adapter), scale)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=recipe.lr, betas=recipe.betas, eps=recipe.eps,
+                                           weight_decay=recipe.weight_decay)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By name in the adapter's folder."""
+        return {n: torch.zeros_like(t) if t.grad is None else t.grad.clone() for n, t in self.model.tensors.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """By name in the adapter's folder."""
+        return {n: t.detach().clone() for n, t in self.model.tensors.items()}
+
+
+def reference(folder: Path, recipe: Recipe, adapter: Path, steps: Sequence[Sequence[Batch]]) -> Reference:
+    """Loss and gradients of the first global batch, then one optimizer step per global batch."""
+    oracle = LoraOracle(folder, recipe, adapter)
+    out = Reference()
+    for k, batches in enumerate(steps):
+        loss, aux, z = oracle.accumulate(batches)
+        if k == 0:
+            out.loss, out.gradients = loss, oracle.gradients()
+        out.losses.append(loss)
+        out.aux_steps.append(aux)
+        out.z_steps.append(z)
+        out.norms.append(oracle.step())
+    out.weights = oracle.weights()
+    return out

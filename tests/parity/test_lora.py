@@ -1,0 +1,66 @@
+"""LoRA under every kind of layout against Hugging Face: loss, each adapter's gradient, gradient norm, three steps, the adapters after."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.parity import lora
+from tests.parity.cases import Case, global_batch, parse
+from tests.parity.compare import compare, table
+from tests.parity.measure import STEPS, Task
+from tests.parity.oracle import Reference
+from tests.parity.pool import Pool
+from tests.parity.references import References
+
+ALL = (*lora.ATTENTION, *lora.MLP)
+LAYOUTS = [
+    "dense single", "dense tp2", "dense tp2 sp", "dense pp2", "dense pp2 vpp2", "dense cp2", "dense cp2 packed", "dense dp2 do",
+    "dense tp4", "qwen3-tiny-heads tp4 sp", "dense tp2 sp pp2 recompute=full do", "dense tied pp2", "dense recompute=mlp",
+    "moe single", "moe dp2 ep2", "moe tp2 sp dp2 ep2", "moe tp2 sp dp2 ep2 etp2 do", "moe tp2 sp",
+    "moe tp2 sp etp2 recompute=moe", "mixtral tp2 ep2 sp",
+]
+
+
+class Adapters:
+    """Adapter folders and the oracle's numbers, once a session."""
+
+    def __init__(self, references: References, folder: Path) -> None:
+        self.references, self.folder = references, folder
+        self._known: dict[tuple[str, int, tuple[str, ...]], Reference] = {}
+
+    def of(self, case: Case, leaves: tuple[str, ...] = ALL, saved: tuple[str, ...] = ()) -> tuple[Task, Reference]:
+        """(what the ranks get, what they have to find)."""
+        recipe = self.references.recipe if case.moe else replace(self.references.recipe, aux_coeff=0.0, z_coeff=0.0)
+        model = self.references.model(case.variant)
+        if case.variant.startswith("mixtral"):
+            leaves = (*leaves, "w1", "w2", "w3")
+        adapter = self.folder / "-".join([case.variant, *leaves, *saved])
+        if not adapter.exists():
+            lora.make_adapter(model, adapter, leaves, saved)
+        key = (case.variant, case.total, (*leaves, *saved))
+        if key not in self._known:
+            steps = [global_batch(replace(case, packed=False), k) for k in range(STEPS)]
+            self._known[key] = lora.reference(model, recipe, adapter, steps)
+        return Task(case, model, recipe, options={"train_type": "lora", "adapters": str(adapter)}), self._known[key]
+
+
+@pytest.fixture(scope="session")
+def adapters(references: References, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    return Adapters(references, tmp_path_factory.mktemp("adapters"))
+
+
+def check(task: Task, want: Reference, pool: Pool) -> None:
+    """Measures and fails with a table."""
+    got = pool.run("tests.parity.measure:train", task, task.case.world)[0]
+    differences = compare(got, want, task.recipe)
+    assert not any(d.bad for d in differences), "\n" + table(str(task.case), differences)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_layout(text: str, pool: Pool, adapters: Adapters) -> None:
+    """Adapters on every projection."""
+    check(*adapters.of(parse(text)), pool)
