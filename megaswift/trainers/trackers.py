@@ -5,6 +5,7 @@ A tracker that is asked for and not installed is refused by `preflight`, never l
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,11 @@ class TensorBoard(Hook):
 
 
 class WandB(Hook):
-    """The same for Weights & Biases; project, entity and mode come from its own environment variables (WANDB_PROJECT, ...)."""
+    """The same for Weights & Biases; project, entity and mode come from its own environment variables (WANDB_PROJECT, ...).
+
+    The axis is a figure `step` of our own: its built-in one only grows, so that a run which went on from an earlier checkpoint
+    would lose the steps that it repeats.
+    """
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
         self.directory, self.config = directory, dict(config)
@@ -66,19 +71,24 @@ class WandB(Hook):
             identity = self.directory / "wandb" / "run-id"
             if not identity.exists():
                 identity.parent.mkdir(exist_ok=True)
-                identity.write_text(wandb.util.generate_id(), encoding="utf-8")
+                identity.write_text(secrets.token_hex(4), encoding="utf-8")
             self.session = wandb.init(dir=str(self.directory), name=self.directory.resolve().name, config=self.config,
                                       id=identity.read_text(encoding="utf-8"), resume="allow")
+            self.session.define_metric("step", hidden=True)
+            for prefix in ("train", "eval"):
+                self.session.define_metric(f"{prefix}/*", step_metric="step")
 
     def on_log(self, loop: Loop, line: Line) -> None:
         """Sends a line of metrics."""
-        if self.session is not None:
-            self.session.log(numbers("train", line), step=line["step"])
+        self._send("train", line)
 
     def on_evaluate(self, loop: Loop, line: Line) -> None:
         """Sends an evaluation."""
+        self._send("eval", line)
+
+    def _send(self, prefix: str, line: Line) -> None:
         if self.session is not None:
-            self.session.log(numbers("eval", line), step=line["step"])
+            self.session.log({**numbers(prefix, line), "step": line["step"]})
 
     def close(self) -> None:
         """Ends the run."""

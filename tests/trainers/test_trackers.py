@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.metrics import Metrics, Speed, read_lines
-from megaswift.trainers.trackers import TensorBoard, numbers, trackers
+from megaswift.trainers.trackers import TensorBoard, WandB, numbers, trackers
 from tests.trainers.tiny import tiny_loop
 
 
@@ -34,3 +38,46 @@ def test_report_to_chooses(tmp_path: Path) -> None:
     assert [type(h).__name__ for h in trackers(("tensorboard",), tmp_path, {})] == ["TensorBoard"]
     assert trackers((), tmp_path, {}) == []
     assert [type(h).__name__ for h in trackers(("wandb",), tmp_path, {})] == ["WandB"]
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """Records of LevelDB's log format after 7 bytes of their own: blocks of 32 KiB; checksum (4), length (2), 1 whole or 2, 3, 4 pieces."""
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        if at % 32768 > 32768 - 7:
+            at += -at % 32768
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        whole += data[at + 7: at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+
+def sent(folder: Path) -> list[dict[str, Any]]:
+    """What an offline run of Weights & Biases kept to send."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for data in records(next(folder.glob("wandb/offline-run-*/*.wandb")).read_bytes()):
+        record = Record.FromString(data)
+        if record.HasField("history"):
+            found.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
+    return found
+
+
+def test_steps_that_a_resumed_run_repeats_arrive_in_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service refuses a smaller step than its last one. One session stands for the run that goes on under the same id."""
+    pytest.importorskip("wandb")
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_CONSOLE", "off")):
+        monkeypatch.setenv(name, value)
+    hook, loop = WandB(tmp_path, {"lr": 0.1}), tiny_loop(4)
+    hook.on_start(loop)
+    for step in (1, 2, 3, 4, 3, 4, 5):
+        hook.on_log(loop, {"step": step, "loss": 10.0 * step, "mfu": None})
+    hook.on_evaluate(loop, {"step": 5, "loss": 7.0})
+    hook.close()
+    found = sent(tmp_path)
+    assert [(r["step"], r["train/loss"]) for r in found if "train/loss" in r] == [(s, 10.0 * s) for s in (1, 2, 3, 4, 3, 4, 5)]
+    assert [(r["step"], r["eval/loss"]) for r in found if "eval/loss" in r] == [(5, 7.0)]
