@@ -53,6 +53,13 @@ def _data(argv: list[str]) -> int:
     return 0 if argv else 2
 
 
+def _convert(argv: list[str]) -> int:
+    """`megaswift convert ...`."""
+    from megaswift.convert import convert
+
+    return convert(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from megaswift.doctor import main as doctor
 
@@ -69,6 +76,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     **{task: (text, _train(task)) for task, text in TASKS.items()},
     "config": ("check and print a configuration; --schema for editors", _config),
     "data": ("data show: samples as tokens with their loss mask, lengths, packing", _data),
+    "convert": ("weights: Hugging Face folder to Megatron checkpoint and back", _convert),
     "doctor": ("versions and devices of this machine", _doctor),
 }
 

@@ -193,7 +193,7 @@ def test_a_mistake_of_another_rank_alone_is_seen_once() -> None:
 
 
 def test_only_commands_that_exist_are_listed() -> None:
-    assert list(COMMANDS) == ["sft", "pt", "config", "data", "doctor"]
+    assert list(COMMANDS) == ["sft", "pt", "config", "data", "convert", "doctor"]
     page = usage()
     assert max(map(len, page.splitlines())) <= 80
     for later in ("convert", "infer", "plan", "submit", "rlhf", "dpo"):

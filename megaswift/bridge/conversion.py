@@ -32,7 +32,7 @@ PLAIN_SECONDS = 10.0
 Span = tuple[int, int]
 
 
-class Interrupted(Exception):
+class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM; what was done is kept, the text says how to go on."""
 
 

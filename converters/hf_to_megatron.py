@@ -1,0 +1,13 @@
+"""A Hugging Face folder into a sharded Megatron checkpoint: `megaswift convert hf-to-megatron` from a checkout."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from megaswift.convert import script  # noqa: E402
+
+if __name__ == "__main__":
+    raise SystemExit(script("hf-to-megatron"))

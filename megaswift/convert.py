@@ -1,0 +1,162 @@
+"""`megaswift convert ...` and the scripts in converters/: options in, exit code out. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megaswift import log
+from megaswift.errors import ConfigError, Problem, UserError, nearest
+from megaswift.refusal import refuse
+from megaswift.stdout import reader_may_leave
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+AXES = {
+    "tp": "tensor-parallel size the checkpoint is meant for; the vocabulary is padded for it",
+    "pp": "pipeline-parallel size; only checked against the model",
+    "vpp": "virtual pipeline chunks a rank; only checked",
+    "ep": "expert-parallel size; only checked",
+    "etp": "tensor-parallel size of experts; only checked",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Mistakes become one of our messages."""
+
+    def error(self, message: str) -> NoReturn:
+        """Never returns."""
+        wrong = re.search(r"unrecognized arguments: (\S+)", message)
+        known = [option for action in self._actions for option in action.option_strings]
+        fix = nearest(wrong[1], known) if wrong else ""
+        raise ConfigError(Problem(self.prog, message, fix or f"{self.prog} --help"))
+
+
+def size(text: str) -> int:
+    """`5GB`, `512 MiB` or plain bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2].upper() not in UNITS or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 512MiB")
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number from 1 on")
+    return int(text)
+
+
+def _parser(name: str, text: str, source: str) -> _Parser:
+    parser = _Parser(prog=f"megaswift convert {name}", description=text, allow_abbrev=False)
+    parser.add_argument("source", metavar="SRC", type=Path, help=source)
+    parser.add_argument("target", metavar="DST", type=Path, help="the folder to make; it appears whole or not at all")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="one dtype for all tensors (without it each keeps its own)")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST, once the new folder is whole")
+    return parser
+
+
+def to_megatron(argv: Sequence[str]) -> int:
+    """`megaswift convert hf-to-megatron`."""
+    text = ("Hugging Face folder -> sharded Megatron checkpoint (torch_dist). The checkpoint loads on any layout; the sizes below are "
+            "those it is meant for.")
+    parser = _parser("hf-to-megatron", text, "a Hugging Face folder with safetensors")
+    for axis, text in AXES.items():
+        parser.add_argument(f"--{axis}", type=_count, metavar="N", help=text)
+    given = parser.parse_args(argv)
+    import torch
+
+    from megaswift.bridge.hf_to_megatron import Options, hf_to_megatron
+
+    layout = {axis: value for axis in AXES if (value := getattr(given, axis)) is not None}
+    options = Options(layout, getattr(torch, DTYPES[given.dtype]) if given.dtype else None, overwrite=given.overwrite)
+    log.info(f"made {hf_to_megatron(given.source, given.target, options)}")
+    return 0
+
+
+def to_hf(argv: Sequence[str]) -> int:
+    """`megaswift convert megatron-to-hf`."""
+    parser = _parser("megatron-to-hf", "Sharded Megatron checkpoint (torch_dist) -> Hugging Face folder. Nothing but SRC is needed.",
+                     "a converted checkpoint, OUT/checkpoints/step-N, or OUT (its latest checkpoint)")
+    parser.add_argument("--max_shard_size", "--max-shard-size", type=size, default=None, metavar="SIZE",
+                        help="largest file, such as 5GB (default) or 512MiB")
+    given = parser.parse_args(argv)
+    import torch
+
+    from megaswift.bridge.megatron_to_hf import MAX_SHARD_BYTES, Options, megatron_to_hf
+
+    dtype = getattr(torch, DTYPES[given.dtype]) if given.dtype else None
+    options = Options(dtype, given.max_shard_size or MAX_SHARD_BYTES, given.overwrite)
+    log.info(f"made {megatron_to_hf(given.source, given.target, options)}")
+    return 0
+
+
+VERIFY = """\
+exit code: 0 all equal; 1 something differs, is missing or extra; 2 the command or the files are wrong
+
+  megaswift convert verify MODEL CHECKPOINT --report report.json   every tensor, bit by bit; SHA-256 of each
+  megaswift convert verify MODEL EXPORT --dtype bf16               after casting both
+  megaswift convert verify MODEL EXPORT --logits                   both run by transformers in float32
+"""
+
+
+def verify(argv: Sequence[str]) -> int:
+    """`megaswift convert verify`."""
+    parser = _Parser(prog="megaswift convert verify", description="Are two sets of weights the same?", epilog=VERIFY,
+                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("a", metavar="A", type=Path, help="a Hugging Face folder, a converted checkpoint, OUT/checkpoints/step-N, or OUT")
+    parser.add_argument("b", metavar="B", type=Path, help="the other one")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="cast both before (without it another dtype is a difference)")
+    parser.add_argument("--logits", action="store_true", help="compare what transformers computes from both, not the tensors")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="for --logits: a prompt a line, text or token ids like [1, 2, 3]")
+    parser.add_argument("--trust_remote_code", action="store_true", help="for --logits: run Python code that comes with the folders")
+    parser.add_argument("--all", action="store_true", help="print equal tensors too")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write everything as JSON")
+    given = parser.parse_args(argv)
+    given.dtype = DTYPES[given.dtype] if given.dtype else None
+    from megaswift.verify import verify as run
+
+    return run(given)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "hf-to-megatron": ("Hugging Face folder -> sharded Megatron checkpoint", to_megatron),
+    "megatron-to-hf": ("sharded Megatron checkpoint (converted, or a run's) -> Hugging Face folder", to_hf),
+    "verify": ("compare two of either, tensor by tensor or by logits", verify),
+}
+HELP = ("-h", "--help")
+
+
+def usage() -> str:
+    """The page of `megaswift convert --help`."""
+    rows = "\n".join(f"  {name:<16}{text}" for name, (text, _) in COMMANDS.items())
+    return f"usage: megaswift convert COMMAND ...     (megaswift convert COMMAND --help)\n\n{rows}\n"
+
+
+def convert(argv: Sequence[str]) -> int:
+    """`megaswift convert ...`; returns the exit code, or raises a UserError."""
+    if not argv or argv[0] in HELP:
+        print(usage(), end="", file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        fix = nearest(argv[0], list(COMMANDS)) or "megaswift convert --help"
+        raise ConfigError(Problem(f"megaswift convert {argv[0]}", f"is no command; commands are {', '.join(COMMANDS)}", fix))
+    try:
+        return COMMANDS[argv[0]][1](argv[1:])
+    except KeyboardInterrupt as stopped:  # a conversion says what it left; earlier there is nothing to tell
+        log.info(str(stopped) or "stopped")
+        return 128 + signal.SIGINT
+
+
+def script(command: str) -> int:
+    """What converters/*.py run: one command of these with the process's own arguments."""
+    try:
+        with reader_may_leave():
+            return convert([command, *sys.argv[1:]])
+    except UserError as error:
+        return refuse(error, os.environ)
