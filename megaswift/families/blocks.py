@@ -27,9 +27,12 @@ ATTENTION: tuple[Rule, ...] = (
 )
 
 QK_NORM: tuple[Rule, ...] = (
-    Copy(M + "self_attention.q_layernorm.weight", (A + "q_norm.weight",), ("head_dim",)),
-    Copy(M + "self_attention.k_layernorm.weight", (A + "k_norm.weight",), ("head_dim",)),
+    Copy(M + "self_attention.q_layernorm.weight", (A + "q_norm.weight",), ("head_dim",), when="qk_norm"),
+    Copy(M + "self_attention.k_layernorm.weight", (A + "k_norm.weight",), ("head_dim",), when="qk_norm"),
 )
+
+EXPERT_BIAS = Copy(M + "mlp.router.expert_bias", (H + "mlp.gate.e_score_correction_bias",), ("experts",), "moe", buffer=True)
+"""Counts for the choice of experts and not for their weights."""
 
 
 def dense_mlp(scope: Scope = "layer") -> tuple[Rule, ...]:

@@ -45,6 +45,10 @@ class Features:
     """What the norm of queries and keys goes over: each `head`, or `all` heads together."""
     rope_local: RopeSpec | None = None
     """The rotary embedding of windowed layers, where it differs."""
+    router_group_best: int = 0
+    """How many of its best experts make a group's score, where the router chooses groups first; 0: it does not."""
+    router_normalised: bool = True
+    """Whether the weights of a token's experts add up to 1 before they are scaled, where scores are sigmoids."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Features:
@@ -140,6 +144,11 @@ class ModelSpec:
     def untied(self) -> bool:
         """Whether the output layer has a weight of its own."""
         return not self.tied
+
+    @property
+    def qk_norm(self) -> bool:
+        """A norm on queries and keys."""
+        return bool(self.transformer.get("qk_layernorm"))
 
     @property
     def qkv_bias(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ MIXTRAL: dict[str, Any] = {
 QWEN2_MOE: dict[str, Any] = {
     **{k: v for k, v in MOE.items() if k != "head_dim"}, "shared_expert_intermediate_size": 80, "norm_topk_prob": False,
     "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3,
+}
+
+DEEPSEEK_MOE: dict[str, Any] = {
+    **BASE, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 4, "topk_group": 2,
 }
 
 
@@ -61,6 +67,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-yarn": ("qwen3", {**BASE, **YARN}),
     "qwen3-tiny-heads": ("qwen3", {**BASE, "head_dim": 24}),
     "mixtral": ("mixtral", MIXTRAL),
+    "glm4_moe": ("glm4_moe", {**DEEPSEEK_MOE, "attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe-plain": ("glm4_moe", {**DEEPSEEK_MOE, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "norm_topk_prob": False}),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
 }
@@ -85,7 +93,7 @@ def config(variant: str) -> Any:
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights that make every parameter matter; the same for the same seed, in the order of names."""
     generator = torch.Generator().manual_seed(seed)
-    for name, p in sorted(model.named_parameters()):
+    for name, p in sorted([*model.named_parameters(), *saved_buffers(model)]):
         noise = torch.randn(p.shape, generator=generator)
         if p.dim() == 1:
             p.data = 0.1 * noise + (1.0 if "norm" in name else 0.0)
@@ -93,6 +101,12 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             p.data = noise * 0.15
         else:
             p.data = noise * 0.8 / math.sqrt(p.shape[-1])
+
+
+def saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights that no gradient trains."""
+    kept = model.state_dict().keys()
+    return ((name, b) for name, b in model.named_buffers() if name in kept)
 
 
 def build(variant: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 7) -> Path:
@@ -118,14 +132,14 @@ def disk_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def by_disk_name(model: torch.nn.Module, value: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`value` of every parameter, as (disk name, tensor): transformers 5 holds all experts of a layer in one tensor.
+    """`value` of every parameter and saved buffer, as (disk name, tensor): transformers 5 holds all experts of a layer in one tensor.
 
     In memory `mlp.experts.gate_up_proj [E, 2I, H]` and `mlp.experts.down_proj [E, H, I]`; on disk one matrix an expert,
     called gate_proj, up_proj, down_proj or, by Mixtral, w1, w3, w2 of `block_sparse_moe`.
     """
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    for name, parameter in model.named_parameters():
+    for name, parameter in chain(model.named_parameters(), saved_buffers(model)):
         tensor = value(parameter)
         moe = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         stem = moe.rsplit(".", 1)[0]

@@ -19,6 +19,9 @@ from torch.nn import functional as F  # noqa: N812
 from megaswift.losses.contract import Batch
 from tests.parity.models import by_disk_name
 
+SIGMOID = ("deepseek_v3", "glm4_moe")
+"""Model types whose routers score by sigmoids."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -64,14 +67,14 @@ def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, tu
 
 
 @contextmanager
-def router_logits(model: torch.nn.Module) -> Iterator[dict[int, list[Tensor]]]:
-    """Collects every router's logits [tokens, E] by layer while the model runs."""
-    seen: dict[int, list[Tensor]] = {}
+def router_logits(model: torch.nn.Module) -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
+    """Collects every router's logits [tokens, E] and chosen experts [tokens, k] by layer while the model runs."""
+    seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
     handles = []
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
             layer = int(name.split("layers.")[1].split(".")[0])
-            handles.append(module.register_forward_hook(lambda _m, _i, out, n=layer: seen.setdefault(n, []).append(out[0])))
+            handles.append(module.register_forward_hook(lambda _m, _i, out, n=layer: seen.setdefault(n, []).append((out[0], out[-1]))))
     try:
         yield seen
     finally:
@@ -79,14 +82,21 @@ def router_logits(model: torch.nn.Module) -> Iterator[dict[int, list[Tensor]]]:
             handle.remove()
 
 
-def load_balancing(logits: Tensor, topk: int) -> Tensor:
+def load_balancing(logits: Tensor, topk: int, chosen: Tensor | None = None, sigmoid: bool = False) -> Tensor:
     """Switch Transformer's loss (arXiv 2101.03961, eq. 4-6) of one layer and micro-batch: E x sum_i f_i P_i.
 
-    f_i is the share of the (token, slot) pairs sent to expert i, P_i the mean probability of expert i; logits [tokens, E].
+    f_i is the share of the (token, slot) pairs sent to expert i, P_i the mean probability of expert i; logits [tokens, E], `chosen`
+    [tokens, k] where these are not simply the best. Of `sigmoid` scores (DeepSeek-V3, arXiv 2412.19437, eq. 17-20) P_i is the mean of
+    each over the token's sum, and f_i counts those with the largest scores, without the bias.
     """
     tokens, experts = logits.shape
     probs = logits.float().softmax(-1)
-    counts = torch.zeros(experts).index_add(0, probs.topk(topk).indices.flatten(), torch.ones(tokens * topk))
+    if sigmoid:
+        scores = logits.float().sigmoid()
+        probs = scores / scores.sum(-1, keepdim=True)
+    if sigmoid or chosen is None:
+        chosen = probs.topk(topk).indices
+    counts = torch.zeros(experts).index_add(0, chosen.flatten(), torch.ones(tokens * topk))
     return experts * (counts / (tokens * topk) * probs.mean(0)).sum()
 
 
@@ -127,7 +137,7 @@ class Oracle:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
         self.model.train()
         self.largest = 0.0
-        self.topk = getattr(self.model.config, "num_experts_per_tok", 0)
+        self.sigmoid = self.model.config.model_type in SIGMOID
         decay = [p for p in self.model.parameters() if p.dim() > 1]
         plain = [p for p in self.model.parameters() if p.dim() == 1]
         groups = [{"params": decay, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
@@ -180,8 +190,9 @@ class Oracle:
                     objective = objective + (per_token(logits, labels) * weights).sum() / count
             total += float(objective.detach())
             for parts in seen.values():
-                rows = torch.cat(parts)
-                balance, square = load_balancing(rows, self.topk) / filled, z_loss(rows) / filled
+                rows, chosen = (torch.cat(part) for part in zip(*parts, strict=True))
+                balance = load_balancing(rows, chosen.shape[1], chosen, self.sigmoid) / filled
+                square = z_loss(rows) / filled
                 aux, z = aux + float(balance.detach()) / len(seen), z + float(square.detach()) / len(seen)
                 objective = objective + self.recipe.aux_coeff * balance + self.recipe.z_coeff * square
             if objective.requires_grad:

@@ -25,6 +25,7 @@ from megaswift.engine.megatron.layer_spec import block_spec
 from megaswift.engine.megatron.model_config import distributed_optimizer
 from megaswift.engine.megatron.passes import Pass
 from megaswift.engine.megatron.rope import PositionRotary, inverse_frequencies, local_frequencies
+from megaswift.engine.megatron.router import BalancedRouter
 from megaswift.families.spec import Features, ModelSpec
 from megaswift.losses.contract import FIELDS, Needs
 
@@ -139,6 +140,8 @@ def wrap(chunks: list[SwiftGPT], config: TransformerConfig, cfg: SwiftConfig, co
     )
     half = config.bf16 or config.fp16
     inner = [Float16Module(config, c) if half else c for c in chunks]
+    for router in (m for c in chunks for m in c.modules() if isinstance(m, BalancedRouter)):
+        router._maintain_float32_expert_bias()  # before weights come: Megatron's own call, in the first pass, is after their rounding
     wrapped = [
         DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0 and not overlap_reduce, pg_collection=context.groups)
         for i, m in enumerate(inner)

@@ -1,7 +1,9 @@
-"""The MoE router with auxiliary losses that no layout and no mask changes.
+"""The MoE router with auxiliary losses that no layout and no mask changes, and with choices that Megatron-Core's has not.
 
 Owns the load-balancing loss (Switch Transformer, arXiv:2101.03961, eq. 4-6, per micro-batch) and the z loss (ST-MoE,
-arXiv:2202.08906, eq. 5), each over the non-padding tokens of a whole micro-batch on one data-parallel rank, per layer.
+arXiv:2202.08906, eq. 5), each over the non-padding tokens of a whole micro-batch on one data-parallel rank, per layer. Of sigmoid
+scores the balancing loss takes each score over their sum, and the experts that are best without the bias (DeepSeek-V3,
+arXiv:2412.19437, eq. 17-20, there for each sequence by itself).
 Megatron-Core weighs them by each shard's token count and then divides by label tokens; here the engine's
 `AuxScale` is the one place of their scale: coefficient / (micro-batches x data-parallel ranks).
 """
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -35,6 +38,37 @@ class AuxScale:
         layers[layer] = layers.get(layer, torch.zeros((), device=value.device)) + value.detach()
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How a token's experts are chosen and weighed."""
+
+    score: str
+    """`sigmoid` or `softmax` of the logits."""
+    topk: int
+    groups: int = 1
+    group_topk: int = 1
+    """Groups that are left to choose from."""
+    group_best: int = 0
+    """How many of its best experts make a group's score: 1 in DeepSeek-V2, 2 in DeepSeek-V3, whatever top-k is."""
+    normalised: bool = False
+    scaling: float = 1.0
+
+
+def choose(logits: Tensor, how: Choice, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(weights [t, E] with 0 where an expert is not chosen, chosen bool [t, E]) of logits [t, E] and the experts' bias [E]."""
+    scores = torch.sigmoid(logits) if how.score == "sigmoid" else torch.softmax(logits, dim=-1)
+    ranked = scores.detach() if bias is None else scores.detach() + bias
+    if how.groups > 1:
+        best = ranked.unflatten(1, (how.groups, -1)).topk(how.group_best, dim=-1).values.sum(-1)  # [t, groups]
+        left = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(how.group_topk, dim=-1).indices, True)
+        ranked = ranked.masked_fill(~left.repeat_interleave(logits.shape[1] // how.groups, dim=1), float("-inf"))
+    picks = torch.zeros_like(ranked, dtype=torch.bool).scatter_(1, ranked.topk(how.topk, dim=-1).indices, True)
+    weights = scores * picks
+    if how.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * how.scaling, picks
+
+
 def _counts(mask: Tensor, picks: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """(tokens routed to each expert [E], tokens) over the group that shares a micro-batch."""
     both = torch.cat([(picks & mask[:, None]).sum(0).float(), mask.sum()[None].float()])
@@ -44,13 +78,23 @@ def _counts(mask: Tensor, picks: Tensor, group: dist.ProcessGroup) -> tuple[Tens
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's top-k router; only the auxiliary losses are ours. `scale` is set by the engine after the model is built."""
+    """Megatron's top-k router with our auxiliary losses, and `choose` where Megatron's own choice is another.
+
+    `scale` is set by the engine after the model is built. Megatron-Core adds up the best top-k / groups experts of a group, and
+    always normalises sigmoids.
+    """
 
     scale: AuxScale
 
     def __init__(self, config: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
         self.scale = AuxScale()
+        features, sigmoid = config.features, config.moe_router_score_function == "sigmoid"
+        self.choice: Choice | None = None
+        if features.router_group_best or (sigmoid and not features.router_normalised):
+            self.choice = Choice(
+                config.moe_router_score_function, self.topk, config.moe_router_num_groups or 1, config.moe_router_group_topk or 1,
+                features.router_group_best, sigmoid and features.router_normalised, config.moe_router_topk_scaling_factor or 1.0)
 
     def is_aux_loss_enabled(self) -> bool:
         """Ours is added in `routing`; Megatron's stays off."""
@@ -62,21 +106,33 @@ class BalancedRouter(TopKRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """Top-k routing of logits [s, b, E]; padding_mask [s, b], True on padding."""
-        train = self.training and torch.is_grad_enabled()
         flat = logits.view(-1, logits.shape[-1])
-        if train and (self.scale.aux_coefficient or self.scale.z_coefficient):
+        if self.choice is None:
+            weights, picks = super().routing(logits, padding_mask=padding_mask, **kwargs)
+        else:
+            weights, picks = choose(flat.float(), self.choice, self.expert_bias)
+            weights = weights.to(logits.dtype)
+            self._apply_expert_bias(picks, padding_mask)
+        if self.training and torch.is_grad_enabled() and (self.scale.aux_coefficient or self.scale.z_coefficient):
             valid = torch.ones(flat.shape[0], dtype=torch.bool, device=flat.device) if padding_mask is None else ~padding_mask.reshape(-1)
-            flat = self._attach(flat.float(), valid).to(logits.dtype)
-        return super().routing(flat.view_as(logits), padding_mask=padding_mask, **kwargs)
+            weights = self._attach(weights, flat.float(), picks, valid)
+        return weights, picks
 
-    def _attach(self, logits: Tensor, valid: Tensor) -> Tensor:
-        """[t, E] logits that carry the auxiliary losses' gradients."""
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count tokens [t, E]; Megatron-Core (0.16 to 0.19) would lay its mask [t] along the experts."""
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
+
+    def _attach(self, weights: Tensor, logits: Tensor, picks: Tensor, valid: Tensor) -> Tensor:
+        """[t, E] weights that carry the auxiliary losses' gradients for the logits."""
         experts = logits.shape[-1]
-        picks = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.detach().topk(self.topk, dim=-1).indices, True)
+        if self.expert_bias is not None:
+            picks = torch.zeros_like(picks).scatter_(1, logits.detach().topk(self.topk, dim=-1).indices, True)
         routed, tokens = _counts(valid, picks, self.tp_cp_group)
         total = logits.new_zeros(())
         if self.scale.aux_coefficient:
-            share = (torch.softmax(logits, dim=-1) * valid[:, None]).sum(0) / tokens
+            sigmoid = self.score_function == "sigmoid"
+            scores = F.normalize(torch.sigmoid(logits), p=1, dim=-1) if sigmoid else torch.softmax(logits, dim=-1)
+            share = (scores * valid[:, None]).sum(0) / tokens
             aux = experts * (routed / (tokens * self.topk) * share).sum()
             self.scale.record("aux_loss", self.layer_number, aux)
             total = total + self.scale.aux_coefficient * aux
@@ -84,4 +140,4 @@ class BalancedRouter(TopKRouter):
             z = (torch.logsumexp(logits, dim=-1).square() * valid).sum() / tokens
             self.scale.record("z_loss", self.layer_number, z)
             total = total + self.scale.z_coefficient * z
-        return MoEAuxLossAutoScaler.apply(logits, total / self.scale.average_over)
+        return MoEAuxLossAutoScaler.apply(weights, total / self.scale.average_over)

@@ -1,0 +1,23 @@
+"""GLM-4.5, 4.6 and 4.7: half of each head is rotated, experts after dense layers. https://arxiv.org/abs/2508.06471."""
+
+from __future__ import annotations
+
+from megaswift.families.blocks import ATTENTION, EMBEDDING, EXPERT_BIAS, HEAD, QK_NORM, dense_mlp, moe, shared_experts
+from megaswift.families.config_deepseek import PRETRAINING, Routing, prediction_layers, routed_experts
+from megaswift.families.config_rows import Row
+from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
+from megaswift.families.family import FAMILIES, Family
+
+FAMILIES.register("glm4_moe", Family(
+    name="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    config=(
+        FFN, head_dim(), kv_heads(), rope(partial=0.5),
+        Row("attention_bias", "add_qkv_bias", bool, False), Row("use_qk_norm", "qk_layernorm", bool, False),
+        routed_experts(Routing("sigmoid", best=2, bias=True, first_dense=1, shared=1, scaling=1.0, normalised=True)),
+        *PRETRAINING,
+    ),
+    weights=(*EMBEDDING, *ATTENTION, *QK_NORM, *dense_mlp("dense"), *moe("mlp", "gate_proj", "up_proj", "down_proj"), EXPERT_BIAS,
+             *shared_experts("shared_experts"), *HEAD),
+    kept=prediction_layers,
+))
