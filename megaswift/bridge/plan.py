@@ -170,8 +170,9 @@ class WeightPlan:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model, without vocabulary padding."""
-        return sum(math.prod(shape) for shape in self.hf_shapes.values())
+        """Parameters of the model, without vocabulary padding and buffers."""
+        buffers = {name for e in self.entries if e.rule.buffer for name in e.hf}
+        return sum(math.prod(shape) for name, shape in self.hf_shapes.items() if name not in buffers)
 
     def kept(self, names: Iterable[str]) -> list[str]:
         """Those of `names` that are carried along unchanged, sorted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.families.published_deepseek import DESCENDANTS
 from tests.families.published_moe import MIXTURES
 
 LLAMA_3_1_8B: dict[str, Any] = {
@@ -79,4 +80,5 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "mixtral-8x7b": (MIXTRAL_8X7B, 46_702_792_704),
     "qwen3-30b-a3b": (QWEN3_30B_A3B, 30_532_122_624),
     **MIXTURES,
+    **DESCENDANTS,
 }
