@@ -109,7 +109,7 @@ class Entry:
         """Write the shards of all ranks, in order, into the full HF tensors of `whole` (made where missing); how many elements."""
         dim, shapes, covered = dim_of(self.rule), self.hf_shapes, 0
         shards = list(shards[:1] if self.shard == "replicated" else shards)
-        if len(shapes) == len(shards) == 1 and tuple(shards[0].shape) == shapes[0]:
+        if len(shapes) == len(shards) == 1 and tuple(shards[0].shape) == shapes[0] and len(self.pieces(Cut())) == 1:
             whole[self.hf[0]] = shards[0]
             return shards[0].numel()
         for name, shape in zip(self.hf, shapes, strict=True):

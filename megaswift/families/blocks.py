@@ -6,6 +6,7 @@ Owns attention and MLP tables; a family file puts them together and adds what is
 from __future__ import annotations
 
 from megaswift.families.rules import QKV, Copy, GatedMLP, RowParallel, Rule, Scope, Vocab
+from megaswift.families.rules_fused import ColumnVector, Fused
 
 M = "decoder.layers.{L}."
 H = "model.layers.{L}."
@@ -18,33 +19,53 @@ HEAD: tuple[Rule, ...] = (
     Vocab("output_layer.weight", ("lm_head.weight",), when="untied"),
 )
 
-ATTENTION: tuple[Rule, ...] = (
-    Copy(M + "self_attention.linear_qkv.layer_norm_weight", (H + "input_layernorm.weight",), ("hidden_size",)),
-    QKV(M + "self_attention.linear_qkv.weight", (A + "q_proj.weight", A + "k_proj.weight", A + "v_proj.weight")),
+INPUT_NORM = Copy(M + "self_attention.linear_qkv.layer_norm_weight", (H + "input_layernorm.weight",), ("hidden_size",))
+QKV_WEIGHT = QKV(M + "self_attention.linear_qkv.weight", (A + "q_proj.weight", A + "k_proj.weight", A + "v_proj.weight"))
+PROJECTIONS: tuple[Rule, ...] = (
+    QKV_WEIGHT,
     QKV(M + "self_attention.linear_qkv.bias", (A + "q_proj.bias", A + "k_proj.bias", A + "v_proj.bias"), matrix=False, when="qkv_bias"),
     RowParallel(M + "self_attention.linear_proj.weight", (A + "o_proj.weight",), ("hidden_size", "attention_width")),
     Copy(M + "self_attention.linear_proj.bias", (A + "o_proj.bias",), ("hidden_size",), when="linear_bias"),
 )
+ATTENTION: tuple[Rule, ...] = (INPUT_NORM, *PROJECTIONS)
+FUSED_ATTENTION: tuple[Rule, ...] = (INPUT_NORM, Fused(QKV_WEIGHT, A + "qkv_proj.weight"), *PROJECTIONS[1:])
+"""Query, key and value in one tensor."""
 
 QK_NORM: tuple[Rule, ...] = (
     Copy(M + "self_attention.q_layernorm.weight", (A + "q_norm.weight",), ("head_dim",), when="qk_norm"),
     Copy(M + "self_attention.k_layernorm.weight", (A + "k_norm.weight",), ("head_dim",), when="qk_norm"),
 )
 
+QK_NORM_WIDE: tuple[Rule, ...] = (
+    ColumnVector(M + "self_attention.q_layernorm.weight", (A + "q_norm.weight",), "attention_width"),
+    ColumnVector(M + "self_attention.k_layernorm.weight", (A + "k_norm.weight",), "kv_width"),
+)
+"""Norms over all heads together: a rank has the weights of its heads."""
+
 EXPERT_BIAS = Copy(M + "mlp.router.expert_bias", (H + "mlp.gate.e_score_correction_bias",), ("experts",), "moe", buffer=True)
 """Counts for the choice of experts and not for their weights."""
 
 
-def dense_mlp(scope: Scope = "layer") -> tuple[Rule, ...]:
-    """Norm, gate and up, down. `scope` is `dense` in families that mix dense and MoE layers."""
+def dense_mlp(scope: Scope = "layer", norm: str = "post_attention_layernorm", fused: bool = False) -> tuple[Rule, ...]:
+    """Norm (none where it has no name), gate and up (`fused`: in one tensor), down. `scope` is `dense` in families with MoE layers too."""
     mlp = H + "mlp."
+    gate_up = GatedMLP(M + "mlp.linear_fc1.weight", (mlp + "gate_proj.weight", mlp + "up_proj.weight"), scope=scope)
+    before = (Copy(M + "mlp.linear_fc1.layer_norm_weight", (f"{H}{norm}.weight",), ("hidden_size",), scope),) if norm else ()
     return (
-        Copy(M + "mlp.linear_fc1.layer_norm_weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), scope),
-        GatedMLP(M + "mlp.linear_fc1.weight", (mlp + "gate_proj.weight", mlp + "up_proj.weight"), scope=scope),
+        *before,
+        Fused(gate_up, mlp + "gate_up_proj.weight") if fused else gate_up,
         GatedMLP(M + "mlp.linear_fc1.bias", (mlp + "gate_proj.bias", mlp + "up_proj.bias"),
                  matrix=False, scope=scope, when="linear_bias"),
         RowParallel(M + "mlp.linear_fc2.weight", (mlp + "down_proj.weight",), ("hidden_size", "ffn"), scope),
         Copy(M + "mlp.linear_fc2.bias", (mlp + "down_proj.bias",), ("hidden_size",), scope, when="linear_bias"),
+    )
+
+
+def post_norms(attention: str, mlp: str) -> tuple[Rule, ...]:
+    """Norms on the outputs of attention and MLP, by their HF names."""
+    return (
+        Copy(M + "self_attention.linear_proj.post_layernorm.weight", (f"{H}{attention}.weight",), ("hidden_size",)),
+        Copy(M + "mlp.linear_fc2.post_layernorm.weight", (f"{H}{mlp}.weight",), ("hidden_size",)),
     )
 
 

@@ -45,6 +45,8 @@ class Features:
     """What the norm of queries and keys goes over: each `head`, or `all` heads together."""
     rope_local: RopeSpec | None = None
     """The rotary embedding of windowed layers, where it differs."""
+    longest: int | None = None
+    """Tokens of the longest sequence that has these frequencies; None: any length."""
     router_group_best: int = 0
     """How many of its best experts make a group's score, where the router chooses groups first; 0: it does not."""
     router_normalised: bool = True
@@ -104,6 +106,11 @@ class ModelSpec:
     def attention_width(self) -> int:
         """heads x head_dim: the width of the output projection's input."""
         return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """KV heads x head_dim: the width of all keys of a token."""
+        return self.kv_heads * self.head_dim
 
     @property
     def ffn(self) -> int:

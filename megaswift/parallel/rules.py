@@ -70,6 +70,8 @@ def _heads(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
         return
     if heads % tp:
         rule = f"{heads} attention heads are not divisible by {tp} tensor-parallel ranks"
+    elif shape.whole_kv and tp > kv:
+        rule = f"its norm over all {kv} key/value heads together needs each of {tp} tensor-parallel ranks to hold whole ones"
     elif kv % tp and tp % kv:
         rule = f"{kv} key/value heads are neither a multiple nor a divisor of {tp} tensor-parallel ranks"
     else:
@@ -81,6 +83,8 @@ def _heads(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
 def _heads_fit(shape: ModelShape, tp: int) -> bool:
     """Query heads are divided; with fewer KV heads than ranks Megatron-Core splits the rows and each KV head serves several ranks."""
     if shape.heads % tp:
+        return False
+    if shape.whole_kv and tp > shape.kv_heads:
         return False
     return shape.kv_heads % tp == 0 or (tp % shape.kv_heads == 0 and (shape.heads + 2 * shape.kv_heads) * shape.head_dim % tp == 0)
 

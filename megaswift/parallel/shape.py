@@ -17,6 +17,8 @@ class Spec(Protocol):
     def transformer(self) -> Mapping[str, Any]: ...  # noqa: D102
     @property
     def moe_layers(self) -> tuple[bool, ...]: ...  # noqa: D102
+    @property
+    def features(self) -> Any: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class ModelShape:
     """Inner width of a MoE layer's shared expert; 0 without one."""
     moe_layers: tuple[bool, ...] = ()
     """For each layer whether it is a MoE layer; empty for a dense model."""
+    whole_kv: bool = False
+    """A rank needs whole KV heads of its own: keys are normalised over all heads together."""
 
     @classmethod
     def of(cls, spec: Spec) -> ModelShape:
@@ -49,7 +53,7 @@ class ModelShape:
             num_layers=t["num_layers"], heads=t["num_attention_heads"], kv_heads=t["num_query_groups"], head_dim=t["kv_channels"],
             ffn=t["ffn_hidden_size"], experts=experts, expert_ffn=t["moe_ffn_hidden_size"] if experts else 0,
             shared_ffn=(t.get("moe_shared_expert_intermediate_size") or 0) if experts else 0,
-            moe_layers=tuple(spec.moe_layers) if experts else ())
+            moe_layers=tuple(spec.moe_layers) if experts else (), whole_kv=spec.features.qk_norm_width == "all")
 
     def is_moe(self, layer: int) -> bool:
         """Whether layer `layer` is a MoE layer."""

@@ -14,7 +14,7 @@ from megaswift.config.capabilities import chosen, missing_transformer_engine
 from megaswift.config.values import show
 from megaswift.data.template import read_template
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.families import load_spec
+from megaswift.families import ModelSpec, load_spec
 from megaswift.parallel.checks import check_layout
 from megaswift.parallel.rules import Asked
 from megaswift.parallel.shape import ModelShape
@@ -57,7 +57,16 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     problems = missing_files(folder, cfg.model.random_init) if local else []
     spec = load_spec(folder)
     idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
-    return problems + idle + check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size))
+    return problems + idle + length_problems(cfg, spec) + check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size))
+
+
+def length_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+    """Sequences for which the model would have other rotary frequencies than it is built with."""
+    longest = spec.features.longest
+    if longest is None or cfg.data.max_length <= longest:
+        return []
+    return [Problem(f"--max_length {cfg.data.max_length}", f"is more than {longest}, from where on this model's longrope takes other "
+                    "frequencies, for the whole batch with such a sequence", f"--max_length {longest}")]
 
 
 def expert_options(cfg: SwiftConfig) -> list[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.families.published_deepseek import DESCENDANTS
+from tests.families.published_dense import DENSE
 from tests.families.published_moe import MIXTURES
 
 LLAMA_3_1_8B: dict[str, Any] = {
@@ -79,6 +80,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3-0.6b": (QWEN3_0_6B, 596_049_920),
     "mixtral-8x7b": (MIXTRAL_8X7B, 46_702_792_704),
     "qwen3-30b-a3b": (QWEN3_30B_A3B, 30_532_122_624),
+    **DENSE,
     **MIXTURES,
     **DESCENDANTS,
 }

@@ -63,6 +63,8 @@ REFUSED = [
     (replace(DENSE, heads=12, kv_heads=6), dict(world_size=4, tp=4),
      ["6 key/value heads are neither a multiple nor a divisor of 4", "--tp 2"]),
     (replace(DENSE, heads=12, kv_heads=1, head_dim=1), dict(world_size=4, tp=4), ["the 14 rows of queries, keys and values"]),
+    (replace(DENSE, whole_kv=True), dict(world_size=8, tp=8),
+     ["norm over all 4 key/value heads together", "--tp 4", "nearest layout that works on 8 processes: --tp 4"]),
     (replace(DENSE, ffn=97), dict(world_size=2, tp=2), ["inner width of 97 is not divisible by 2", "--tp 1"]),
     (MOE, dict(world_size=16, etp=16), ["an expert's inner width of 24 is not divisible by 16", "--etp 8"]),
     (DENSE, dict(world_size=8, pp=8),
@@ -174,7 +176,9 @@ def test_a_large_world_is_searched_quickly():
 def test_shape_of_a_spec():
     transformer = dict(num_layers=12, num_attention_heads=8, num_query_groups=4, kv_channels=8, ffn_hidden_size=96, num_moe_experts=8,
                        moe_ffn_hidden_size=24)
-    spec = SimpleNamespace(transformer=transformer, moe_layers=MOE.moe_layers)
+    narrow, wide = (SimpleNamespace(qk_norm_width=width) for width in ("head", "all"))
+    spec = SimpleNamespace(transformer=transformer, moe_layers=MOE.moe_layers, features=narrow)
     assert ModelShape.of(spec) == MOE and (MOE.dense_layers, DENSE.dense_layers) == (1, 12)
-    dense = SimpleNamespace(transformer={**transformer, "num_moe_experts": None}, moe_layers=(False,) * 12)
+    dense = SimpleNamespace(transformer={**transformer, "num_moe_experts": None}, moe_layers=(False,) * 12, features=narrow)
     assert ModelShape.of(dense) == DENSE
+    assert ModelShape.of(SimpleNamespace(**{**vars(dense), "features": wide})) == replace(DENSE, whole_kv=True)

@@ -73,6 +73,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
 }
 
+DENSE = {k: v for k, v in NO_HEAD_DIM.items() if k != "tie_word_embeddings"}
+VARIANTS |= {
+    "phi3": ("phi3", {**DENSE, "sliding_window": 7, "partial_rotary_factor": 0.5}),
+    "phi3-longrope": ("phi3", {**DENSE, "original_max_position_embeddings": 32, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.4, 2.0], "long_factor": [2.0, 3.0, 5.0, 8.0]}}),
+    "gemma2": ("gemma2", {**BASE, "tie_word_embeddings": True, "sliding_window": 7, "query_pre_attn_scalar": 24,
+                          "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
+    "gemma3_text": ("gemma3_text", {
+        **BASE, "sliding_window": 7, "query_pre_attn_scalar": 24, "final_logit_softcapping": 4.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 20000.0},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),
+    "olmo2": ("olmo2", DENSE),
+    "glm4": ("glm4", {**BASE, "attention_bias": True, "partial_rotary_factor": 0.5}),
+    "granite": ("granite", {**DENSE, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
+                            "logits_scaling": 1.7, "tie_word_embeddings": True}),
+    "smollm3": ("smollm3", {**DENSE, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 7}),
+}
+EAGER = ("gemma2",)
+"""Model types whose attention transformers computes in its eager way only: others leave soft caps out."""
+
 
 def is_moe(variant: str) -> bool:
     """Whether the variant has experts."""
@@ -93,10 +114,11 @@ def config(variant: str) -> Any:
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights that make every parameter matter; the same for the same seed, in the order of names."""
     generator = torch.Generator().manual_seed(seed)
+    gain = 0.0 if model.config.model_type.startswith("gemma") else 1.0  # Gemma's norms multiply by 1 + weight
     for name, p in sorted([*model.named_parameters(), *saved_buffers(model)]):
         noise = torch.randn(p.shape, generator=generator)
         if p.dim() == 1:
-            p.data = 0.1 * noise + (1.0 if "norm" in name else 0.0)
+            p.data = 0.1 * noise + (gain if "norm" in name else 0.0)
         elif name.endswith(("mlp.gate.weight", "embed_tokens.weight", "lm_head.weight")):
             p.data = noise * 0.15
         else:

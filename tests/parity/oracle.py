@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from megaswift.losses.contract import Batch
-from tests.parity.models import by_disk_name
+from tests.parity.models import EAGER, by_disk_name
 
 SIGMOID = ("deepseek_v3", "glm4_moe")
 """Model types whose routers score by sigmoids."""
@@ -131,8 +131,10 @@ class Oracle:
     """A Hugging Face model under plain torch."""
 
     def __init__(self, folder: Path, recipe: Recipe, attention: str = "sdpa") -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
+        if AutoConfig.from_pretrained(folder).model_type in EAGER:
+            attention = "eager"
         self.recipe = recipe
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
         self.model.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.parity.models import build, disk_tensors, is_moe
 from tests.parity.oracle import Oracle, Recipe, fields
 from tests.parity.pool import Pool
 from tests.parity.references import References
+from tests.parity.test_dense_families import VARIANTS as TRAINED
 from tests.parity.test_parity import check
 
 pytestmark = pytest.mark.process
@@ -24,10 +26,15 @@ VARIANTS = ("llama3-rope", "llama-linear", "llama-bias", "qwen3-yarn", "mistral-
             "moe-mixed", "qwen3-tiny-heads", "dense-tied", "glm4_moe", "glm4_moe-plain")
 
 
-def family_cases() -> list[Case]:
-    """Each family under each layout, experts also under EP."""
-    names = FAMILIES.names()
-    return [Case(**{**parse(text).to_dict(), "model": n}) for n in names for text in (*LAYOUTS, *(("dp2 ep2",) if is_moe(n) else ()))]
+def family_cases() -> list[Any]:
+    """Each family under each layout, experts also under EP; families that train elsewhere as well, under two by default."""
+    found = []
+    for name in FAMILIES.names():
+        for text in (*LAYOUTS, *(("dp2 ep2",) if is_moe(name) else ())):
+            further = name in TRAINED and text not in LAYOUTS[:2]
+            case = Case(**{**parse(text).to_dict(), "model": name})
+            found.append(pytest.param(case, marks=pytest.mark.slow) if further else case)
+    return found
 
 
 def score(case: Case, folder: Path, pool: Pool) -> list[Scored]:

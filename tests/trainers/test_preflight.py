@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
 from megaswift.trainers import preflight as module
 from megaswift.trainers.preflight import preflight
+from tests.families.published_dense import PHI_4
 from tests.trainers.inputs import write_model
 
 
@@ -114,3 +116,15 @@ def test_a_written_configuration_passes_again(tmp_path: Path) -> None:
     cfg = SwiftConfig(task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out"), cp=2, optimizer="sgd")
     preflight(cfg, 2)
     preflight(SwiftConfig.from_dict(cfg.to_dict()), 2)
+
+
+def test_longer_sequences_than_the_frequencies_are_for(model: Path, tmp_path: Path) -> None:
+    """Phi's longrope: transformers takes other frequencies for a batch with a longer sequence."""
+    folder = tmp_path / "phi3"
+    shutil.copytree(model, folder)
+    phi = {**PHI_4, "original_max_position_embeddings": 64,
+           "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}}
+    (folder / "config.json").write_text(json.dumps(phi))
+    told = refused(SwiftConfig(task="sft", model=str(folder), dataset="d", max_length=65, output_dir=str(tmp_path / "out")), 1)
+    assert len(told) == 1 and "--max_length 65: is more than 64" in told[0] and "--max_length 64" in told[0]
+    preflight(SwiftConfig(task="sft", model=str(folder), dataset="d", max_length=64, output_dir=str(tmp_path / "out")), 1)

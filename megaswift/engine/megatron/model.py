@@ -120,6 +120,8 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
         if model.pre_process and spec.features.embedding_scale != 1.0:
             model.embedding.register_forward_hook(_scaled(spec.features))
         chunks.append(model.to(context.device))
+    if spec.features.qk_norm_width == "all":
+        config.qk_layernorm = False  # read after construction for one thing: gradients of all `q_layernorm` are summed over TP ranks
     return chunks
 
 

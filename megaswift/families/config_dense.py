@@ -1,0 +1,173 @@
+"""Configuration rows of single dense families.
+
+Owns Phi's longrope, and the fields of Gemma, Granite and SmolLM3 that no other family has; `config_tables` has what families share.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megaswift.families.config_rows import ConfigRow, Group, MustBe, Reading, Row, Unused
+from megaswift.families.config_tables import rope
+from megaswift.families.config_windows import alternating
+from megaswift.families.spec import RopeSpec
+
+_PARTIAL = rope(partial=1.0)
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+
+
+def _longrope(reading: Reading) -> None:
+    """LongRoPE (arXiv:2402.13753), by its short factors: transformers takes the long ones for a batch with a longer sequence.
+
+    So runs up to `original_max_position_embeddings` compute what transformers computes, and longer ones are refused.
+    """
+    raw = reading.raw
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    given: Any = raw.get(key) or {}
+    kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else None
+    if kind not in ("longrope", "su", "yarn"):  # transformers reads the other two as longrope here
+        _PARTIAL.read(reading)
+        return
+    head = {k: v for k, v in given.items() if k in ("rope_theta", "partial_rotary_factor")}
+    plain = Reading(reading.family, {**{k: v for k, v in raw.items() if k not in ("rope_scaling", "rope_parameters")}, key: head},
+                    reading.problems, reading.values)
+    _PARTIAL.read(plain)
+    original = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or 4096
+    known = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "factor", "attention_factor",
+             "short_factor", "long_factor")
+    for name in given:
+        if name not in known:
+            reading.problem(key, f"{name} is not a parameter of rope type {kind!r}")
+    for name in ("short_factor", "long_factor"):
+        if not isinstance(given.get(name), list):
+            reading.problem(key, f"rope type {kind!r} needs the list {name}")
+    found: RopeSpec | None = reading.values.get("rope")
+    if found is not None:
+        scaling = {name: given[name] for name in known[5:] if given.get(name) is not None}
+        scaling |= {"rope_type": "longrope", "original_max_position_embeddings": original}
+        reading.values.update(rope=RopeSpec(found.base, scaling, found.partial), longest=original)
+
+
+LONGROPE = Group((*_ROPE_KEYS, "original_max_position_embeddings"), _longrope)
+
+
+def _gemma_rope(reading: Reading) -> None:
+    """Two rotary embeddings: `rope_theta` with scaling in full layers, `rope_local_base_freq` in windowed ones.
+
+    transformers 5 writes both into `rope_parameters`, by kind of layer.
+    """
+    raw = reading.raw
+    given: Any = raw.get("rope_parameters") or {}
+    full, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
+    scaling = raw.get("rope_scaling") or {}
+    for name in given:
+        if name not in ("full_attention", "sliding_attention"):
+            reading.problem("rope_parameters", f"{name} is no kind of layer: full_attention or sliding_attention")
+    merged = {"rope_theta": raw.get("rope_theta") or 1e6, **full, **scaling}
+    plain = Reading(reading.family, {"rope_parameters": merged, "max_position_embeddings": raw.get("max_position_embeddings")},
+                    reading.problems, reading.values)
+    rope().read(plain)
+    base = local.get("rope_theta") or raw.get("rope_local_base_freq") or 10000.0
+    if local.get("rope_type", "default") != "default" or set(local) - {"rope_type", "rope_theta"}:
+        reading.problem("rope_parameters", "scaling of sliding_attention is not supported: transformers' released models have none")
+    if merged.get("rope_type", merged.get("type", "default")) == "yarn":
+        reading.problem("rope_parameters" if full else "rope_scaling", "yarn's factor would apply to windowed layers as well")
+    reading.values["rope_local"] = RopeSpec(float(base))
+
+
+GEMMA_ROPE = Group(("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), _gemma_rope)
+
+
+def _embedding_scale(reading: Reading) -> None:
+    hidden = reading.get("hidden_size", int, least=1)
+    reading.values.update(hidden_size=hidden, embedding_scale=math.sqrt(hidden or 1), embedding_scale_rounded=True)
+
+
+def _query_scale(reading: Reading) -> None:
+    scalar = reading.get("query_pre_attn_scalar", float, 256.0)
+    if not scalar:
+        reading.problem("query_pre_attn_scalar", "should be above 0")
+        return
+    reading.values["softmax_scale"] = scalar**-0.5
+
+
+GEMMA: tuple[ConfigRow, ...] = (
+    Row("tie_word_embeddings", "tied", bool, True),
+    Group(("hidden_size",), _embedding_scale),
+    Group(("query_pre_attn_scalar",), _query_scale),
+    MustBe("hidden_activation", ("gelu_pytorch_tanh",), "the gated MLP's activation"),
+    Unused(("hidden_act",), "transformers' model reads hidden_activation"),
+    Unused(("cache_implementation",), "how transformers generates"),
+    MustBe("use_bidirectional_attention", (False,), "of embedding models: a language model's attention is causal"),
+    MustBe("attention_bias", (False,), "Megatron has one switch for biases of the attention output and the MLP together"),
+)
+"""Fields of Gemma 2 and 3 beyond those of all families."""
+
+
+def softcaps(attention: float | None, logits: float | None) -> Group:
+    """Caps of attention scores and logits, null for none; transformers' defaults where the fields are absent."""
+    def read(reading: Reading) -> None:
+        caps = {"attn_logit_softcapping": ("attention_softcap", attention), "final_logit_softcapping": ("logit_softcap", logits)}
+        for key, (target, default) in caps.items():
+            cap = reading.get(key, float, None) if key in reading.raw else default
+            if cap == 0:
+                reading.problem(key, "should be above 0, or null for no cap")
+            reading.values[target] = cap
+        dropout = reading.get("attention_dropout", float, 0.0)
+        if dropout and reading.values["attention_softcap"] is not None:
+            reading.problem("attention_dropout", "must be 0: attention with a soft cap has no dropout here")
+        reading.values["attention_dropout"] = dropout
+    return Group(("attn_logit_softcapping", "final_logit_softcapping", "attention_dropout"), read)
+
+
+def gemma3_windowed(reading: Reading, layer: int) -> bool:
+    """All but every sixth layer, or as `sliding_window_pattern` says."""
+    key = "sliding_window_pattern" if "sliding_window_pattern" in reading.raw else "_sliding_window_pattern"
+    pattern = reading.get(key, int, 6, 1)
+    return bool((layer + 1) % (pattern or 6))
+
+
+def _factor(key: str, target: str, *, inverse: bool = False) -> Group:
+    """A factor above 0, 1 where absent; `inverse` where the field is the divisor."""
+    def read(reading: Reading) -> None:
+        value = reading.get(key, float, 1.0)
+        if not value:
+            reading.problem(key, "should be above 0")
+            return
+        reading.values[target] = 1.0 / value if inverse else value
+    return Group((key,), read)
+
+
+GRANITE: tuple[ConfigRow, ...] = (
+    _factor("embedding_multiplier", "embedding_scale"), _factor("attention_multiplier", "softmax_scale"),
+    _factor("residual_multiplier", "residual_scale"), _factor("logits_scaling", "logit_scale", inverse=True),
+)
+
+
+def _without_rotation(reading: Reading) -> None:
+    """`no_rope_layers` (1 for a layer with rotary embedding, as transformers has it), else every `no_rope_layer_interval`-th without."""
+    layers, every = reading.raw.get("num_hidden_layers"), reading.get("no_rope_layer_interval", int, 4, 1)
+    if not isinstance(layers, int) or every is None:
+        return
+    given = reading.raw.get("no_rope_layers")
+    rotated = [int((i + 1) % every != 0) for i in range(layers)] if given is None else given
+    if not isinstance(rotated, list) or len(rotated) != layers or set(rotated) - {0, 1}:
+        reading.problem("no_rope_layers", f"should hold {layers} times 0 or 1")
+        return
+    if not all(rotated):
+        reading.values["no_rope_freq"] = [1 - r for r in rotated]
+
+
+def _smollm3_windowed(reading: Reading, layer: int) -> bool:
+    """transformers gives windows to layers without rotary embedding, where there are windows at all."""
+    without = reading.values.get("no_rope_freq")
+    return bool(reading.raw.get("sliding_window")) and without is not None and bool(without[layer])
+
+
+SMOLLM3: tuple[ConfigRow, ...] = (
+    Row("tie_word_embeddings", "tied", bool, True),
+    Group(("no_rope_layers", "no_rope_layer_interval"), _without_rotation),
+    alternating(_smollm3_windowed, None, switched=True),
+    Unused(("pretraining_tp", "max_window_layers"), "transformers' model does not read them"),
+)

@@ -1,0 +1,103 @@
+"""Fields of the dense families beyond Llama's kind: what they become, as transformers' own configuration class reads them, and refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from megaswift.errors import WeightsError
+from megaswift.families.spec import RopeSpec
+from tests.families.published_dense import GEMMA_2_2B, GEMMA_3_1B, GLM_4_9B, GRANITE_3_2B, OLMO_2_7B, PHI_4, SMOLLM3_3B
+from tests.families.test_config_rows import spec
+
+FACTORS = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+LONG = {"type": "longrope", **FACTORS}
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("phi3 residual dropout", PHI_4, {"resid_pdrop": 0.1}, "resid_pdrop 0.1"),
+    ("phi3 head bias", PHI_4, {"lm_head_bias": True}, "lm_head_bias True"),
+    ("phi3 dynamic rope", PHI_4, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+    ("longrope without factors", PHI_4, {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64}}, "needs the list long_factor"),
+    ("longrope parameter", PHI_4, {"rope_scaling": {**LONG, "beta": 1}}, "beta is not a parameter"),
+    ("longrope rotation", PHI_4, {"rope_scaling": LONG, "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+    ("gemma activation", GEMMA_2_2B, {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+    ("gemma both ways", GEMMA_3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+    ("gemma bias", GEMMA_3_1B, {"attention_bias": True}, "attention_bias True"),
+    ("gemma without scale", GEMMA_2_2B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar 0"),
+    ("dropout under a cap", GEMMA_2_2B, {"attention_dropout": 0.1}, "attention with a soft cap has no dropout"),
+    ("cap of 0", GEMMA_2_2B, {"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0"),
+    ("gemma layer types", GEMMA_2_2B, {"layer_types": ["full_attention"]}, "layer_types"),
+    ("gemma local scaling", GEMMA_3_1B, {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+     "scaling of sliding_attention"),
+    ("gemma kind of layer", GEMMA_3_1B, {"rope_parameters": {"chunked_attention": {}}}, "chunked_attention is no kind of layer"),
+    ("gemma yarn", GEMMA_3_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "windowed layers as well"),
+    ("olmo2 bias", OLMO_2_7B, {"attention_bias": True}, "attention_bias True"),
+    ("granite divisor", GRANITE_3_2B, {"logits_scaling": 0}, "logits_scaling 0"),
+    ("smollm3 layers", SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "36 times 0 or 1"),
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "told"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_refused(base: dict[str, Any], changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(WeightsError) as error:
+        spec(base, **changes)
+    assert told in str(error.value)
+    assert len(error.value.problems) == 1
+
+
+def test_the_model_with_a_vision_tower_is_refused_by_name() -> None:
+    with pytest.raises(WeightsError, match=r"(?s)'gemma3'.*vision tower.*gemma3_text"):
+        spec({"model_type": "gemma3", "text_config": {}})
+
+
+def test_longrope_keeps_to_its_short_factors() -> None:
+    long = spec(PHI_4, rope_scaling=LONG, original_max_position_embeddings=4096, partial_rotary_factor=0.75)
+    assert long.features.longest == 4096 and long.rope.partial == 0.75 and long.rope.base == 250000.0
+    assert long.rope.scaling == {"rope_type": "longrope", "original_max_position_embeddings": 4096, **FACTORS}
+    assert spec(PHI_4).features.longest is None and spec(PHI_4).rope == RopeSpec(250000.0)
+
+
+def test_gemma() -> None:
+    two, three = spec(GEMMA_2_2B), spec(GEMMA_3_1B)
+    assert (two.features.attention_softcap, two.features.logit_softcap, two.features.post_norm) == (50.0, 30.0, True)
+    assert (three.features.attention_softcap, three.features.logit_softcap) == (None, None)
+    assert two.tied and three.tied and two.transformer["softmax_scale"] == 0.0625
+    assert two.features.embedding_scale == 48.0 and three.features.embedding_scale == math.sqrt(1152)
+    assert two.features.embedding_scale_rounded and two.transformer["layernorm_zero_centered_gamma"]
+    assert (three.rope, three.features.rope_local) == (RopeSpec(1e6), RopeSpec(1e4))
+    scaled = spec(GEMMA_3_1B, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert scaled.rope.scaling == {"rope_type": "linear", "factor": 8.0} and scaled.features.rope_local == RopeSpec(1e4)
+
+
+@pytest.mark.parametrize(("base", "changes"), [(GEMMA_2_2B, {}), (GEMMA_3_1B, {}), (GEMMA_3_1B, {"sliding_window_pattern": 4})])
+def test_windows_are_transformers_own(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    fields = {k: v for k, v in {**base, **changes}.items() if k != "model_type"}
+    theirs = AutoConfig.for_model(base["model_type"], **fields).layer_types
+    ours = spec(base, **changes).transformer
+    assert ours["window_attn_skip_freq"] == [int(kind == "sliding_attention") for kind in theirs]
+    assert ours["window_size"] == (base["sliding_window"] - 1, 0)
+
+
+def test_layers_without_rotary_embedding_are_transformers_own() -> None:
+    from transformers import AutoConfig
+
+    fields = {k: v for k, v in SMOLLM3_3B.items() if k not in ("model_type", "no_rope_layers", "layer_types")}
+    fields |= {"no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 64}
+    theirs = AutoConfig.for_model("smollm3", **fields)
+    ours = spec({"model_type": "smollm3", **fields})
+    assert ours.transformer["no_rope_freq"] == [1 - r for r in theirs.no_rope_layers]
+    assert ours.transformer["window_attn_skip_freq"] == [int(kind == "sliding_attention") for kind in theirs.layer_types]
+    assert spec(SMOLLM3_3B).transformer["no_rope_freq"] == [0, 0, 0, 1] * 9 and "window_size" not in spec(SMOLLM3_3B).transformer
+
+
+def test_the_rest() -> None:
+    granite, glm, olmo = spec(GRANITE_3_2B), spec(GLM_4_9B), spec(OLMO_2_7B)
+    assert (granite.features.embedding_scale, granite.features.residual_scale, granite.features.logit_scale) == (12.0, 0.22, 0.125)
+    assert granite.transformer["softmax_scale"] == 0.015625 and not granite.features.embedding_scale_rounded
+    assert glm.rope == RopeSpec(10000.0, None, 0.5) and glm.qkv_bias and not glm.linear_bias and glm.transformer["rotary_interleaved"]
+    assert spec(GLM_4_9B, attention_bias=False, partial_rotary_factor=...).rope.partial == 0.5
+    assert olmo.features.qk_norm_width == "all" and olmo.features.post_norm and not olmo.features.pre_norm

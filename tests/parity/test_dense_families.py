@@ -1,0 +1,25 @@
+"""Dense families beyond Llama's kind: soft caps, windows, norms of other places and widths, two rotary bases, scales, fused tensors.
+
+Gradients and three steps against Hugging Face; scores and the way of the weights are in test_families.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.cases import parse
+from tests.parity.pool import Pool
+from tests.parity.references import References
+from tests.parity.test_parity import check
+
+pytestmark = pytest.mark.process
+LAYOUTS = ("tp2 sp pp2", "packed cp2", *(pytest.param(text, marks=pytest.mark.slow) for text in (
+    "single", "tp4", "tp2 pp2 vpp2 recompute=full", "cp2 recompute=selective packed", "dp2 do")))
+VARIANTS = ("phi3", "phi3-longrope", "gemma2", "gemma3_text", "olmo2", "glm4", "granite", "smollm3")
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variant_trains(variant: str, text: str, pool: Pool, references: References) -> None:
+    """Every feature of the family at once."""
+    check(parse(text, model=variant), pool, references)
