@@ -51,8 +51,9 @@ class Documents:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names this choice of documents, by lengths, labels and rows: a resumed run can tell whether it sees the same data."""
-        digest = hashlib.sha256()
+        """Names this choice of documents, by what their stores hold, lengths, labels and rows: a resumed run can tell whether it
+        sees the same data."""
+        digest = hashlib.sha256("".join(store.manifest["content"] for store in self.stores).encode())
         for array in (self.length, self.labels, self.sample):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()[:32]

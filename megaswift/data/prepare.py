@@ -50,12 +50,16 @@ def _file_hash(path: Path) -> str:
         return hashlib.file_digest(f, "blake2b").hexdigest()
 
 
+def _dated(spec: EncodeSpec) -> bool:
+    """Whether the template writes today's date into the text."""
+    return spec.templates is not None and any("strftime_now" in t for t in spec.templates.named.values())
+
+
 def _spec_key(spec: EncodeSpec) -> str:
-    facts = asdict(spec)
-    dated = spec.templates is not None and any("strftime_now" in t for t in spec.templates.named.values())
+    today = time.strftime("%Y-%m-%d") if _dated(spec) else ""
     import tokenizers
     import transformers
-    return _digest(facts, code_version(), time.strftime("%Y-%m-%d") if dated else "", tokenizers.__version__, transformers.__version__)
+    return _digest(asdict(spec), code_version(), today, tokenizers.__version__, transformers.__version__)
 
 
 def prepare(data: Any, train: Any, tokenizer: Any, task: str = "sft", val: bool = False) -> list[tuple[Source, TokenStore]]:
@@ -115,7 +119,10 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
         else:
             told[-1] = Problem(told[-1].what, told[-1].rule, "mend the row, or --strict false to skip such rows and count them")
         raise DataError(told)
-    merge(scratch, [p.path for p in parts], target, {"bad": bad, "source": source.name})
+    facts = {"bad": bad, "source": source.name}
+    if _dated(spec):
+        facts["content"] = "dated"  # other tokens tomorrow, and a run that goes on then has the same data
+    merge(scratch, [p.path for p in parts], target, facts)
     seconds = time.monotonic() - began
     manifest = json.loads((target / "manifest.json").read_text())
     rows = manifest["rows"]

@@ -1,7 +1,8 @@
 """Tokens on disk, memory-mapped: one folder a data set.
 
     tokens.bin int32 [all tokens]   mask.bin uint8 [all tokens]   rows.npy int64 [rows + 1] offsets
-    labels.npy int64 [rows]: tokens with a label   lines.npy int64 [rows]: place in the file   manifest.json
+    labels.npy int64 [rows]: tokens with a label   lines.npy int64 [rows]: place in the file
+    manifest.json: counts, files, and `content`, a hash of tokens and mask
 
 Owns the files' layout. A folder under its final name is complete: it is built under another name and renamed. Who builds it,
 and when, belongs to `prepare.py`.
@@ -9,8 +10,8 @@ and when, belongs to `prepare.py`.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,12 +67,15 @@ def merge(folder: Path, paths: list[str], target: Path, facts: dict[str, Any]) -
     new.mkdir()
     rows: list[np.ndarray] = []
     files: list[tuple[str, int]] = []
+    digests = {".tokens": hashlib.blake2b(digest_size=16), ".mask": hashlib.blake2b(digest_size=16)}
     with (new / "tokens.bin").open("wb") as tokens, (new / "mask.bin").open("wb") as mask:
         for i, path in enumerate(paths):
             base = folder / f"piece-{i:06d}"
             for suffix, out in ((".tokens", tokens), (".mask", mask)):
                 with Path(f"{base}{suffix}").open("rb") as f:
-                    shutil.copyfileobj(f, out, 1 << 22)
+                    while block := f.read(1 << 22):
+                        out.write(block)
+                        digests[suffix].update(block)
             rows.append(np.load(f"{base}.rows.npy"))
             files.append((path, rows[-1].shape[1]))
     lengths, labels, lines = np.concatenate(rows, axis=1) if rows else np.zeros((3, 0), dtype=np.int64)
@@ -79,7 +83,8 @@ def merge(folder: Path, paths: list[str], target: Path, facts: dict[str, Any]) -
     np.save(new / "labels.npy", labels)
     np.save(new / "lines.npy", lines)
     (new / "manifest.json").write_text(json.dumps({"version": VERSION, "rows": len(lengths), "tokens": int(lengths.sum()),
-                                                   "labels": int(labels.sum()), "files": files} | facts, indent=1))
+                                                   "labels": int(labels.sum()), "files": files,
+                                                   "content": "-".join(d.hexdigest() for d in digests.values())} | facts, indent=1))
     new.rename(target)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -274,6 +277,37 @@ def test_the_fingerprint_knows_rows_not_paths(tmp_path: Path) -> None:
     b.load_state_dict(a.state_dict())
     with pytest.raises(DataError, match="the data set"):
         b.load_state_dict(a.state_dict() | {"fingerprint": a.data.docs.take(np.arange(19)).fingerprint})
+
+
+def test_other_text_of_equal_length_is_other_data(tmp_path: Path) -> None:
+    """Resume compares the tokens, not only how many there are."""
+    made = []
+    for name, answer in (("as", "a"), ("changed", "b")):
+        (tmp_path / name).mkdir()
+        jsonl(tmp_path / name / "d.jsonl", [chat("q", answer)] * 4)
+        made.append(source(tmp_path / name, 4, LoaderGeometry())[0])
+    assert made[0].data.docs.length.tolist() == made[1].data.docs.length.tolist()
+    with pytest.raises(DataError, match="the data set"):
+        made[1].load_state_dict(made[0].state_dict())
+
+
+def test_the_fingerprint_does_not_know_how_many_processes_tokenised(tmp_path: Path) -> None:
+    (tmp_path / "2").mkdir()
+    a, b = source(tmp_path, 4000, LoaderGeometry()), source(tmp_path / "2", 4000, LoaderGeometry(), dataset_num_proc=2)
+    assert a[0].data.docs.fingerprint == b[0].data.docs.fingerprint
+
+
+def test_a_run_goes_on_when_the_template_s_date_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 3.2's template says which day it is."""
+    dated = "{% for m in messages %}{{ strftime_now('%Y-%m-%d') }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    first = source(tmp_path, 4, LoaderGeometry(), chat_template=dated)[0]
+    day, strftime = datetime(2031, 7, 5), time.strftime
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", SimpleNamespace(now=lambda: day))
+    monkeypatch.setattr("time.strftime", lambda form, when=None: strftime(form, when or day.timetuple()))
+    later = source(tmp_path, 4, LoaderGeometry(), chat_template=dated)[0]
+    assert later.data.docs.stores[0].folder != first.data.docs.stores[0].folder
+    assert later.data.docs.read(0)[0].tolist() != first.data.docs.read(0)[0].tolist()
+    later.load_state_dict(first.state_dict())
 
 
 @pytest.mark.parametrize("packing", [False, True])
