@@ -1,0 +1,61 @@
+"""Memory of the converters: bounded by the largest tensor and some blocks, never by the model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bridge.sparse import write_sparse
+from tests.sources import ROOT
+
+pytestmark = pytest.mark.process
+PEAK = """
+import sys
+from pathlib import Path
+from megaswift.bridge.hf_to_megatron import hf_to_megatron
+from megaswift.bridge.megatron_to_hf import megatron_to_hf
+def peak():
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+before = peak()
+if len(sys.argv) > 1:
+    (hf_to_megatron if sys.argv[1] == "forth" else megatron_to_hf)(sys.argv[2], sys.argv[3])
+print(before, peak())
+"""
+
+
+def peak(*words: object) -> tuple[int, int]:
+    """Bytes resident at most: after the imports, and in the end. Mapped files count."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PEAK, *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, end = done.stdout.split()
+    return int(before), int(end)
+
+
+def test_a_model_beyond_the_allowed_growth(tmp_path: Path) -> None:
+    """0.8 GB of weights, the largest tensor 34 MB: growth below a third of the weights, both ways."""
+    largest = write_sparse(tmp_path / "hf", 1 << 28, vocab_size=8192, hidden_size=2048, intermediate_size=8192, num_hidden_layers=6,
+                           num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    weights = sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
+    for way, source, target in (("forth", "hf", "m"), ("back", "m", "out")):
+        before, end = peak(way, tmp_path / source, tmp_path / target)
+        assert end - before <= 2 * largest + (192 << 20) < weights / 3, (way, end - before)
+
+
+@pytest.mark.slow
+def test_the_promise(tmp_path: Path) -> None:
+    """12 GB of weights, the largest tensor 0.5 GB: at most 2 GiB + 2 x the largest tensor in all."""
+    largest = write_sparse(tmp_path / "hf", vocab_size=65536, hidden_size=4096, intermediate_size=16384, num_hidden_layers=22,
+                           num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    weights = sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
+    allowed = (2 << 30) + 2 * largest
+    assert weights > 3 * allowed
+    for way, source, target in (("forth", "hf", "m"), ("back", "m", "out")):
+        _, end = peak(way, tmp_path / source, tmp_path / target)
+        assert end <= allowed, (way, end)
