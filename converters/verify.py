@@ -1,0 +1,13 @@
+"""Two sets of weights compared, folders or checkpoints: `megaswift convert verify` from a checkout."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from megaswift.convert import script  # noqa: E402
+
+if __name__ == "__main__":
+    raise SystemExit(script("verify"))

@@ -1,0 +1,215 @@
+"""Two sets of weights, tensor by tensor, bit by bit.
+
+Owns what counts as equal and the digests. Tensors are read in blocks, one of each side at a time, so that models far larger than
+memory can be compared. How the result is shown belongs to `megaswift.verify`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift.bridge.conversion import bands
+from megaswift.bridge.file_tensor import data_of
+from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.open import open_weights
+from megaswift.bridge.plan import INV_FREQ, TIED_HEAD
+from megaswift.errors import Problem, WeightsError
+from megaswift.families import FAMILIES, family_of, read_config
+from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.quantization import plain_config
+
+BLOCK = 1 << 24
+"""Bytes of one tensor held at a time."""
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+EMBEDDING = "model.embed_tokens.weight"
+GOOD = ("equal", "ignored")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two."""
+
+    path: Path
+    weights: WeightSource
+    model: Path
+    """Where config.json and the tokenizer lie."""
+    config: Mapping[str, Any] | None
+    """Its config.json without quantisation; None where the folder has none."""
+
+    @classmethod
+    def open(cls, path: Path | str) -> Side:
+        """A Hugging Face folder or a checkpoint. Headers only are read."""
+        folder = Path(path)
+        weights, checkpoint = open_weights(folder), find_checkpoint(folder)
+        model = checkpoint.model if checkpoint is not None else folder
+        return cls(folder, weights, model, plain_config(read_config(model)) if (model / "config.json").exists() else None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The verdict on one tensor. `status`: equal, different, shape, dtype, missing (B lacks it), extra (A lacks it), ignored."""
+
+    name: str
+    status: str
+    shape_a: tuple[int, ...] | None = None
+    shape_b: tuple[int, ...] | None = None
+    dtype_a: str | None = None
+    dtype_b: str | None = None
+    different: int | None = None
+    """Elements whose bits differ (of unlike dtypes: whose values differ)."""
+    max_abs_diff: float | None = None
+    """nan where one side alone is not a number."""
+    sha256_a: str | None = None
+    sha256_b: str | None = None
+    why: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether it leaves the two equal."""
+        return self.status in GOOD
+
+
+def check_same_architecture(a: Side, b: Side) -> None:
+    """A comparison of two different kinds of model is a mistake, told before anything is read."""
+    for key in ("model_type", "architectures"):
+        ours, theirs = ((side.config or {}).get(key) for side in (a, b))
+        if ours and theirs and ours != theirs:
+            raise WeightsError(Problem(f"{b.path}, config.json, {key} {theirs!r}", f"is another architecture than {ours!r} of {a.path}",
+                                       "give two forms of the same model"))
+
+
+def settings(a: Side, b: Side) -> list[tuple[str, Any, Any]] | None:
+    """(setting, of A, of B) where the two config.json describe different models; None where they cannot be read as models."""
+    sides = []
+    for side in (a, b):
+        if side.config is None or str(side.config.get("model_type")) not in FAMILIES:
+            return None
+        spec = family_of(side.config).spec(side.config).to_dict()
+        sides.append(dict(_flat({key: value for key, value in spec.items() if key not in ("hf_config", "dtype")})))
+    return [(key, sides[0].get(key), sides[1].get(key)) for key in sorted({*sides[0], *sides[1]}) if sides[0].get(key) != sides[1].get(key)]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + str(key), value
+
+
+def total_bytes(a: Side, b: Side) -> int:
+    """What `compare` reads of A, and of B alone."""
+    names = set(a.weights.names())
+    return sum(_nbytes(a, n) for n in names) + sum(_nbytes(b, n) for n in b.weights.names() if n not in names)
+
+
+def _nbytes(side: Side, name: str) -> int:
+    return int(torch.Size(side.weights.shape(name)).numel()) * side.weights.dtype(name).itemsize
+
+
+def compare(a: Side, b: Side, dtype: torch.dtype | None = None, done: Callable[[int], None] = lambda _: None) -> Iterator[Row]:
+    """A verdict on each tensor, those of A first, in its order. `dtype`: both are cast before; `done` hears of bytes read."""
+    names_a, names_b = a.weights.names(), b.weights.names()
+    known_a, known_b = set(names_a), set(names_b)
+    for name in names_a:
+        yield _both(a, b, name, dtype, done) if name in known_b else _one(a, name, "missing", dtype, done)
+    for name in names_b:
+        if name not in known_a:
+            yield _one(b, name, "extra", dtype, done)
+
+
+def blocks(weights: WeightSource, name: str, dtype: torch.dtype | None, limit: int = BLOCK) -> Iterator[Tensor]:
+    """A tensor in row-major order, in contiguous parts."""
+    spans = [(0, n) for n in weights.shape(name)]
+    for where in bands(spans, weights.dtype(name).itemsize, limit):
+        yield _cast(weights.slice(name, where), dtype)
+
+
+def _facts(side: Side, name: str, end: str) -> dict[str, Any]:
+    return {f"shape_{end}": side.weights.shape(name), f"dtype_{end}": str(side.weights.dtype(name)).removeprefix("torch.")}
+
+
+def _one(side: Side, name: str, status: str, dtype: torch.dtype | None, done: Callable[[int], None]) -> Row:
+    """A tensor that the other side lacks."""
+    digest, end, why = hashlib.sha256(), "a" if status == "missing" else "b", ignorable(side, name)
+    for part in blocks(side.weights, name, dtype):
+        digest.update(data_of(part))
+    done(_nbytes(side, name))
+    facts = {**_facts(side, name, end), f"sha256_{end}": digest.hexdigest()}
+    return Row(name, "ignored" if why else status, why=why, **facts)
+
+
+def ignorable(side: Side, name: str) -> str:
+    """Why a tensor of one side alone carries nothing of its own; the empty string when it does."""
+    if re.fullmatch(INV_FREQ.pattern, name):
+        return INV_FREQ.why
+    weights = side.weights
+    if re.fullmatch(TIED_HEAD.pattern, name) and (side.config or {}).get("tie_word_embeddings") is True and EMBEDDING in weights.names():
+        like = (weights.shape(name), weights.dtype(name)) == (weights.shape(EMBEDDING), weights.dtype(EMBEDDING))
+        pairs = zip(blocks(weights, name, None), blocks(weights, EMBEDDING, None), strict=True) if like else ()
+        return TIED_HEAD.why if like and all(_same_bits(x, y) for x, y in pairs) else ""
+    return ""
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)) if x.numel() else True
+
+
+def _both(a: Side, b: Side, name: str, dtype: torch.dtype | None, done: Callable[[int], None]) -> Row:
+    """A tensor of both sides. While the bits are the same, one digest serves both."""
+    facts = {**_facts(a, name, "a"), **_facts(b, name, "b")}
+    if facts["shape_a"] != facts["shape_b"]:
+        one, other = _one(a, name, "missing", dtype, done), _one(b, name, "extra", dtype, lambda _: None)
+        return Row(name, "shape", sha256_a=one.sha256_a, sha256_b=other.sha256_b, **facts)
+    alike = dtype is not None or facts["dtype_a"] == facts["dtype_b"]
+    digests, different, worst = [hashlib.sha256()], 0, 0.0
+    width = max(side.weights.dtype(name).itemsize for side in (a, b))
+    spans = [(0, n) for n in a.weights.shape(name)]
+    for where in bands(spans, width, BLOCK):
+        x, y = (_cast(side.weights.slice(name, where), dtype) for side in (a, b))
+        same = alike and x.dtype == y.dtype and _same_bits(x, y)
+        if not same and len(digests) == 1:
+            digests.append(digests[0].copy())
+        for digest, part in zip(digests, (x, y), strict=False):
+            digest.update(data_of(part))
+        if not same:
+            count, gap = difference(x, y)
+            different, worst = different + count, math.nan if math.isnan(worst + gap) else max(worst, gap)
+        done(x.numel() * a.weights.dtype(name).itemsize)
+    status = "dtype" if not alike else "different" if different else "equal"
+    return Row(name, status, different=different, max_abs_diff=worst, sha256_a=digests[0].hexdigest(), sha256_b=digests[-1].hexdigest(),
+               **facts)
+
+
+def _cast(part: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return (part if dtype is None or not part.is_floating_point() else part.to(dtype)).contiguous()
+
+
+def difference(x: Tensor, y: Tensor) -> tuple[int, float]:
+    """(elements that differ, largest |x - y|); nan where one side alone is not a number."""
+    if x.dtype == y.dtype:
+        unequal = x.view(BITS[x.element_size()]) != y.view(BITS[y.element_size()])
+    else:
+        unequal = (x.double() != y.double()) & ~(x.double().isnan() & y.double().isnan())
+    p, q = x[unequal].double(), y[unequal].double()
+    gap = torch.where((p == q) | (p.isnan() & q.isnan()), 0.0, (p - q).abs())
+    return int(unequal.sum()), float(gap.max()) if gap.numel() else 0.0
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows of a report; JSON knows no nan, so that it is written as text."""
+    found = [asdict(row) for row in rows]
+    for row in found:
+        worst = row["max_abs_diff"]
+        if worst is not None and not math.isfinite(worst):
+            row["max_abs_diff"] = str(worst)
+    return found

@@ -1,0 +1,174 @@
+"""Two sets of weights as models: the logits that transformers computes from each, in float32 on the CPU.
+
+Owns the prompts, the tolerance and loading any set of weights into transformers' own model. The tolerance is what one and the same model
+shows between two ways of computing attention, so that it follows the model's size instead of being a number out of the air.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift.bridge.compare import Side
+from megaswift.bridge.hf_source import HfSource
+from megaswift.errors import ConfigError, Problem, WeightsError
+
+TIMES = 5.0
+"""Tolerance over Hugging Face's own spread."""
+LENGTHS = (1, 7, 32, 64, 150)
+"""Tokens of the built-in prompts."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and what to call them."""
+
+    label: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The verdict on one prompt."""
+
+    prompt: str
+    tokens: int
+    max_abs_diff: float
+    """|A - B| over all positions; inf where one is not finite or the vocabularies differ."""
+    spread: float
+    """|sdpa - eager| of A."""
+    largest: float
+    """|logit| of A."""
+
+
+def built_in(vocabulary: int, positions: int) -> list[Prompt]:
+    """Random tokens of several lengths, and one token again and again."""
+    generator = torch.Generator().manual_seed(20)
+    lengths = sorted({min(n, positions) for n in LENGTHS})
+    prompts = [Prompt(f"random, {n} long", tuple(torch.randint(vocabulary, (n,), generator=generator).tolist())) for n in lengths]
+    return [*prompts, Prompt("one token 24 times", (vocabulary // 2,) * min(24, positions))]
+
+
+def from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[Prompt]:
+    """One prompt a line: text, or token ids as a JSON list."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem(f"--prompts {path}", f"cannot be read: {error}", "a text file with one prompt a line")) from None
+    if not lines:
+        raise ConfigError(Problem(f"--prompts {path}", "holds no prompt", "one prompt a line: text, or token ids like [1, 2, 3]"))
+    tokenizer: Any = None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        ids = _token_ids(line)
+        if ids is None:
+            tokenizer = tokenizer or _tokenizer(tokenizer_of, trust)
+            ids = tuple(tokenizer(line)["input_ids"])
+        if not ids:
+            raise ConfigError(Problem(f"--prompts {path}:{number}", "is a prompt without a token"))
+        prompts.append(Prompt(f"{path.name}:{number}", ids))
+    return prompts
+
+
+def _token_ids(line: str) -> tuple[int, ...] | None:
+    try:
+        ids = json.loads(line)
+    except ValueError:
+        return None
+    return tuple(ids) if isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) else None
+
+
+def _tokenizer(folder: Path, trust: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(Problem(f"tokenizer in {folder}", f"cannot be read: {reason}", "token ids in the file of prompts")) from None
+
+
+def model_of(side: Side, trust: bool) -> Any:
+    """transformers' model in float32 with the weights of `side`; folders that it can read itself it reads itself."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # its report of what it did not find is an error of ours below
+    how: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust, "output_loading_info": True}
+    loaded: Any
+    try:
+        if isinstance(side.weights, HfSource):
+            loaded = AutoModelForCausalLM.from_pretrained(side.path, **how)
+        else:
+            config = AutoConfig.from_pretrained(side.model, trust_remote_code=trust)
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config
+            with torch.device("meta"):
+                kind: Any = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust))
+            weights = {name: side.weights.slice(name) for name in side.weights.names()}
+            loaded = kind.from_pretrained(None, config=config, state_dict=weights, **how)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise WeightsError(Problem(str(side.path), f"transformers cannot load it: {reason}")) from None
+    model, told = loaded
+    lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
+    if lost:
+        raise WeightsError(Problem(str(side.path), f"transformers finds no weights for {', '.join(lost[:4])}"
+                                                   + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")))
+    return model.eval()
+
+
+@torch.no_grad()
+def logits_of(model: Any, prompts: Sequence[Prompt]) -> list[Tensor]:
+    """[tokens, vocabulary] of each prompt."""
+    return [model(input_ids=torch.tensor([prompt.ids]), use_cache=False).logits[0].float() for prompt in prompts]
+
+
+def check_prompts(model: Any, prompts: Sequence[Prompt]) -> None:
+    """Tokens that the model does not have are the user's mistake."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    wrong = [p for p in prompts if max(p.ids) >= vocabulary]
+    if wrong:
+        raise ConfigError([Problem(f"--prompts, {p.label}", f"has token {max(p.ids)}, the model has {vocabulary}") for p in wrong])
+
+
+def spread(model: Any, prompts: Sequence[Prompt], first: Sequence[Tensor]) -> tuple[list[float], str]:
+    """How far the model is from itself on each prompt, and between what: sdpa and eager attention; where it has no two, float64."""
+    other = "eager" if model.config._attn_implementation == "sdpa" else "sdpa"
+    try:
+        model.set_attn_implementation(other)
+        second, between = logits_of(model, prompts), f"{'sdpa' if other == 'eager' else 'eager'} and {other} attention"
+    except (ValueError, NotImplementedError):
+        model.double()
+        second, between = logits_of(model, prompts), "float32 and float64 (it has only one kind of attention)"
+    return [float((x - y).abs().max()) for x, y in zip(first, second, strict=True)], between
+
+
+def compare_logits(a: Side, b: Side, prompts: Sequence[Prompt] | None, trust: bool) -> tuple[list[Logits], float, str]:
+    """(a verdict on each prompt, the tolerance, what the spread is between). One model is in memory at a time."""
+    model = model_of(a, trust)
+    config = model.config.get_text_config()
+    chosen = prompts or built_in(config.vocab_size, getattr(config, "max_position_embeddings", None) or LENGTHS[-1])
+    check_prompts(model, chosen)
+    ours = logits_of(model, chosen)
+    own, between = spread(model, chosen, ours)
+    del model
+    model = model_of(b, trust)
+    check_prompts(model, chosen)
+    theirs = logits_of(model, chosen)
+    rows = [Logits(p.label, len(p.ids), _gap(x, y), s, float(x.abs().max())) for p, x, y, s in zip(chosen, ours, theirs, own, strict=True)]
+    return rows, TIMES * max(own), between
+
+
+def _gap(x: Tensor, y: Tensor) -> float:
+    """The largest difference; inf where there is none to speak of."""
+    if x.shape != y.shape or not bool(torch.isfinite(x).all() and torch.isfinite(y).all()):
+        return float("inf")
+    return float((x - y).abs().max())
