@@ -1,0 +1,49 @@
+"""Memory of `convert verify`: some blocks, whatever the size of the models, also where they differ."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaswift.bridge import HfSource
+from tests.bridge.sparse import write_sparse
+from tests.sources import ROOT
+
+PEAK = """
+import sys
+from pathlib import Path
+from megaswift.convert import convert
+import megaswift.verify
+def peak():
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+before = peak()
+code = convert(["verify", *sys.argv[1:]])
+print(code, before, peak())
+"""
+
+
+@pytest.mark.process
+def test_models_beyond_the_allowed_growth(tmp_path: Path) -> None:
+    """Twice 0.5 GB, one tensor different in one byte: growth by at most 192 MiB."""
+    write_sparse(tmp_path / "a", 1 << 28, vocab_size=8192, hidden_size=2048, intermediate_size=8192, num_hidden_layers=3,
+                 num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with HfSource(tmp_path / "b").file("model.embed_tokens.weight").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path / "a"), str(tmp_path / "b")], cwd=ROOT, env=environ,
+                          capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    code, before, end = map(int, done.stdout.splitlines()[-1].split())
+    weights = sum(path.stat().st_size for path in (tmp_path / "a").glob("*.safetensors"))
+    assert code == 1 and "1 different" in done.stdout, done.stdout
+    assert end - before <= 192 << 20 < weights / 2, end - before
