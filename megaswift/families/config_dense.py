@@ -1,6 +1,6 @@
 """Configuration rows of single dense families.
 
-Owns Phi's longrope, and the fields of Gemma, Granite and SmolLM3 that no other family has; `config_tables` has what families share.
+Owns Phi's longrope, and the fields of Gemma, Granite, SmolLM3 and Seed-OSS that no other family has; `config_tables` has what families share.
 """
 
 from __future__ import annotations
@@ -171,3 +171,17 @@ SMOLLM3: tuple[ConfigRow, ...] = (
     alternating(_smollm3_windowed, None, switched=True),
     Unused(("pretraining_tp", "max_window_layers"), "transformers' model does not read them"),
 )
+
+
+def _seed_biases(reading: Reading) -> None:
+    """Biases on query, key and value; those of attention's output and of the MLP go together in Megatron, and bring these along."""
+    inner, out, mlp = (reading.get(key, bool, default) for key, default in (
+        ("attention_bias", True), ("attention_out_bias", False), ("mlp_bias", False)))
+    if out != mlp or (out and not inner):
+        reading.problem("attention_out_bias" if out else "mlp_bias",
+                        f"attention_bias {inner}, attention_out_bias {out}, mlp_bias {mlp} cannot be expressed: Megatron has one switch "
+                        "for biases of all linear layers, and one for those of query, key and value alone")
+    reading.values.update(add_qkv_bias=bool(inner), add_bias_linear=bool(out and mlp))
+
+
+SEED_BIASES = Group(("attention_bias", "attention_out_bias", "mlp_bias"), _seed_biases)

@@ -62,6 +62,14 @@ SMOLLM3_3B: dict[str, Any] = {
     "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "torch_dtype": "bfloat16",
     "transformers_version": "4.54.0.dev0", "use_cache": False, "use_sliding_window": False, "vocab_size": 128256,
 }
+SEED_OSS_36B: dict[str, Any] = {
+    "architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.1, "attention_out_bias": False,
+    "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+    "intermediate_size": 27648, "max_position_embeddings": 524288, "mlp_bias": False, "model_type": "seed_oss",
+    "num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8, "pad_token_id": 1, "residual_dropout": 0.1,
+    "rms_norm_eps": 1e-06, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.55.0", "use_cache": True, "vocab_size": 155136,
+}
 
 DENSE: dict[str, tuple[dict[str, Any], int]] = {
     "phi-4": (PHI_4, 14_659_507_200),
@@ -70,5 +78,6 @@ DENSE: dict[str, tuple[dict[str, Any], int]] = {
     "olmo-2-7b": (OLMO_2_7B, 7_298_617_344),
     "glm-4-9b": (GLM_4_9B, 9_400_279_040),
     "granite-3.0-2b": (GRANITE_3_2B, 2_533_531_648),
+    "seed-oss-36b": (SEED_OSS_36B, 36_151_104_512),
     "smollm3-3b": (SMOLLM3_3B, 3_075_098_624),
 }

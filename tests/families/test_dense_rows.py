@@ -9,14 +9,14 @@ import pytest
 
 from megaswift.errors import WeightsError
 from megaswift.families.spec import RopeSpec
-from tests.families.published_dense import GEMMA_2_2B, GEMMA_3_1B, GLM_4_9B, GRANITE_3_2B, OLMO_2_7B, PHI_4, SMOLLM3_3B
+from tests.families.published_dense import GEMMA_2_2B, GEMMA_3_1B, GLM_4_9B, GRANITE_3_2B, OLMO_2_7B, PHI_4, SEED_OSS_36B, SMOLLM3_3B
 from tests.families.test_config_rows import spec
 
 FACTORS = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 LONG = {"type": "longrope", **FACTORS}
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("phi3 residual dropout", PHI_4, {"resid_pdrop": 0.1}, "resid_pdrop 0.1"),
+    ("phi3 embedding dropout", PHI_4, {"embd_pdrop": 0.1}, "embd_pdrop 0.1"),
     ("phi3 head bias", PHI_4, {"lm_head_bias": True}, "lm_head_bias True"),
     ("phi3 dynamic rope", PHI_4, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
     ("longrope without factors", PHI_4, {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64}}, "needs the list long_factor"),
@@ -35,6 +35,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gemma yarn", GEMMA_3_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "windowed layers as well"),
     ("olmo2 bias", OLMO_2_7B, {"attention_bias": True}, "attention_bias True"),
     ("granite divisor", GRANITE_3_2B, {"logits_scaling": 0}, "logits_scaling 0"),
+    ("seed_oss biases", SEED_OSS_36B, {"mlp_bias": True}, "mlp_bias True"),
     ("smollm3 layers", SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "36 times 0 or 1"),
 ]
 
@@ -100,4 +101,7 @@ def test_the_rest() -> None:
     assert granite.transformer["softmax_scale"] == 0.015625 and not granite.features.embedding_scale_rounded
     assert glm.rope == RopeSpec(10000.0, None, 0.5) and glm.qkv_bias and not glm.linear_bias and glm.transformer["rotary_interleaved"]
     assert spec(GLM_4_9B, attention_bias=False, partial_rotary_factor=...).rope.partial == 0.5
+    seed = spec(SEED_OSS_36B)
+    assert seed.qkv_bias and not seed.linear_bias and seed.transformer["hidden_dropout"] == seed.transformer["attention_dropout"] == 0.1
+    assert spec(PHI_4, resid_pdrop=0.05).transformer["hidden_dropout"] == 0.05
     assert olmo.features.qk_norm_width == "all" and olmo.features.post_norm and not olmo.features.pre_norm

@@ -117,6 +117,14 @@ class _Only:
         """That one."""
         return [(self.name, self.parameter)]
 
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        """None."""
+        return []
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """That parameter."""
+        return {self.name: self.parameter}
+
 
 class LoraOracle(Oracle):
     """The oracle with adapters: gradients and weights are theirs."""

@@ -89,6 +89,7 @@ VARIANTS |= {
     "glm4": ("glm4", {**BASE, "attention_bias": True, "partial_rotary_factor": 0.5}),
     "granite": ("granite", {**DENSE, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
                             "logits_scaling": 1.7, "tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {**BASE, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": ("smollm3", {**DENSE, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 7}),
 }
 EAGER = ("gemma2",)

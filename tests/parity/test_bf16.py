@@ -15,7 +15,7 @@ from tests.parity.pool import Pool
 from tests.parity.references import References
 
 pytestmark = pytest.mark.process
-CASES = ("single", "tp2 sp pp2", "packed cp2 do", "moe dp2 ep2")
+CASES = ("single", "tp2 sp pp2", "packed cp2 do", "moe dp2 ep2", "gemma2 tp2 sp", "gemma3_text packed cp2")
 SPREAD = 1.5
 """Our distance over Hugging Face's: both are rounding noise of the same size, not the same noise."""
 

@@ -83,7 +83,7 @@ def test_variant_trains(variant: str, text: str, pool: Pool, references: Referen
     check(parse(text, model=variant), pool, references)
 
 
-@pytest.mark.parametrize("text", ["dense single", "dense tp2 sp pp2 cp2", "dense tp4 packed tied", "moe tp2 sp ep2"])
+@pytest.mark.parametrize("text", ["dense single", "dense tp2 sp pp2 cp2", "dense tp4 packed tied", "moe tp2 sp ep2", "gemma2 tp2 sp pp2"])
 def test_gradients_of_every_output(text: str, pool: Pool, references: References) -> None:
     """Entropy, logsumexp, mean logit, log sum of squares, at a temperature: what reinforcement learning differentiates."""
     case = parse(text)

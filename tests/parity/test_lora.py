@@ -20,7 +20,7 @@ LAYOUTS = [
     "dense single", "dense tp2", "dense tp2 sp", "dense pp2", "dense pp2 vpp2", "dense cp2", "dense cp2 packed", "dense dp2 do",
     "dense tp4", "qwen3-tiny-heads tp4 sp", "dense tp2 sp pp2 recompute=full do", "dense tied pp2", "dense recompute=mlp",
     "moe single", "moe dp2 ep2", "moe tp2 sp dp2 ep2", "moe tp2 sp dp2 ep2 etp2 do", "moe tp2 sp",
-    "moe tp2 sp etp2 recompute=moe", "mixtral tp2 ep2 sp",
+    "moe tp2 sp etp2 recompute=moe", "mixtral tp2 ep2 sp", "gemma2 tp2 sp", "granite pp2",
 ]
 
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.adapters import HALVES, Adapter, Half, output_order
 from megaswift.engine.megatron.context import ParallelContext
+from megaswift.engine.megatron.residual import ResidualLinear
 
 CHILD = "lora"
 """Name of the adapters inside the layer they belong to."""
@@ -76,6 +77,10 @@ class LayerAdapters(nn.Module):
         else:
             p.sequence_parallel = self.sequence_parallel and not sharded
         return p
+
+    def on(self, x: Tensor, out: Tensor) -> Tensor:
+        """The layer's output with the adapters' part of its input x, unless they are switched off."""
+        return out + self(x) if self.enabled else out
 
     def matrix(self, number: int, half: Half) -> nn.Parameter:
         """A or B of one of the adapters."""
@@ -138,12 +143,15 @@ def add_adapters(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         out, x = out
     elif len(rest) == 2:
         x = rest.pop()
-    return (out + adapters(x) if adapters.enabled else out, *rest)
+    return adapters.on(x, out), *rest
 
 
 def attach(layer: nn.Module, adapters: LayerAdapters) -> None:
-    """Put adapters on a layer."""
+    """Put adapters on a layer; one that normalises or scales its product has a place for them before that."""
     layer.add_module(CHILD, adapters)
+    if isinstance(layer, ResidualLinear):
+        layer.adapted = adapters.on
+        return
     layer.register_forward_hook(add_adapters)
     if hasattr(layer, "layer_norm_weight"):
         setattr(layer, NORMED, True)

@@ -117,6 +117,8 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
             model.rotary_pos_emb.inv_freq = inv_freq.to(context.device)
         model.real_vocabulary = spec.vocab_size
         model.needs = Needs()
+        if model.pre_process:
+            model.embedding.embedding_dropout.p = 0.0  # transformers drops what attention and MLP add, never embeddings
         if model.pre_process and spec.features.embedding_scale != 1.0:
             model.embedding.register_forward_hook(_scaled(spec.features))
         chunks.append(model.to(context.device))

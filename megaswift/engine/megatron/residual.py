@@ -17,11 +17,11 @@ from megaswift.engine.megatron.norm import TorchNorm
 class ResidualLinear(RowParallelLinear):
     """scale x norm(x W^T + bias) with W split by columns: x [s, b, in / tp] to [s, b, out] (a sequence shard under SP).
 
-    The norm's weight is `post_layernorm.weight`. The bias is added here: nothing is left to be added later. `added` gives what adapters add
-    to the product, from the layer's input: a hook on the output would come after the norm.
+    The norm's weight is `post_layernorm.weight`. The bias is added here: nothing is left to be added later. `adapted` makes (input, product)
+    the product with adapters: a hook on the output would come after the norm.
     """
 
-    added: Callable[[Tensor], Tensor] | None = None
+    adapted: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -31,8 +31,8 @@ class ResidualLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """(output, no bias)."""
         out, bias = super().forward(input_)
-        if self.added is not None:
-            out = out + self.added(input_)
+        if self.adapted is not None:
+            out = self.adapted(input_, out)
         if bias is not None:
             out = out + bias
         if self.post_layernorm is not None:
