@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megaswift import log
 from megaswift.bridge import dist_files as files
-from megaswift.bridge.dist_keys import KEPT
+from megaswift.bridge.dist_keys import KEPT, MAIN, STATES
 from megaswift.engine.megatron import checkpoint_boxes as boxes
 from megaswift.engine.megatron import lora_boxes, rng_state
 from megaswift.engine.megatron import optimizer_states as states
@@ -145,19 +145,19 @@ def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]
 def _source(box: files.Box, index: Metadata) -> files.Box:
     """Where to read a box: float32 weights from a half-precision run's main weights, main weights from a float32 run's weights."""
     tables = index.state_dict_metadata
-    if box.key.startswith(boxes.MAIN) and box.key not in tables:
-        return dataclasses.replace(box, key=box.key.removeprefix(boxes.MAIN))
-    if not box.key.startswith(boxes.STATE) and box.data.dtype == torch.float32:
+    if box.key.startswith(MAIN) and box.key not in tables:
+        return dataclasses.replace(box, key=box.key.removeprefix(MAIN))
+    if not box.key.startswith(STATES) and box.data.dtype == torch.float32:
         saved = tables.get(box.key)
-        if boxes.MAIN + box.key in tables and isinstance(saved, TensorStorageMetadata) and saved.properties.dtype != torch.float32:
-            return dataclasses.replace(box, key=boxes.MAIN + box.key)
+        if MAIN + box.key in tables and isinstance(saved, TensorStorageMetadata) and saved.properties.dtype != torch.float32:
+            return dataclasses.replace(box, key=MAIN + box.key)
     return box
 
 
 def _unused(engine: MegatronEngine, index: Metadata, wanted: set[str]) -> list[Problem]:
     """Weights of the checkpoint that no rank of this model has."""
-    used = {key.removeprefix(boxes.MAIN) for keys in _gather(engine, wanted) for key in keys}
-    left = [key for key in index.state_dict_metadata if not key.startswith((boxes.STATE, KEPT)) and key not in used]
+    used = {key.removeprefix(MAIN) for keys in _gather(engine, wanted) for key in keys}
+    left = [key for key in index.state_dict_metadata if not key.startswith((STATES, KEPT)) and key not in used]
     return [Problem(key, "is in the checkpoint and not in this model") for key in sorted(left)] if engine.rank == 0 else []
 
 
