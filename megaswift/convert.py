@@ -124,9 +124,29 @@ def verify(argv: Sequence[str]) -> int:
     return run(given)
 
 
+def merge_lora(argv: Sequence[str]) -> int:
+    """`megaswift convert merge-lora`."""
+    parser = _Parser(prog="megaswift convert merge-lora", allow_abbrev=False,
+                     description="A model with the adapters of a PEFT folder merged in. Computed in float32, each tensor keeps its dtype.")
+    parser.add_argument("base", metavar="BASE", type=Path, help="the Hugging Face folder (or checkpoint) that the adapters were trained on")
+    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="a PEFT folder: OUT/adapter, OUT/checkpoints/step-N/adapter")
+    parser.add_argument("target", metavar="DST", type=Path, help="the folder to make; it appears whole or not at all")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST, once the new folder is whole")
+    parser.add_argument("--max_shard_size", "--max-shard-size", type=size, default=None, metavar="SIZE",
+                        help="largest file, such as 5GB (default) or 512MiB")
+    given = parser.parse_args(argv)
+    from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
+    from megaswift.bridge.merge import merge_folders
+
+    shard = given.max_shard_size or MAX_SHARD_BYTES
+    log.info(f"made {merge_folders(given.base, given.adapter, given.target, shard, given.overwrite)}")
+    return 0
+
+
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "hf-to-megatron": ("Hugging Face folder -> sharded Megatron checkpoint", to_megatron),
     "megatron-to-hf": ("sharded Megatron checkpoint (converted, or a run's) -> Hugging Face folder", to_hf),
+    "merge-lora": ("model + PEFT adapters -> Hugging Face folder", merge_lora),
     "verify": ("compare two of either, tensor by tensor or by logits", verify),
 }
 HELP = ("-h", "--help")

@@ -1,47 +1,65 @@
-"""Adapters merged into the weights they belong to: a Hugging Face folder and a PEFT folder to a Hugging Face folder.
+"""Adapters merged into the weights they belong to: a model's folder and a PEFT folder to a Hugging Face folder.
 
-W + scale x B A is computed in float32, one tensor at a time, and rounded once to the dtype that the tensor had; memory is bounded by the
-largest tensor. No model is built. Tensors without an adapter go through unchanged, bit by bit.
+W + scale x B A is computed in float32, some rows at a time, and rounded once to the dtype that the tensor had. No model is built, and what
+is held at any time is a few blocks and one adapter. Tensors without an adapter go through unchanged, bit by bit.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megaswift import __version__
+from megaswift.bridge import conversion
 from megaswift.bridge.adapters import AdapterPlan
-from megaswift.bridge.hf_source import TensorMeta, WeightSource
-from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
+from megaswift.bridge.conversion import Item, Work, bands
+from megaswift.bridge.hf_source import INDEX, TensorMeta, WeightSource
+from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, exported_config, index_of, nbytes, plan_files
+from megaswift.bridge.model_folder import copy_side_files
 from megaswift.bridge.open import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.bridge.plan import WeightPlan
+from megaswift.errors import Problem, WeightsError
 from megaswift.families import family_of, load_spec
+from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.projections import WEIGHT
 
 
-def merged(name: str, base: Tensor, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The tensor of this name with its adapter, in the dtype of `base`."""
-    if name in plan.saved:
-        return tensors[name].to(base.dtype)
+def blocks(source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """The merged tensor of this name in row-major order, in the dtype it has in `source`."""
+    shape, dtype = source.shape(name), source.dtype(name)
     adapter = plan.by_module.get(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
-    if adapter is None:
-        return base
-    delta = adapter.delta(tensors[adapter.name("A")], tensors[adapter.name("B")])
-    return delta.add_(base.to(torch.float32)).to(base.dtype)
+    saved = tensors[name] if name in plan.saved else None
+    a, b = (tensors[adapter.name(half)].float() for half in ("A", "B")) if adapter is not None else (None, None)
+    for where in bands([(0, n) for n in shape], torch.float32.itemsize):
+        if saved is not None:
+            yield saved[where].to(dtype).contiguous()
+        elif adapter is None:
+            yield source.slice(name, where)
+        else:
+            assert a is not None and b is not None
+            rows, columns = where
+            delta = (b[rows] @ a[:, columns]).mul_(adapter.scale)
+            yield delta.add_(source.slice(name, where).float()).to(dtype).contiguous()
 
 
-def stream_merged(source: WeightSource, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the base folder, file by file."""
-    for name in source.names():
-        yield name, merged(name, source.slice(name), plan, tensors)
+def merge_folders(base: Path | str, adapter: Path | str, target: Path | str, max_shard_bytes: int = MAX_SHARD_BYTES,
+                  overwrite: bool = False) -> Path:
+    """Write `target`: the model of `base` with the adapters of `adapter` merged in. WeightsError where they do not belong together.
 
-
-def merge_folders(base: Path, adapter: Path, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES, overwrite: bool = False) -> Path:
-    """Write `target`: the model of `base` with the adapters of `adapter` merged in. WeightsError where they do not belong together."""
-    spec = load_spec(base)
+    `target` appears whole or not at all; an interrupted merge goes on when it is asked for again.
+    """
+    base, adapter, target = Path(base), Path(adapter), Path(target)
+    checkpoint = find_checkpoint(base)
+    home = checkpoint.model if checkpoint is not None else base
+    if not (home / "config.json").is_file():
+        raise WeightsError(Problem(str(base), "has no config.json" if base.is_dir() else "does not exist", "the folder of the base model"))
+    spec = load_spec(home)
     weights = WeightPlan(family_of(spec.hf_config), spec)
     source = open_weights(base)
     weights.check(source)
@@ -49,7 +67,22 @@ def merge_folders(base: Path, adapter: Path, target: Path, max_shard_bytes: int 
     plan = folder.plan(weights)
     tensors = folder.read(plan)
     metas = {name: TensorMeta(source.shape(name), source.dtype(name)) for name in source.names()}
-    with HfWriter(target, metas, max_shard_bytes, overwrite) as writer:
-        for name, tensor in stream_merged(source, plan, tensors):
-            writer.add(name, tensor)
-        return writer.close(base)
+    files = plan_files(metas, max_shard_bytes)
+    items = [Item(file.name, file.places[name], nbytes(metas[name]), functools.partial(blocks, source, name, plan, tensors))
+             for file in files for name in file.places]
+
+    def finish(stage: Path) -> None:
+        if len(files) > 1:
+            _write(stage / INDEX, index_of(files, metas))
+        _write(stage / "config.json", exported_config(spec.hf_config, (meta.dtype for meta in metas.values())))
+        copy_side_files(home, stage)
+
+    sizes = {file.name: file.size for file in files}
+    made_from = {"base": conversion.fingerprint([p for p in home.iterdir() if p.is_file()], home), "from": str(base.resolve()),
+                 "adapter": conversion.fingerprint([p for p in adapter.iterdir() if p.is_file()], adapter), "files": sizes,
+                 "version": __version__}
+    return conversion.run(Work(target, sizes, items, finish, made_from, {file.name: file.header for file in files}, overwrite))
+
+
+def _write(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

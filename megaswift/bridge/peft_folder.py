@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megaswift.bridge.plan import WeightPlan
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.projections import WEIGHT, Projection, projections
 
+Read = Callable[[], Tensor]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 REFUSED: Mapping[str, str] = {
     "use_dora": "trains magnitudes too (DoRA)", "lora_bias": "has biases", "fan_in_fan_out": "is for transposed layers",
@@ -85,16 +87,16 @@ class PeftFolder:
             if not any(name in tensors for name in halves):
                 continue
             chosen.append(projection)
-            shapes = [tuple(tensors.pop(name).shape) if name in tensors else None for name in halves]
+            shapes = [tuple(tensors.pop(name)().shape) if name in tensors else None for name in halves]
             ranks[module] = shapes[0][0] if shapes[0] else 0
             wanted = [(ranks[module], projection.shape[1]), (projection.shape[0], ranks[module])]
             problems += [self._wrong(name, s, w) for name, s, w in zip(halves, shapes, wanted, strict=True) if s != w]
-        for name, tensor in tensors.items():
+        for name, read in tensors.items():
             if name not in weights.hf_shapes:
                 what = f"{self.directory}, tensor {name}"
                 problems.append(Problem(what, "belongs to no layer of this model that can carry it", "an adapter of this model"))
-            elif tuple(tensor.shape) != weights.hf_shapes[name]:
-                problems.append(self._wrong(name, tuple(tensor.shape), weights.hf_shapes[name]))
+            elif (shape := tuple(read().shape)) != weights.hf_shapes[name]:
+                problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
             saved.append(name)
         if problems:
             raise WeightsError(problems[:12])
@@ -110,23 +112,42 @@ class PeftFolder:
         alphas = {m: alpha for m in self._unstacked if (alpha := by_pattern(s.alphas, _stack_of(m), s.alpha)) != s.alpha}
         return replace(s, ranks={m: r for m, r in ranks.items() if r != s.rank}, alphas={**s.alphas, **alphas})
 
-    def _tensors(self, known: Mapping[str, Projection]) -> dict[str, Tensor]:
-        """Every tensor, mapped; stacks of experts taken apart."""
-        try:
-            found = {name: self._file.get_tensor(key) for name, key in self._keys.items()}
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(Problem(str(self.directory / TENSORS), f"cannot be read: {error}")) from None
+    def _tensors(self, known: Mapping[str, Projection]) -> dict[str, Read]:
+        """How to read each tensor; stacks of experts taken apart."""
+        found: dict[str, Read] = {name: partial(self._read, key) for name, key in self._keys.items()}
         stacks = sorted({name.rsplit(".lora_", 1)[0] for name in found if ".experts.lora_" in name or ".experts.base_layer.lora_" in name})
-        apart: dict[str, Tensor] = {}
+        apart: dict[str, Read] = {}
         for stack in stacks:
             a, b = (found.pop(f"{stack}.lora_{half}.weight") for half in HALVES)
             apart.update(_unstack(stack.removesuffix(".base_layer"), a, b, known))
         self._unstacked = {name.rsplit(".lora_", 1)[0] for name in apart}
         return {**found, **apart}
 
-    def read(self, plan: AdapterPlan) -> dict[str, Tensor]:
-        """All tensors of the plan by name, and of the modules that are saved whole."""
-        return self._tensors({a.module: a.projection for a in plan.adapters})
+    def _read(self, key: str) -> Tensor:
+        try:
+            return self._file.get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(Problem(f"{self.directory / TENSORS}, tensor {key}", f"cannot be read: {error}")) from None
+
+    def read(self, plan: AdapterPlan) -> Mapping[str, Tensor]:
+        """All tensors of the plan by name, and of the modules that are saved whole; each is read when it is asked for."""
+        return Tensors(self._tensors({a.module: a.projection for a in plan.adapters}))
+
+
+class Tensors(Mapping[str, Tensor]):
+    """Tensors by name, read from their file at each use."""
+
+    def __init__(self, readers: Mapping[str, Read]) -> None:
+        self.readers = readers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readers)
+
+    def __len__(self) -> int:
+        return len(self.readers)
 
 
 def _stack_of(module: str) -> str:
@@ -135,22 +156,24 @@ def _stack_of(module: str) -> str:
     return f"{experts.rpartition('.')[0]}.{'down_proj' if leaf in ('down_proj', 'w2') else 'gate_up_proj'}"
 
 
-def _unstack(experts: str, a: Tensor, b: Tensor, known: Mapping[str, Projection]) -> Iterator[tuple[str, Tensor]]:
+def _unstack(experts: str, a: Read, b: Read, known: Mapping[str, Projection]) -> Iterator[tuple[str, Read]]:
     """A [E x r, in] (expert by expert) and B [out, r x E] (rank by rank) of fused experts to one A and B for each expert's module.
 
     Gate and up share A in this form: both get a copy. A layout of PEFT's `ParamWrapper`.
     """
     modules = {m: p for m, p in known.items() if m.startswith(_disk(experts, known) + ".")}
-    count = 1 + max(int(m.split(".")[-2]) for m in modules)
-    a_by_expert = a.view(count, -1, a.shape[-1])
-    b_by_expert = b.view(b.shape[0], -1, count)
+    count = 1 + max((int(m.split(".")[-2]) for m in modules), default=0)
+    out, width = b().shape[0], a().shape[1]
     for module, projection in modules.items():
         expert, down = int(module.split(".")[-2]), projection.megatron.endswith("linear_fc2")
-        if down != (projection.shape[0] == b.shape[0] and projection.shape[1] == a.shape[1]):
-            continue
-        start = projection.source * projection.shape[0]
-        yield f"{module}.lora_A.weight", a_by_expert[expert]
-        yield f"{module}.lora_B.weight", b_by_expert[start : start + projection.shape[0], :, expert]
+        if down == (projection.shape == (out, width)):
+            rows = slice(projection.source * projection.shape[0], (projection.source + 1) * projection.shape[0])
+            yield f"{module}.lora_A.weight", partial(_of_experts, a, (count, -1, width), (expert,))
+            yield f"{module}.lora_B.weight", partial(_of_experts, b, (out, -1, count), (rows, slice(None), expert))
+
+
+def _of_experts(read: Read, shape: tuple[int, ...], where: tuple[int | slice, ...]) -> Tensor:
+    return read().view(shape)[where]
 
 
 def _disk(experts: str, known: Mapping[str, Projection]) -> str:

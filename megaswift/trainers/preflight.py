@@ -14,7 +14,8 @@ from megaswift.config.capabilities import chosen, missing_transformer_engine
 from megaswift.config.values import show
 from megaswift.data.template import read_template
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.families import ModelSpec, load_spec
+from megaswift.families import ModelSpec, family_of, load_spec
+from megaswift.families.projections import saved, select
 from megaswift.parallel.checks import check_layout
 from megaswift.parallel.rules import Asked
 from megaswift.parallel.shape import ModelShape
@@ -22,6 +23,7 @@ from megaswift.trainers import outputs
 from megaswift.trainers.model_source import locate, missing_files
 
 EXPERT_OPTIONS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 """Name in `report_to` -> the package it needs."""
 
@@ -57,7 +59,30 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     problems = missing_files(folder, cfg.model.random_init) if local else []
     spec = load_spec(folder)
     idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
-    return problems + idle + length_problems(cfg, spec) + check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size))
+    adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []
+    idle += length_problems(cfg, spec)
+    return problems + idle + adapters + check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size))
+
+
+def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+    """Targets that match nothing; an adapter folder that is none (what is in it, the bridge reads)."""
+    lora, problems = cfg.lora, []
+    if lora.adapters is not None:
+        folder = Path(lora.adapters)
+        lacking = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
+        if lacking:
+            rule = f"has no {lacking[0]}" if folder.is_dir() else "no such folder"
+            problems.append(Problem(f"--adapters {folder}", rule, "a folder that PEFT or a run of ours wrote (OUT/adapter)"))
+        return problems
+    family = family_of(spec.hf_config)
+    for check, names in ((select, lora.target_modules), (saved, lora.modules_to_save)):
+        try:
+            check(family, spec, names)
+        except UserError as error:
+            problems += error.problems
+    if lora.use_dora:
+        problems.append(Problem("--use_dora true", "is not there yet", "--use_rslora true, or plain LoRA"))
+    return problems
 
 
 def length_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:

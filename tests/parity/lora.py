@@ -27,10 +27,10 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def adapted(shapes: Mapping[str, Sequence[int]], leaves: Sequence[str]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(module, [out, in]) of every matrix whose module's last name is one of `leaves`."""
+    """(module, [out, in]) of every matrix whose module's name ends in one of `leaves`."""
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
-        if module.rsplit(".", 1)[-1] in leaves and name.endswith(".weight") and len(shape) == 2:
+        if any(module.endswith("." + leaf) for leaf in leaves) and name.endswith(".weight") and len(shape) == 2:
             yield module, (shape[0], shape[1])
 
 
@@ -134,8 +134,9 @@ class LoraOracle(Oracle):
         config = json.loads((adapter / "adapter_config.json").read_text())
         scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
         self.model = Adapted(self.model, read_adapter(adapter), scale)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=recipe.lr, betas=recipe.betas, eps=recipe.eps,
-                                           weight_decay=recipe.weight_decay)
+        groups = [{"params": [p for p in self.model.parameters() if (p.dim() > 1) == matrix], "weight_decay": decay}
+                  for matrix, decay in ((True, recipe.weight_decay), (False, 0.0))]
+        self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
 
     def gradients(self) -> dict[str, Tensor]:
         """By name in the adapter's folder."""

@@ -15,13 +15,15 @@ from tests.parity.oracle import Reference
 from tests.parity.pool import Pool
 from tests.parity.references import References
 
-ALL = (*lora.ATTENTION, *lora.MLP)
+ALL = (*lora.ATTENTION, *lora.MLP, "qkv_proj", "gate_up_proj", "w1", "w2", "w3")
 LAYOUTS = [
     "dense single", "dense tp2", "dense tp2 sp", "dense pp2", "dense pp2 vpp2", "dense cp2", "dense cp2 packed", "dense dp2 do",
     "dense tp4", "qwen3-tiny-heads tp4 sp", "dense tp2 sp pp2 recompute=full do", "dense tied pp2", "dense recompute=mlp",
     "moe single", "moe dp2 ep2", "moe tp2 sp dp2 ep2", "moe tp2 sp dp2 ep2 etp2 do", "moe tp2 sp",
     "moe tp2 sp etp2 recompute=moe", "mixtral tp2 ep2 sp", "gemma2 tp2 sp", "granite pp2",
 ]
+FAMILIES = ["phi3 tp2", "gemma2 tp2 sp", "olmo2 pp2", "granite tp2", "qwen2_moe tp2 sp"]
+"""Fused tensors on disk, norms after projections, scaled residuals, shared experts."""
 
 
 class Adapters:
@@ -35,8 +37,6 @@ class Adapters:
         """(what the ranks get, what they have to find)."""
         recipe = self.references.recipe if case.moe else replace(self.references.recipe, aux_coeff=0.0, z_coeff=0.0)
         model = self.references.model(case.variant)
-        if case.variant.startswith("mixtral"):
-            leaves = (*leaves, "w1", "w2", "w3")
         adapter = self.folder / "-".join([case.variant, *leaves, *saved])
         if not adapter.exists():
             lora.make_adapter(model, adapter, leaves, saved)
@@ -60,7 +60,33 @@ def check(task: Task, want: Reference, pool: Pool) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("text", [*LAYOUTS, *FAMILIES])
 def test_layout(text: str, pool: Pool, adapters: Adapters) -> None:
     """Adapters on every projection."""
     check(*adapters.of(parse(text)), pool)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("text, leaves, saved", [
+    ("dense pp2 do recompute=full", ("layers.3.self_attn.k_proj",), ()),
+    ("dense pp2 vpp2", ("layers.2.mlp.down_proj",), ()),
+    ("dense tp2 sp", ("v_proj", "up_proj"), ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight")),
+    ("dense tp2 pp2 do", ("q_proj",), ("lm_head.weight", "model.layers.1.self_attn.q_norm.weight")),
+    ("moe tp2 sp dp2 ep2", ("experts.1.gate_proj", "experts.2.down_proj"), ("model.layers.0.mlp.gate.weight",)),
+], ids=str)
+def test_part_of_the_model(text: str, leaves: tuple[str, ...], saved: tuple[str, ...], pool: Pool, adapters: Adapters) -> None:
+    """Stages and layers without an adapter, some of the modules that Megatron joins, single experts, modules that train fully."""
+    check(*adapters.of(parse(text), leaves, saved), pool)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("text", ["dense tp2 sp do", "moe dp2 ep2 do"])
+def test_only_adapters_cost_gradients_and_moments(text: str, pool: Pool, adapters: Adapters) -> None:
+    """Bytes from the engine's own buffers; the base model is what `reference` gives back, and the adapters come back after it."""
+    task, _ = adapters.of(parse(text))
+    plain = pool.run("tests.parity.lora_ranks:plain", replace(task, options={}), task.case.world)
+    for facts, (full, base) in zip(pool.run("tests.parity.lora_ranks:adapted", task, task.case.world), plain, strict=True):
+        assert facts.trained == facts.expected
+        assert facts.report.gradient_bytes < full.gradient_bytes / 4 and facts.report.optimizer_bytes < full.optimizer_bytes / 4
+        assert facts.report.parameters_trained == facts.whole < facts.report.parameters_total / 4
+        assert facts.reference == base != facts.adapted == facts.again

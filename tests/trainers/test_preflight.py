@@ -52,6 +52,19 @@ def test_a_template_below_home_is_found(model: Path, tmp_path: Path, monkeypatch
     preflight(cfg, 1)
 
 
+def test_adapters_that_have_no_place_are_named_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    cfg = SwiftConfig(task="sft", model=str(model), dataset="d.jsonl", output_dir=str(tmp_path / "out"), train_type="lora",
+                      target_modules=["q_proj", "k_porj", "embed_tokens", "(v_proj"], modules_to_save=["lm_heads"])
+    text = "\n".join(refused(cfg, 1))
+    for part in ("--target_modules k_porj: matches no linear layer", "did you mean k_proj?",
+                 "--target_modules embed_tokens: is no projection",
+                 "--target_modules (v_proj: is no regular expression", "--modules_to_save lm_heads: matches no module"):
+        assert part in text
+    assert "q_proj:" not in text
+    assert "--adapters nowhere: no such folder" in "\n".join(refused(SwiftConfig(
+        task="sft", model=str(model), dataset="d.jsonl", output_dir=str(tmp_path / "out"), train_type="lora", adapters="nowhere"), 1))
+
+
 @pytest.mark.parametrize(("remove", "words"), [
     ("*.safetensors", "has no *.safetensors"), ("tokenizer*", "has no tokenizer"), ("config.json", "has no config.json")])
 def test_a_model_folder_that_lacks_something(tmp_path: Path, remove: str, words: str) -> None:

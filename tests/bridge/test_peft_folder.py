@@ -1,0 +1,199 @@
+"""Adapter folders between us and PEFT, both ways and merged, and how an adapter is cut over ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megaswift.bridge.adapters import HALVES, AdapterPlan, AdapterSettings, output_order
+from megaswift.bridge.merge import merge_folders
+from megaswift.bridge.peft_folder import PeftFolder, write_adapter
+from megaswift.convert import convert
+from megaswift.errors import WeightsError
+from megaswift.families.projections import ALL, select
+from megaswift.families.rules import dim_of
+from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
+from tests.parity.lora import ALPHA, ATTENTION, MLP, RANK, Adapted, make_adapter, read_adapter
+from tests.sources import ROOT
+
+IDS = torch.tensor([[5, 17, 80, 3, 44, 9, 101, 7, 7, 23]])
+peft = pytest.importorskip("peft")
+
+
+def logits(model: Any) -> Tensor:
+    """[1, n, V] in evaluation mode."""
+    if hasattr(model, "eval"):
+        model.eval()
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def base(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def random_values(plan: AdapterPlan) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in plan.shapes().items()}
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) <= 1e-5 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("variant, targets, saved", [
+    ("dense", (ALL,), ()), ("llama", ("q_proj", "linear_fc2"), ("lm_head.weight", "model.embed_tokens.weight")),
+    ("qwen2", (r".*layers\.[12]\.self_attn\.(q|v)_proj",), ()), ("moe", (ALL,), ()), ("mixtral", (ALL,), ()),
+    ("moe", ATTENTION, ()),
+])
+def test_peft_loads_what_we_write(variant: str, targets: tuple[str, ...], saved: tuple[str, ...], folders: Path, tmp_path: Path) -> None:
+    folder = make(variant, folders)
+    weights = plan_of(folder)
+    plan = AdapterPlan(weights, select(weights.family, weights.spec, targets), AdapterSettings(RANK, ALPHA), saved)
+    values = random_values(plan)
+    write_adapter(tmp_path / "adapter", plan, values.items(), str(folder))
+    want = logits(Adapted(base(folder), values, ALPHA / RANK))
+    loaded = peft.PeftModel.from_pretrained(base(folder), tmp_path / "adapter")
+    assert close(logits(loaded), want) and not close(logits(base(folder)), want)
+    again = PeftFolder(tmp_path / "adapter")
+    assert {a.module for a in again.plan(weights).adapters} == set(plan.by_module)
+    assert all(torch.equal(t, values[name]) for name, t in again.read(plan).items())
+
+
+def made_by_peft(folder: Path, target: Path, **options: Any) -> Any:
+    """PEFT's own model with random adapters, saved by PEFT."""
+    model = peft.get_peft_model(base(folder), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    generator = torch.Generator().manual_seed(8)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = torch.randn(p.shape, generator=generator) * 0.1
+    model.save_pretrained(target)
+    return model
+
+
+@pytest.mark.parametrize("variant, options", [
+    ("dense", {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}),
+    ("llama", {"target_modules": ["q_proj", "up_proj"], "r": 4, "use_rslora": True, "rank_pattern": {"q_proj": 6},
+               "alpha_pattern": {"layers.1.self_attn.q_proj": 3}, "modules_to_save": ["lm_head"]}),
+    ("moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "r": 2}),
+], ids=["dense", "patterns", "stacked experts"])
+def test_what_peft_writes_is_merged_as_by_peft(variant: str, options: dict[str, Any], folders: Path, tmp_path: Path) -> None:
+    folder = make(variant, folders)
+    model = made_by_peft(folder, tmp_path / "adapter", **options)
+    want = logits(model)
+    merge_folders(folder, tmp_path / "adapter", tmp_path / "merged", max_shard_bytes=150_000)
+    assert close(logits(base(tmp_path / "merged")), want) and not close(logits(base(folder)), want)
+    model.merge_and_unload().save_pretrained(tmp_path / "theirs")
+    ours, theirs = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(float((t - theirs[n]).abs().max()) < 1e-6 for n, t in ours.items())
+
+
+def test_merging_keeps_dtypes_and_what_has_no_adapter(folders: Path, tmp_path: Path) -> None:
+    folder = make("dense", folders, torch.bfloat16)
+    adapter = make_adapter(folder, tmp_path / "adapter", ("q_proj",))
+    merge_folders(folder, adapter, tmp_path / "merged")
+    before, after, values = tensors_of(folder), tensors_of(tmp_path / "merged"), read_adapter(adapter)
+    for name, tensor in before.items():
+        module = name.removesuffix(".weight")
+        if f"{module}.lora_A.weight" in values:
+            exact = tensor.double() + ALPHA / RANK * values[f"{module}.lora_B.weight"].double() @ values[f"{module}.lora_A.weight"].double()
+            assert after[name].dtype == torch.bfloat16 and not torch.equal(after[name], tensor)
+            assert float((after[name].double() - exact).abs().max() / exact.abs().max()) < 2**-8
+        else:
+            assert torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype
+
+
+@pytest.mark.parametrize("variant", ["dense", "qwen3-tiny-heads", "moe", "mixtral"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_shards_of_the_product_are_products_of_shards(variant: str, ranks: int, folders: Path, tmp_path: Path) -> None:
+    """On each rank, the base shard and the rank's parts of A and B give the shard of the merged weight; the parts join again."""
+    folder = make(variant, folders)
+    weights, source = opened(folder)
+    leaves = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "w1", "w2")
+    plan = AdapterPlan(weights, select(weights.family, weights.spec, [x for x in leaves if _has(weights, x)]), AdapterSettings(RANK, ALPHA))
+    values = random_values(plan)
+    write_adapter(tmp_path / "a", plan, values.items(), "base")
+    merge_folders(folder, tmp_path / "a", tmp_path / "merged")
+    _, changed = opened(tmp_path / "merged")
+    for adapters in plan.by_layer.values():
+        entry, dim = adapters[0].entry, dim_of(adapters[0].entry.rule)
+        parts: dict[str, list[Tensor]] = {a.name(h): [] for a in adapters for h in HALVES}
+        for rank in range(ranks):
+            for a in adapters:
+                for half in HALVES:
+                    part = a.take(half, values[a.name(half)], ranks, rank)
+                    assert tuple(part.shape) == a.local_shape(half, ranks, rank)
+                    parts[a.name(half)].append(part)
+            products = [a.scale * parts[a.name("B")][rank] @ parts[a.name("A")][rank] for a in adapters]
+            at, rows = [0] * len(adapters), []
+            for number, n in output_order(adapters, ranks, rank):
+                if number is None:
+                    rows.append(torch.zeros(n, products[0].shape[1]))
+                else:
+                    rows.append(products[number][at[number] : at[number] + n])
+                    at[number] += n
+            shard = entry.read(source, ranks, rank) + torch.cat(rows)
+            assert torch.allclose(shard, entry.read(changed, ranks, rank), atol=1e-5), (entry.megatron, rank, dim)
+        assert all(torch.equal(a.join(h, parts[a.name(h)]), values[a.name(h)]) for a in adapters for h in HALVES)
+
+
+def _has(weights: Any, leaf: str) -> bool:
+    return any(name.removesuffix(".weight").endswith("." + leaf) for name in weights.hf_shapes)
+
+
+def test_folders_that_do_not_fit_are_refused_by_name(folders: Path, tmp_path: Path) -> None:
+    folder, wide = make("dense", folders), make("moe", folders)
+    good = make_adapter(folder, tmp_path / "good", (*ATTENTION, *MLP))
+
+    def refused(**changes: Any) -> str:
+        bad = tmp_path / "bad"
+        shutil.rmtree(bad, ignore_errors=True)
+        shutil.copytree(good, bad)
+        config = json.loads((bad / "adapter_config.json").read_text()) | changes
+        (bad / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(WeightsError) as error:
+            PeftFolder(bad).plan(plan_of(folder))
+        return str(error.value)
+
+    assert "peft_type is LOHA" in refused(peft_type="LOHA")
+    assert "trains biases" in refused(bias="all")
+    assert "changed the base model's weights" in refused(init_lora_weights="pissa_niter_4")
+    assert "repeats layers" in refused(layer_replication=[[0, 2]])
+    with pytest.raises(WeightsError, match="belongs to no layer of this model"):
+        PeftFolder(good).plan(plan_of(wide))
+    with pytest.raises(WeightsError, match="has no adapter_config.json"):
+        PeftFolder(folder)
+    (tmp_path / "good" / "adapter_model.safetensors").write_bytes(b"x" * 30)
+    with pytest.raises(WeightsError, match="cannot be read"):
+        PeftFolder(good)
+    half = make_adapter(folder, tmp_path / "half", ("q_proj",))
+    tensors = {f"base_model.model.{n}": t for n, t in read_adapter(half).items()}
+    tensors.pop("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight")
+    rewrite(half, tensors)
+    (half / "model.safetensors").rename(half / "adapter_model.safetensors")
+    with pytest.raises(WeightsError, match=r"q_proj.lora_B.weight: is missing"):
+        PeftFolder(half).plan(plan_of(folder))
+
+
+def test_the_command_and_the_script_merge_alike(folders: Path, tmp_path: Path) -> None:
+    folder = make("moe", folders, torch.bfloat16)
+    adapter = make_adapter(folder, tmp_path / "adapter", (*ATTENTION, *MLP))
+    assert convert(["merge-lora", str(folder), str(adapter), str(tmp_path / "a"), "--max_shard_size", "200KB"]) == 0
+    script = [sys.executable, "converters/merge_lora.py", str(folder), str(adapter), str(tmp_path / "b")]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    a, b = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b")
+    assert a.keys() == b.keys() == tensors_of(folder).keys() and all(torch.equal(t, b[n]) for n, t in a.items())
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > len(list((tmp_path / "b").glob("*.safetensors"))) == 1
+    again = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 2 and "exists already" in again.stderr and "Traceback" not in again.stderr

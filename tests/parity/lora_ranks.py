@@ -1,0 +1,59 @@
+"""The rank side of what LoRA's tests ask beside loss and gradients: sizes, and adapters off."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megaswift.engine.protocol import ParameterReport
+from megaswift.losses.contract import Needs
+from tests.parity.cases import Case, global_batch, own
+from tests.parity.measure import Task, build
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Facts of one rank. Elements in Megatron's gradient buffers, and in this rank's adapters; sums of log-probabilities."""
+
+    report: ParameterReport
+    trained: int
+    expected: int
+    whole: int
+    adapted: float
+    reference: float
+    again: float
+
+
+def _total(engine: Any, case: Case, dp: int) -> float:
+    """Sum of the log-probabilities of this rank's micro-batches."""
+    outputs = engine.score(own(global_batch(case, 2), case.dp, dp), Needs())
+    return sum(float(o.logprobs.double().sum()) for o in outputs)
+
+
+def plain(rank: int, world: int, task: Task) -> tuple[ParameterReport, float]:
+    """Report and log-probabilities of an engine without adapters."""
+    engine, context = build(task.case, task.folder, world)
+    found = engine.report(), _total(engine, task.case, context.layout.coordinates(rank).dp)
+    torch.distributed.barrier()
+    context.close()
+    return found
+
+
+def adapted(rank: int, world: int, task: Task) -> Adapted:
+    """An engine with adapters, its numbers with them on and off."""
+    engine, context = build(task.case, task.folder, world, **task.options)
+    dp = context.layout.coordinates(rank).dp
+    on = _total(engine, task.case, dp)
+    with engine.reference():
+        off = _total(engine, task.case, dp)
+    again = _total(engine, task.case, dp)
+    buffers = [b for c in engine.chunks for b in c.buffers + c.expert_parallel_buffers]
+    trained = sum(math.prod(p.shape) for b in buffers for p in b.params)
+    expected = sum(p.tensor.numel() for p in engine.lora.placed)
+    found = Adapted(engine.report(), trained, expected, engine.lora.plan.parameters, on, off, again)
+    torch.distributed.barrier()
+    context.close()
+    return found
