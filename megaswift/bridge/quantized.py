@@ -86,14 +86,17 @@ class Fp8Weight:
         for at in itertools.product(*(range(a, b) for a, b in lead)):
             first = tuple(slice(i, i + 1) for i in at)
             target = out[tuple(i - a for i, (a, _) in zip(at, lead, strict=True))]
+            near, far = left // columns, -(-right // columns)
+            block_of = torch.arange(left, right) // columns - near
             for start, stop in _bands(top, bottom, right - left):
                 up, down = start // rows, -(-stop // rows)
-                near, far = left // columns, -(-right // columns)
                 scale = whole if whole is not None else read(self.scale, (*first, slice(up, down), slice(near, far)))
-                factors = _factors(scale.reshape(down - up, far - near))
-                factors = factors[torch.arange(start, stop) // rows - up][:, torch.arange(left, right) // columns - near]
-                values = read(self.name, (*first, slice(start, stop), slice(left, right))).reshape(factors.shape)
-                target[start - top : stop - top].copy_(values.float().mul_(factors))
+                factors = _factors(scale.reshape(down - up, far - near))[:, block_of]
+                values = read(self.name, (*first, slice(start, stop), slice(left, right))).reshape(stop - start, right - left)
+                for block, factor in enumerate(factors, up):
+                    one = slice(max(start, block * rows), min(stop, (block + 1) * rows))
+                    part = values[one.start - start : one.stop - start].float().mul_(factor)
+                    target[one.start - top : one.stop - top].copy_(part)
 
 
 def _factors(scale: Tensor) -> Tensor:
@@ -122,8 +125,8 @@ class Mxfp4Weight:
         for expert in range(first, last):
             for start, stop in _bands(top, bottom, (far - near) * GROUP):
                 where = (slice(expert, expert + 1), slice(start, stop), slice(near, far))
-                pairs = PAIRS[read(self.blocks, where).reshape(-1).long()].reshape(stop - start, far - near, GROUP)
-                halves = HALVES[read(self.scales, where).reshape(-1).long()].reshape(stop - start, far - near, 2)
+                pairs = PAIRS.index_select(0, read(self.blocks, where).reshape(-1).int()).reshape(stop - start, far - near, GROUP)
+                halves = HALVES.index_select(0, read(self.scales, where).reshape(-1).int()).reshape(stop - start, far - near, 2)
                 values = pairs.mul_(halves[..., :1]).mul_(halves[..., 1:])
                 out[expert - first, :, start - top : stop - top].copy_(values.reshape(stop - start, -1)[:, trim].t())
 
