@@ -52,7 +52,8 @@ def save(words: str, pool: Pool, models: Path, target: Path, steps: int = 1, **o
     return folder, result.weights
 
 
-CASES = ["dense single", "dense tp2 pp2", "dense-tied pp2", "moe ep2 tp2 sp", "moe-tied single", "moe-mixed ep2 dp2 do", "llama-bias tp2"]
+CASES = ["dense single", "dense tp2 pp2", "dense-tied pp2", "moe ep2 tp2 sp", "moe-tied single", "moe-mixed ep2 dp2 do", "llama-bias tp2",
+         "olmo2 tp2", "phi3 tp2"]
 
 
 @pytest.mark.parametrize("words", CASES)

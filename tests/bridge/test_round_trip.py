@@ -123,13 +123,14 @@ def test_lost_shards_are_noticed(folders: Path) -> None:
 
 @pytest.mark.parametrize("variant", sorted({kind: name for name, (kind, _) in VARIANTS.items()}.values()))
 def test_gate_comes_before_up(variant: str, folders: Path) -> None:
-    """Megatron computes silu(first half) x second half: the plain formula on its tensors equals transformers' own module."""
+    """Megatron computes activation(first half) x second half: the plain formula on its tensors equals transformers' own module."""
     from transformers import AutoModelForCausalLM
 
     folder = make(variant, folders)
     plan, source = opened(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     x = torch.randn(3, plan.spec.hidden_size)
+    gelu = "gelu" in str(plan.spec.hf_config.get("hidden_activation"))
     for layer, sparse in enumerate(plan.spec.moe_layers):
         stem, mlp = f"decoder.layers.{layer}.mlp.", model.model.layers[layer].mlp
         if sparse:
@@ -139,4 +140,5 @@ def test_gate_comes_before_up(variant: str, folders: Path) -> None:
         elif not plan.spec.linear_bias:
             fc1, fc2 = (plan.by_megatron[f"{stem}linear_fc{i}.weight"].read(source) for i in (1, 2))
             gate, up = (x @ fc1.t()).chunk(2, dim=-1)
-            torch.testing.assert_close((torch.nn.functional.silu(gate) * up) @ fc2.t(), mlp(x))
+            active = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
+            torch.testing.assert_close((active * up) @ fc2.t(), mlp(x))
