@@ -119,6 +119,9 @@ def _experts(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
         size = getattr(asked, axis)
         if size > 1 and not shape.experts:
             yield Problem(f"{FLAGS[axis]} {size}", "splits experts, and this model is dense: it has none", f"no {FLAGS[axis]}")
+    if asked.etp > 1 and shape.expert_bias:  # Megatron-Core: "Bias in Moe is only supported when ETP==1"
+        yield Problem(f"--etp {asked.etp}", "this model's experts have biases, which Megatron-Core adds rightly with --etp 1 only",
+                      f"--etp 1, and --ep {max(n for n in divisors(shape.experts) if asked.world_size % n == 0)} to spread the experts")
     if shape.experts % asked.ep:
         compared = "fewer than" if asked.ep > shape.experts else "not divisible by"
         rule = f"{shape.experts} experts are {compared} {asked.ep} expert-parallel ranks"

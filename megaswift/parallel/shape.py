@@ -37,6 +37,8 @@ class ModelShape:
     """Experts of a MoE layer; 0 for a dense model."""
     expert_ffn: int = 0
     """Inner width of one expert."""
+    expert_bias: bool = False
+    """Whether experts have biases."""
     shared_ffn: int = 0
     """Inner width of a MoE layer's shared expert; 0 without one."""
     moe_layers: tuple[bool, ...] = ()
@@ -52,6 +54,7 @@ class ModelShape:
         return cls(
             num_layers=t["num_layers"], heads=t["num_attention_heads"], kv_heads=t["num_query_groups"], head_dim=t["kv_channels"],
             ffn=t["ffn_hidden_size"], experts=experts, expert_ffn=t["moe_ffn_hidden_size"] if experts else 0,
+            expert_bias=bool(experts and t.get("add_bias_linear")),
             shared_ffn=(t.get("moe_shared_expert_intermediate_size") or 0) if experts else 0,
             moe_layers=tuple(spec.moe_layers) if experts else (), whole_kv=spec.features.qk_norm_width == "all")
 

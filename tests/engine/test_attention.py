@@ -31,7 +31,7 @@ def masked(q, k, v, bounds, window, change=lambda scores: scores):
 def test_documents_and_windows(bounds, window):
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
-    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, window_size=None if window is None else (window - 1, 0),
+    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=None if window is None else (window - 1, 0),
                              features=Features())
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     rows = RowLayout(24, torch.tensor(bounds), 1, 0)
@@ -40,7 +40,7 @@ def test_documents_and_windows(bounds, window):
 
 
 def test_windows_may_skip_layers():
-    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, window_size=(2, 0), window_attn_skip_freq=[1, 0],
+    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=(2, 0), window_attn_skip_freq=[1, 0],
                              features=Features())
     groups = SimpleNamespace(cp=None)
     assert TorchAttention(config, 1, pg_collection=groups).window == 3
@@ -54,7 +54,7 @@ def test_soft_cap(monkeypatch, window, bytes_kept):
     monkeypatch.setattr(softcap, "CHUNK_BYTES", bytes_kept)
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
-    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, window_size=None if window is None else (window - 1, 0),
+    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=None if window is None else (window - 1, 0),
                              features=Features(attention_softcap=0.7))
     module = TorchAttention(config, 1, softmax_scale=0.5, pg_collection=SimpleNamespace(cp=None))
     weights = torch.randn(24, 4, 8)

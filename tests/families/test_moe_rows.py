@@ -8,7 +8,7 @@ import pytest
 
 from megaswift.errors import WeightsError
 from megaswift.families import ModelSpec, family_of
-from tests.families.published_moe import QWEN1_5_MOE_A2_7B
+from tests.families.published_moe import GPT_OSS_20B, QWEN1_5_MOE_A2_7B
 
 
 def spec(base: dict[str, Any], **changes: Any) -> ModelSpec:
@@ -51,3 +51,33 @@ def test_windows_without_a_width() -> None:
         spec(QWEN1_5_MOE_A2_7B, layer_types=["sliding_attention"] * 24)
     with pytest.raises(WeightsError, match="24 times"):
         spec(QWEN1_5_MOE_A2_7B, layer_types=["full_attention"])
+
+
+def test_fields_of_gpt_oss() -> None:
+    oss = spec(GPT_OSS_20B)
+    assert (oss.experts, oss.topk, oss.expert_ffn, oss.head_dim, oss.linear_bias) == (32, 4, 2880, 64, True)
+    assert oss.transformer["window_size"] == (127, 0) and oss.transformer["window_attn_skip_freq"] == [1, 0] * 12
+    assert oss.rope.base == 150000.0 and oss.rope.scaling is not None and oss.rope.scaling["truncate"] is False
+    given = {name: oss.transformer[name] for name in ("activation_func", "activation_func_clamp_value", "glu_linear_offset", "softmax_type")}
+    assert given == {"activation_func": "quick_gelu", "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0,
+                     "softmax_type": "learnable"}
+    assert oss.transformer["moe_router_pre_softmax"] is False
+    assert spec(GPT_OSS_20B, layer_types=...).transformer == oss.transformer
+
+
+def test_the_auxiliary_loss_of_gpt_oss_is_off_unless_asked_for() -> None:
+    assert spec(GPT_OSS_20B).transformer["moe_aux_loss_coeff"] == 0.0
+    assert spec(GPT_OSS_20B, output_router_logits=True).transformer["moe_aux_loss_coeff"] == 0.9
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
+    ({"attention_bias": False}, "attention_bias False"),
+    ({"rope_scaling": None}, "rope_scaling None: is missing"),
+    ({"layer_types": ["sliding_attention", "full_attention"]}, "24 times"),
+    ({"sliding_window": None}, "sliding_window is not given"),
+])
+def test_gpt_oss_refuses(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(WeightsError) as error:
+        spec(GPT_OSS_20B, **changes)
+    assert told in str(error.value) and len(error.value.problems) == 1

@@ -54,6 +54,9 @@ def test_expert_and_sequence_parallel_rules_are_megatrons(megatron):
     assert not theirs(sequence_parallel=True) and list(broken(DENSE, Asked(1, sequence_parallel=True)))
     assert not theirs(expert_model_parallel_size=2) and list(broken(DENSE, Asked(2, ep=2)))
     assert theirs(expert_model_parallel_size=2, num_moe_experts=4) and not list(broken(MOE, Asked(2, ep=2)))
+    with pytest.raises(AssertionError, match="ETP==1"):
+        theirs(expert_tensor_parallel_size=2, num_moe_experts=4, add_bias_linear=True)
+    assert list(broken(replace(MOE, expert_bias=True), Asked(2, etp=2))) and not list(broken(MOE, Asked(2, etp=2)))
 
 
 REFUSED = [
@@ -78,6 +81,7 @@ REFUSED = [
     (DENSE, dict(world_size=8, cp=8, cp_comm_type="a2a", max_length=1024), ["8 heads and 4 key/value heads", "divisible by 8"]),
     (DENSE, dict(world_size=4, ep=2), ["--ep 2: splits experts, and this model is dense", "no --ep"]),
     (DENSE, dict(world_size=4, etp=2), ["--etp 2: splits experts"]),
+    (replace(MOE, expert_bias=True), dict(world_size=4, etp=2), ["--etp 2: this model's experts have biases", "--etp 1, and --ep 4"]),
     (MOE, dict(world_size=12, ep=3), ["8 experts are not divisible by 3 expert-parallel ranks", "--ep 4, or --ep 2"]),
     (MOE, dict(world_size=16, ep=16), ["8 experts are fewer than 16", "--ep 8"]),
     (MOE, dict(world_size=4, ep=2, pp=4), ["--ep 2 --pp 4: need 2 x 4 = 8 processes or a multiple; there are 4"]),

@@ -47,6 +47,10 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
 
 LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=16)
+GPT_OSS: dict[str, Any] = {
+    **MIXTRAL, **_rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=1.0, truncate=False),
+    "sliding_window": 7, "swiglu_limit": 0.6,
+}
 EXPERT_TYPES = ("mixtral",)
 NO_HEAD_DIM = {k: v for k, v in BASE.items() if k != "head_dim"}
 
@@ -71,6 +75,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe-plain": ("glm4_moe", {**DEEPSEEK_MOE, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "norm_topk_prob": False}),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
 }
 
 DENSE = {k: v for k, v in NO_HEAD_DIM.items() if k != "tie_word_embeddings"}
@@ -92,8 +97,8 @@ VARIANTS |= {
     "seed_oss": ("seed_oss", {**BASE, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": ("smollm3", {**DENSE, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 7}),
 }
-EAGER = ("gemma2",)
-"""Model types whose attention transformers computes in its eager way only: others leave soft caps out."""
+EAGER = ("gemma2", "gpt_oss")
+"""Model types whose attention transformers computes in its eager way only: others leave soft caps or sinks out."""
 
 
 def is_moe(variant: str) -> bool:
@@ -158,15 +163,18 @@ def by_disk_name(model: torch.nn.Module, value: Callable[[Tensor], Tensor]) -> I
     """`value` of every parameter and saved buffer, as (disk name, tensor): transformers 5 holds all experts of a layer in one tensor.
 
     In memory `mlp.experts.gate_up_proj [E, 2I, H]` and `mlp.experts.down_proj [E, H, I]`; on disk one matrix an expert,
-    called gate_proj, up_proj, down_proj or, by Mixtral, w1, w3, w2 of `block_sparse_moe`.
+    called gate_proj, up_proj, down_proj or, by Mixtral, w1, w3, w2 of `block_sparse_moe`. gpt_oss keeps them together on disk too.
     """
     mixtral = model.config.model_type == "mixtral"
+    stacked = model.config.model_type == "gpt_oss"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in chain(model.named_parameters(), saved_buffers(model)):
         tensor = value(parameter)
         moe = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         stem = moe.rsplit(".", 1)[0]
-        if name.endswith("mlp.experts.gate_up_proj"):
+        if stacked:
+            yield name, tensor
+        elif name.endswith("mlp.experts.gate_up_proj"):
             for e, both in enumerate(tensor):
                 first, second = both.chunk(2, dim=0)
                 yield f"{stem}.{e}.{gate}.weight", first

@@ -72,7 +72,7 @@ def router_logits(model: torch.nn.Module) -> Iterator[dict[int, list[tuple[Tenso
     seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
     handles = []
     for name, module in model.named_modules():
-        if name.endswith("mlp.gate"):
+        if name.endswith(("mlp.gate", "mlp.router")):
             layer = int(name.split("layers.")[1].split(".")[0])
             handles.append(module.register_forward_hook(lambda _m, _i, out, n=layer: seen.setdefault(n, []).append((out[0], out[-1]))))
     try:
@@ -140,8 +140,8 @@ class Oracle:
         self.model.train()
         self.largest = 0.0
         self.sigmoid = self.model.config.model_type in SIGMOID
-        decay = [p for p in self.model.parameters() if p.dim() > 1]
-        plain = [p for p in self.model.parameters() if p.dim() == 1]
+        decay = [p for n, p in self.model.named_parameters() if p.dim() > 1 and not n.endswith("bias")]  # of all experts in one tensor
+        plain = [p for n, p in self.model.named_parameters() if p.dim() == 1 or n.endswith("bias")]
         groups = [{"params": decay, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
 

@@ -10,12 +10,12 @@ from tests.parity.references import References
 from tests.parity.test_parity import check
 
 pytestmark = pytest.mark.process
-FAMILIES = ("qwen2_moe",)
+FAMILIES = ("qwen2_moe", "gpt_oss")
 LAYOUTS = ("single", "tp2 sp ep2", *(pytest.param(text, marks=pytest.mark.slow) for text in ("tp2 sp pp2", "packed cp2", "dp2 ep2 do")))
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_trains(family: str, text: str, pool: Pool, references: References) -> None:
-    """Shared experts and their gates, windows that take turns, dense layers between."""
+    """Shared experts and their gates, windows that take turns, dense layers between; sinks, biases, a clamped activation, stacked experts."""
     check(parse(text, model=family), pool, references)

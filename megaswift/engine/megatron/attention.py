@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 
 from megaswift.engine.megatron.context_slices import gather_order, gather_sequence, local_index
+from megaswift.engine.megatron.sinks import sink_attention
 from megaswift.engine.megatron.softcap import CappedAttention, Scores
 
 
@@ -67,6 +70,12 @@ class TorchAttention(MegatronModule):
         self.window = window_of(config, layer_number)
         self.softcap: float | None = config.features.attention_softcap
         assert self.softcap is None or not self.dropout, "families with a soft cap refuse dropout"
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":  # Megatron's name for attention sinks
+            assert self.softcap is None, "no family has both"
+            own = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any) -> Tensor:
         """Attention of the local queries to every key of their document that stands before them."""
@@ -87,11 +96,19 @@ class TorchAttention(MegatronModule):
                     outs.append(CappedAttention.apply(*parts, Scores(self.softmax_scale, self.softcap, offset, self.window)))
                     continue
                 mask = _mask(count, keys, offset, self.window)
+                mask = None if mask is None else mask.to(q.device)
+                if self.softmax_offset is not None:
+                    outs.append(sink_attention(*parts, self.softmax_offset, self.softmax_scale, mask, dropout))
+                    continue
                 outs.append(F.scaled_dot_product_attention(
-                    *parts, attn_mask=None if mask is None else mask.to(q.device), is_causal=mask is None, scale=self.softmax_scale,
-                    dropout_p=dropout))
+                    *parts, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, dropout_p=dropout))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """The sinks, cut by heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 def window_of(config: Any, layer_number: int) -> int | None:

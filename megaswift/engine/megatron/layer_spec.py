@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megaswift.engine.megatron.activation import GATED
 from megaswift.engine.megatron.attention import TorchAttention
+from megaswift.engine.megatron.expert_linear import ExpertRowParallelLinear
 from megaswift.engine.megatron.norm import NormColumnParallelLinear, QKNorm, TorchNorm
 from megaswift.engine.megatron.residual import ResidualLinear
 from megaswift.engine.megatron.router import BalancedRouter
@@ -78,9 +79,10 @@ def _torch_mlp(config: TransformerConfig, moe: bool, features: Features) -> Modu
         dense = MLPSubmodules(linear_fc1=into, linear_fc2=out, activation_func=unit)
         return ModuleSpec(module=MLP, submodules=dense)
     assert features.pre_norm and not features.post_norm and features.residual_scale == 1.0, "no such MoE layers"
-    expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=unit)
+    expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear, activation_func=unit)
     experts = ModuleSpec(module=SequentialMLP, submodules=expert)
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=expert)  # built only where the configuration has a width for it
+    every = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=unit)
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=every)  # built only where the configuration has a width for it
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=BalancedRouter))
 
 

@@ -25,7 +25,7 @@ from megaswift.families.spec import ModelSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
 def canonical_name(name: str, chunk: SwiftGPT, spec: ModelSpec, context: ParallelContext) -> str:
@@ -38,7 +38,7 @@ def canonical_name(name: str, chunk: SwiftGPT, spec: ModelSpec, context: Paralle
     if spec.experts:
         first = context.coordinates.ep * (spec.experts // context.layout.ep)
         name = _LOCAL_EXPERT.sub(lambda m: f"mlp.experts.{first + int(m.group(1))}.", name)
-        name = _GROUPED_EXPERT.sub(lambda m: f"mlp.experts.{first + int(m.group(2))}.{m.group(1)}.weight", name)
+        name = _GROUPED_EXPERT.sub(lambda m: f"mlp.experts.{first + int(m.group(3))}.{m.group(1)}.{m.group(2)}", name)
     return name
 
 
@@ -48,10 +48,14 @@ def _mark(parameter: nn.Parameter, entry: Entry) -> None:
     Without the shard mark the gradient norm counts tensor-parallel rank 0 only, and every rank clips too little, in silence.
     `allreduce` False means: replicas are the expert-data-parallel group's. Megatron-Core (0.16 to 0.19) sets it for EP > 1 only;
     with EP 1 and ETP < TP its tensor-parallel ranks then train experts that drift apart, in silence.
+    `sequence_parallel` is what Megatron-Core's row-parallel layer says of its bias, an expert's too: it would sum the gradients of
+    different experts over the tensor-parallel ranks.
     """
     if entry.expert is not None:
         parameter.allreduce = False
-    parameter.tensor_model_parallel = entry.shard != "replicated"
+        parameter.sequence_parallel = False
+    # an expert's replicated bias (ETP is 1 then) is no copy either: Megatron-Core 0.16 asks the dense layers' group, whose ranks hold others
+    parameter.tensor_model_parallel = entry.shard != "replicated" or entry.expert is not None
     parameter.partition_dim = 1 if entry.shard == "row" else 0
     parameter.partition_stride = 1
 
@@ -187,8 +191,8 @@ class RankWeights:
 class RandomSource:
     """Stands where Hugging Face files would: each tensor from its own seed, so that no layout changes a weight.
 
-    Matrices are normal(0, initializer_range), norms 1 (0 where a norm multiplies by 1 + weight), biases 0, as transformers initialises
-    these families.
+    Norms are 1 (0 where a norm multiplies by 1 + weight), biases 0 but for a router's, all else normal(0, initializer_range), as
+    transformers initialises these families.
     """
 
     def __init__(self, plan: WeightPlan, spec: ModelSpec, seed: int) -> None:
@@ -204,9 +208,9 @@ class RandomSource:
     def slice(self, name: str, index: Any = ...) -> Tensor:
         """A slice of the tensor `name`."""
         shape = self.shapes[name]
-        if name.endswith("bias"):
+        if name.endswith("bias") and not name.endswith("router.bias"):
             return torch.zeros(shape)[index]
-        if len(shape) == 1:
+        if len(shape) == 1 and "norm" in name:
             return torch.full(shape, self.norm)[index]
         if self._last[0] != name:  # fused parameters ask for one tensor in many pieces
             generator = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))

@@ -1,0 +1,60 @@
+"""gpt-oss: attention sinks, windows in every other layer, biases everywhere, experts with a clamped activation. arXiv:2508.10925."""
+
+from __future__ import annotations
+
+from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
+from megaswift.families.config_rows import Group, MustBe, Reading, Row, Unused
+from megaswift.families.config_tables import head_dim, kv_heads, rope, sparse_layers
+from megaswift.families.config_windows import alternating, every_other
+from megaswift.families.family import FAMILIES, Family
+from megaswift.families.rules import Copy
+from megaswift.families.rules_fused import ColumnVector
+from megaswift.families.rules_stacked import Interleaved, StackedCopy, StackedDown
+
+ROPE = rope(150000.0)
+
+
+def _rope(reading: Reading) -> None:
+    """The shared row, where scaling is given: transformers' default for this family is yarn, and nobody means that by silence."""
+    if not (reading.raw.get("rope_scaling") or reading.raw.get("rope_parameters")):
+        reading.problem("rope_scaling", "is missing", "write what the model was trained with; {\"rope_type\": \"default\"} for no scaling")
+        return
+    ROPE.read(reading)
+
+
+def _auxiliary(reading: Reading) -> None:
+    """The published coefficient, 0.9, is no training recipe: transformers adds the loss only where router logits are asked for."""
+    given = reading.get("router_aux_loss_coef", float, 0.001)
+    reading.values["moe_aux_loss_coeff"] = given if reading.get("output_router_logits", bool, False) else 0.0
+
+
+MLP = H + "mlp."
+FAMILIES.register("gpt_oss", Family(
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    config=(
+        Row("intermediate_size", "moe_ffn_hidden_size", int), head_dim(64), kv_heads(), Group(ROPE.keys, _rope),
+        alternating(every_other, 128),
+        Row("swiglu_limit", "activation_func_clamp_value", float, 7.0),
+        MustBe("swiglu_alpha", (1.702,), "the constant of Megatron's quick_gelu"),
+        MustBe("attention_bias", (True,), "Megatron has one switch for all biases, and this family's experts have them"),
+        Group(("router_aux_loss_coef", "output_router_logits"), _auxiliary),
+        sparse_layers(lambda reading, layers: [1] * layers),
+        Unused(("experts_per_token",), "num_experts_per_tok says it"),
+        Unused(("initial_context_length",), "the scaling of the rotary embedding says it"),
+    ),
+    weights=(
+        *EMBEDDING, *ATTENTION,
+        ColumnVector(M + "self_attention.core_attention.softmax_offset", (A + "sinks",), "heads"),
+        Copy(M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"),
+        Copy(M + "mlp.router.weight", (MLP + "router.weight",), ("experts", "hidden_size"), "moe"),
+        Copy(M + "mlp.router.bias", (MLP + "router.bias",), ("experts",), "moe"),
+        Interleaved(M + "mlp.experts.{E}.linear_fc1.weight", (MLP + "experts.gate_up_proj",)),
+        Interleaved(M + "mlp.experts.{E}.linear_fc1.bias", (MLP + "experts.gate_up_proj_bias",), matrix=False),
+        StackedDown(M + "mlp.experts.{E}.linear_fc2.weight", (MLP + "experts.down_proj",)),
+        StackedCopy(M + "mlp.experts.{E}.linear_fc2.bias", (MLP + "experts.down_proj_bias",)),
+        *HEAD,
+    ),
+    fixed={"add_bias_linear": True, "softmax_type": "learnable", "activation_func": "quick_gelu", "glu_linear_offset": 1.0,
+           "moe_router_pre_softmax": False},
+))

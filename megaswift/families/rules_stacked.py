@@ -1,0 +1,87 @@
+"""Experts that Hugging Face keeps in one tensor a layer, [in, out] by expert, gate and up in alternating columns (gpt_oss).
+
+Owns the rules that cut one expert out of it and turn it round; `rules` has those of experts with tensors of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megaswift.families.rules import Cut, Piece, Scope, Shard, even
+from megaswift.families.spec import ModelSpec
+
+
+def _expert(cut: Cut) -> tuple[int]:
+    assert cut.expert is not None, "a rule about one expert"
+    return (cut.expert,)
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Gate and up of every expert, [E, h, 2 f] with columns gate, up, gate, up, ...: on each rank [its gates; its ups], [2 f / tp, h].
+
+    `matrix` False is for the biases [E, 2 f].
+    """
+
+    megatron: str
+    hf: tuple[str]
+    matrix: bool = True
+    scope: Scope = "expert"
+    when: str = ""
+    shard: ClassVar[Shard] = "column"
+    stacked: ClassVar[bool] = True
+    buffer: ClassVar[bool] = False
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[E, h, 2 f], or [E, 2 f]."""
+        return [(spec.experts, *((spec.hidden_size,) if self.matrix else ()), 2 * spec.expert_ffn)]
+
+    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+        """Every second column, twice."""
+        n = even(spec.expert_ffn, cut.tp, "expert_ffn")
+        first, stop = 2 * n * cut.rank, 2 * n * (cut.rank + 1)
+        return [Piece(0, first + part, stop - 1 + part, 2, _expert(cut), self.matrix) for part in (0, 1)]
+
+
+@dataclass(frozen=True)
+class StackedDown:
+    """The second matrix of every expert, [E, f, h]: [h, f / tp], cut along the inner width."""
+
+    megatron: str
+    hf: tuple[str]
+    scope: Scope = "expert"
+    when: str = ""
+    shard: ClassVar[Shard] = "row"
+    stacked: ClassVar[bool] = True
+    buffer: ClassVar[bool] = False
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[E, f, h]."""
+        return [(spec.experts, spec.expert_ffn, spec.hidden_size)]
+
+    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+        """A range of the inner width."""
+        n = even(spec.expert_ffn, cut.tp, "expert_ffn")
+        return [Piece(0, cut.rank * n, (cut.rank + 1) * n, 1, _expert(cut), True)]
+
+
+@dataclass(frozen=True)
+class StackedCopy:
+    """A vector of every expert, [E, h]: [h] on every rank."""
+
+    megatron: str
+    hf: tuple[str]
+    scope: Scope = "expert"
+    when: str = ""
+    shard: ClassVar[Shard] = "replicated"
+    stacked: ClassVar[bool] = True
+    buffer: ClassVar[bool] = False
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[E, h]."""
+        return [(spec.experts, spec.hidden_size)]
+
+    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+        """All of one expert's."""
+        return [Piece(0, 0, spec.hidden_size, 1, _expert(cut))]
