@@ -17,5 +17,5 @@ LAYOUTS = ("single", "tp2 sp ep2", *(pytest.param(text, marks=pytest.mark.slow) 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_trains(family: str, text: str, pool: Pool, references: References) -> None:
-    """Shared experts and their gates, windows that take turns, dense layers between; sinks, biases, a clamped activation, stacked experts."""
+    """Shared experts and their gates, windows that take turns, dense layers between; sinks, biases, stacked experts."""
     check(parse(text, model=family), pool, references)
