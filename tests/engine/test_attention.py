@@ -31,8 +31,8 @@ def masked(q, k, v, bounds, window, change=lambda scores: scores):
 def test_documents_and_windows(bounds, window):
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
-    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=None if window is None else (window - 1, 0),
-                             features=Features())
+    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, softmax_type="vanilla",
+                             window_size=None if window is None else (window - 1, 0), features=Features())
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     rows = RowLayout(24, torch.tensor(bounds), 1, 0)
     got = module(q[:, None], k[:, None], v[:, None], packed_seq_params=rows)
@@ -54,8 +54,8 @@ def test_soft_cap(monkeypatch, window, bytes_kept):
     monkeypatch.setattr(softcap, "CHUNK_BYTES", bytes_kept)
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
-    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=None if window is None else (window - 1, 0),
-                             features=Features(attention_softcap=0.7))
+    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, softmax_type="vanilla",
+                             window_size=None if window is None else (window - 1, 0), features=Features(attention_softcap=0.7))
     module = TorchAttention(config, 1, softmax_scale=0.5, pg_collection=SimpleNamespace(cp=None))
     weights = torch.randn(24, 4, 8)
     results = []

@@ -58,10 +58,9 @@ def test_fields_of_gpt_oss() -> None:
     assert (oss.experts, oss.topk, oss.expert_ffn, oss.head_dim, oss.linear_bias) == (32, 4, 2880, 64, True)
     assert oss.transformer["window_size"] == (127, 0) and oss.transformer["window_attn_skip_freq"] == [1, 0] * 12
     assert oss.rope.base == 150000.0 and oss.rope.scaling is not None and oss.rope.scaling["truncate"] is False
-    given = {name: oss.transformer[name] for name in ("activation_func", "activation_func_clamp_value", "glu_linear_offset", "softmax_type")}
-    assert given == {"activation_func": "quick_gelu", "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0,
-                     "softmax_type": "learnable"}
-    assert oss.transformer["moe_router_pre_softmax"] is False
+    want = {"activation_func": "quick_gelu", "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0, "softmax_type": "learnable",
+            "moe_router_pre_softmax": False}
+    assert {name: oss.transformer[name] for name in want} == want
     assert spec(GPT_OSS_20B, layer_types=...).transformer == oss.transformer
 
 

@@ -98,7 +98,7 @@ class TorchAttention(MegatronModule):
                 mask = _mask(count, keys, offset, self.window)
                 mask = None if mask is None else mask.to(q.device)
                 if self.softmax_offset is not None:
-                    outs.append(sink_attention(*parts, self.softmax_offset, self.softmax_scale, mask, dropout))
+                    outs.append(sink_attention(parts, self.softmax_offset, self.softmax_scale, mask, dropout))
                     continue
                 outs.append(F.scaled_dot_product_attention(
                     *parts, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, dropout_p=dropout))

@@ -15,9 +15,10 @@ LANES = 8
 """Columns added to queries and keys, of which one is used: fused kernels want head sizes in multiples of 8."""
 
 
-def sink_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, scale: float, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+def sink_attention(qkv: tuple[Tensor, Tensor, Tensor], sink: Tensor, scale: float, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
     """[b, h, s, d] from q [b, h, s, d], k and v [b, h, n, d], sink [h]; `mask` bool [s, n], True where seen, None: plain causal."""
-    b, heads, _, d = q.shape
+    q, k, v = qkv
+    b, d = q.shape[0], q.shape[3]
     lanes = q.new_zeros(LANES)
     lanes[0] = 1.0
     q = torch.cat([q, lanes.expand(*q.shape[:-1], LANES)], dim=-1)

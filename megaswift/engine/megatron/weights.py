@@ -54,7 +54,7 @@ def _mark(parameter: nn.Parameter, entry: Entry) -> None:
     if entry.expert is not None:
         parameter.allreduce = False
         parameter.sequence_parallel = False
-    # an expert's replicated bias (ETP is 1 then) is no copy either: Megatron-Core 0.16 asks the dense layers' group, whose ranks hold others
+    # an expert's replicated bias (ETP is 1 then) is no copy either: Megatron-Core 0.16 asks the dense layers' group, of other experts
     parameter.tensor_model_parallel = entry.shard != "replicated" or entry.expert is not None
     parameter.partition_dim = 1 if entry.shard == "row" else 0
     parameter.partition_stride = 1
