@@ -101,7 +101,6 @@ def bench(gigabytes: float, folder: Path) -> None:
     assert same, "the round trip changed a byte"
     for path in (hf, megatron, back):
         shutil.rmtree(path)
-    return rows
 
 
 def main() -> None:

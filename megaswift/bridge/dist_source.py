@@ -83,7 +83,12 @@ class DistSource:
     def region(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The part of `shape` at `offset` of a tensor, in its stored dtype."""
         out = torch.empty(tuple(shape), dtype=self.dtype(key))
-        filled = 0
+        self.fill(key, offset, out)
+        return out
+
+    def fill(self, key: str, offset: Sequence[int], out: Tensor) -> None:
+        """Read the part at `offset` of a tensor into `out`, which has its shape and the stored dtype."""
+        filled, shape = 0, tuple(out.shape)
         rows = (offset[0], offset[0] + shape[0]) if shape else (0, 1)
         for box in self._of(key).near(*rows):
             low = [max(a, b) for a, b in zip(offset, box.offset, strict=True)]
@@ -97,7 +102,6 @@ class DistSource:
             filled += target.numel()
         if filled != out.numel():
             raise CheckpointError(Problem(f"{self.file(key)}, tensor {key}", f"is incomplete: the part at {list(offset)} is not there"))
-        return out
 
     def _of(self, key: str) -> _Boxes:
         if key not in self._boxes:

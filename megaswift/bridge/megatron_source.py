@@ -131,8 +131,12 @@ class MegatronSource:
             extent.reverse()
         place = self._places[entry.megatron]
         expert = place.offset[: len(place.whole) - len(corner)]
-        found = self.tensors.region(self._key(place.key, out.dtype), (*expert, *corner), (*(1 for _ in expert), *extent)).view(extent)
-        target.copy_(found.t() if piece.transposed else found)
+        key, where, shape = self._key(place.key, out.dtype), (*expert, *corner), (*(1 for _ in expert), *extent)
+        if target.is_contiguous() and not piece.transposed and self.tensors.dtype(key) == out.dtype:
+            self.tensors.fill(key, where, target.view(shape))
+        else:
+            found = self.tensors.region(key, where, shape).view(extent)
+            target.copy_(found.t() if piece.transposed else found)
         return target.numel()
 
     def _key(self, key: str, wanted: torch.dtype) -> str:
