@@ -57,3 +57,18 @@ def folder_of(folder: Path, tensors: dict[str, Tensor], quantization: dict[str, 
     (folder / "config.json").write_text(json.dumps({"dtype": dtype, "quantization_config": quantization}))
     rewrite(folder, tensors)
     return folder
+
+
+def quantise_mxfp4(folder: Path) -> Path:
+    """A gpt_oss folder in place, its experts [E, in, out] in MXFP4 with random values."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors_of(folder).items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, rows, columns = tensor.shape
+            out[f"{name}_blocks"] = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+            out[f"{name}_scales"] = torch.randint(110, 124, (experts, columns, rows // 32), dtype=torch.uint8)
+        else:
+            out[name] = tensor.to(torch.bfloat16)
+    rewrite(folder, out)
+    set_config(folder, dtype="bfloat16", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return folder
