@@ -1,6 +1,7 @@
 """Configuration rows of single dense families.
 
-Owns Phi's longrope, and the fields of Gemma, Granite, SmolLM3 and Seed-OSS that no other family has; `config_tables` has what families share.
+Owns Phi's longrope, two rotary bases in a model, and the fields of Gemma, Granite, SmolLM3, Seed-OSS and EXAONE that no other family
+has; `config_tables` has what families share.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from megaswift.families.config_rows import ConfigRow, Group, MustBe, Reading, Row, Unused
 from megaswift.families.config_tables import rope
-from megaswift.families.config_windows import alternating
+from megaswift.families.config_windows import WindowedLayer, alternating
 from megaswift.families.spec import RopeSpec
 
 _PARTIAL = rope(partial=1.0)
@@ -52,31 +53,26 @@ def _longrope(reading: Reading) -> None:
 LONGROPE = Group((*_ROPE_KEYS, "original_max_position_embeddings"), _longrope)
 
 
-def _gemma_rope(reading: Reading) -> None:
-    """Two rotary embeddings: `rope_theta` with scaling in full layers, `rope_local_base_freq` in windowed ones.
+def two_ropes(full_theta: float, local_theta: float) -> Group:
+    """Two rotary embeddings: `rope_theta` with scaling in full layers, `rope_local_base_freq` without any in windowed ones.
 
-    transformers 5 writes both into `rope_parameters`, by kind of layer.
+    transformers 5 writes both into `rope_parameters`, by kind of layer. The thetas are transformers' defaults.
     """
-    raw = reading.raw
-    given: Any = raw.get("rope_parameters") or {}
-    full, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
-    scaling = raw.get("rope_scaling") or {}
-    for name in given:
-        if name not in ("full_attention", "sliding_attention"):
-            reading.problem("rope_parameters", f"{name} is no kind of layer: full_attention or sliding_attention")
-    merged = {"rope_theta": raw.get("rope_theta") or 1e6, **full, **scaling}
-    plain = Reading(reading.family, {"rope_parameters": merged, "max_position_embeddings": raw.get("max_position_embeddings")},
-                    reading.problems, reading.values)
-    rope().read(plain)
-    base = local.get("rope_theta") or raw.get("rope_local_base_freq") or 10000.0
-    if local.get("rope_type", "default") != "default" or set(local) - {"rope_type", "rope_theta"}:
-        reading.problem("rope_parameters", "scaling of sliding_attention is not supported: transformers' released models have none")
-    if merged.get("rope_type", merged.get("type", "default")) == "yarn":
-        reading.problem("rope_parameters" if full else "rope_scaling", "yarn's factor would apply to windowed layers as well")
-    reading.values["rope_local"] = RopeSpec(float(base))
-
-
-GEMMA_ROPE = Group(("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), _gemma_rope)
+    def read(reading: Reading) -> None:
+        raw = reading.raw
+        given: Any = raw.get("rope_parameters") or {}
+        full, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
+        for name in given:
+            if name not in ("full_attention", "sliding_attention"):
+                reading.problem("rope_parameters", f"{name} is no kind of layer: full_attention or sliding_attention")
+        merged = {"rope_theta": raw.get("rope_theta") or full_theta, **full, **(raw.get("rope_scaling") or {})}
+        plain = Reading(reading.family, {"rope_parameters": merged, "max_position_embeddings": raw.get("max_position_embeddings")},
+                        reading.problems, reading.values)
+        rope().read(plain)
+        if local.get("rope_type", "default") != "default" or set(local) - {"rope_type", "rope_theta"}:
+            reading.problem("rope_parameters", "scaling of sliding_attention is not supported: transformers' released models have none")
+        reading.values["rope_local"] = RopeSpec(float(local.get("rope_theta") or raw.get("rope_local_base_freq") or local_theta))
+    return Group(("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), read)
 
 
 def _embedding_scale(reading: Reading) -> None:
@@ -119,6 +115,11 @@ def softcaps(attention: float | None, logits: float | None) -> Group:
             reading.problem("attention_dropout", "must be 0: attention with a soft cap has no dropout here")
         reading.values["attention_dropout"] = dropout
     return Group(("attn_logit_softcapping", "final_logit_softcapping", "attention_dropout"), read)
+
+
+def windowed_but_every(every: int) -> WindowedLayer:
+    """All layers have a window but every `every`-th."""
+    return lambda _, layer: (layer + 1) % every != 0
 
 
 def gemma3_windowed(reading: Reading, layer: int) -> bool:
@@ -185,3 +186,21 @@ def _seed_biases(reading: Reading) -> None:
 
 
 SEED_BIASES = Group(("attention_bias", "attention_out_bias", "mlp_bias"), _seed_biases)
+
+
+def _exaone_layers(reading: Reading) -> None:
+    """Windows as `layer_types` or `sliding_window_pattern` say; where there are any, full layers have no rotary embedding."""
+    every = reading.raw.get("sliding_window_pattern", 4)
+    windows = reading.raw.get("sliding_window", 4096) is not None
+    if windows and not isinstance(every, int) and reading.raw.get("layer_types") is None:
+        reading.problem("sliding_window_pattern", "should be a number, or layer_types be given")
+        return
+    alternating(lambda _, layer: windows and bool((layer + 1) % every if every else True), 4096).read(reading)
+    layers = reading.raw.get("num_hidden_layers")
+    if windows and isinstance(layers, int):
+        ones = reading.values.get("window_attn_skip_freq") or [int("window_size" in reading.values)] * layers
+        if not all(ones):
+            reading.values["no_rope_freq"] = [1 - one for one in ones]
+
+
+EXAONE_LAYERS = Group(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)

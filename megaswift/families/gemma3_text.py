@@ -6,7 +6,7 @@ https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) hold this on
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
-from megaswift.families.config_dense import GEMMA, GEMMA_ROPE, gemma3_windowed, softcaps
+from megaswift.families.config_dense import GEMMA, gemma3_windowed, softcaps, two_ropes
 from megaswift.families.config_tables import FFN, head_dim, kv_heads
 from megaswift.families.config_windows import alternating
 from megaswift.families.family import FAMILIES, Family
@@ -15,7 +15,7 @@ FAMILIES.register("gemma3_text", Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
     config=(
-        FFN, head_dim(256), kv_heads(), GEMMA_ROPE, *GEMMA, softcaps(None, None),
+        FFN, head_dim(256), kv_heads(), two_ropes(1e6, 1e4), *GEMMA, softcaps(None, None),
         alternating(gemma3_windowed, 4096, keys=("sliding_window_pattern", "_sliding_window_pattern")),
     ),
     weights=(*EMBEDDING, *ATTENTION, *QK_NORM, *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),

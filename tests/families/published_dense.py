@@ -70,6 +70,27 @@ SEED_OSS_36B: dict[str, Any] = {
     "rms_norm_eps": 1e-06, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "transformers_version": "4.55.0", "use_cache": True, "vocab_size": 155136,
 }
+OLMO_3_7B: dict[str, Any] = {
+    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 8,
+    "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+    "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0", "use_cache": True, "vocab_size": 100278,
+}
+EXAONE_4_1B: dict[str, Any] = {
+    "architectures": ["Exaone4ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 361, "head_dim": 64,
+    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 4096,
+    "layer_types": ["full_attention"] * 30, "max_position_embeddings": 65536, "model_type": "exaone4", "num_attention_heads": 32,
+    "num_hidden_layers": 30, "num_key_value_heads": 8, "pad_token_id": 0, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+                     "rope_type": "llama3"},
+    "rope_theta": 1000000, "sliding_window": None, "sliding_window_pattern": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": True, "vocab_size": 102400,
+}
 
 DENSE: dict[str, tuple[dict[str, Any], int]] = {
     "phi-4": (PHI_4, 14_659_507_200),
@@ -78,6 +99,8 @@ DENSE: dict[str, tuple[dict[str, Any], int]] = {
     "olmo-2-7b": (OLMO_2_7B, 7_298_617_344),
     "glm-4-9b": (GLM_4_9B, 9_400_279_040),
     "granite-3.0-2b": (GRANITE_3_2B, 2_533_531_648),
+    "olmo-3-7b": (OLMO_3_7B, 7_298_011_136),
+    "exaone-4.0-1.2b": (EXAONE_4_1B, 1_279_391_488),
     "seed-oss-36b": (SEED_OSS_36B, 36_151_104_512),
     "smollm3-3b": (SMOLLM3_3B, 3_075_098_624),
 }

@@ -9,7 +9,18 @@ import pytest
 
 from megaswift.errors import WeightsError
 from megaswift.families.spec import RopeSpec
-from tests.families.published_dense import GEMMA_2_2B, GEMMA_3_1B, GLM_4_9B, GRANITE_3_2B, OLMO_2_7B, PHI_4, SEED_OSS_36B, SMOLLM3_3B
+from tests.families.published_dense import (
+    EXAONE_4_1B,
+    GEMMA_2_2B,
+    GEMMA_3_1B,
+    GLM_4_9B,
+    GRANITE_3_2B,
+    OLMO_2_7B,
+    OLMO_3_7B,
+    PHI_4,
+    SEED_OSS_36B,
+    SMOLLM3_3B,
+)
 from tests.families.test_config_rows import spec
 
 FACTORS = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
@@ -32,7 +43,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gemma local scaling", GEMMA_3_1B, {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
      "scaling of sliding_attention"),
     ("gemma kind of layer", GEMMA_3_1B, {"rope_parameters": {"chunked_attention": {}}}, "chunked_attention is no kind of layer"),
-    ("gemma yarn", GEMMA_3_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "windowed layers as well"),
+    ("exaone pattern", EXAONE_4_1B, {"sliding_window": 64, "sliding_window_pattern": "LLLG", "layer_types": ...}, "sliding_window_pattern"),
     ("olmo2 bias", OLMO_2_7B, {"attention_bias": True}, "attention_bias True"),
     ("granite divisor", GRANITE_3_2B, {"logits_scaling": 0}, "logits_scaling 0"),
     ("seed_oss biases", SEED_OSS_36B, {"mlp_bias": True}, "mlp_bias True"),
@@ -72,7 +83,9 @@ def test_gemma() -> None:
     assert scaled.rope.scaling == {"rope_type": "linear", "factor": 8.0} and scaled.features.rope_local == RopeSpec(1e4)
 
 
-@pytest.mark.parametrize(("base", "changes"), [(GEMMA_2_2B, {}), (GEMMA_3_1B, {}), (GEMMA_3_1B, {"sliding_window_pattern": 4})])
+@pytest.mark.parametrize(("base", "changes"), [(GEMMA_2_2B, {}), (GEMMA_3_1B, {}), (GEMMA_3_1B, {"sliding_window_pattern": 4}),
+                                               (OLMO_3_7B, {}), (OLMO_3_7B, {"layer_types": None}),
+                                               (EXAONE_4_1B, {"sliding_window": 64, "sliding_window_pattern": 4, "layer_types": None})])
 def test_windows_are_transformers_own(base: dict[str, Any], changes: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
@@ -80,7 +93,7 @@ def test_windows_are_transformers_own(base: dict[str, Any], changes: dict[str, A
     theirs = AutoConfig.for_model(base["model_type"], **fields).layer_types
     ours = spec(base, **changes).transformer
     assert ours["window_attn_skip_freq"] == [int(kind == "sliding_attention") for kind in theirs]
-    assert ours["window_size"] == (base["sliding_window"] - 1, 0)
+    assert ours["window_size"] == ({**base, **changes}["sliding_window"] - 1, 0)
 
 
 def test_layers_without_rotary_embedding_are_transformers_own() -> None:
@@ -93,6 +106,16 @@ def test_layers_without_rotary_embedding_are_transformers_own() -> None:
     assert ours.transformer["no_rope_freq"] == [1 - r for r in theirs.no_rope_layers]
     assert ours.transformer["window_attn_skip_freq"] == [int(kind == "sliding_attention") for kind in theirs.layer_types]
     assert spec(SMOLLM3_3B).transformer["no_rope_freq"] == [0, 0, 0, 1] * 9 and "window_size" not in spec(SMOLLM3_3B).transformer
+
+
+def test_olmo3_and_exaone() -> None:
+    olmo, exaone = spec(OLMO_3_7B), spec(EXAONE_4_1B)
+    assert olmo.features.rope_local == RopeSpec(5e5) and olmo.rope.base == 5e5
+    assert olmo.rope.scaling is not None and olmo.rope.scaling["rope_type"] == "yarn"
+    assert "no_rope_freq" not in exaone.transformer and "window_size" not in exaone.transformer
+    hybrid = spec(EXAONE_4_1B, sliding_window=64, sliding_window_pattern="LLLG",
+                  layer_types=["sliding_attention", "full_attention"] * 15)
+    assert hybrid.transformer["no_rope_freq"] == [0, 1] * 15 and hybrid.transformer["window_attn_skip_freq"] == [1, 0] * 15
 
 
 def test_the_rest() -> None:

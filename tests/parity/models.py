@@ -91,6 +91,11 @@ VARIANTS |= {
         "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 20000.0},
                             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),
     "olmo2": ("olmo2", DENSE),
+    "olmo3": ("olmo3", {
+        **DENSE, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {"full_attention": {**YARN["rope_parameters"]},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+    "exaone4": ("exaone4", {**BASE, "sliding_window": 7, "sliding_window_pattern": 2, **LLAMA3}),
     "glm4": ("glm4", {**BASE, "attention_bias": True, "partial_rotary_factor": 0.5}),
     "granite": ("granite", {**DENSE, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
                             "logits_scaling": 1.7, "tie_word_embeddings": True}),

@@ -15,7 +15,7 @@ from tests.parity.test_parity import check
 pytestmark = pytest.mark.process
 LAYOUTS = ("tp2 sp pp2", "packed cp2", *(pytest.param(text, marks=pytest.mark.slow) for text in (
     "single", "tp4", "tp2 pp2 vpp2 recompute=full", "cp2 recompute=selective packed", "dp2 do")))
-VARIANTS = ("phi3", "phi3-longrope", "gemma2", "gemma3_text", "olmo2", "glm4", "granite", "smollm3", "seed_oss")
+VARIANTS = ("phi3", "phi3-longrope", "gemma2", "gemma3_text", "olmo2", "glm4", "granite", "smollm3", "seed_oss", "olmo3", "exaone4")
 
 
 @pytest.mark.parametrize("text", LAYOUTS)

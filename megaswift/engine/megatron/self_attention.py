@@ -6,6 +6,7 @@ a norm whose heads lie on several ranks. Other families use Megatron-Core's own.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -82,6 +83,9 @@ class OwnSelfAttention(SelfAttention):
         super().__init__(config, *args, **kwargs)
         self.two_rotaries = config.features.rope_local is not None
         self.windowed = window_of(config, self.layer_number) is not None
+        if self.two_rotaries and self.windowed:  # only full layers are scaled: yarn's factor on cosine and sine is theirs
+            self.config = copy.copy(self.config)
+            self.config.yarn_rotary_scaling_factor = 1.0
         for norm in (self.q_layernorm, self.k_layernorm):
             if isinstance(norm, WideNorm):
                 norm.group = self.pg_collection.tp

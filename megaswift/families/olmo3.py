@@ -1,0 +1,21 @@
+"""OLMo 3: OLMo 2 with three windowed layers to a full one; only full layers have their rotary embedding scaled.
+
+https://allenai.org/olmo.
+"""
+
+from __future__ import annotations
+
+from megaswift.families.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE, dense_mlp, post_norms
+from megaswift.families.config_dense import two_ropes, windowed_but_every
+from megaswift.families.config_tables import FFN, NO_ATTENTION_BIAS, head_dim, kv_heads
+from megaswift.families.config_windows import alternating
+from megaswift.families.family import FAMILIES, Family
+
+FAMILIES.register("olmo3", Family(
+    name="olmo3",
+    architecture="Olmo3ForCausalLM",
+    config=(FFN, head_dim(), kv_heads(required=False), two_ropes(5e5, 5e5), alternating(windowed_but_every(4), 4096), NO_ATTENTION_BIAS),
+    weights=(*EMBEDDING, *PROJECTIONS, *QK_NORM_WIDE, *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
+             *dense_mlp(norm=""), *HEAD),
+    fixed={"qk_layernorm": True, "qk_norm_width": "all", "pre_norm": False, "post_norm": True},
+))
