@@ -59,6 +59,16 @@ def folder_of(folder: Path, tensors: dict[str, Tensor], quantization: dict[str, 
     return folder
 
 
+def gpt_oss(folder: Path) -> Path:
+    """A tiny gpt_oss with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 130, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 16, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 100}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes)).save_pretrained(folder)
+    return folder
+
+
 def quantise_mxfp4(folder: Path) -> Path:
     """A gpt_oss folder in place, its experts [E, in, out] in MXFP4 with random values."""
     out: dict[str, Tensor] = {}

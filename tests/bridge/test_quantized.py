@@ -18,7 +18,7 @@ from megaswift.bridge.hf_source import HfSource
 from megaswift.errors import WeightsError
 from megaswift.families import family_of, load_spec
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
-from tests.bridge.quantise import folder_of, fp8, fp8_config, quantise_fp8, quantise_mxfp4
+from tests.bridge.quantise import folder_of, fp8, fp8_config, gpt_oss, quantise_fp8, quantise_mxfp4
 from tests.families.published import QWEN3_30B_A3B
 
 Fresh = Callable[[str], Path]
@@ -155,12 +155,9 @@ def test_a_model_is_what_transformers_loads(fresh: Fresh, tmp_path: Path) -> Non
 
 def test_a_gpt_oss_folder_is_what_transformers_loads(tmp_path: Path) -> None:
     """Names, transposed experts and every bit."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    sizes = {"vocab_size": 130, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "head_dim": 16, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes)).save_pretrained(tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(quantise_mxfp4(tmp_path)).state_dict()  # on a CPU, transformers dequantises
+    theirs = AutoModelForCausalLM.from_pretrained(quantise_mxfp4(gpt_oss(tmp_path))).state_dict()  # on a CPU, transformers dequantises
     source = open_hf(tmp_path)
     assert set(source.names()) == set(theirs) and theirs["model.layers.1.mlp.experts.gate_up_proj"].shape == (4, 64, 192)
     assert [n for n, t in theirs.items() if t.dtype != source.dtype(n) or not torch.equal(t, source.slice(n))] == []

@@ -22,7 +22,7 @@ from megaswift.bridge.hf_to_megatron import Options, hf_to_megatron
 from megaswift.convert import convert
 from megaswift.errors import UserError
 from tests.bridge.folders import make, rewrite, set_config, tensors_of
-from tests.bridge.quantise import quantise_fp8
+from tests.bridge.quantise import gpt_oss, quantise_fp8
 from tests.sources import ROOT
 
 Fresh = Callable[[str], Path]
@@ -219,6 +219,16 @@ def test_logits_of_a_checkpoint_on_own_prompts(verify: Any, folders: Path, tmp_p
     prompts.write_text("[1000]\n")
     with pytest.raises(UserError, match=r"prompts.txt:1: has token 1000, the model has 130"):
         convert(["verify", str(a), str(a), "--logits", "--prompts", str(prompts)])
+
+
+def test_logits_of_a_model_without_sdpa(verify: Any, tmp_path: Path) -> None:
+    """gpt_oss has sinks, so only eager attention: its spread is that between float32 and float64."""
+    folder = gpt_oss(tmp_path / "m")
+    code, out, report = verify(folder, folder, "--logits")
+    assert code == 0 and "float32 and float64" in out and 0 < report["tolerance"] < 1e-4
+    assert [r["tokens"] for r in report["prompts"]] == [1, 7, 32, 64, 100, 24]  # no longer than the model's positions
+    other = changed(Path(shutil.copytree(folder, tmp_path / "other")), lambda t: t[NORM].mul_(1.01))
+    assert verify(folder, other, "--logits")[0] == 1
 
 
 def test_logits_need_every_weight(fresh: Fresh, folders: Path) -> None:
