@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.families.config_rows import ConfigRow, Group, Reading, Unused
+from megaswift.families.config_rows import ConfigRow, Group, MustBe, Reading, Unused
 from megaswift.families.spec import ModelSpec
 
 KEYS = ("n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
@@ -20,7 +20,19 @@ PRETRAINING: tuple[ConfigRow, ...] = (
     Unused(("output_router_logits",), "whether transformers returns them"),
     Unused(("num_nextn_predict_layers", "num_mtp_layers"), "how many layers for multi-token prediction are kept unchanged"),
     Unused(("ep_size",), "how their authors ran it; --ep sets it here"),
+    MustBe("moe_layer_freq", (1,), "every layer after the dense ones has experts"),
 )
+AUTHORS = ("configuration_deepseek.", "modeling_deepseek.")
+
+
+def _authors_code(reading: Reading) -> None:
+    given = reading.raw.get("auto_map") or {}
+    if not isinstance(given, dict) or not all(str(place).startswith(AUTHORS) for place in given.values()):
+        reading.problem("auto_map", "names code other than its authors' own, which transformers has built in: it may compute something else",
+                        "remove auto_map if transformers' built-in model gives the same results")
+
+
+AUTHORS_CODE = Group(("auto_map",), _authors_code)
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,8 @@ class Routing:
     normalised: bool
     groups: int = 1
     topk_group: int = 1
+    method: str = "noaux_tc"
+    """`topk_method`; `greedy` chooses among all experts, whatever `n_group` says."""
 
 
 def routed_experts(family: Routing) -> Group:
@@ -70,12 +84,15 @@ def _router(reading: Reading, family: Routing, experts: int, topk: int) -> None:
     normalised = reading.get("norm_topk_prob", bool, family.normalised)
     if family.score == "sigmoid":
         values["router_normalised"] = normalised
+    elif normalised:
+        reading.problem("norm_topk_prob", "must be false: transformers' model scales weights and does not normalise them")
     if topk > experts:
         reading.problem("num_experts_per_tok", f"is more than the {experts} experts")
     if topk == 1 and normalised and family.score == "sigmoid":
         reading.problem("num_experts_per_tok", "one expert a token with normalised weights gives a weight of 1 and the router no gradient")
     groups, chosen = reading.get("n_group", int, family.groups, 1), reading.get("topk_group", int, family.topk_group, 1)
-    if groups is not None and chosen is not None and groups > 1:
+    greedy = reading.raw.get("topk_method", family.method) == "greedy"
+    if groups is not None and chosen is not None and groups > 1 and not greedy:
         if experts % groups or experts // groups < family.best:
             reading.problem("n_group", f"should divide the {experts} experts into groups of {family.best} or more")
         elif chosen > groups or topk > chosen * (experts // groups):

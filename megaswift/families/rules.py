@@ -137,6 +137,29 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class ColumnParallel:
+    """[out, in], cut along the output."""
+
+    megatron: str
+    hf: tuple[str]
+    dims: tuple[str, str]
+    scope: Scope = "layer"
+    when: str = ""
+    shard: ClassVar[Shard] = "column"
+    stacked: ClassVar[bool] = False
+    buffer: ClassVar[bool] = False
+
+    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """[out, in]."""
+        return [sizes(spec, self.dims)]
+
+    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+        """A range of rows."""
+        n = even(getattr(spec, self.dims[0]), cut.tp, self.dims[0])
+        return [Piece(0, cut.rank * n, (cut.rank + 1) * n)]
+
+
+@dataclass(frozen=True)
 class RowParallel:
     """[out, in], cut along the input: attention's output projection, the second MLP layer."""
 

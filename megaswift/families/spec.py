@@ -47,6 +47,8 @@ class Features:
     """The rotary embedding of windowed layers, where it differs."""
     longest: int | None = None
     """Tokens of the longest sequence that has these frequencies; None: any length."""
+    latent_pairs: bool = False
+    """Whether latent attention rotates neighbours as pairs, not the halves of a part."""
     router_group_best: int = 0
     """How many of its best experts make a group's score, where the router chooses groups first; 0: it does not."""
     router_normalised: bool = True
@@ -111,6 +113,47 @@ class ModelSpec:
     def kv_width(self) -> int:
         """KV heads x head_dim: the width of all keys of a token."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def rotated_width(self) -> int:
+        """The part of a head that rotary embedding is about: of latent attention the part made for it, else the whole."""
+        return self.transformer.get("qk_pos_emb_head_dim") or self.head_dim
+
+    @property
+    def q_rank(self) -> int:
+        """Width of the compressed queries of latent attention; 0: not compressed."""
+        return self.transformer.get("q_lora_rank") or 0
+
+    @property
+    def whole_queries(self) -> bool:
+        """Queries are not compressed."""
+        return not self.q_rank
+
+    @property
+    def kv_rank(self) -> int:
+        """Width of the compressed keys and values of latent attention."""
+        return self.transformer["kv_lora_rank"]
+
+    @property
+    def latent_width(self) -> int:
+        """Compressed keys and values, and the rotated part of the keys that all heads share."""
+        return self.kv_rank + self.rotated_width
+
+    @property
+    def latent_queries(self) -> int:
+        """heads x width of a query."""
+        return self.heads * (self.transformer["qk_head_dim"] + self.rotated_width)
+
+    @property
+    def latent_keys_values(self) -> int:
+        """heads x (width of a key's part that is not rotated + width of a value)."""
+        return self.heads * (self.transformer["qk_head_dim"] + self.head_dim)
+
+    @property
+    def product_width(self) -> int:
+        """heads x mean width of the two products of attention, queries with keys and scores with values."""
+        latent = "kv_lora_rank" in self.transformer
+        return (self.latent_queries + self.attention_width) // 2 if latent else self.attention_width
 
     @property
     def ffn(self) -> int:

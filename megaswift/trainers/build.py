@@ -144,7 +144,7 @@ class Build:
 
     def speed(self, engine: MegatronEngine) -> Speed:
         """The FLOP rule of this model on these devices."""
-        rule = FlopRule(engine.report().flops_per_token_parameters, self.spec.num_layers * self.spec.attention_width)
+        rule = FlopRule(engine.report().flops_per_token_parameters, self.spec.num_layers * self.spec.product_width)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         peak = peak_tflops(device, str(engine.config.params_dtype).removeprefix("torch."))
         layout = self.layout

@@ -39,6 +39,11 @@ DEEPSEEK_MOE: dict[str, Any] = {
     **BASE, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 4, "topk_group": 2,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8, "q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "head_dim": 8, "rms_norm_eps": 1e-4,
+}
+"""Unequal widths; an epsilon that the norms of compressed queries and keys do not share."""
 
 
 def _rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -51,6 +56,7 @@ GPT_OSS: dict[str, Any] = {
     **MIXTRAL, **_rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=1.0, truncate=False),
     "sliding_window": 7, "swiglu_limit": 0.6,
 }
+LATENT_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.5)
 EXPERT_TYPES = ("mixtral",)
 NO_HEAD_DIM = {k: v for k, v in BASE.items() if k != "head_dim"}
 
@@ -72,6 +78,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tiny-heads": ("qwen3", {**BASE, "head_dim": 24}),
     "mixtral": ("mixtral", MIXTRAL),
     "glm4_moe": ("glm4_moe", {**DEEPSEEK_MOE, "attention_bias": True, "use_qk_norm": True}),
+    "deepseek_v2": ("deepseek_v2", {
+        **DEEPSEEK_MOE, **LATENT, **LATENT_YARN, "norm_topk_prob": False, "topk_method": "group_limited_greedy"}),
+    "deepseek_v2-greedy": ("deepseek_v2", {**DEEPSEEK_MOE, **LATENT, "q_lora_rank": None, "norm_topk_prob": False}),
+    "deepseek_v3": ("deepseek_v3", {**DEEPSEEK_MOE, **LATENT, **LATENT_YARN}),
+    "deepseek_v3-plain": ("deepseek_v3", {
+        **DEEPSEEK_MOE, **LATENT, "q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "deepseek_v3-dense": ("deepseek_v3", {**DEEPSEEK_MOE, **LATENT, "first_k_dense_replace": 4}),
     "glm4_moe-plain": ("glm4_moe", {**DEEPSEEK_MOE, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "norm_topk_prob": False}),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),

@@ -8,6 +8,7 @@ constants are replaced in the code objects themselves, so that no call is interc
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import types
 from dataclasses import dataclass
@@ -173,7 +174,10 @@ def install() -> None:
 
 
 def _without_transformer_engine() -> None:
-    """0.16 without Transformer Engine: names that its guarded imports leave undefined."""
+    """0.16 without Transformer Engine: names that its guarded imports leave undefined, or wrong."""
     moe = importlib.import_module(_CORE + "transformer.moe.moe_utils")
     if not hasattr(moe, "te_general_gemm"):
         moe.te_general_gemm = None  # router_gating_linear reads it: NameError otherwise
+    latent = importlib.import_module(_CORE + "transformer.multi_latent_attention")
+    if importlib.util.find_spec("transformer_engine") is None:
+        latent.HAVE_TE = False  # True because the import of mocked classes succeeds: isinstance then refuses them

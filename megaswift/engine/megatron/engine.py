@@ -44,7 +44,7 @@ class MegatronEngine:
     def __init__(self, spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
-        self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, only_torch(spec))
+        self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, only_torch(spec.features))
         if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
             raise ConfigError(lacking)
         self.config = transformer_config(spec, cfg, self.layout, self.impl)

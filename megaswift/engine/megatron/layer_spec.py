@@ -15,10 +15,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,6 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megaswift.engine.megatron.activation import GATED
 from megaswift.engine.megatron.attention import TorchAttention
 from megaswift.engine.megatron.expert_linear import ExpertRowParallelLinear
+from megaswift.engine.megatron.latent_attention import EngineLatentAttention, TorchLatentAttention, WholeLinear
 from megaswift.engine.megatron.norm import NormColumnParallelLinear, QKNorm, TorchNorm
 from megaswift.engine.megatron.residual import ResidualLinear
 from megaswift.engine.megatron.router import BalancedRouter
@@ -38,10 +41,10 @@ IN_LAYERS = ("residual_scale", "attention_softcap", "pre_norm", "post_norm", "qk
 """Features that Transformer Engine's layers, as Megatron-Core puts them together, do not compute."""
 
 
-def only_torch(spec: ModelSpec) -> str:
+def only_torch(features: Features) -> str:
     """What of a model the torch layers alone compute; empty when both specs do."""
     plain = Features()
-    return ", ".join(name for name in IN_LAYERS if getattr(spec.features, name) != getattr(plain, name))
+    return ", ".join(name for name in IN_LAYERS if getattr(features, name) != getattr(plain, name))
 
 
 def pick(asked: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
@@ -89,6 +92,8 @@ def _torch_mlp(config: TransformerConfig, moe: bool, features: Features) -> Modu
 def torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
     """One layer from plain torch modules."""
     features: Features = config.features
+    if config.multi_latent_attention:
+        return _latent_layer(config, moe, features)
     into, out = _outer(features)
     wide = features.qk_norm_width == "all"
     norms = ((WideQueryNorm, WideKeyNorm) if wide else (QKNorm, QKNorm)) if config.qk_layernorm else (None, None)
@@ -109,11 +114,36 @@ def torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
     )
 
 
+def _latent_layer(config: TransformerConfig, moe: bool, features: Features) -> ModuleSpec:
+    """One layer with latent attention; its first norm stands alone, because several products read it."""
+    assert not only_torch(features), "no such latent attention"
+    attention = MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear, linear_q_down_proj=WholeLinear, linear_q_up_proj=NormColumnParallelLinear,
+        linear_kv_down_proj=WholeLinear, linear_kv_up_proj=NormColumnParallelLinear, core_attention=TorchAttention,
+        linear_proj=RowParallelLinear, q_layernorm=IdentityOp, kv_layernorm=IdentityOp,
+    )
+    extra: dict[str, Any] = {"pre_mlp_layernorm": TorchNorm} if moe else {}
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=TorchNorm,
+            self_attention=ModuleSpec(module=TorchLatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attn_bda=get_bias_dropout_add,
+            mlp=_torch_mlp(config, moe, features),
+            mlp_bda=get_bias_dropout_add,
+            **extra,
+        ),
+    )
+
+
 def te_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
     """One layer from Transformer Engine's fused modules, with our router."""
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
     )
+    if config.multi_latent_attention:
+        spec.submodules.self_attention.module = EngineLatentAttention
     if moe:
         mlp = spec.submodules.mlp  # a ModuleSpec in 0.16, a functools.partial in 0.19
         (mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules).router = BalancedRouter

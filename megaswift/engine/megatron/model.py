@@ -45,6 +45,13 @@ class SwiftGPT(GPTModel):
         mask = self._padding_mask(step)
         return module(step.input_ids, step.positions, None, packed_seq_params=step.rows, padding_mask=mask)
 
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Megatron's, with rotary angles for latent attention too."""
+        prepared = super()._preprocess(*args, **kwargs)
+        if not self.config.multi_latent_attention:
+            return prepared
+        return (prepared[0], self.rotary_pos_emb(), *prepared[2:])
+
     def _padding_mask(self, step: Pass) -> Tensor | None:
         """[b, s / cp], or its sequence-parallel part on later stages: Megatron cuts it on the first stage only."""
         if self.config.num_moe_experts is None:
@@ -109,10 +116,10 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
             pg_collection=context.groups,
             vp_stage=stage,
         )
-        if impl == "torch":
+        if impl == "torch" or config.multi_latent_attention:
             local = local_frequencies(spec)
             local = None if local is None else local.to(context.device)
-            model.rotary_pos_emb = PositionRotary(inv_freq.to(context.device), local, config.rotary_interleaved)
+            model.rotary_pos_emb = PositionRotary(inv_freq.to(context.device), local, config.rotary_interleaved or spec.features.latent_pairs)
         else:
             model.rotary_pos_emb.inv_freq = inv_freq.to(context.device)
         model.real_vocabulary = spec.vocab_size

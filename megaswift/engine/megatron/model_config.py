@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.activation import GATED, gelu_tanh
@@ -124,12 +124,17 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     if spec.experts:
         fields["moe_router_dtype"] = "fp32"
         fields["bias_dropout_fusion"] &= not spec.linear_bias  # Megatron's grouped experts refuse it beside biases
-    known = inspect.signature(TransformerConfig).parameters
+    latent = bool(fields.get("multi_latent_attention"))
+    if latent:
+        fields["apply_rope_fusion"] = False  # latent_attention.py rotates by position
+    kind = MLATransformerConfig if latent else TransformerConfig
+    known = inspect.signature(kind).parameters
     unknown = sorted(set(fields) - set(known))
     assert not unknown, f"this Megatron-Core's TransformerConfig has no {unknown}"
-    config = TransformerConfig(**fields)
+    config = kind(**fields)
     # Megatron's name for "the layer spec brings the activation"; set late, for it only lets Transformer Engine's own pass
     config.use_te_activation_func = impl == "torch" and config.gated_linear_unit and config.activation_func in GATED
     config.features = spec.features
-    _yarn(config, inverse_frequencies(spec)[1])
+    config.rope_factor = inverse_frequencies(spec)[1]
+    _yarn(config, config.rope_factor)
     return config

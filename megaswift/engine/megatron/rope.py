@@ -36,7 +36,7 @@ def local_frequencies(spec: ModelSpec) -> Tensor | None:
 
 
 def _default(spec: ModelSpec, rope: RopeSpec) -> Tensor:
-    dim = int(spec.head_dim * rope.partial)
+    dim = int(spec.rotated_width * rope.partial)
     return 1.0 / rope.base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
 
 

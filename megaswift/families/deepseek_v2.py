@@ -1,0 +1,27 @@
+"""DeepSeek-V2 and V2-Lite: latent attention, experts chosen by softmax, in groups or not. https://arxiv.org/abs/2405.04434."""
+
+from __future__ import annotations
+
+from megaswift.families.blocks import EMBEDDING, HEAD, dense_mlp, moe, shared_experts
+from megaswift.families.blocks_latent import LATENT_ATTENTION
+from megaswift.families.config_deepseek import AUTHORS_CODE, PRETRAINING, Routing, routed_experts
+from megaswift.families.config_latent import LATENT
+from megaswift.families.config_rows import MustBe
+from megaswift.families.config_tables import FFN, rope
+from megaswift.families.family import FAMILIES, Family
+
+FAMILIES.register("deepseek_v2", Family(
+    name="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    config=(
+        FFN, rope(), *LATENT,
+        routed_experts(Routing("softmax", best=1, bias=False, first_dense=0, shared=2, scaling=1.0, normalised=False, method="greedy")),
+        MustBe("scoring_func", ("softmax",), "the router's scores"),
+        MustBe("topk_method", ("greedy", "group_limited_greedy"), "how experts are chosen"),
+        MustBe("mlp_bias", (False,), "Megatron has one switch for the biases of attention and MLP, and latent attention has none"),
+        *PRETRAINING, AUTHORS_CODE,
+    ),
+    weights=(*EMBEDDING, *LATENT_ATTENTION, *dense_mlp("dense"), *moe("mlp", "gate_proj", "up_proj", "down_proj"),
+             *shared_experts("shared_experts"), *HEAD),
+    fixed={"multi_latent_attention": True, "qk_layernorm": True, "latent_pairs": True},
+))

@@ -1,0 +1,27 @@
+"""DeepSeek-V3, V3.1 and R1: latent attention, experts chosen by biased sigmoids in groups. https://arxiv.org/abs/2412.19437."""
+
+from __future__ import annotations
+
+from megaswift.families.blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, moe, shared_experts
+from megaswift.families.blocks_latent import LATENT_ATTENTION
+from megaswift.families.config_deepseek import AUTHORS_CODE, PRETRAINING, Routing, prediction_layers, routed_experts
+from megaswift.families.config_latent import LATENT
+from megaswift.families.config_rows import MustBe, Row
+from megaswift.families.config_tables import FFN, rope
+from megaswift.families.family import FAMILIES, Family
+
+FAMILIES.register("deepseek_v3", Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    config=(
+        FFN, rope(), *LATENT, Row("rope_interleave", "latent_pairs", bool, True),
+        routed_experts(Routing("sigmoid", best=2, bias=True, first_dense=3, shared=1, scaling=2.5, normalised=True, groups=8, topk_group=4)),
+        MustBe("scoring_func", ("sigmoid",), "the router's scores"),
+        MustBe("topk_method", ("noaux_tc",), "experts are chosen by biased scores, in groups"),
+        *PRETRAINING, AUTHORS_CODE,
+    ),
+    weights=(*EMBEDDING, *LATENT_ATTENTION, *dense_mlp("dense"), *moe("mlp", "gate_proj", "up_proj", "down_proj"), EXPERT_BIAS,
+             *shared_experts("shared_experts"), *HEAD),
+    fixed={"multi_latent_attention": True, "qk_layernorm": True},
+    kept=prediction_layers,
+))
