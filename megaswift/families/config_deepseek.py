@@ -28,7 +28,7 @@ AUTHORS = ("configuration_deepseek.", "modeling_deepseek.")
 def _authors_code(reading: Reading) -> None:
     given = reading.raw.get("auto_map") or {}
     if not isinstance(given, dict) or not all(str(place).startswith(AUTHORS) for place in given.values()):
-        reading.problem("auto_map", "names code other than its authors' own, which transformers has built in: it may compute something else",
+        reading.problem("auto_map", "names other code than its authors', which transformers has built in: it may compute something else",
                         "remove auto_map if transformers' built-in model gives the same results")
 
 

@@ -15,7 +15,8 @@ FAMILIES.register("deepseek_v3", Family(
     architecture="DeepseekV3ForCausalLM",
     config=(
         FFN, rope(), *LATENT, Row("rope_interleave", "latent_pairs", bool, True),
-        routed_experts(Routing("sigmoid", best=2, bias=True, first_dense=3, shared=1, scaling=2.5, normalised=True, groups=8, topk_group=4)),
+        routed_experts(Routing("sigmoid", best=2, bias=True, first_dense=3, shared=1, scaling=2.5, normalised=True,
+                               groups=8, topk_group=4)),
         MustBe("scoring_func", ("sigmoid",), "the router's scores"),
         MustBe("topk_method", ("noaux_tc",), "experts are chosen by biased scores, in groups"),
         *PRETRAINING, AUTHORS_CODE,

@@ -23,7 +23,7 @@ from tests.parity.test_parity import check
 pytestmark = pytest.mark.process
 LAYOUTS = ("single", "tp2 sp", "pp2", "packed cp2")
 VARIANTS = ("llama3-rope", "llama-linear", "llama-bias", "qwen3-yarn", "mistral-window", "qwen2-window", "mixtral-window",
-            "moe-mixed", "qwen3-tiny-heads", "dense-tied", "glm4_moe", "glm4_moe-plain")
+            "moe-mixed", "qwen3-tiny-heads", "dense-tied")
 
 
 def family_cases() -> list[Any]:

@@ -83,6 +83,7 @@ class TorchLatentAttention(_ByPosition):
     def __init__(self, config: Any, submodules: MLASelfAttentionSubmodules, layer_number: int, **kwargs: Any) -> None:
         MultiLatentAttention.__init__(self, config, submodules, layer_number, attention_type="self", **kwargs)
         heads, hidden = config.num_attention_heads, config.hidden_size
+        pair = config.qk_head_dim + config.v_head_dim
         common = {"config": config, "init_method": config.init_method, "bias": False, "gather_output": False, "tp_group": self.tp_group}
         if config.q_lora_rank is None:
             self.linear_q_proj = submodules.linear_q_proj(hidden, heads * self.q_head_dim, **common)
@@ -90,7 +91,7 @@ class TorchLatentAttention(_ByPosition):
             self.linear_q_down_proj = submodules.linear_q_down_proj(hidden, config.q_lora_rank, config)
             self.linear_q_up_proj = submodules.linear_q_up_proj(config.q_lora_rank, heads * self.q_head_dim, **common)
         self.linear_kv_down_proj = submodules.linear_kv_down_proj(hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
-        self.linear_kv_up_proj = submodules.linear_kv_up_proj(config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim), **common)
+        self.linear_kv_up_proj = submodules.linear_kv_up_proj(config.kv_lora_rank, heads * pair, **common)
         self._settle()
 
 

@@ -35,7 +35,7 @@ from megaswift.engine.megatron.residual import ResidualLinear
 from megaswift.engine.megatron.router import BalancedRouter
 from megaswift.engine.megatron.self_attention import OwnSelfAttention, WideKeyNorm, WideQueryNorm
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.spec import Features, ModelSpec
+from megaswift.families.spec import Features
 
 IN_LAYERS = ("residual_scale", "attention_softcap", "pre_norm", "post_norm", "qk_norm_width", "rope_local")
 """Features that Transformer Engine's layers, as Megatron-Core puts them together, do not compute."""

@@ -119,7 +119,8 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
         if impl == "torch" or config.multi_latent_attention:
             local = local_frequencies(spec)
             local = None if local is None else local.to(context.device)
-            model.rotary_pos_emb = PositionRotary(inv_freq.to(context.device), local, config.rotary_interleaved or spec.features.latent_pairs)
+            pairs = config.rotary_interleaved or spec.features.latent_pairs
+            model.rotary_pos_emb = PositionRotary(inv_freq.to(context.device), local, pairs)
         else:
             model.rotary_pos_emb.inv_freq = inv_freq.to(context.device)
         model.real_vocabulary = spec.vocab_size
