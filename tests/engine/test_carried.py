@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaswift.bridge.export import stored_dtypes
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
+from megaswift.bridge.model_folder import write_model
 from megaswift.errors import WeightsError
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.engine.checkpoint_worker import Result, Run
@@ -65,8 +66,8 @@ def test_come_through_training(words: str, pool: Pool, tmp_path: Path) -> None:
     folder = folder_of(case.model, tmp_path)
     options = {"torch_dtype": "bfloat16"}
     first: list[Result] = pool.run(JOB, Run(case, folder, save=tmp_path / "c", last=2, options=options), case.world)
-    (tmp_path / "c" / "model").mkdir(exist_ok=True)
-    shutil.copy(folder / "config.json", tmp_path / "c" / "model")  # as training writes it
+    plan = plan_of(folder)
+    write_model(tmp_path / "c" / "model", plan.spec.hf_config, stored_dtypes(plan, folder), folder)  # as training does
     megatron_to_hf(tmp_path / "c", tmp_path / "hf")
     before, after = tensors_of(folder), tensors_of(tmp_path / "hf")
     assert before.keys() == after.keys()
