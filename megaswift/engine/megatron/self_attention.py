@@ -84,7 +84,7 @@ class OwnSelfAttention(SelfAttention):
         self.two_rotaries = config.features.rope_local is not None
         self.windowed = window_of(config, self.layer_number) is not None
         if self.two_rotaries and self.windowed:  # only full layers are scaled: yarn's factor on cosine and sine is theirs
-            self.config = copy.copy(self.config)
+            self.config = copy.copy(config)
             self.config.yarn_rotary_scaling_factor = 1.0
         for norm in (self.q_layernorm, self.k_layernorm):
             if isinstance(norm, WideNorm):
