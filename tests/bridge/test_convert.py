@@ -19,7 +19,7 @@ from megaswift.bridge.dist_keys import place
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.open import open_weights
 from megaswift.errors import CheckpointError, LayoutError, UserError
-from tests.bridge.folders import make, plan_of, rewrite, tensors_of
+from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
 from tests.bridge.test_round_trip import ALL
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,6 +80,26 @@ def test_bits_that_are_no_numbers(fresh: Callable[[str], Path], tmp_path: Path) 
     forth(folder, tmp_path / "m")
     back(tmp_path / "m", tmp_path / "hf")
     same(tensors_of(tmp_path / "hf"), weird)
+
+
+def with_prediction_layer(folder: Path) -> dict[str, Tensor]:
+    """A layer for further tokens, which no model trains, added to a folder; all its tensors."""
+    at = f"model.layers.{plan_of(folder).spec.num_layers}."
+    more = {"eh_proj.weight": torch.randn(4, 8), "enorm.weight": torch.randn(4).bfloat16(), "scale": torch.arange(3, dtype=torch.int64)}
+    rewrite(folder, {**tensors_of(folder), **{at + name: tensor for name, tensor in more.items()}})
+    set_config(folder, num_nextn_predict_layers=1)
+    return tensors_of(folder)
+
+
+def test_prediction_layers_pass_through(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = fresh("glm4_moe")
+    want = with_prediction_layer(folder)
+    forth(folder, tmp_path / "m")
+    back(tmp_path / "m", tmp_path / "hf")
+    same(tensors_of(tmp_path / "hf"), want)
+    back(tmp_path / "m", tmp_path / "half", megatron_to_hf.Options(dtype=torch.bfloat16))
+    plan = plan_of(folder)
+    same(tensors_of(tmp_path / "half"), {n: t.bfloat16() if n in plan.hf_shapes else t for n, t in want.items()})
 
 
 @pytest.mark.parametrize("variant", ["dense", "moe-tied"])

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import hf_to_megatron, megatron_to_hf
-from tests.bridge.test_convert import same
+from megaswift.bridge.model_folder import write_model
+from tests.bridge.folders import plan_of
+from tests.bridge.test_convert import same, with_prediction_layer
 from tests.engine.checkpoint_worker import Run, build
 from tests.parity.cases import parse
 from tests.parity.models import build as build_model
@@ -83,3 +85,25 @@ def test_training_from_a_checkpoint_is_training_from_the_folder(words: str, tp: 
     (tmp_path / "model").symlink_to(checkpoint / "model")
     megatron_to_hf.megatron_to_hf(tmp_path, tmp_path / "hf")
     same(disk_tensors(tmp_path / "hf"), want[0].weights)
+
+
+def save_and_load(rank: int, world: int, run: Run) -> None:
+    """A checkpoint of an engine, which that engine takes back."""
+    engine, context = build(run, world)
+    assert run.save is not None
+    engine.save(run.save)
+    engine.load(run.save)
+    torch.distributed.barrier()
+    context.close()
+
+
+def test_runs_carry_prediction_layers(pool: Pool, tmp_path: Path) -> None:
+    """A step of a two-rank run goes out with the layers that it never held."""
+    case = parse("glm4_moe pp2")
+    folder = build_model(case.variant, tmp_path / "folder")
+    want = with_prediction_layer(folder)
+    pool.run(f"{__name__}:save_and_load", Run(case, folder, save=tmp_path / "step" / "engine"), case.world)
+    plan = plan_of(folder)
+    write_model(tmp_path / "step" / "model", plan.spec.hf_config, {n: want[n].dtype for n in plan.hf_shapes}, folder)
+    megatron_to_hf.megatron_to_hf(tmp_path / "step", tmp_path / "hf")
+    same(disk_tensors(tmp_path / "hf"), want)
