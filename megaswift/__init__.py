@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+from megaswift.version import __version__
+
 __all__ = ["SwiftConfig", "Trainer", "__version__"]
 
 _WHERE = {"SwiftConfig": "megaswift.config", "Trainer": "megaswift.api"}

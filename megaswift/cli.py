@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from megaswift import __version__
 from megaswift.config.sections import TASKS
 from megaswift.errors import ConfigError, Problem, UserError, nearest
 from megaswift.refusal import refuse
 from megaswift.stdout import reader_may_leave
+from megaswift.version import __version__
 
 HELP = ("-h", "--help")
 

@@ -8,8 +8,8 @@ import platform
 from collections.abc import Iterator
 from importlib import metadata
 
-from megaswift import __version__
 from megaswift.config.capabilities import has_transformer_engine
+from megaswift.version import __version__
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "pyyaml",
             "tensorboard", "wandb")

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from megaswift import __version__
 from megaswift.bridge import compare as tensors
 from megaswift.bridge import logits as scores
 from megaswift.bridge.compare import Row, Side
 from megaswift.bridge.conversion import Meter
 from megaswift.errors import ConfigError, Problem
+from megaswift.version import __version__
 
 DIFFERENT = 1
 """Exit code; 0: equal, 2: a mistake in the command or files that cannot be read."""
@@ -74,7 +74,7 @@ def _tensors(a: Side, b: Side, options: argparse.Namespace, facts: dict[str, Any
     for key, ours, theirs in settings or ():
         print(f"config.json: {key} is {ours!r} in A and {theirs!r} in B")
     if settings is None:
-        print("config.json: not compared, as not both sides have one of a known model family")
+        print("config.json: not compared, as not both sides have one that a known model family can read")
     print(f"{len(rows)} tensors: " + ", ".join(f"{counts[status]} {status}" for status in TOLD if counts[status]))
     facts |= {"dtype": str(dtype).removeprefix("torch.") if dtype else None, "counts": dict(counts),
               "config": None if settings is None else [{"setting": k, "a": x, "b": y} for k, x, y in settings],

@@ -196,5 +196,5 @@ def test_only_commands_that_exist_are_listed() -> None:
     assert list(COMMANDS) == ["sft", "pt", "config", "data", "convert", "doctor"]
     page = usage()
     assert max(map(len, page.splitlines())) <= 80
-    for later in ("convert", "infer", "plan", "submit", "rlhf", "dpo"):
+    for later in ("infer", "plan", "submit", "rlhf", "dpo"):
         assert later not in page

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift import __version__
 from megaswift.bridge import conversion, dist_files, torch_item
 from megaswift.bridge.conversion import Item, Work, bands
 from megaswift.bridge.dist_files import SavedBox
@@ -38,6 +37,7 @@ from megaswift.families.spec import ModelSpec
 from megaswift.parallel.checks import check_layout
 from megaswift.parallel.rules import Asked
 from megaswift.parallel.shape import ModelShape
+from megaswift.version import __version__
 
 AXES = ("tp", "pp", "vpp", "ep", "etp")
 """The axes of a layout that cut weights."""

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift import __version__
 from megaswift.bridge import conversion
 from megaswift.bridge.conversion import Item, Work, bands
 from megaswift.bridge.hf_source import INDEX, TensorMeta
@@ -23,6 +22,7 @@ from megaswift.bridge.megatron_source import MegatronSource
 from megaswift.bridge.model_folder import copy_side_files
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.checkpoint_folder import TABLES, find_checkpoint
+from megaswift.version import __version__
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift import __version__
 from megaswift.bridge import conversion
 from megaswift.bridge.adapters import AdapterPlan
 from megaswift.bridge.conversion import Item, Work, bands
@@ -28,6 +27,7 @@ from megaswift.errors import Problem, WeightsError
 from megaswift.families import family_of, load_spec
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.projections import WEIGHT
+from megaswift.version import __version__
 
 
 def blocks(source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:

@@ -96,7 +96,7 @@ def test_a_path_that_is_no_model(model: Path, monkeypatch: pytest.MonkeyPatch, n
     assert words in refused(SwiftConfig(task="sft", model=name, dataset="d"), 1)[0]
 
 
-def test_an_output_directory_is_taken_as_its_export_and_a_checkpoint_is_explained(model: Path, tmp_path: Path) -> None:
+def test_an_output_directory_is_its_export_and_a_checkpoint_has_its_model_beside_it(model: Path, tmp_path: Path) -> None:
     from megaswift.trainers.model_source import locate
     run = tmp_path / "run"
     write_model(run / "hf")
@@ -104,9 +104,12 @@ def test_an_output_directory_is_taken_as_its_export_and_a_checkpoint_is_explaine
     assert locate(SwiftConfig(model=str(run)).model) == run / "hf"
     step = run / "checkpoints" / "step-2"
     step.mkdir(parents=True)
-    (step / "manifest.json").write_text("{}")
+    (step / "engine").mkdir()
+    (step / "engine" / ".metadata").write_bytes(b"")
     cfg = SwiftConfig(task="sft", model=str(step), dataset="d", output_dir=str(tmp_path / "o"))
-    assert f"--resume_from_checkpoint {step}" in refused(cfg, 1)[0]
+    assert f"is a checkpoint without {step / 'model' / 'config.json'}" in refused(cfg, 1)[0]
+    write_model(step / "model")
+    assert locate(SwiftConfig(model=str(step)).model) == step / "model"
 
 
 def test_it_imports_no_torch() -> None:
