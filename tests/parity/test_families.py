@@ -26,15 +26,17 @@ VARIANTS = ("llama3-rope", "llama-linear", "llama-bias", "qwen3-yarn", "mistral-
             "moe-mixed", "qwen3-tiny-heads", "dense-tied")
 
 
-def family_cases() -> list[Any]:
-    """Each family under each layout, experts also under EP; families that train elsewhere as well, under two by default."""
-    found = []
-    for name in FAMILIES.names():
-        for text in (*LAYOUTS, *(("dp2 ep2",) if is_moe(name) else ())):
-            further = name in TRAINED and text not in LAYOUTS[:2]
-            case = Case(**{**parse(text).to_dict(), "model": name})
-            found.append(pytest.param(case, marks=pytest.mark.slow) if further else case)
-    return found
+def family_cases() -> list[Case]:
+    """Each family under each layout, experts also under EP."""
+    names = FAMILIES.names()
+    return [Case(**{**parse(text).to_dict(), "model": n}) for n in names for text in (*LAYOUTS, *(("dp2 ep2",) if is_moe(n) else ()))]
+
+
+def by_tier(cases: list[Case]) -> list[Any]:
+    """Families that train elsewhere as well run the first two layouts by default, and all of them in the slow tier."""
+    first = [str(parse(text, model="")) for text in LAYOUTS[:2]]
+    later = [case.model in TRAINED and str(replace(case, model="")) not in first for case in cases]
+    return [pytest.param(case, marks=pytest.mark.slow) if slow else case for case, slow in zip(cases, later, strict=True)]
 
 
 def score(case: Case, folder: Path, pool: Pool) -> list[Scored]:
@@ -69,7 +71,7 @@ def assert_bitwise(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     assert changed == []
 
 
-@pytest.mark.parametrize("case", family_cases(), ids=str)
+@pytest.mark.parametrize("case", by_tier(family_cases()), ids=str)
 def test_family(case: Case, pool: Pool, references: References) -> None:
     """Scores as Hugging Face's, and load -> export bitwise."""
     folder = references.model(case.variant)
