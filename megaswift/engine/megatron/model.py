@@ -87,7 +87,7 @@ class SwiftGPT(GPTModel):
         return join(full, step.order, step.index, cp) if cp.size() > 1 else full.contiguous()
 
 
-def _scaled(features: Features) -> Callable[..., Tensor]:
+def scaling(features: Features) -> Callable[..., Tensor]:
     """A hook that multiplies the embeddings; the factor itself is rounded to their dtype where the family does so."""
     def hook(_module: torch.nn.Module, _args: Any, out: Tensor) -> Tensor:
         factor = features.embedding_scale
@@ -128,7 +128,7 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
         if model.pre_process:
             model.embedding.embedding_dropout.p = 0.0  # transformers drops what attention and MLP add, never embeddings
         if model.pre_process and spec.features.embedding_scale != 1.0:
-            model.embedding.register_forward_hook(_scaled(spec.features))
+            model.embedding.register_forward_hook(scaling(spec.features))
         chunks.append(model.to(context.device))
     if spec.features.qk_norm_width == "all":
         config.qk_layernorm = False  # read after construction for one thing: gradients of all `q_layernorm` are summed over TP ranks
