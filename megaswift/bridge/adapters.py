@@ -25,6 +25,8 @@ Half = Literal["A", "B"]
 HALVES: tuple[Half, Half] = ("A", "B")
 PREFIX = "base_model.model."
 """What PEFT puts before the module's name in its files."""
+ADAPTER, SAVED = "adapter.", "saved."
+"""Before the names of adapters and of fully trained tensors in a run's checkpoint."""
 
 
 @dataclass(frozen=True)

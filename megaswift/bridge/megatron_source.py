@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import dist_keys
+from megaswift.bridge.adapters import ADAPTER, SAVED
 from megaswift.bridge.dist_keys import KEPT, MAIN, STATES
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.hf_source import Slices
@@ -43,6 +44,10 @@ class MegatronSource:
     def _check(self) -> None:
         """Every parameter of the model is there in full, and nothing else."""
         stored = set(self.tensors.keys())
+        if any(key.startswith((ADAPTER, SAVED)) for key in stored):
+            beside = self.directory.parent / "adapter"
+            raise CheckpointError(Problem(str(self.directory), "holds the adapters of a LoRA run, not a model",
+                                          f"the base model's folder, with --adapters {beside}"))
         problems, seen = [], set()
         for entry in self.plan.entries:
             at = self._places[entry.megatron]

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaswift.bridge.adapters import HALVES, PREFIX, Adapter, AdapterPlan, AdapterSettings, Half, by_pattern
-from megaswift.bridge.plan import WeightPlan
+from megaswift.bridge.plan import SHOWN, WeightPlan
 from megaswift.errors import CheckpointError, Problem, WeightsError
-from megaswift.families.projections import WEIGHT, Projection, projections
+from megaswift.families.projections import WEIGHT, Projection, in_part, projections
 
 Read = Callable[[], Tensor]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -98,8 +98,9 @@ class PeftFolder:
             elif (shape := tuple(read().shape)) != weights.hf_shapes[name]:
                 problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
             saved.append(name)
+        problems += in_part(weights.family, weights.spec, saved)
         if problems:
-            raise WeightsError(problems[:12])
+            raise WeightsError(problems[:SHOWN])
         return AdapterPlan(weights, chosen, self._with_ranks(ranks), saved)
 
     def _wrong(self, name: str, shape: tuple[int, ...] | None, wanted: tuple[int, ...]) -> Problem:

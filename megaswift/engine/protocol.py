@@ -64,7 +64,7 @@ class Engine(Protocol):
         """Evaluation mode, no RNG use, input order, on every model-parallel rank."""
 
     def hf_weights(self, dtype: Any = None) -> Iterator[tuple[str, Tensor]]:
-        """Streamed (Hugging Face name, full tensor): export and rollout sync. Collective; every rank iterates, rank 0 gets tensors."""
+        """Streamed (Hugging Face name, full tensor), adapters merged in: export and rollout sync. Collective; rank 0 gets tensors."""
 
     def load_hf(self, directory: Path) -> None:
         """Weights from a Hugging Face folder, each rank reading its own slices."""

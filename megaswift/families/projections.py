@@ -7,7 +7,7 @@ and shapes, no tensors, no torch; adapters themselves are laid out by the bridge
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from megaswift.errors import ConfigError, Problem, nearest
@@ -130,9 +130,22 @@ def saved(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
         elif spec.tied and any(m in _TIED for m in found):
             problems.append(Problem(f"--modules_to_save {name}", "is tied to the output layer, and PEFT saves tied weights apart",
                                     "leave it out"))
+    problems += in_part(family, spec, chosen)
     if problems:
         raise ConfigError(problems)
     return list(chosen)
+
+
+def in_part(family: Family, spec: ModelSpec, chosen: Collection[str]) -> Iterator[Problem]:
+    """Modules that Megatron joins with others which are not chosen: one parameter trains whole or not at all."""
+    for rule, layer, expert in _expand(family, spec):
+        names = [_name(hf, layer, expert) for hf in rule.hf]
+        inside, outside = [n for n in names if n in chosen], [n for n in names if n not in chosen]
+        if (inside and outside) or (inside and rule.stacked):
+            others = ", ".join(n.removesuffix(WEIGHT).rsplit(".", 1)[-1] for n in outside) or "all experts"
+            yield Problem(f"--modules_to_save {inside[0].removesuffix(WEIGHT)}", f"is one parameter with {others} in Megatron",
+                          "its target_modules entry: an adapter of high rank")
+            return
 
 
 _TIED = ("model.embed_tokens", "lm_head")

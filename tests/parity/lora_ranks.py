@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megaswift.engine.protocol import ParameterReport
 from megaswift.losses.contract import Needs
+from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import Case, global_batch, own
-from tests.parity.measure import Task, build
+from tests.parity.measure import Task, build, full
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Adapted:
     adapted: float
     reference: float
     again: float
+    merged: dict[str, Tensor]
+    """Of rank 0: `hf_weights`."""
 
 
 def _total(engine: Any, case: Case, dp: int) -> float:
@@ -53,7 +57,24 @@ def adapted(rank: int, world: int, task: Task) -> Adapted:
     buffers = [b for c in engine.chunks for b in c.buffers + c.expert_parallel_buffers]
     trained = sum(math.prod(p.shape) for b in buffers for p in b.params)
     expected = sum(p.tensor.numel() for p in engine.lora.placed)
-    found = Adapted(engine.report(), trained, expected, engine.lora.plan.parameters, on, off, again)
+    found = Adapted(engine.report(), trained, expected, engine.lora.plan.parameters, on, off, again, full(engine.hf_weights()))
     torch.distributed.barrier()
     context.close()
     return found
+
+
+def dropped(rank: int, world: int, task: Task) -> tuple[float, float, bool]:
+    """Loss of evaluation and of training with dropout, and whether tensor-parallel ranks agree on what they all hold after a step."""
+    engine, context = build(task.case, task.folder, world, **task.options)
+    mine = own(global_batch(task.case, 0), task.case.dp, context.layout.coordinates(rank).dp)
+    quiet = engine.evaluate(mine, CrossEntropy()).loss
+    loss = engine.train_batch(mine, CrossEntropy(), 1e-3).loss
+    alike = True
+    for p in engine.lora.placed:
+        if not p.adapter.sharded(p.half) and p.owner.ranks > 1:
+            copies = [torch.empty_like(p.tensor.data) for _ in range(p.owner.ranks)]
+            torch.distributed.all_gather(copies, p.tensor.data.contiguous(), group=p.owner.group)
+            alike = alike and all(torch.equal(copies[0], c) for c in copies)
+    torch.distributed.barrier()
+    context.close()
+    return quiet, loss, alike

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.parity import lora
 from tests.parity.cases import Case, global_batch, parse
-from tests.parity.compare import compare, table
+from tests.parity.compare import GRADIENT, compare, table, tensors
 from tests.parity.measure import STEPS, Task
+from tests.parity.models import disk_tensors
 from tests.parity.oracle import Reference
 from tests.parity.pool import Pool
 from tests.parity.references import References
@@ -22,7 +24,7 @@ LAYOUTS = [
     "moe single", "moe dp2 ep2", "moe tp2 sp dp2 ep2", "moe tp2 sp dp2 ep2 etp2 do", "moe tp2 sp",
     "moe tp2 sp etp2 recompute=moe", "mixtral tp2 ep2 sp", "gemma2 tp2 sp", "granite pp2",
 ]
-FAMILIES = ["phi3 tp2", "gemma2 tp2 sp", "olmo2 pp2", "granite tp2", "qwen2_moe tp2 sp"]
+FAMILIES = ["phi3 tp2", "gemma2 tp2 sp", "olmo2 pp2", "granite tp2", "qwen2_moe tp2 sp", "glm4_moe dp2 ep2"]
 """Fused tensors on disk, norms after projections, scaled residuals, shared experts."""
 
 
@@ -85,8 +87,55 @@ def test_only_adapters_cost_gradients_and_moments(text: str, pool: Pool, adapter
     """Bytes from the engine's own buffers; the base model is what `reference` gives back, and the adapters come back after it."""
     task, _ = adapters.of(parse(text))
     plain = pool.run("tests.parity.lora_ranks:plain", replace(task, options={}), task.case.world)
-    for facts, (full, base) in zip(pool.run("tests.parity.lora_ranks:adapted", task, task.case.world), plain, strict=True):
+    found = pool.run("tests.parity.lora_ranks:adapted", task, task.case.world)
+    for facts, (full, base) in zip(found, plain, strict=True):
         assert facts.trained == facts.expected
         assert facts.report.gradient_bytes < full.gradient_bytes / 4 and facts.report.optimizer_bytes < full.optimizer_bytes / 4
         assert facts.report.parameters_trained == facts.whole < facts.report.parameters_total / 4
         assert facts.reference == base != facts.adapted == facts.again
+    want = merged(task)
+    assert found[0].merged.keys() == want.keys()
+    assert all(torch.allclose(found[0].merged[name], tensor, atol=1e-6) for name, tensor in want.items())
+
+
+def merged(task: Task) -> dict[str, torch.Tensor]:
+    """Every weight on disk with its adapter, in plain torch."""
+    values, scale = lora.read_adapter(Path(task.options["adapters"])), lora.ALPHA / lora.RANK
+    found = disk_tensors(task.folder)
+    for name in found:
+        a, b = (values.get(f"{name.removesuffix('.weight')}.lora_{half}.weight") for half in "AB")
+        if a is not None and b is not None:
+            found[name] = found[name] + scale * b @ a
+    return found
+
+
+def test_the_oracle_is_peft(references: References, adapters: Adapters) -> None:
+    """Loss and gradients of the oracle's changed weights are those of PEFT's own layers."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    task, _ = adapters.of(parse("dense single"), saved=("lm_head.weight",))
+    batches = global_batch(task.case, 2)
+    ours = lora.LoraOracle(task.folder, task.recipe, Path(task.options["adapters"]))
+    loss = ours.accumulate(batches)[0]
+    theirs = lora.Oracle(task.folder, task.recipe)
+    base = AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32)
+    theirs.model = peft.PeftModel.from_pretrained(base, task.options["adapters"], is_trainable=True).train()
+    assert loss == pytest.approx(theirs.accumulate(batches)[0], rel=1e-6)
+    gradients = {n.removeprefix(lora.PREFIX).replace(".default", "").replace(".modules_to_save", ""): p.grad
+                 for n, p in theirs.model.named_parameters() if p.requires_grad}
+    assert not any(d.bad for d in tensors("gradient", ours.gradients(), gradients, GRADIENT))
+
+
+DROPPED = ["dense single", "dense tp2", "dense tp2 sp", "moe tp2 sp dp2 ep2 etp2"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("text", DROPPED)
+def test_dropout_is_drawn_alike_where_ranks_share_an_input(text: str, pool: Pool, adapters: Adapters) -> None:
+    """Evaluation drops nothing; in training the loss moves a little, and what tensor-parallel ranks both hold stays the same on both."""
+    task, want = adapters.of(parse(text))
+    quiet, loss, alike = pool.run("tests.parity.lora_ranks:dropped", replace(task, options={**task.options, "lora_dropout": 0.2}),
+                                  task.case.world)[0]
+    assert quiet == pytest.approx(want.loss, rel=1e-6)
+    assert 1e-5 < abs(loss - want.loss) / want.loss < 0.1 and alike

@@ -151,8 +151,10 @@ class MegatronEngine:
         return [passes.outputs_of(fields, needs) for fields in found]
 
     def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) on rank 0; every rank iterates."""
+        """(Hugging Face name, full tensor) on rank 0; every rank iterates. Adapters are merged in."""
         gather_weights(self.chunks)
+        if self.lora is not None:
+            return ((name, t if dtype is None else t.to(dtype)) for name, t in self.lora.merged())
         return self.weights.stream(lambda p: p.data if dtype is None else p.data.to(dtype))
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:

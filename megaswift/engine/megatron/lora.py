@@ -150,6 +150,20 @@ class RankAdapters:
             if saved & set(group.entries[0].hf):
                 yield from self.weights.stream_group(group, value)
 
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of the model with its adapters, in the engine's dtype: what rollouts sample from. Collective."""
+        for group in self.weights.plan.groups:
+            found = (self.plan.by_module.get(name.removesuffix(WEIGHT)) for name in group.entries[0].hf)
+            mine = {adapter.module + WEIGHT: adapter for adapter in found if adapter is not None}
+            halves = {name: [self.gather(adapter, half, lambda p: p.data) for half in HALVES] for name, adapter in mine.items()}
+            for name, tensor in self.weights.stream_group(group, lambda p: p.data):
+                if name in mine:
+                    a, b = halves[name]
+                    assert a is not None and b is not None, "only rank 0 gets tensors"
+                    yield name, mine[name].delta(a, b).add_(tensor.float()).to(tensor.dtype)
+                else:
+                    yield name, tensor
+
     def gather(self, adapter: Adapter, half: Half, value: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """One half whole, on rank 0; None elsewhere."""
         ranks = self.weights.tp_of(adapter.entry)[0]

@@ -10,14 +10,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from megaswift.bridge.adapters import dim_of_half
+from megaswift.bridge.adapters import ADAPTER, SAVED, dim_of_half
 from megaswift.bridge.plan import Entry
 from megaswift.engine.megatron.checkpoint_boxes import Piece
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.lora import RankAdapters
 from megaswift.families.rules import Cut, dim_of
-
-ADAPTER, SAVED = "adapter.", "saved."
 
 
 def pieces(lora: RankAdapters) -> list[tuple[Tensor, list[Piece]]]:
