@@ -48,5 +48,5 @@ class ModelConfig:
         None, "Weight of the MoE load-balancing loss; unset: the model's own", aliases=("router_aux_loss_coef",), minimum=0, metavar="X")
     moe_z_loss_coeff: float | None = option(None, "Weight of the MoE router's z loss; unset: none", minimum=0, metavar="X")
     moe_token_dispatcher_type: str = option("alltoall", "How tokens reach their experts", choices=("alltoall", "allgather"))
-    moe_grouped_gemm: bool | None = option(None, "One grouped product for all experts; unset: where Transformer Engine is used")
+    moe_grouped_gemm: bool | None = option(None, "One grouped product for all experts; unset: where TE is used without adapters")
     freeze_parameters: tuple[str, ...] = option((), "Patterns of Hugging Face weight names that do not train", metavar="PATTERN...")

@@ -186,6 +186,8 @@ CLASHES: tuple[Clash, ...] = (
           "would delete the run that resume_from_checkpoint continues", "one of the two"),
     Clash(("random_init", "train_type"), lambda c: c.model.random_init and c.model.train_type != "full",
           "adapters belong to a trained model, and nobody could load them on random weights", "--random_init false"),
+    Clash(("moe_grouped_gemm", "train_type"), lambda c: c.model.moe_grouped_gemm and c.model.train_type != "full",
+          "runs all experts as one product, and adapters belong to single experts", "--moe_grouped_gemm false"),
     Clash(("merge_lora", "export_hf"), lambda c: c.model.train_type != "full" and c.lora.merge_lora and not c.train.export_hf,
           "writes the export that export_hf false leaves out", "one of the two"),
     Clash(("warmup_steps", "max_steps"), lambda c: c.train.max_steps is not None and c.optim.warmup_steps > c.train.max_steps,

@@ -81,6 +81,7 @@ CLASHING = [
     ("attn_impl", "--attn_impl sdpa --transformer_impl te"),
     ("overwrite_output_dir", "--overwrite_output_dir --resume_from_checkpoint latest"),
     ("random_init", "--random_init --train_type lora"),
+    ("moe_grouped_gemm", "--moe_grouped_gemm --train_type lora"),
     ("merge_lora", "--merge_lora --train_type lora --export_hf false"),
     ("warmup_steps", "--warmup_steps 9 --max_steps 5"),
     ("min_lr", "--min_lr 0.1"),

@@ -64,6 +64,7 @@ class RankAdapters:
         for placed in weights.placed:
             mine = plan.by_layer.get(placed.entry.megatron.removesuffix(WEIGHT), []) if placed.entry.megatron.endswith(WEIGHT) else []
             if mine:
+                assert placed.name == "weight", f"{placed.entry.megatron} shares its layer with other experts"
                 made = layers.LayerAdapters(mine, weights.context, placed.tensor.dtype, plan.settings.dropout)
                 layers.attach(placed.owner, made)
                 self.layers.append(made)

@@ -84,7 +84,7 @@ def _kernels(cfg: SwiftConfig, impl: str, cuda: bool) -> dict[str, Any]:
         "recompute_num_layers": (m.recompute_num_layers or 1) if full else None,
         "fp8": m.fp8_format,
         "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
-        "moe_grouped_gemm": fused if m.moe_grouped_gemm is None else m.moe_grouped_gemm,
+        "moe_grouped_gemm": (fused and m.train_type == "full") if m.moe_grouped_gemm is None else m.moe_grouped_gemm,
     }
     if m.recompute_modules:
         fields["recompute_modules"] = list(m.recompute_modules)
