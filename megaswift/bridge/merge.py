@@ -79,8 +79,7 @@ def merge_folders(base: Path | str, adapter: Path | str, target: Path | str, max
 
     sizes = {file.name: file.size for file in files}
     made_from = {"base": conversion.fingerprint([p for p in home.iterdir() if p.is_file()], home), "from": str(base.resolve()),
-                 "adapter": conversion.fingerprint([p for p in adapter.iterdir() if p.is_file()], adapter), "files": sizes,
-                 "version": __version__}
+                 "adapter": conversion.fingerprint([p for p in adapter.iterdir() if p.is_file()], adapter), "files": sizes}
     return conversion.run(Work(target, sizes, items, finish, made_from, {file.name: file.header for file in files}, overwrite))
 
 
