@@ -137,6 +137,9 @@ def test_settings_that_change_the_model(verify: Any, fresh: Fresh, folders: Path
     code, out, report = verify(make("dense", folders), b)
     assert code == 1 and "layernorm_epsilon is 1e-05 in A and 1e-06 in B" in out and rows(report) == {}
     assert [c["setting"] for c in report["config"]] == ["transformer.layernorm_epsilon"]
+    set_config(b, secret_sauce=True)
+    code, out, report = verify(make("dense", folders), b)
+    assert code == 0 and "config.json: not compared" in out and report["config"] is None
 
 
 def test_another_architecture(folders: Path, fresh: Fresh, tmp_path: Path) -> None:
