@@ -216,7 +216,9 @@ WINDOW_SWITCHED = Group(("use_sliding_window", "sliding_window"), _window_switch
 WINDOW_BY_LAYER = Group(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), _window_by_layer)
 BIASES = Group(("attention_bias", "mlp_bias"), _biases)
 NO_ATTENTION_BIAS = MustBe("attention_bias", (False,), "Megatron has one switch for biases of the attention output and the MLP together")
-SPARSE_STEP = (Group(("norm_topk_prob",), _norm_topk), sparse_layers(_sparse_step, ("decoder_sparse_step", "mlp_only_layers")))
+NORM_TOPK = Group(("norm_topk_prob",), _norm_topk)
+SPARSE_STEP = (NORM_TOPK, sparse_layers(_sparse_step, ("decoder_sparse_step", "mlp_only_layers")))
+EXPERTS_EVERYWHERE = sparse_layers(lambda _, layers: [1] * layers)
 ROUTER: tuple[ConfigRow, ...] = (
     Row("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.001),
     Unused(("output_router_logits",), "whether transformers returns them; the auxiliary loss follows its coefficient here"),

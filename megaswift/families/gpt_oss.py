@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
 from megaswift.families.config_rows import Group, MustBe, Reading, Row, Unused
-from megaswift.families.config_tables import head_dim, kv_heads, rope, sparse_layers
+from megaswift.families.config_tables import EXPERTS_EVERYWHERE, head_dim, kv_heads, rope
 from megaswift.families.config_windows import alternating, every_other
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import Copy
@@ -39,7 +39,7 @@ FAMILIES.register("gpt_oss", Family(
         MustBe("swiglu_alpha", (1.702,), "the constant of Megatron's quick_gelu"),
         MustBe("attention_bias", (True,), "Megatron has one switch for all biases, and this family's experts have them"),
         Group(("router_aux_loss_coef", "output_router_logits"), _auxiliary),
-        sparse_layers(lambda reading, layers: [1] * layers),
+        EXPERTS_EVERYWHERE,
         Unused(("experts_per_token",), "num_experts_per_tok says it"),
         Unused(("initial_context_length",), "the scaling of the rotary embedding says it"),
     ),

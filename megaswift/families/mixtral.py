@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, moe
 from megaswift.families.config_rows import MustBe, Row
-from megaswift.families.config_tables import ROUTER, head_dim, kv_heads, rope, sparse_layers, window
+from megaswift.families.config_tables import EXPERTS_EVERYWHERE, ROUTER, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register("mixtral", Family(
@@ -12,7 +12,7 @@ FAMILIES.register("mixtral", Family(
     architecture="MixtralForCausalLM",
     config=(
         Row("intermediate_size", "moe_ffn_hidden_size", int), head_dim(), kv_heads(), rope(1e6), window(None), *ROUTER,
-        sparse_layers(lambda reading, layers: [1] * layers),
+        EXPERTS_EVERYWHERE,
         MustBe("router_jitter_noise", (0,), "transformers puts the noise on the experts' inputs too, Megatron on the router's only"),
     ),
     weights=(*EMBEDDING, *ATTENTION, *moe("block_sparse_moe", "w1", "w3", "w2"), *HEAD),

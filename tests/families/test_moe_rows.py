@@ -8,7 +8,7 @@ import pytest
 
 from megaswift.errors import WeightsError
 from megaswift.families import ModelSpec, family_of
-from tests.families.published_moe import GPT_OSS_20B, QWEN1_5_MOE_A2_7B
+from tests.families.published_moe import GPT_OSS_20B, MINIMAX_M2, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B
 
 
 def spec(base: dict[str, Any], **changes: Any) -> ModelSpec:
@@ -79,4 +79,39 @@ def test_the_auxiliary_loss_of_gpt_oss_is_off_unless_asked_for() -> None:
 def test_gpt_oss_refuses(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(WeightsError) as error:
         spec(GPT_OSS_20B, **changes)
+    assert told in str(error.value) and len(error.value.problems) == 1
+
+
+def test_fields_of_olmoe() -> None:
+    olmoe = spec(OLMOE_1B_7B)
+    assert (olmoe.experts, olmoe.topk, olmoe.expert_ffn, olmoe.features.qk_norm_width) == (64, 8, 1024, "all")
+    assert olmoe.transformer["moe_router_pre_softmax"] is True and olmoe.transformer["moe_aux_loss_coeff"] == 0.01
+    assert spec(OLMOE_1B_7B, norm_topk_prob=True).transformer["moe_router_pre_softmax"] is False
+    with pytest.raises(WeightsError, match="clip_qkv 8.0"):
+        spec(OLMOE_1B_7B, clip_qkv=8.0)
+
+
+def test_fields_of_minimax_m2() -> None:
+    m2 = spec(MINIMAX_M2)
+    assert (m2.experts, m2.topk, m2.expert_ffn, m2.rope.base, m2.rope.partial) == (256, 8, 1536, 5000000.0, 0.5)
+    assert (m2.transformer["moe_router_score_function"], m2.transformer["moe_router_enable_expert_bias"]) == ("sigmoid", True)
+    assert m2.features.router_normalised and m2.features.qk_norm_width == "all"
+    assert spec(MINIMAX_M2, rotary_dim=..., rope_theta=...).rope.partial == 1.0
+    assert spec(MINIMAX_M2, rotary_dim=..., partial_rotary_factor=0.25).rope.partial == 0.25
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+    ({"use_routing_bias": False}, "use_routing_bias False"),
+    ({"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
+    ({"shared_intermediate_size": 1024}, "shared_intermediate_size 1024"),
+    ({"attn_type_list": [0, 1] * 31}, "attn_type_list"),
+    ({"sliding_window": 4096}, "sliding_window 4096"),
+    ({"rotary_dim": 256}, "partial_rotary_factor should be a number above 0, at most 1"),
+    ({"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta 2.0"),
+    ({"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+])
+def test_minimax_m2_refuses(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(WeightsError) as error:
+        spec(MINIMAX_M2, **changes)
     assert told in str(error.value) and len(error.value.problems) == 1

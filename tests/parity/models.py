@@ -89,6 +89,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "gpt_oss": ("gpt_oss", GPT_OSS),
+    "olmoe": ("olmoe", {k: v for k, v in MIXTRAL.items() if k not in ("head_dim", "sliding_window")}),
+    "minimax_m2": ("minimax_m2", {**{k: v for k, v in MIXTRAL.items() if k != "sliding_window"}, "rotary_dim": 8}),
 }
 
 DENSE = {k: v for k, v in NO_HEAD_DIM.items() if k != "tie_word_embeddings"}
@@ -181,9 +183,9 @@ def by_disk_name(model: torch.nn.Module, value: Callable[[Tensor], Tensor]) -> I
     """`value` of every parameter and saved buffer, as (disk name, tensor): transformers 5 holds all experts of a layer in one tensor.
 
     In memory `mlp.experts.gate_up_proj [E, 2I, H]` and `mlp.experts.down_proj [E, H, I]`; on disk one matrix an expert,
-    called gate_proj, up_proj, down_proj or, by Mixtral, w1, w3, w2 of `block_sparse_moe`. gpt_oss keeps them together on disk too.
+    called gate_proj, up_proj, down_proj or, by Mixtral and MiniMax, w1, w3, w2 of `block_sparse_moe`. gpt_oss keeps them together.
     """
-    mixtral = model.config.model_type == "mixtral"
+    mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     stacked = model.config.model_type == "gpt_oss"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in chain(model.named_parameters(), saved_buffers(model)):

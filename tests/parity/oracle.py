@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 from megaswift.losses.contract import Batch
 from tests.parity.models import EAGER, by_disk_name
 
-SIGMOID = ("deepseek_v3", "glm4_moe")
+SIGMOID = ("deepseek_v3", "glm4_moe", "minimax_m2")
 """Model types whose routers score by sigmoids."""
 
 

@@ -1,0 +1,57 @@
+"""MiniMax-M2: experts chosen by biased sigmoids, norms over all heads together, half-rotated heads. https://arxiv.org/abs/2506.13585."""
+
+from __future__ import annotations
+
+from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe
+from megaswift.families.config_rows import Group, MustBe, Reading, Row, Unused
+from megaswift.families.config_tables import EXPERTS_EVERYWHERE, ROUTER, head_dim, kv_heads, rope
+from megaswift.families.family import FAMILIES, Family
+from megaswift.families.rules import Copy
+
+ROPE = rope(5e6, partial=1.0)
+
+
+def _rope(reading: Reading) -> None:
+    """The shared row; the released folders give the rotated width in place of its share."""
+    width, head = reading.get("rotary_dim", int, 0), reading.get("head_dim", int, 128, 1)
+    raw = dict(reading.raw)
+    if width and head and "partial_rotary_factor" not in raw:
+        raw["partial_rotary_factor"] = width / head
+    ROPE.read(Reading(reading.family, raw, reading.problems, reading.values))
+
+
+def _router(reading: Reading) -> None:
+    if reading.raw.get("scoring_func") not in (None, "sigmoid"):
+        reading.problem("scoring_func", "must be 'sigmoid': transformers' model computes nothing else")
+    if reading.values.get("num_moe_experts"):
+        reading.values.update(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0)
+
+
+def _all_full(reading: Reading) -> None:
+    if set(reading.raw.get("attn_type_list") or [1]) != {1}:
+        reading.problem("attn_type_list", "must hold 1 for every layer: linear attention is another family's")
+
+
+BETAS = ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta")
+FAMILIES.register("minimax_m2", Family(
+    name="minimax_m2",
+    architecture="MiniMaxM2ForCausalLM",
+    config=(
+        Row("intermediate_size", "moe_ffn_hidden_size", int), head_dim(128), kv_heads(), Group((*ROPE.keys, "rotary_dim"), _rope),
+        *ROUTER, EXPERTS_EVERYWHERE, Group(("scoring_func",), _router), Group(("attn_type_list",), _all_full),
+        MustBe("use_routing_bias", (True,), "transformers' model has the bias"),
+        MustBe("use_qk_norm", (True,), "transformers' model has the norms"),
+        MustBe("qk_norm_type", ("per_layer",), "transformers' model normalises all heads together"),
+        MustBe("router_jitter_noise", (0,), "transformers puts the noise on the experts' inputs too, Megatron on the router's only"),
+        MustBe("shared_intermediate_size", (0,), "transformers' model has no shared expert"),
+        MustBe("sliding_window", (), "transformers' model has no windows"),
+        *(MustBe(name, (1,), "transformers' model adds residuals unscaled") for name in BETAS),
+        Unused(("shared_moe_mode", "mlp_intermediate_size"), "of shared experts and dense layers, which the model does not have"),
+        Unused(("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), "the released folders hold no such layers"),
+    ),
+    weights=(
+        *EMBEDDING, *ATTENTION, *QK_NORM_WIDE, *moe("block_sparse_moe", "w1", "w3", "w2"),
+        Copy(M + "mlp.router.expert_bias", (H + "block_sparse_moe.e_score_correction_bias",), ("experts",), "moe", buffer=True), *HEAD,
+    ),
+    fixed={"qk_layernorm": True, "qk_norm_width": "all", "moe_router_pre_softmax": False, "router_normalised": True},
+))
