@@ -1,0 +1,104 @@
+"""Writes the support table of the model families into the docs, from the registry and from what the tests run.
+
+    python scripts/support_table.py            # rewrite the tables
+    python scripts/support_table.py --check    # only say whether they are up to date (exit code 1: not)
+
+What a family is comes from its file's docstring, what it refuses from its configuration rows, what was tested from the lists that
+tests/parity and tests/families run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megaswift.engine.megatron.layer_spec import only_torch  # noqa: E402
+from megaswift.families import FAMILIES, Family, family_of  # noqa: E402
+from megaswift.families.config_rows import MustBe  # noqa: E402
+from tests.families.published import PUBLISHED  # noqa: E402
+from tests.parity import models, test_families  # noqa: E402
+
+BEGIN, END = "<!-- support table: scripts/support_table.py writes this -->", "<!-- end of support table -->"
+TARGETS = {"README.md": False, "docs/families.md": True, "converters/README.md": False}
+"""Files, and whether they hold everything: what was tested, what is refused."""
+
+
+def about(name: str) -> str:
+    """The first line of the family's file, as a table cell with its link."""
+    text = (importlib.import_module(f"megaswift.families.{name}").__doc__ or "").strip().splitlines()[0]
+    words, _, link = text.rpartition(" https://")
+    return f"[{words.rstrip('.')}](https://{link.rstrip('.')})" if words else text.rstrip(".")
+
+
+def published(family: Family) -> tuple[str, str]:
+    """(published models whose config.json is read in the tests, layers they can run on)."""
+    names, layers = [], "both"
+    for name, (config, parameters) in PUBLISHED.items():
+        if family_of(config).name == family.name:
+            names.append(f"{name} ({parameters / 1e9:.3g} B)")
+            if lacking := only_torch(family.spec(config).features):
+                layers = f"torch ({lacking})"
+    return ", ".join(names), layers
+
+
+def tested(family: Family) -> str:
+    """Layouts that are held against Hugging Face for this family."""
+    variants = [name for name, (kind, _) in models.VARIANTS.items() if kind == family.name]
+    cases = [case for case in test_families.family_cases() if case.model == family.name]
+    layouts = dict.fromkeys(" ".join(str(case).split()[1:]) for case in cases)
+    return f"{', '.join(layouts)}; models {', '.join(variants)}" if variants else ", ".join(layouts)
+
+
+def table(full: bool) -> list[str]:
+    """One row a family."""
+    titles = ["`model_type`", "what it is", "layers", *(["held against Hugging Face on", "published models read"] if full else [])]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for name in FAMILIES.names():
+        models_read, layers = published(FAMILIES.get(name))
+        cells = [f"`{name}`", about(name), layers, *([tested(FAMILIES.get(name)), models_read] if full else [])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def refusals() -> list[str]:
+    """What each family's configuration must not ask for, with the reason."""
+    lines = ["", "Refused, each with its reason:", "", "| family | field of config.json | must be | because |", "|---|---|---|---|"]
+    for name in FAMILIES.names():
+        for row in FAMILIES.get(name).config:
+            if isinstance(row, MustBe):
+                allowed = " or ".join(f"`{v!r}`" for v in row.allowed) or "absent"
+                lines.append(f"| `{name}` | `{row.hf}` | {allowed} | {row.why} |")
+    return lines
+
+
+def main() -> int:
+    """Writes or checks; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when a table is out of date")
+    check, stale = parser.parse_args().check, []
+    for target, full in TARGETS.items():
+        path = ROOT / target
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if BEGIN not in text or END not in text:
+            print(f"{target}: no place for the table ({BEGIN})")
+            stale.append(target)
+            continue
+        body = "\n".join([BEGIN, "", *table(full), *(refusals() if full else []), "", END])
+        fresh = text[: text.index(BEGIN)] + body + text[text.index(END) + len(END):]
+        if fresh != text:
+            stale.append(target)
+            if not check:
+                path.write_text(fresh, encoding="utf-8")
+                print(f"{target}: written")
+    if check and stale:
+        print(f"out of date: {', '.join(stale)}; run python scripts/support_table.py")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
