@@ -85,7 +85,8 @@ class OwnSelfAttention(SelfAttention):
         self.windowed = window_of(config, self.layer_number) is not None
         if self.two_rotaries and self.windowed:  # only full layers are scaled: yarn's factor on cosine and sine is theirs
             self.config = copy.copy(config)
-            self.config.yarn_rotary_scaling_factor = 1.0
+            self.config.yarn_rotary_scaling_factor = 1.0  # Megatron-Core 0.16 asks the configuration in each pass,
+            self._yarn_concentration_factor = 1.0  # 0.19 has asked it by now
         for norm in (self.q_layernorm, self.k_layernorm):
             if isinstance(norm, WideNorm):
                 norm.group = self.pg_collection.tp
