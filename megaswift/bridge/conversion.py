@@ -1,7 +1,7 @@
 """What both converters share: tensors streamed into planned places of a folder, block by block.
 
 Owns the loop, the progress on the screen and what an interruption leaves. Where the tensors come from and where they go is
-`hf_to_megatron`'s and `megatron_to_hf`'s. Held at any time: some blocks of 8 MiB, whatever the model's size.
+`hf_to_megatron`'s and `megatron_to_hf`'s. Held at any time: some blocks of 16 MiB, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megaswift import log
 from megaswift.bridge.file_tensor import data_of
 from megaswift.bridge.stage import Stage
 
-BLOCK = 1 << 23
+BLOCK = 1 << 24
 """Bytes read at a time: small enough for the allocator to hand the same pages out again."""
 PLAIN_SECONDS = 10.0
 """Between two lines where standard error is no terminal."""

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 from megaswift.errors import CheckpointError, Problem
 
-WAITING = 6
-"""Blocks that may wait to be written."""
+WAITING, FEW = 1 << 27, 1 << 25
+"""Bytes that may wait to be written; once there are so many, reading goes on when few are left: threads that wake each other for every
+block spend their time waiting for a processor where others want it too."""
 SYNC_BYTES = 1 << 28
 """At least so much is written between two entries of the journal."""
 WRITE = 1 << 28
@@ -80,8 +81,9 @@ class Stage:
         self.discarded = False
         """Whether an interrupted conversion of something else was thrown away."""
         self._header = json.dumps(made_from, sort_keys=True)
-        self._blocks: queue.Queue[_Block | None] = queue.Queue(WAITING)
-        self._finished: queue.Queue[int | None] = queue.Queue()
+        self._blocks: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
+        self._waiting, self._room = 0, threading.Condition()
+        self._finished: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._failure: OSError | None = None
         self._open: dict[str, int] = {}
         self.written = 0
@@ -135,10 +137,13 @@ class Stage:
 
     def put(self, file: str, offset: int, data: memoryview | bytes, done: int | None = None) -> None:
         """Bytes for a place in a file; with the last ones, the number of the item that is now complete."""
-        if self._failure is None:
-            self._blocks.put(_Block(file, offset, data, done))
+        with self._room:
+            if self._waiting >= WAITING:
+                self._room.wait_for(lambda: self._waiting <= FEW)
+            self._waiting += len(data)
         if self._failure is not None:
             raise self._told()
+        self._blocks.put(_Block(file, offset, data, done))
 
     def _told(self) -> CheckpointError:
         return CheckpointError(Problem(str(self.target), f"cannot be written: {self._failure}",
@@ -146,17 +151,18 @@ class Stage:
 
     def _write(self) -> None:
         while (block := self._blocks.get()) is not None:
-            if self._failure is not None:
-                continue  # nobody may wait for room in the queue for ever
             try:
                 at = 0
-                while at < len(block.data):
+                while at < len(block.data) and self._failure is None:
                     at += os.pwrite(self._open[block.file], block.data[at : at + WRITE], block.offset + at)
             except OSError as error:
                 self._failure = error
-                continue
+            with self._room:  # after a failure too: nobody may wait for room for ever
+                self._waiting -= len(block.data)
+                if self._waiting <= FEW:
+                    self._room.notify()
             self.written += at
-            if block.done is not None:
+            if block.done is not None and self._failure is None:
                 self._finished.put(block.done)
 
     def _settle(self) -> None:
