@@ -69,6 +69,12 @@ def test_layout(text: str, pool: Pool, adapters: Adapters) -> None:
 
 
 @pytest.mark.process
+def test_fused_projections(pool: Pool, adapters: Adapters) -> None:
+    """One adapter for query, key and value where Hugging Face has one module for them; its rows are in another order here."""
+    check(*adapters.of(parse("phi3 tp2 sp"), ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")), pool)
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("text, leaves, saved", [
     ("dense pp2 do recompute=full", ("layers.3.self_attn.k_proj",), ()),
     ("dense pp2 vpp2", ("layers.2.mlp.down_proj",), ()),
