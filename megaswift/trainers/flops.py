@@ -3,7 +3,8 @@
 FLOPs of a training step = 6 x N x tokens + 6 x layers x heads x head size x sum of (document length)^2, with N the
 parameters without the input embedding (of a mixture of experts: those active for a token). Forward counts 2 a weight and
 token, backward 4; the attention part is that of a causal mask, half of the full square (PaLM, appendix B, halved).
-Recomputed activations and padding do not count: they are work, not use.
+Recomputed activations and padding do not count: they are work, not use. Frozen parameters have no weight gradient: N counts two thirds
+of them (LoRA).
 """
 
 from __future__ import annotations

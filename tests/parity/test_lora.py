@@ -17,15 +17,17 @@ from tests.parity.oracle import Reference
 from tests.parity.pool import Pool
 from tests.parity.references import References
 
-ALL = (*lora.ATTENTION, *lora.MLP, "qkv_proj", "gate_up_proj", "w1", "w2", "w3")
+ALL = (*lora.ATTENTION, *lora.MLP, "qkv_proj", "gate_up_proj", "w1", "w2", "w3",
+       "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 LAYOUTS = [
     "dense single", "dense tp2", "dense tp2 sp", "dense pp2", "dense pp2 vpp2", "dense cp2", "dense cp2 packed", "dense dp2 do",
     "dense tp4", "qwen3-tiny-heads tp4 sp", "dense tp2 sp pp2 recompute=full do", "dense tied pp2", "dense recompute=mlp",
     "moe single", "moe dp2 ep2", "moe tp2 sp dp2 ep2", "moe tp2 sp dp2 ep2 etp2 do", "moe tp2 sp",
     "moe tp2 sp etp2 recompute=moe", "mixtral tp2 ep2 sp", "gemma2 tp2 sp", "granite pp2",
 ]
-FAMILIES = ["phi3 tp2", "gemma2 tp2 sp", "olmo2 pp2", "granite tp2", "qwen2_moe tp2 sp", "glm4_moe dp2 ep2"]
-"""Fused tensors on disk, norms after projections, scaled residuals, shared experts."""
+FAMILIES = ["phi3 tp2", "gemma2 tp2 sp", "olmo2 pp2", "granite tp2", "qwen2_moe tp2 sp", "glm4_moe dp2 ep2",
+            "deepseek_v2 tp2 sp", "deepseek_v3-dense tp2"]
+"""Fused tensors on disk, norms after projections, scaled residuals, shared experts, latent attention."""
 
 
 class Adapters:
