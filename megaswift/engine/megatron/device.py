@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 import types
 from dataclasses import dataclass
@@ -170,6 +171,8 @@ def install() -> None:
     for change in REPLACEMENTS:
         owner, name, _ = resolve(change.symbol)
         setattr(owner, name, change.value)
+    # the tracker of random states warns when the CPU's generator was used: here it is the one to use, at each dropout
+    logging.getLogger(_CORE + "tensor_parallel.random").addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     _without_transformer_engine()
 
 
