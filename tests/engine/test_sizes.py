@@ -18,6 +18,9 @@ from megaswift.trainers.flops import FlopRule
 BASE = dict(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
             intermediate_size=48, max_position_embeddings=64, tie_word_embeddings=False)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1, mlp_only_layers=[])
+DEEPSEEK = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=2, first_k_dense_replace=1,
+                n_group=1, topk_group=1)
+LATENT = dict(num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=12, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=8, head_dim=6)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Model:
 MODELS = [
     Model("Llama"), Model("Llama", {"tie_word_embeddings": True}), Model("Qwen2"), Model("Qwen3"),
     Model("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 4, 48), Model("Qwen3Moe", EXPERTS, 4, 24),
-    Model("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0, 3]}, 2, 24),
+    Model("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0, 3]}, 2, 24), Model("Glm4Moe", DEEPSEEK, 3, 24),
+    Model("DeepseekV3", {**DEEPSEEK, **LATENT}, 3, 24), Model("DeepseekV2", {**DEEPSEEK, **LATENT, "q_lora_rank": None}, 3, 24),
 ]
 
 
@@ -49,7 +53,7 @@ def ours(hf: Any) -> int:
     return flop_parameters(WeightPlan(family, spec), spec)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: "-".join([m.kind, *m.extra]))
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: "-".join([m.kind, *m.extra][:3]))
 def test_parameters_active_for_a_token_without_the_input_embedding(model: Model) -> None:
     hf = hf_model(model)
     idle = model.experts * 2 * 3 * model.expert_ffn * 32
@@ -65,4 +69,16 @@ def test_the_flop_rule_is_what_torch_counts(tied: bool) -> None:
     rule = FlopRule(ours(hf), 4 * 4 * 8)
     norms = (2 * 4 + 1) * 32  # the rule counts them as if they were matrices, the counter not at all
     masked = rule.step(0, 2 * 16**2)  # eager attention also computes the half that is masked
+    assert counter.get_total_flops() == pytest.approx(rule.step(32, 2 * 16**2) + masked - 6 * norms * 32, rel=1e-4)
+
+
+def test_the_flop_rule_knows_latent_attention() -> None:
+    """Scores have another width than values."""
+    hf = hf_model(Model("DeepseekV3", {**DEEPSEEK, **LATENT, "first_k_dense_replace": 4}), "cpu")
+    with FlopCounterMode(display=False) as counter:
+        hf(input_ids=torch.arange(32).view(2, 16), use_cache=False).logits.sum().backward()
+    config = {**hf.config.to_dict(), "architectures": [type(hf).__name__]}
+    rule = FlopRule(ours(hf), 4 * family_of(config).spec(config).product_width)
+    norms = (2 * 4 + 1) * 32 + 4 * (20 + 12)
+    masked = rule.step(0, 2 * 16**2)
     assert counter.get_total_flops() == pytest.approx(rule.step(32, 2 * 16**2) + masked - 6 * norms * 32, rel=1e-4)
