@@ -25,7 +25,7 @@ from megaswift.errors import CheckpointError, Problem
 WAITING, FEW = 1 << 27, 1 << 25
 """Bytes that may wait to be written; once there are so many, reading goes on when few are left: threads that wake each other for every
 block spend their time waiting for a processor where others want it too."""
-SYNC_BYTES = 1 << 28
+SYNC_BYTES = 1 << 30
 """At least so much is written between two entries of the journal."""
 WRITE = 1 << 28
 """Bytes a write call takes at most (Linux stops at 2 GiB)."""
