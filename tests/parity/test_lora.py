@@ -21,7 +21,7 @@ ALL = (*lora.ATTENTION, *lora.MLP, "qkv_proj", "gate_up_proj", "w1", "w2", "w3",
        "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 LAYOUTS = [
     "dense single", "dense tp2", "dense tp2 sp", "dense pp2", "dense pp2 vpp2", "dense cp2", "dense cp2 packed", "dense dp2 do",
-    "dense tp4", "qwen3-tiny-heads tp4 sp", "dense tp2 sp pp2 recompute=full do", "dense tied pp2", "dense recompute=mlp",
+    "dense tp4", "qwen3-tiny-heads tp4 sp", "dense tp2 sp pp2 recompute=full do", "dense tied pp2", "dense tp2 sp recompute=full",
     "moe single", "moe dp2 ep2", "moe tp2 sp dp2 ep2", "moe tp2 sp dp2 ep2 etp2 do", "moe tp2 sp",
     "moe tp2 sp etp2 recompute=moe", "mixtral tp2 ep2 sp", "gemma2 tp2 sp", "granite pp2",
 ]
