@@ -6,6 +6,7 @@ Owns the choice (`pick`) and both specs. The two have the same parameter names, 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 from typing import Any
 
@@ -35,16 +36,36 @@ from megaswift.engine.megatron.residual import ResidualLinear
 from megaswift.engine.megatron.router import BalancedRouter
 from megaswift.engine.megatron.self_attention import OwnSelfAttention, WideKeyNorm, WideQueryNorm
 from megaswift.errors import ConfigError, Problem
-from megaswift.families.spec import Features
+from megaswift.families.spec import Features, ModelSpec
 
 IN_LAYERS = ("residual_scale", "attention_softcap", "pre_norm", "post_norm", "qk_norm_width", "rope_local")
 """Features that Transformer Engine's layers, as Megatron-Core puts them together, do not compute."""
+SINKS_SINCE = (2, 8)
+"""The Transformer Engine that Megatron-Core asks for where the softmax has a learned offset."""
 
 
 def only_torch(features: Features) -> str:
     """What of a model the torch layers alone compute; empty when both specs do."""
     plain = Features()
     return ", ".join(name for name in IN_LAYERS if getattr(features, name) != getattr(plain, name))
+
+
+def lacking_sinks(spec: ModelSpec, cp_comm_type: str = "") -> str:
+    """Why Transformer Engine cannot compute a model's attention sinks; empty where it can. No context parallelism: no `cp_comm_type`."""
+    if spec.transformer.get("softmax_type", "vanilla") == "vanilla":
+        return ""
+    if _transformer_engine() < SINKS_SINCE:
+        return "attention sinks before version " + ".".join(map(str, SINKS_SINCE))
+    return "" if cp_comm_type in ("", "a2a") else f"attention sinks with --cp_comm_type {cp_comm_type} (with a2a they have)"
+
+
+def _transformer_engine() -> tuple[int, ...]:
+    """The installed version's first two numbers; where there is none, one that lacks nothing: `pick` says that it is missing."""
+    try:
+        version = importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return SINKS_SINCE
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def pick(asked: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
