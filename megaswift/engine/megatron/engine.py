@@ -23,7 +23,7 @@ from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron import schedule_pass as passes
 from megaswift.engine.megatron.aux_losses import AuxLosses
 from megaswift.engine.megatron.context import ParallelContext
-from megaswift.engine.megatron.layer_spec import only_torch, pick
+from megaswift.engine.megatron.layer_spec import lacking_sinks, only_torch, pick
 from megaswift.engine.megatron.lora import RankAdapters, plan_adapters
 from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap
 from megaswift.engine.megatron.model_config import transformer_config
@@ -44,7 +44,9 @@ class MegatronEngine:
     def __init__(self, spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
-        self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, only_torch(spec.features))
+        comm = cfg.parallel.cp_comm_type if self.layout.cp > 1 else ""
+        beyond = ", ".join(filter(None, (only_torch(spec.features), lacking_sinks(spec, comm))))
+        self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, beyond)
         if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
             raise ConfigError(lacking)
         self.config = transformer_config(spec, cfg, self.layout, self.impl)
