@@ -1,4 +1,4 @@
-"""MiniMax-M2: experts chosen by biased sigmoids, norms over all heads together, half-rotated heads. https://arxiv.org/abs/2506.13585."""
+"""MiniMax-M2: experts chosen by biased sigmoids, norms over all heads together, half-rotated heads. https://huggingface.co/MiniMaxAI."""
 
 from __future__ import annotations
 
