@@ -81,7 +81,8 @@ def _fp8_problem(given: Mapping[str, Any]) -> tuple[str, str] | None:
     size = [x for x in block if isinstance(x, int) and not isinstance(x, bool) and x > 0] if isinstance(block, list | tuple) else []
     if block is not None and (len(size) != 2 or len(block) != 2):
         return f"weight_block_size should be two sizes, or null for one scale a tensor, not {block!r}", "[128, 128]"
-    for name, allowed in (("fmt", (None, "e4m3")), ("scale_fmt", (None, "float", "ue8m0")), ("expert_dtype", (None, "fp8"))):
+    for name, allowed in (("fmt", (None, "e4m3", "float8_e4m3fn")), ("scale_fmt", (None, "float", "ue8m0")),
+                          ("expert_dtype", (None, "fp8"))):
         if given.get(name) not in allowed:
             return f"{name} {given[name]!r} cannot be read; {' or '.join(a for a in allowed if a)} can", UNQUANTISED
     return None

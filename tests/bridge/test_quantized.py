@@ -229,7 +229,7 @@ def test_mxfp4_files_that_do_not_fit(change: Callable[[dict[str, Tensor]], Any],
     ({"bits": 4}, "should be a mapping with quant_method"),
     ("fp8", "should be a mapping with quant_method"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size should be two sizes"),
-    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' cannot be read; e4m3 can"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' cannot be read; e4m3 or float8_e4m3fn can"),
     ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4' cannot be read"),
     ({"quant_method": "fp8", "rotation": "hadamard"}, "fp8 has no field rotation"),
 ])  # fmt: skip

@@ -105,6 +105,15 @@ def test_linear_and_yarn() -> None:
     assert yarn.rope.scaling == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
+def test_fields_that_published_folders_have_for_other_programs() -> None:
+    """SmolLM2 (`llama`) and MiniMax-M2's name of its FP8 format."""
+    told = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}
+    scheme = {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]}
+    assert spec(LLAMA_3_1_8B, **told, quantization_config=scheme).transformer == spec(LLAMA_3_1_8B).transformer
+    with pytest.raises(WeightsError, match="rope_interleaved True"):
+        spec(LLAMA_3_1_8B, rope_interleaved=True)
+
+
 def test_default_base_of_a_family() -> None:
     assert spec(LLAMA_3_1_8B, rope_theta=...).rope.base == 10000.0
     assert spec(MIXTRAL_8X7B, rope_theta=...).rope.base == 1000000.0
