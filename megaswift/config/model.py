@@ -22,7 +22,8 @@ class ModelConfig:
     trust_remote_code: bool = option(False, "Run Python code that comes with the model's folder")
     random_init: bool = option(False, "Random weights from config.json alone, for pretraining from scratch")
     train_type: str = option(
-        "full", "What trains: full = all weights, lora = adapters on them", aliases=("tuner_type",), choices=("full", "lora"))
+        "full", "What trains: all weights, adapters on them, or on weights in NF4", aliases=("tuner_type",),
+        choices=("full", "lora", "qlora"))
     torch_dtype: str = option(
         "auto", "Compute precision; auto: the checkpoint's on a GPU, float32 on a CPU", aliases=("dtype", "model_dtype"),
         choices=("auto", "float32", "bfloat16", "float16"), spellings=DTYPES)

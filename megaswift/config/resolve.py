@@ -25,6 +25,8 @@ HINTS = {
     "sequence_parallel_size": "--context_parallel_size", "world_size": "--nproc_per_node", "resume": "--resume_from_checkpoint latest",
     "flash_attn": "--attn_impl flash", "use_flash_attn": "--attn_impl flash", "eval_strategy": "--eval_steps",
     "save_strategy": "--save_steps", "logging_dir": "--output_dir: TensorBoard's files lie in OUT/runs",
+    "quantization_bit": "--train_type qlora", "quant_bits": "--train_type qlora", "quant_method": "--train_type qlora",
+    "load_in_4bit": "--train_type qlora", "bnb_4bit_quant_type": "--train_type qlora: NF4 it is",
     "tokenizer": "--model: the tokenizer lies in the model's folder"}
 """Names of other toolkits that have another shape here."""
 

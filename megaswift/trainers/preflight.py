@@ -14,7 +14,7 @@ from megaswift.config.capabilities import chosen, missing_transformer_engine
 from megaswift.config.values import show
 from megaswift.data.template import read_template
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.families import ModelSpec, family_of, load_spec
+from megaswift.families import ModelSpec, family_of, four_bits, load_spec
 from megaswift.families.projections import saved, select
 from megaswift.parallel.checks import check_layout
 from megaswift.parallel.rules import Asked
@@ -61,7 +61,11 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
     adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []
     idle += length_problems(cfg, spec)
-    return problems + idle + adapters + check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size))
+    asked = Asked.from_config(cfg, world_size)
+    unfit = check_layout(ModelShape.of(spec), asked)
+    if cfg.model.train_type == "qlora" and not unfit:
+        unfit = four_bits.problems(family_of(spec.hf_config), spec, asked.tp, asked.etp)
+    return problems + idle + adapters + unfit
 
 
 def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
@@ -78,6 +82,8 @@ def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     for check, names in ((select, lora.target_modules), (saved, lora.modules_to_save)):
         try:
             check(family, spec, names)
+            if check is saved and cfg.model.train_type == "qlora":
+                problems += four_bits.cannot_train(family, saved(family, spec, names))
         except UserError as error:
             problems += error.problems
     if lora.use_dora:

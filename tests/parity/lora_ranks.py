@@ -78,3 +78,26 @@ def dropped(rank: int, world: int, task: Task) -> tuple[float, float, bool]:
     torch.distributed.barrier()
     context.close()
     return quiet, loss, alike
+
+
+@dataclass(frozen=True)
+class Held:
+    """Weights in a rank's memory: in decoder layers' projections, and all others; the engine's report."""
+
+    linear: int
+    linear_bytes: int
+    other_bytes: int
+    report: int
+
+
+def held(rank: int, world: int, task: Task) -> Held:
+    """Counted over the modules' own tensors."""
+    engine, context = build(task.case, task.folder, world, **task.options)
+    tensors = [(name, t) for c in engine.plain for name, t in [*c.named_parameters(), *c.named_buffers()]]
+    linear = [(n, t) for n, t in tensors if "linear_" in n and ".weight" in n and ".lora." not in n and "norm" not in n]
+    other = [t for n, t in tensors if n not in {m for m, _ in linear} and isinstance(t, torch.nn.Parameter)]
+    sizes = [t.numel() * (2 if t.dtype == torch.uint8 else 1) for n, t in linear if not n.endswith("absmax")]
+    found = Held(sum(sizes), sum(t.nbytes for _, t in linear), sum(t.nbytes for t in other), engine.report().weight_bytes)
+    torch.distributed.barrier()
+    context.close()
+    return found

@@ -117,6 +117,11 @@ VARIANTS |= {
     "seed_oss": ("seed_oss", {**BASE, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": ("smollm3", {**DENSE, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 7}),
 }
+VARIANTS |= {  # rows of whole blocks of 64, on two ranks too
+    "dense-nf4": ("qwen3", {**BASE, "intermediate_size": 128}), "moe-nf4": ("qwen3_moe", {**MOE, "moe_intermediate_size": 128}),
+    "mla-nf4": ("deepseek_v3", {**DEEPSEEK_MOE, **LATENT, "intermediate_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 64,
+                                "kv_lora_rank": 64, "v_head_dim": 16}),
+}
 EAGER = ("gemma2", "gpt_oss")
 """Model types whose attention transformers computes in its eager way only: others leave soft caps or sinks out."""
 

@@ -14,8 +14,8 @@ TEMPLATE = (
 SPECIAL = ["<pad>", "<e>", "<u>", "<a>"]
 
 
-def write_model(folder: Path, layers: int = 2) -> Path:
-    """A Qwen3 of some ten thousand parameters and a character tokenizer with a template that marks the generation."""
+def write_model(folder: Path, layers: int = 2, **sizes: int) -> Path:
+    """A Qwen3 of some ten thousand parameters, unless `sizes` differ, and a character tokenizer that marks the generation."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
@@ -28,9 +28,9 @@ def write_model(folder: Path, layers: int = 2) -> Path:
         tokenizer_object=inner, pad_token="<pad>", eos_token="<e>", unk_token="<unk>", additional_special_tokens=["<u>", "<a>"])
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, max_position_embeddings=128, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1)
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8} | sizes
+    config = Qwen3Config(vocab_size=len(words), num_hidden_layers=layers, max_position_embeddings=128, tie_word_embeddings=False,
+                         pad_token_id=0, eos_token_id=1, **fields)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -65,6 +65,14 @@ def test_adapters_that_have_no_place_are_named_before_anything_starts(model: Pat
         task="sft", model=str(model), dataset="d.jsonl", output_dir=str(tmp_path / "out"), train_type="lora", adapters="nowhere"), 1))
 
 
+def test_four_bits_that_do_not_fit_are_told_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    cfg = SwiftConfig(task="sft", model=str(model), dataset="d.jsonl", output_dir=str(tmp_path / "out"), train_type="qlora",
+                      modules_to_save=["lm_head", "o_proj"])
+    text = "\n".join(refused(cfg, 1))
+    assert "NF4 blocks are 64 inputs" in text and "--modules_to_save model.layers.0.self_attn.o_proj: is held in NF4" in text
+    assert "lm_head" not in text
+
+
 @pytest.mark.parametrize(("remove", "words"), [
     ("*.safetensors", "has no *.safetensors"), ("tokenizer*", "has no tokenizer"), ("config.json", "has no config.json")])
 def test_a_model_folder_that_lacks_something(tmp_path: Path, remove: str, words: str) -> None:

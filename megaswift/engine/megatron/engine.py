@@ -31,7 +31,7 @@ from megaswift.engine.megatron.sizes import measure
 from megaswift.engine.megatron.weights import RandomSource, RankWeights, frozen
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.errors import ConfigError, Problem
-from megaswift.families import family_of
+from megaswift.families import family_of, four_bits
 from megaswift.families.spec import ModelSpec
 from megaswift.losses.contract import Batch, Loss, Needs, Outputs
 
@@ -45,16 +45,21 @@ class MegatronEngine:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
         comm = cfg.parallel.cp_comm_type if self.layout.cp > 1 else ""
-        beyond = ", ".join(filter(None, (only_torch(spec.features), lacking_sinks(spec, comm))))
-        self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, beyond)
+        beyond = [only_torch(spec.features), lacking_sinks(spec, comm), "weights in NF4" if cfg.model.train_type == "qlora" else ""]
+        self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(filter(None, beyond)))
         if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
             raise ConfigError(lacking)
         self.config = transformer_config(spec, cfg, self.layout, self.impl)
-        self.plain = build_chunks(spec, self.config, context, self.impl)
         self.plan = WeightPlan(family_of(spec.hf_config), spec)
+        adapters = plan_adapters(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
+        if adapters and self.config.quantised:
+            family, layout = self.plan.family, self.layout
+            if unfit := four_bits.problems(family, spec, layout.tp, layout.etp) + four_bits.cannot_train(family, adapters.saved):
+                raise ConfigError(unfit)
+        self.plain = build_chunks(spec, self.config, context, self.impl)
         self.weights = RankWeights(self.plain, spec, self.plan, context)
         self.freeze(cfg.model.freeze_parameters)
-        self.lora = RankAdapters(self.plain, self.weights, plan_adapters(cfg.lora, self.plan)) if cfg.model.train_type != "full" else None
+        self.lora = RankAdapters(self.plain, self.weights, adapters) if adapters else None
         self.aux = AuxLosses(self.plain, spec, cfg, context)
         self.chunks = wrap(self.plain, self.config, cfg, context)
         self.optimizer = optim.build(self.chunks, self.config, cfg)

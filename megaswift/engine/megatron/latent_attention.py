@@ -118,7 +118,11 @@ class WholeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """(output, no bias)."""
-        return F.linear(x, self.weight), None
+        return self._forward_impl(x, self.weight), None
+
+    def _forward_impl(self, input: Tensor, weight: Tensor) -> Tensor:
+        """The product alone, under the name that Megatron-Core's linear layers have for theirs."""
+        return F.linear(input, weight)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """The same on every rank."""

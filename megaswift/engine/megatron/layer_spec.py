@@ -31,6 +31,7 @@ from megaswift.engine.megatron.activation import GATED
 from megaswift.engine.megatron.attention import TorchAttention
 from megaswift.engine.megatron.expert_linear import ExpertRowParallelLinear
 from megaswift.engine.megatron.latent_attention import EngineLatentAttention, TorchLatentAttention, WholeLinear
+from megaswift.engine.megatron.nf4_layers import quantised
 from megaswift.engine.megatron.norm import NormColumnParallelLinear, QKNorm, TorchNorm
 from megaswift.engine.megatron.residual import ResidualLinear
 from megaswift.engine.megatron.router import BalancedRouter
@@ -180,7 +181,7 @@ def block_spec(config: TransformerConfig, impl: str, vp_stage: int | None, pp_ra
     layers = []
     for layer in range(offset, offset + count):
         moe = config.num_moe_experts is not None and (layer % freq == 0 if isinstance(freq, int) else bool(freq[layer]))
-        layers.append(build(config, moe))
+        layers.append(quantised(build(config, moe)) if config.quantised else build(config, moe))
     if impl == "torch":
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
     from megatron.core.extensions.transformer_engine import TENorm

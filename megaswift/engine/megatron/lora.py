@@ -65,7 +65,7 @@ class RankAdapters:
             mine = plan.by_layer.get(placed.entry.megatron.removesuffix(WEIGHT), []) if placed.entry.megatron.endswith(WEIGHT) else []
             if mine:
                 assert placed.name == "weight", f"{placed.entry.megatron} shares its layer with other experts"
-                made = layers.LayerAdapters(mine, weights.context, placed.tensor.dtype, plan.settings.dropout)
+                made = layers.LayerAdapters(mine, weights.context, placed.held.dtype, plan.settings.dropout)
                 layers.attach(placed.owner, made)
                 self.layers.append(made)
                 self.placed += [PlacedAdapter(a, half, made, i) for i, a in enumerate(mine) for half in HALVES]
@@ -77,7 +77,7 @@ class RankAdapters:
     def _freeze(self) -> None:
         saved = set(self.plan.saved)
         for placed in self.weights.placed:
-            if isinstance(placed.tensor, nn.Parameter):
+            if isinstance(placed.held, nn.Parameter):
                 mine = saved & set(placed.entry.hf)
                 assert not mine or mine == set(placed.entry.hf), f"{placed.entry.megatron} is saved in part"
                 placed.tensor.requires_grad_(bool(mine))

@@ -135,6 +135,7 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     # Megatron's name for "the layer spec brings the activation"; set late, for it only lets Transformer Engine's own pass
     config.use_te_activation_func = impl == "torch" and config.gated_linear_unit and config.activation_func in GATED
     config.features = spec.features
+    config.quantised = cfg.model.train_type == "qlora"
     config.rope_factor = inverse_frequencies(spec)[1]
     _yarn(config, config.rope_factor)
     return config

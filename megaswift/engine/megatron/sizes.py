@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megaswift.bridge.plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
+from megaswift.engine.megatron.nf4_layers import NF4Matrix
 from megaswift.engine.protocol import ParameterReport
 from megaswift.families.spec import ModelSpec
 
@@ -40,10 +43,15 @@ def flop_parameters(plan: WeightPlan, spec: ModelSpec) -> int:
     return plan.parameters - idle - (0 if spec.tied else spec.vocab_size * spec.hidden_size)
 
 
+def _weights(chunk: nn.Module) -> Iterator[nn.Parameter | NF4Matrix]:
+    """All that a chunk holds as weights, each once."""
+    yield from chunk.parameters()
+    yield from (m for m in chunk.modules() if isinstance(m, NF4Matrix))
+
+
 def measure(engine: MegatronEngine) -> ParameterReport:
     """Sizes of the largest rank, parameters in all. Collective."""
-    own = sum(p.numel() for c in engine.plain for p in c.parameters())
-    weights = sum(p.numel() * p.element_size() for c in engine.plain for p in c.parameters())
+    own, weights = (sum(held) for held in zip(*((p.numel(), p.nbytes) for c in engine.plain for p in _weights(c)), strict=True))
     gradients = sum(b.grad_data.numel() * b.grad_data.element_size() for c in engine.chunks for b in c.buffers + c.expert_parallel_buffers)
     largest = torch.tensor([own, weights, gradients, _optimizer_bytes(engine)], dtype=torch.int64, device=engine.context.device)
     if engine.layout.world_size > 1:

@@ -21,6 +21,8 @@ from megaswift.bridge.dist_keys import padded_vocabulary
 from megaswift.bridge.plan import Entry, Group, WeightPlan
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.model import SwiftGPT
+from megaswift.engine.megatron.nf4_layers import NF4Matrix
+from megaswift.families import four_bits
 from megaswift.families.spec import ModelSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -62,7 +64,7 @@ def _mark(parameter: nn.Parameter, entry: Entry) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter or buffer of this rank and its entry in the weight plan."""
+    """A parameter, buffer or quantised matrix of this rank and its entry in the weight plan."""
 
     entry: Entry
     owner: nn.Module
@@ -70,9 +72,15 @@ class Placed:
     """The owner's attribute: looked up at each use, because a change of precision replaces buffers."""
 
     @property
-    def tensor(self) -> Tensor:
-        """The parameter or buffer."""
+    def held(self) -> Tensor | NF4Matrix:
+        """The parameter or buffer, or what stands for it."""
         return getattr(self.owner, self.name)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter or buffer; of a quantised matrix its values, a copy."""
+        held = self.held
+        return held.dequantised() if isinstance(held, NF4Matrix) else held
 
 
 class RankWeights:
@@ -94,13 +102,18 @@ class RankWeights:
                 if entry is not None:
                     assert entry.rule.buffer, f"{name} is a buffer"
                     self._place(entry, chunk, name)
+            for name, module in chunk.named_modules():
+                if isinstance(module, NF4Matrix):
+                    self._place(plan.by_megatron[canonical_name(name, chunk, spec, context)], chunk, name)
+            for p in self.placed if chunk.config.quantised else ():
+                assert isinstance(p.held, NF4Matrix) == four_bits.held(p.entry.rule), f"{p.entry.megatron} is not held as it should be"
         self.by_name = {p.entry.megatron: p for p in self.placed}
 
     def _place(self, entry: Entry, chunk: nn.Module, name: str) -> None:
         path, _, attribute = name.rpartition(".")
         placed = Placed(entry, chunk.get_submodule(path), attribute)
         shape = tuple(entry.shard_shape(self.tp_of(entry)[0], self.padded))
-        assert shape == tuple(placed.tensor.shape), f"{entry.megatron}: module has {tuple(placed.tensor.shape)}, plan says {shape}"
+        assert shape == tuple(placed.held.shape), f"{entry.megatron}: module has {tuple(placed.held.shape)}, plan says {shape}"
         self.placed.append(placed)
 
     def tp_of(self, entry: Entry) -> tuple[int, int]:
@@ -113,7 +126,7 @@ class RankWeights:
         """Fill every parameter from `source`, reading only this rank's slices."""
         for placed in self.placed:
             ranks, rank = self.tp_of(placed.entry)
-            placed.tensor.copy_(placed.entry.read(source, ranks, rank, self.padded))
+            placed.held.copy_(placed.entry.read(source, ranks, rank, self.padded))
 
     def stream(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the CPU) of `value(parameter)` for all entries in the plan's order.

@@ -1,0 +1,59 @@
+"""Matrices in NF4: four bits a value and a float32 scale for each block of inputs (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
+
+Owns the codebook and both directions on real tensors; which weights are held so is `families.four_bits`. Blocks run along rows, so a
+shard of a matrix is quantised to the very values of the whole one. Values and bytes are bitsandbytes' (quant_type nf4, blocksize 64,
+no double quantisation). That package is not used here: importing it (0.50) on a CPU looks for kernels on the hub.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from megaswift.families.four_bits import BLOCK
+
+BAND = 1 << 22
+"""Values quantised at a time: 16 MiB in float32."""
+CODE = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0])
+"""The sixteen values of NF4 (arXiv:2305.14314, appendix E)."""
+_BOUNDS = (CODE[1:] + CODE[:-1]) / 2
+_PAIRS = torch.stack([CODE.repeat_interleave(16), CODE.repeat(16)], dim=1)
+"""[256, 2]: the two values of a byte, the high half first."""
+_SMALLEST = 1e-38
+"""Keeps the inverse of an empty block's scale finite, as in bitsandbytes."""
+
+
+@torch.no_grad()
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] to (two values a byte, uint8 [out, in / 2]; largest magnitudes, float32 [out, in / 64])."""
+    out, width = weight.shape
+    assert width % BLOCK == 0, f"rows of {width} are no multiple of {BLOCK}"
+    packed = torch.empty(out, width // 2, dtype=torch.uint8, device=weight.device)
+    absmax = torch.empty(out, width // BLOCK, dtype=torch.float32, device=weight.device)
+    bounds, step = _BOUNDS.to(weight.device), max(1, BAND // max(1, width))
+    for at in range(0, out, step):
+        rows = slice(at, at + step)
+        blocks = weight[rows].float().unflatten(1, (-1, BLOCK))
+        absmax[rows] = blocks.abs().amax(-1)
+        scaled = (blocks * (1.0 / absmax[rows].clamp(min=_SMALLEST)).unsqueeze(-1)).clamp_(-1, 1)
+        codes = torch.bucketize(scaled.flatten(1), bounds, out_int32=True).to(torch.uint8)
+        packed[rows] = (codes[:, ::2] << 4) | codes[:, 1::2]
+    return packed, absmax
+
+
+@torch.no_grad()
+def dequantise(packed: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse: [out, in], each product of code and scale rounded once to `dtype`."""
+    values = _pairs(packed.device).index_select(0, packed.flatten().int())  # [out x in / 2, 2]
+    return values.view(*absmax.shape, BLOCK).mul_(absmax.unsqueeze(-1)).flatten(1).to(dtype)
+
+
+@functools.cache
+def _pairs(device: torch.device) -> Tensor:
+    """The table where it is read."""
+    return _PAIRS.to(device)

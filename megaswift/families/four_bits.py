@@ -1,0 +1,59 @@
+"""Which weights of a model are held in four bits (--train_type qlora), and on how many ranks they can be.
+
+Owns the choice and the fit of blocks to shards. Pure: names and shapes, no tensors, no torch; the numbers are the bridge's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from megaswift.errors import Problem
+from megaswift.families.family import Family
+from megaswift.families.projections import WEIGHT
+from megaswift.families.rules import Cut, Rule, dim_of
+from megaswift.families.spec import ModelSpec
+
+BLOCK = 64
+"""Inputs of a row that share a scale (QLoRA, arXiv:2305.14314)."""
+
+
+def held(rule: Rule) -> bool:
+    """Whether a weight is a linear layer's inside a decoder layer, experts included: no embedding, head, norm, router, gate or bias."""
+    leaf = rule.megatron.removesuffix(WEIGHT).rsplit(".", 1)[-1]
+    return rule.scope != "model" and rule.megatron.endswith(WEIGHT) and leaf.startswith("linear_")
+
+
+def _inputs(rule: Rule, spec: ModelSpec) -> int:
+    """Length of a row of Megatron's whole weight."""
+    dim, pieces = dim_of(rule), rule.pieces(spec, Cut(expert=0))
+    return sum(p.length for p in pieces) if dim == 1 else pieces[0].shape(rule.shapes(spec)[pieces[0].source], dim)[1]
+
+
+def problems(family: Family, spec: ModelSpec, tp: int, etp: int) -> list[Problem]:
+    """Rows, or a rank's parts of them, that are no whole number of blocks; each kind of layer once."""
+    active = [rule for rule in family.weights if held(rule) and (not rule.when or getattr(spec, rule.when))]
+    layers = {rule.megatron.removesuffix(WEIGHT).split(".", 3)[-1].replace(".{E}", ""): rule for rule in active}
+    return [p for name, rule in layers.items() if spec.experts or rule.scope not in ("moe", "expert")
+            if not (rule.scope == "dense" and all(spec.moe_layers)) for p in _unfit(name, rule, spec, (tp, etp))]
+
+
+def _unfit(name: str, rule: Rule, spec: ModelSpec, sizes: tuple[int, int]) -> Iterator[Problem]:
+    width = _inputs(rule, spec)
+    ranks, option = (sizes[1], "etp") if rule.scope == "expert" else (sizes[0], "tp")
+    if width % BLOCK:
+        yield Problem("--train_type qlora", f"{name} of this model has {width} inputs, and NF4 blocks are {BLOCK} inputs of a row",
+                      "--train_type lora")
+    elif dim_of(rule) == 1 and width % (ranks * BLOCK):
+        fitting = next(n for n in range(ranks, 0, -1) if ranks % n == 0 and width % (n * BLOCK) == 0)
+        yield Problem(f"--{option} {ranks}", f"leaves {width / ranks:g} of the {width} inputs of {name} to a rank, and blocks of NF4 "
+                      f"(--train_type qlora) are {BLOCK} inputs", f"--{option} {fitting}")
+
+
+def cannot_train(family: Family, saved: Iterable[str]) -> list[Problem]:
+    """Those of the Hugging Face tensors that are to train fully that are held in four bits."""
+    stuck = [hf for rule in family.weights if held(rule) for hf in rule.hf]
+    patterns = [re.escape(hf).replace(r"\{L\}", r"\d+").replace(r"\{E\}", r"\d+") for hf in stuck]
+    return [Problem(f"--modules_to_save {name.removesuffix(WEIGHT)}", "is held in NF4 (--train_type qlora), which cannot train",
+                    "--target_modules for an adapter on it, or --train_type lora")
+            for name in saved if any(re.fullmatch(pattern, name) for pattern in patterns)]
