@@ -27,7 +27,6 @@ from megaswift.errors import Problem, WeightsError
 from megaswift.families import family_of, load_spec
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.projections import WEIGHT
-from megaswift.version import __version__
 
 
 def blocks(source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
