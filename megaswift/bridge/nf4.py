@@ -8,24 +8,31 @@ no double quantisation). That package is not used here: importing it (0.50) on a
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from megaswift.families.four_bits import BLOCK
 
-BAND = 1 << 22
-"""Values quantised at a time: 16 MiB in float32."""
+BAND = {"cpu": 1 << 18}
+"""Values at a time: what a CPU's cache holds, elsewhere 2^24."""
 CODE = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0])
 """The sixteen values of NF4 (arXiv:2305.14314, appendix E)."""
-_BOUNDS = (CODE[1:] + CODE[:-1]) / 2
+_BOUNDS = ((CODE[1:] + CODE[:-1]) / 2).tolist()
 _PAIRS = torch.stack([CODE.repeat_interleave(16), CODE.repeat(16)], dim=1)
 """[256, 2]: the two values of a byte, the high half first."""
 _SMALLEST = 1e-38
 """Keeps the inverse of an empty block's scale finite, as in bitsandbytes."""
+
+
+def _bands(rows: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Ranges of rows that are worked on at a time."""
+    step = max(1, BAND.get(device.type, 1 << 24) // max(1, width))
+    return (slice(at, at + step) for at in range(0, rows, step))
 
 
 @torch.no_grad()
@@ -35,13 +42,13 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     assert width % BLOCK == 0, f"rows of {width} are no multiple of {BLOCK}"
     packed = torch.empty(out, width // 2, dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(out, width // BLOCK, dtype=torch.float32, device=weight.device)
-    bounds, step = _BOUNDS.to(weight.device), max(1, BAND // max(1, width))
-    for at in range(0, out, step):
-        rows = slice(at, at + step)
+    for rows in _bands(out, width, weight.device):
         blocks = weight[rows].float().unflatten(1, (-1, BLOCK))
         absmax[rows] = blocks.abs().amax(-1)
-        scaled = (blocks * (1.0 / absmax[rows].clamp(min=_SMALLEST)).unsqueeze(-1)).clamp_(-1, 1)
-        codes = torch.bucketize(scaled.flatten(1), bounds, out_int32=True).to(torch.uint8)
+        scaled = (blocks * (1.0 / absmax[rows].clamp(min=_SMALLEST)).unsqueeze(-1)).clamp_(-1, 1).flatten(1)
+        codes = torch.zeros_like(scaled, dtype=torch.uint8)
+        for bound in _BOUNDS:  # twice as fast as a search
+            codes += scaled > bound
         packed[rows] = (codes[:, ::2] << 4) | codes[:, 1::2]
     return packed, absmax
 
@@ -49,8 +56,11 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def dequantise(packed: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse: [out, in], each product of code and scale rounded once to `dtype`."""
-    values = _pairs(packed.device).index_select(0, packed.flatten().int())  # [out x in / 2, 2]
-    return values.view(*absmax.shape, BLOCK).mul_(absmax.unsqueeze(-1)).flatten(1).to(dtype)
+    out = torch.empty(packed.shape[0], packed.shape[1] * 2, dtype=dtype, device=packed.device)
+    for rows in _bands(*out.shape, packed.device):
+        values = _pairs(packed.device).index_select(0, packed[rows].flatten().int())  # [rows x in / 2, 2]
+        out[rows] = values.view(-1, absmax.shape[1], BLOCK).mul_(absmax[rows].unsqueeze(-1)).flatten(1)
+    return out
 
 
 @functools.cache
