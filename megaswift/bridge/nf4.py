@@ -29,10 +29,10 @@ _SMALLEST = 1e-38
 """Keeps the inverse of an empty block's scale finite, as in bitsandbytes."""
 
 
-def _bands(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Ranges of rows that are worked on at a time."""
-    step = max(1, BAND.get(device.type, 1 << 24) // max(1, width))
-    return (slice(at, at + step) for at in range(0, rows, step))
+def _bands(shape: tuple[int, ...], device: torch.device) -> Iterator[slice]:
+    """Ranges of rows of a matrix that are worked on at a time."""
+    step = max(1, BAND.get(device.type, 1 << 24) // max(1, shape[1]))
+    return (slice(at, at + step) for at in range(0, shape[0], step))
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     assert width % BLOCK == 0, f"rows of {width} are no multiple of {BLOCK}"
     packed = torch.empty(out, width // 2, dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(out, width // BLOCK, dtype=torch.float32, device=weight.device)
-    for rows in _bands(out, width, weight.device):
+    for rows in _bands((out, width), weight.device):
         blocks = weight[rows].float().unflatten(1, (-1, BLOCK))
         absmax[rows] = blocks.abs().amax(-1)
         scaled = (blocks * (1.0 / absmax[rows].clamp(min=_SMALLEST)).unsqueeze(-1)).clamp_(-1, 1).flatten(1)
@@ -57,7 +57,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantise(packed: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse: [out, in], each product of code and scale rounded once to `dtype`."""
     out = torch.empty(packed.shape[0], packed.shape[1] * 2, dtype=dtype, device=packed.device)
-    for rows in _bands(*out.shape, packed.device):
+    for rows in _bands(out.shape, packed.device):
         values = _pairs(packed.device).index_select(0, packed[rows].flatten().int())  # [rows x in / 2, 2]
         out[rows] = values.view(-1, absmax.shape[1], BLOCK).mul_(absmax[rows].unsqueeze(-1)).flatten(1)
     return out
