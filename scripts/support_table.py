@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megaswift.engine.megatron.layer_spec import only_torch  # noqa: E402
+from megaswift.engine.megatron.layer_choice import only_torch  # noqa: E402
 from megaswift.families import FAMILIES, Family, family_of  # noqa: E402
 from megaswift.families.config_rows import MustBe  # noqa: E402
 from tests.families.published import PUBLISHED  # noqa: E402
@@ -41,8 +41,8 @@ def published(family: Family) -> tuple[str, str]:
     for name, (config, parameters) in PUBLISHED.items():
         if family_of(config).name == family.name:
             names.append(f"{name} ({parameters / 1e9:.3g} B)")
-            if lacking := only_torch(family.spec(config).features):
-                layers = f"torch ({lacking})"
+            if lacking := only_torch(family.spec(config)):
+                layers = f"torch ({', '.join(lacking)})"
     return ", ".join(names), layers
 
 

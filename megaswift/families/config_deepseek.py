@@ -22,19 +22,6 @@ PRETRAINING: tuple[ConfigRow, ...] = (
     Unused(("ep_size",), "how their authors ran it; --ep sets it here"),
     MustBe("moe_layer_freq", (1,), "every layer after the dense ones has experts"),
 )
-AUTHORS = ("configuration_deepseek.", "modeling_deepseek.")
-
-
-def _authors_code(reading: Reading) -> None:
-    given = reading.raw.get("auto_map") or {}
-    if not isinstance(given, dict) or not all(str(place).startswith(AUTHORS) for place in given.values()):
-        reading.problem("auto_map", "names other code than its authors', which transformers has built in: it may compute something else",
-                        "remove auto_map if transformers' built-in model gives the same results")
-
-
-AUTHORS_CODE = Group(("auto_map",), _authors_code)
-
-
 @dataclass(frozen=True)
 class Routing:
     """What a family's router computes, and transformers' defaults for fields that are absent."""

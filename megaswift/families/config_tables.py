@@ -171,9 +171,24 @@ def architecture(name: str) -> Group:
     """`architectures` must hold the causal language model, whose tensor names the weight table has."""
     def read(reading: Reading) -> None:
         given = reading.raw.get("architectures")
-        if given and name not in given:
+        if given and not (isinstance(given, list) and name in given):
             reading.problem("architectures", f"must hold {name}, whose tensors this table names")
     return Group(("architectures",), read)
+
+
+def authors_code(name: str) -> Group:
+    """`auto_map` of folders that came with their authors' code before transformers had the model: modules called after `name` only.
+
+    Entries of the tokenizer change no model.
+    """
+    def read(reading: Reading) -> None:
+        given = reading.raw.get("auto_map") or {}
+        own = (f"configuration_{name}.", f"modeling_{name}.")
+        models = [str(v) for k, v in given.items() if k == "AutoConfig" or k.startswith("AutoModel")] if isinstance(given, dict) else [""]
+        if not all(place.split("--")[-1].startswith(own) for place in models):
+            reading.problem("auto_map", "names other code than its authors', which transformers has built in: it may compute something "
+                            "else", "remove auto_map if transformers' built-in model gives the same results")
+    return Group(("auto_map",), read)
 
 
 def sparse_layers(pattern: Callable[[Reading, int], list[int] | None], keys: tuple[str, ...] = ()) -> Group:
@@ -200,6 +215,11 @@ def sparse_layers(pattern: Callable[[Reading, int], list[int] | None], keys: tup
     return Group(("num_experts", "num_local_experts", "num_experts_per_tok", *keys), read)
 
 
+def _auxiliary_if_asked(reading: Reading) -> None:
+    given = reading.get("router_aux_loss_coef", float, 0.001)
+    reading.values["moe_aux_loss_coeff"] = given if reading.get("output_router_logits", bool, False) else 0.0
+
+
 def _sparse_step(reading: Reading, layers: int) -> list[int] | None:
     step, dense = reading.get("decoder_sparse_step", int, 1, 1), reading.raw.get("mlp_only_layers") or []
     if not all(isinstance(i, int) and 0 <= i < layers for i in dense):
@@ -223,6 +243,9 @@ ROUTER: tuple[ConfigRow, ...] = (
     Row("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.001),
     Unused(("output_router_logits",), "whether transformers returns them; the auxiliary loss follows its coefficient here"),
 )
+
+AUXILIARY_IF_ASKED = Group(("router_aux_loss_coef", "output_router_logits"), _auxiliary_if_asked)
+"""As transformers does, where the published coefficient is no training recipe (gpt-oss: 0.9): only with router logits asked for."""
 
 SIZES: tuple[ConfigRow, ...] = (
     Row("vocab_size", "vocab_size", int),

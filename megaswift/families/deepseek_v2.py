@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megaswift.families.blocks import EMBEDDING, HEAD, dense_mlp, moe, shared_experts
 from megaswift.families.blocks_latent import LATENT_ATTENTION
-from megaswift.families.config_deepseek import AUTHORS_CODE, PRETRAINING, Routing, routed_experts
+from megaswift.families.config_deepseek import PRETRAINING, Routing, routed_experts
 from megaswift.families.config_latent import LATENT
 from megaswift.families.config_rows import MustBe
-from megaswift.families.config_tables import FFN, rope
+from megaswift.families.config_tables import FFN, authors_code, rope
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register("deepseek_v2", Family(
@@ -19,7 +19,7 @@ FAMILIES.register("deepseek_v2", Family(
         MustBe("scoring_func", ("softmax",), "the router's scores"),
         MustBe("topk_method", ("greedy", "group_limited_greedy"), "how experts are chosen"),
         MustBe("mlp_bias", (False,), "Megatron has one switch for the biases of attention and MLP, and latent attention has none"),
-        *PRETRAINING, AUTHORS_CODE,
+        *PRETRAINING, authors_code("deepseek"),
     ),
     weights=(*EMBEDDING, *LATENT_ATTENTION, *dense_mlp("dense"), *moe("mlp", "gate_proj", "up_proj", "down_proj"),
              *shared_experts("shared_experts"), *HEAD),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megaswift.families.blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, moe, shared_experts
 from megaswift.families.blocks_latent import LATENT_ATTENTION
-from megaswift.families.config_deepseek import AUTHORS_CODE, PRETRAINING, Routing, prediction_layers, routed_experts
+from megaswift.families.config_deepseek import PRETRAINING, Routing, prediction_layers, routed_experts
 from megaswift.families.config_latent import LATENT
 from megaswift.families.config_rows import MustBe, Row
-from megaswift.families.config_tables import FFN, rope
+from megaswift.families.config_tables import FFN, authors_code, rope
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register("deepseek_v3", Family(
@@ -19,7 +19,7 @@ FAMILIES.register("deepseek_v3", Family(
                                groups=8, topk_group=4)),
         MustBe("scoring_func", ("sigmoid",), "the router's scores"),
         MustBe("topk_method", ("noaux_tc",), "experts are chosen by biased scores, in groups"),
-        *PRETRAINING, AUTHORS_CODE,
+        *PRETRAINING, authors_code("deepseek"),
     ),
     weights=(*EMBEDDING, *LATENT_ATTENTION, *dense_mlp("dense"), *moe("mlp", "gate_proj", "up_proj", "down_proj"), EXPERT_BIAS,
              *shared_experts("shared_experts"), *HEAD),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
 from megaswift.families.config_rows import Group, MustBe, Reading, Row, Unused
-from megaswift.families.config_tables import EXPERTS_EVERYWHERE, head_dim, kv_heads, rope
+from megaswift.families.config_tables import AUXILIARY_IF_ASKED, EXPERTS_EVERYWHERE, head_dim, kv_heads, rope
 from megaswift.families.config_windows import alternating, every_other
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import Copy
@@ -22,12 +22,6 @@ def _rope(reading: Reading) -> None:
     ROPE.read(reading)
 
 
-def _auxiliary(reading: Reading) -> None:
-    """The published coefficient, 0.9, is no training recipe: transformers adds the loss only where router logits are asked for."""
-    given = reading.get("router_aux_loss_coef", float, 0.001)
-    reading.values["moe_aux_loss_coeff"] = given if reading.get("output_router_logits", bool, False) else 0.0
-
-
 MLP = H + "mlp."
 FAMILIES.register("gpt_oss", Family(
     name="gpt_oss",
@@ -38,7 +32,7 @@ FAMILIES.register("gpt_oss", Family(
         Row("swiglu_limit", "activation_func_clamp_value", float, 7.0),
         MustBe("swiglu_alpha", (1.702,), "the constant of Megatron's quick_gelu"),
         MustBe("attention_bias", (True,), "Megatron has one switch for all biases, and this family's experts have them"),
-        Group(("router_aux_loss_coef", "output_router_logits"), _auxiliary),
+        AUXILIARY_IF_ASKED,
         EXPERTS_EVERYWHERE,
         Unused(("experts_per_token",), "num_experts_per_tok says it"),
         Unused(("initial_context_length",), "the scaling of the rotary embedding says it"),

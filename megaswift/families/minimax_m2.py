@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe
 from megaswift.families.config_rows import Group, MustBe, Reading, Row, Unused
-from megaswift.families.config_tables import EXPERTS_EVERYWHERE, ROUTER, head_dim, kv_heads, rope
+from megaswift.families.config_tables import AUXILIARY_IF_ASKED, EXPERTS_EVERYWHERE, authors_code, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import Copy
 
@@ -38,7 +38,8 @@ FAMILIES.register("minimax_m2", Family(
     architecture="MiniMaxM2ForCausalLM",
     config=(
         Row("intermediate_size", "moe_ffn_hidden_size", int), head_dim(128), kv_heads(), Group((*ROPE.keys, "rotary_dim"), _rope),
-        *ROUTER, EXPERTS_EVERYWHERE, Group(("scoring_func",), _router), Group(("attn_type_list",), _all_full),
+        AUXILIARY_IF_ASKED, EXPERTS_EVERYWHERE, authors_code("minimax_m2"),
+        Group(("scoring_func",), _router), Group(("attn_type_list",), _all_full),
         MustBe("use_routing_bias", (True,), "transformers' model has the bias"),
         MustBe("use_qk_norm", (True,), "transformers' model has the norms"),
         MustBe("qk_norm_type", ("per_layer",), "transformers' model normalises all heads together"),

@@ -22,11 +22,13 @@ def round_trip(plan: WeightPlan, source: HfSource, tp: int, etp: int) -> dict[st
     """Every entry read by each of its ranks, with a padded vocabulary, and written back."""
     padded = math.ceil(plan.spec.vocab_size / (8 * tp)) * 8 * tp
     out: dict[str, Tensor] = {}
-    for entry in plan.entries:
-        ranks = tp if entry.expert is None else etp
-        shards = [entry.read(source, ranks, rank, padded) for rank in range(ranks)]
-        assert {tuple(s.shape) for s in shards} == {entry.shard_shape(ranks, padded)}
-        back = entry.write(shards)
+    for group in plan.groups:
+        cut = []
+        for entry in group.entries:
+            ranks = tp if entry.expert is None else etp
+            cut.append([entry.read(source, ranks, rank, padded) for rank in range(ranks)])
+            assert {tuple(s.shape) for s in cut[-1]} == {entry.shard_shape(ranks, padded)}
+        back = group.write(cut)
         assert not set(back) & set(out)
         out.update(back)
     return out
@@ -135,8 +137,10 @@ def test_gate_comes_before_up(variant: str, folders: Path) -> None:
         stem, mlp = f"decoder.layers.{layer}.mlp.", model.model.layers[layer].mlp
         if sparse:
             for expert in range(plan.spec.experts):
-                fc1 = plan.by_megatron[f"{stem}experts.{expert}.linear_fc1.weight"].read(source)
-                assert torch.equal(fc1, mlp.experts.gate_up_proj[expert])  # [gate; up] in transformers' fused experts too
+                entry, theirs = plan.by_megatron[f"{stem}experts.{expert}.linear_fc1.weight"], mlp.experts.gate_up_proj[expert]
+                if entry.rule.stacked:  # gpt-oss: [h, gate, up, gate, up, ...]
+                    theirs = torch.cat([theirs[:, ::2], theirs[:, 1::2]], dim=1).t()
+                assert torch.equal(entry.read(source), theirs)  # [gate; up] in transformers' fused experts too
         elif not plan.spec.linear_bias:
             fc1, fc2 = (plan.by_megatron[f"{stem}linear_fc{i}.weight"].read(source) for i in (1, 2))
             gate, up = (x @ fc1.t()).chunk(2, dim=-1)

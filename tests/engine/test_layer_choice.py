@@ -1,39 +1,42 @@
-"""Which layers a run takes where a model has what Transformer Engine's layers compute only in some versions and layouts."""
+"""Which layers a run takes where Transformer Engine's do not compute what the model or the layout needs."""
 
 from __future__ import annotations
 
-import importlib.metadata
+import dataclasses
+from typing import Any
 
 import pytest
 
-from megaswift.engine.megatron.layer_spec import lacking_sinks, only_torch, pick
+from megaswift.engine.megatron.layer_choice import only_torch, only_torch_here, pick
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
+from tests.families.published import MISTRAL_7B, PUBLISHED, QWEN3_0_6B
 from tests.families.published_moe import GPT_OSS_20B, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B
 
-GPT_OSS, OLMOE, QWEN = (family_of(c).spec(c) for c in (GPT_OSS_20B, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B))
+GPT_OSS, OLMOE, QWEN, MISTRAL, QWEN3 = (family_of(c).spec(c) for c in (GPT_OSS_20B, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B, MISTRAL_7B, QWEN3_0_6B))
+DEEPSEEK = family_of(PUBLISHED["deepseek-v3"][0]).spec(PUBLISHED["deepseek-v3"][0])
 
 
-@pytest.mark.parametrize(("version", "comm", "lacking"), [
-    ("2.7.0", "", "attention sinks before version 2.8"),
-    ("2.8.0", "", ""),
-    ("2.10.0+abc", "a2a", ""),
-    ("2.10.0+abc", "p2p", "attention sinks with --cp_comm_type p2p"),
+def test_what_a_model_needs() -> None:
+    assert only_torch(OLMOE) == ["qk_norm_width"] and only_torch(GPT_OSS) == ["attention sinks"] and only_torch(QWEN) == []
+    lacking = ", ".join(only_torch(GPT_OSS))
+    assert pick("auto", lacking=lacking) == ("torch", "Transformer Engine's layers have no attention sinks, which this model needs")
+    with pytest.raises(ConfigError, match="attention sinks"):
+        pick("transformer_engine", lacking=lacking)
+
+
+@pytest.mark.parametrize(("model", "comm", "packing", "lacking"), [
+    (MISTRAL, "p2p", False, "sliding windows"), (MISTRAL, "a2a", False, ""), (MISTRAL, None, True, ""), (QWEN3, "p2p", True, ""),
+    (QWEN3, "all_gather", True, "packed rows"), (QWEN3, "all_gather", False, ""), (DEEPSEEK, "a2a", False, "latent attention"),
+    (DEEPSEEK, "p2p", False, ""), (DEEPSEEK, None, False, ""),
 ])
-def test_sinks(version: str, comm: str, lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    found = lacking_sinks(GPT_OSS, comm)
-    assert found.startswith(lacking) and bool(found) == bool(lacking)
-    assert lacking_sinks(QWEN, comm) == "" == lacking_sinks(OLMOE, comm)
-    if lacking:
-        assert pick("auto", lacking=found) == ("torch", f"Transformer Engine's layers have no {found}, which this model needs")
-        with pytest.raises(ConfigError, match="attention sinks"):
-            pick("transformer_engine", lacking=found)
+def test_what_a_layout_needs(model: Any, comm: str | None, packing: bool, lacking: str) -> None:
+    found = only_torch_here(model, comm, packing)
+    assert [f for f in found if not f.startswith(lacking)] == [] and bool(found) == bool(lacking)
 
 
-def test_without_transformer_engine_nothing_is_said_of_its_version() -> None:
-    assert lacking_sinks(GPT_OSS) == ""
-
-
-def test_norms_over_all_heads_take_the_torch_layers() -> None:
-    assert only_torch(OLMOE.features) == "qk_norm_width" and only_torch(GPT_OSS.features) == "" == only_torch(QWEN.features)
+@pytest.mark.parametrize(("version", "torch_only"), [("0.16.1", True), ("0.19.2", False)])
+def test_packed_latent_attention(version: str, torch_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.__version__", version)
+    assert bool(only_torch_here(DEEPSEEK, None, True)) == torch_only
+    assert only_torch_here(dataclasses.replace(QWEN3), None, True) == []

@@ -157,3 +157,17 @@ def test_head_width() -> None:
     assert spec(MISTRAL_7B, head_dim=96).head_dim == 96
     assert spec(MISTRAL_7B, head_dim=None).head_dim == 128
     assert spec(LLAMA_3_1_8B, num_key_value_heads=None).kv_heads == 32
+
+
+def test_code_of_the_authors_where_transformers_has_the_model() -> None:
+    phi = PUBLISHED["phi-4"][0]
+    theirs = {"AutoConfig": "microsoft/Phi-3--configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+              "AutoTokenizer": "Xenova/gpt-4o"}
+    assert family_of(phi).spec({**phi, "auto_map": theirs}).num_layers == phi["num_hidden_layers"]
+    with pytest.raises(WeightsError, match="auto_map"):
+        family_of(phi).spec({**phi, "auto_map": {**theirs, "AutoModel": "modeling_mine.Mine"}})
+
+
+def test_an_architecture_that_is_no_list() -> None:
+    with pytest.raises(WeightsError, match="architectures"):
+        family_of(LLAMA_3_1_8B).spec({**LLAMA_3_1_8B, "architectures": 3})

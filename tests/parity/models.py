@@ -51,7 +51,7 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
 
 
 LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
-YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=16)
+YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=0.5)
 GPT_OSS: dict[str, Any] = {
     **MIXTRAL, **_rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=1.0, truncate=False),
     "sliding_window": 7, "swiglu_limit": 0.6,

@@ -23,7 +23,7 @@ from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron import schedule_pass as passes
 from megaswift.engine.megatron.aux_losses import AuxLosses
 from megaswift.engine.megatron.context import ParallelContext
-from megaswift.engine.megatron.layer_spec import lacking_sinks, only_torch, pick
+from megaswift.engine.megatron.layer_choice import only_torch, only_torch_here, pick
 from megaswift.engine.megatron.lora import RankAdapters, plan_adapters
 from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap
 from megaswift.engine.megatron.model_config import transformer_config
@@ -44,9 +44,9 @@ class MegatronEngine:
     def __init__(self, spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
-        comm = cfg.parallel.cp_comm_type if self.layout.cp > 1 else ""
-        beyond = [only_torch(spec.features), lacking_sinks(spec, comm), "weights in NF4" if cfg.model.train_type == "qlora" else ""]
-        self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(filter(None, beyond)))
+        comm = cfg.parallel.cp_comm_type if self.layout.cp > 1 else None
+        beyond = only_torch(spec) + only_torch_here(spec, comm, cfg.data.packing) + ["weights in NF4"] * (cfg.model.train_type == "qlora")
+        self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(beyond))
         if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
             raise ConfigError(lacking)
         self.config = transformer_config(spec, cfg, self.layout, self.impl)

@@ -1,16 +1,13 @@
 """Which modules a transformer layer is made of: Transformer Engine's fused ones, or plain torch ones.
 
-Owns the choice (`pick`) and both specs. The two have the same parameter names, so they share one checkpoint format.
+Owns both specs; layer_choice.py says which one a run takes. The two have the same parameter names, so they share one checkpoint format.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
 from typing import Any
 
-import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -36,59 +33,7 @@ from megaswift.engine.megatron.norm import NormColumnParallelLinear, QKNorm, Tor
 from megaswift.engine.megatron.residual import ResidualLinear
 from megaswift.engine.megatron.router import BalancedRouter
 from megaswift.engine.megatron.self_attention import OwnSelfAttention, WideKeyNorm, WideQueryNorm
-from megaswift.errors import ConfigError, Problem
-from megaswift.families.spec import Features, ModelSpec
-
-IN_LAYERS = ("residual_scale", "attention_softcap", "pre_norm", "post_norm", "qk_norm_width", "rope_local")
-"""Features that Transformer Engine's layers, as Megatron-Core puts them together, do not compute."""
-SINKS_SINCE = (2, 8)
-"""The Transformer Engine that Megatron-Core asks for where the softmax has a learned offset."""
-
-
-def only_torch(features: Features) -> str:
-    """What of a model the torch layers alone compute; empty when both specs do."""
-    plain = Features()
-    return ", ".join(name for name in IN_LAYERS if getattr(features, name) != getattr(plain, name))
-
-
-def lacking_sinks(spec: ModelSpec, cp_comm_type: str = "") -> str:
-    """Why Transformer Engine cannot compute a model's attention sinks; empty where it can. No context parallelism: no `cp_comm_type`."""
-    if spec.transformer.get("softmax_type", "vanilla") == "vanilla":
-        return ""
-    if _transformer_engine() < SINKS_SINCE:
-        return "attention sinks before version " + ".".join(map(str, SINKS_SINCE))
-    return "" if cp_comm_type in ("", "a2a") else f"attention sinks with --cp_comm_type {cp_comm_type} (with a2a they have)"
-
-
-def _transformer_engine() -> tuple[int, ...]:
-    """The installed version's first two numbers; where there is none, one that lacks nothing: `pick` says that it is missing."""
-    try:
-        version = importlib.metadata.version("transformer_engine")
-    except importlib.metadata.PackageNotFoundError:
-        return SINKS_SINCE
-    return tuple(int(part) for part in version.split(".")[:2])
-
-
-def pick(asked: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
-    """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`; `lacking` is what only torch layers do."""
-    if lacking and asked == "transformer_engine":
-        raise ConfigError(Problem("--transformer_impl transformer_engine", f"its layers have no {lacking}, which this model needs",
-                                  "--transformer_impl torch"))
-    if lacking and asked == "auto":
-        return "torch", f"Transformer Engine's layers have no {lacking}, which this model needs"
-    cuda, installed = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
-    if asked == "torch":
-        return "torch", "asked for"
-    if asked == "transformer_engine":
-        if not (cuda and installed):
-            lack = "no CUDA device is visible" if not cuda else "the package transformer_engine is not installed"
-            raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))
-        return "transformer_engine", "asked for"
-    if attention == "sdpa":
-        return "torch", "--attn_impl sdpa is theirs"
-    if cuda and installed:
-        return "transformer_engine", "CUDA and Transformer Engine are there"
-    return "torch", "no CUDA device" if not cuda else "Transformer Engine is not installed"
+from megaswift.families.spec import Features
 
 
 def _outer(features: Features) -> tuple[type, type]:
@@ -138,7 +83,7 @@ def torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
 
 def _latent_layer(config: TransformerConfig, moe: bool, features: Features) -> ModuleSpec:
     """One layer with latent attention; its first norm stands alone, because several products read it."""
-    assert not only_torch(features), "no such latent attention"
+    assert features.pre_norm and not features.post_norm and features.residual_scale == 1.0, "no such latent attention"
     attention = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear, linear_q_down_proj=WholeLinear, linear_q_up_proj=NormColumnParallelLinear,
         linear_kv_down_proj=WholeLinear, linear_kv_up_proj=NormColumnParallelLinear, core_attention=TorchAttention,

@@ -96,10 +96,12 @@ def _kernels(cfg: SwiftConfig, impl: str, cuda: bool) -> dict[str, Any]:
 
 
 def _yarn(config: TransformerConfig, factor: float) -> None:
-    """Make Megatron multiply cosine and sine by `factor`: it knows it as 0.1 ln(scale) + 1 (YaRN, arXiv:2309.00071)."""
+    """Make Megatron multiply cosine and sine by `factor`, any number.
+
+    It knows it as m(mscale) / m(mscale_all_dim) with m(x) = 0.1 x ln(scale) + 1 (YaRN, arXiv:2309.00071), and 1 for a scale up to 1.
+    """
     if factor != 1.0:
-        config.yarn_rotary_scaling_factor = math.exp((factor - 1.0) / 0.1)
-        config.yarn_mscale = config.yarn_mscale_all_dim = None
+        config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = math.e, 10 * (factor - 1), 0.0
 
 
 def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: str) -> TransformerConfig:
@@ -124,9 +126,9 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     if spec.experts:
         fields["moe_router_dtype"] = "fp32"
         fields["bias_dropout_fusion"] &= not spec.linear_bias  # Megatron's grouped experts refuse it beside biases
-    latent = bool(fields.get("multi_latent_attention"))
-    if latent:
-        fields["apply_rope_fusion"] = False  # latent_attention.py rotates by position
+    latent, rope_factor = bool(fields.get("multi_latent_attention")), inverse_frequencies(spec)[1]
+    # latent_attention.py rotates by position; Megatron's fused rotation of packed rows leaves out the factor on cosine and sine
+    fields["apply_rope_fusion"] &= not latent and rope_factor == 1.0
     kind = MLATransformerConfig if latent else TransformerConfig
     known = inspect.signature(kind).parameters
     unknown = sorted(set(fields) - set(known))
@@ -136,6 +138,6 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     config.use_te_activation_func = impl == "torch" and config.gated_linear_unit and config.activation_func in GATED
     config.features = spec.features
     config.quantised = cfg.model.train_type == "qlora"
-    config.rope_factor = inverse_frequencies(spec)[1]
-    _yarn(config, config.rope_factor)
+    config.rope_factor = rope_factor
+    _yarn(config, rope_factor)
     return config
