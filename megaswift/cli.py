@@ -76,7 +76,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     **{task: (text, _train(task)) for task, text in TASKS.items()},
     "config": ("check and print a configuration; --schema for editors", _config),
     "data": ("data show: samples as tokens with their loss mask, lengths, packing", _data),
-    "convert": ("weights: Hugging Face folder to Megatron checkpoint and back", _convert),
+    "convert": ("weights: Hugging Face to Megatron and back, verify, merge adapters", _convert),
     "doctor": ("versions and devices of this machine", _doctor),
 }
 
