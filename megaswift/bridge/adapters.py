@@ -1,9 +1,10 @@
 """Low-rank adapters of a model: which Hugging Face module each belongs to, and how its two matrices lie on ranks.
 
 An adapter adds scale x B A x to a linear layer's W x (Hu et al. 2021, arXiv:2106.09685), with A [r, in] and B [out, r] of the Hugging
-Face module. Megatron joins several modules in one layer; which rows of its output belong to which module follows from the pieces of the
-base weight's rule, so nothing is said twice. A column-parallel layer cuts B by rows, a row-parallel one A by columns; the other matrix is
-on every rank. Pure: no ranks, no files, no modules.
+Face module. One of DoRA (arXiv:2402.09353) has magnitudes m [out] beside them and makes each row of W + scale x B A as long as its m
+says; they lie on ranks as B's rows do. Megatron joins several modules in one layer; which rows of its output belong to which module
+follows from the pieces of the base weight's rule, so nothing is said twice. A column-parallel layer cuts B by rows, a row-parallel one A
+by columns; the other matrix is on every rank. Pure: no ranks, no files, no modules.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from megaswift.bridge.plan import Entry, WeightPlan
 from megaswift.families.projections import WEIGHT, Projection
 from megaswift.families.rules import Cut, dim_of
 
-Half = Literal["A", "B"]
+Half = Literal["A", "B", "M"]
+"""A tensor of an adapter; M: DoRA's magnitudes."""
 HALVES: tuple[Half, Half] = ("A", "B")
 PREFIX = "base_model.model."
 """What PEFT puts before the module's name in its files."""
+MAGNITUDE = ".lora_magnitude_vector"
+"""What PEFT puts after it for DoRA's magnitudes."""
 ADAPTER, SAVED = "adapter.", "saved."
 """Before the names of adapters and of fully trained tensors in a run's checkpoint."""
 
@@ -37,6 +41,7 @@ class AdapterSettings:
     alpha: float = 32.0
     rslora: bool = False
     dropout: float = 0.0
+    dora: bool = False
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Ranks of single modules, by whole name."""
     alphas: Mapping[str, float] = field(default_factory=dict)
@@ -59,13 +64,19 @@ def by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A and B of one Hugging Face module."""
+    """A and B of one Hugging Face module, with DoRA its magnitudes too."""
 
     projection: Projection
     entry: Entry
     """The base weight."""
     rank: int
     scale: float
+    dora: bool = False
+
+    @property
+    def halves(self) -> tuple[Half, ...]:
+        """The tensors that it has."""
+        return (*HALVES, "M") if self.dora else HALVES
 
     @property
     def module(self) -> str:
@@ -74,11 +85,13 @@ class Adapter:
 
     def name(self, half: Half) -> str:
         """The tensor's name, as PEFT has it after its prefix."""
-        return f"{self.module}.lora_{half}.weight"
+        return self.module + MAGNITUDE if half == "M" else f"{self.module}.lora_{half}.weight"
 
-    def shape(self, half: Half) -> tuple[int, int]:
-        """A [r, in], B [out, r]."""
+    def shape(self, half: Half) -> tuple[int, ...]:
+        """A [r, in], B [out, r], M [out]."""
         out, width = self.projection.shape
+        if half == "M":
+            return (out,)
         return (self.rank, width) if half == "A" else (out, self.rank)
 
     def sharded(self, half: Half) -> bool:
@@ -86,15 +99,15 @@ class Adapter:
         return self.entry.shard == ("row" if half == "A" else "column")
 
     def ranges(self, half: Half, tp: int, rank: int) -> list[tuple[int, int]]:
-        """Which columns of A, or which rows of B, a rank holds, in its order."""
+        """Which columns of A, or which rows of B and M, a rank holds, in its order."""
         if not self.sharded(half):
             return [(0, self.shape(half)[dim_of_half(half)])]
         return [(p.start, p.stop) for p in self.entry.pieces(Cut(tp, rank)) if p.source == self.projection.source]
 
-    def local_shape(self, half: Half, tp: int, rank: int) -> tuple[int, int]:
+    def local_shape(self, half: Half, tp: int, rank: int) -> tuple[int, ...]:
         """Shape of a rank's part."""
         n = sum(stop - start for start, stop in self.ranges(half, tp, rank))
-        return (self.rank, n) if half == "A" else (n, self.rank)
+        return (self.rank, n) if half == "A" else (n, *self.shape(half)[1:])
 
     def take(self, half: Half, full: Tensor, tp: int, rank: int) -> Tensor:
         """A rank's part of the whole tensor."""
@@ -115,13 +128,22 @@ class Adapter:
         return whole
 
     @torch.no_grad()
-    def delta(self, a: Tensor, b: Tensor) -> Tensor:
-        """What merging adds to the weight: scale x B A, float32 [out, in]."""
-        return (b.float() @ a.float()).mul_(self.scale)
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor, m: Tensor | None) -> Tensor:
+        """The weight with this adapter in it, float32 [out, in]."""
+        found = (b.float() @ a.float()).mul_(self.scale).add_(weight.float())
+        return found if m is None else found.mul_(row_scale(m, found.square().sum(1))[:, None])
+
+
+def row_scale(m: Tensor, squares: Tensor) -> Tensor:
+    """What DoRA multiplies each row with: m over the row's length, float32 [out], from the sums of squares of the rows.
+
+    The length is rounded as m is, so that m = length gives 1 in any dtype: a new adapter changes nothing.
+    """
+    return m.float() / squares.sqrt().to(m.dtype).float()
 
 
 def dim_of_half(half: Half) -> int:
-    """The dimension that tensor parallelism cuts: columns of A, rows of B."""
+    """The dimension that tensor parallelism cuts: columns of A, rows of B and M."""
     return 1 if half == "A" else 0
 
 
@@ -142,7 +164,8 @@ class AdapterPlan:
         self.saved: tuple[str, ...] = tuple(saved)
         """Hugging Face tensors that train fully beside them."""
         self.adapters: tuple[Adapter, ...] = tuple(
-            Adapter(p, plan.by_megatron[p.megatron + WEIGHT], settings.rank_of(p.module), settings.scale_of(p.module)) for p in chosen)
+            Adapter(p, plan.by_megatron[p.megatron + WEIGHT], settings.rank_of(p.module), settings.scale_of(p.module), settings.dora)
+            for p in chosen)
         self.by_layer: dict[str, list[Adapter]] = {}
         for adapter in self.adapters:
             pieces = adapter.entry.pieces(Cut())
@@ -152,13 +175,13 @@ class AdapterPlan:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name (without PEFT's prefix) -> shape of every tensor of the adapter folder."""
-        found: dict[str, tuple[int, ...]] = {a.name(half): a.shape(half) for a in self.adapters for half in HALVES}
+        found: dict[str, tuple[int, ...]] = {a.name(half): a.shape(half) for a in self.adapters for half in a.halves}
         return found | {name: self.plan.hf_shapes[name] for name in self.saved}
 
     @property
     def added(self) -> int:
         """Parameters that the adapters add to the model."""
-        return sum(math.prod(a.shape(half)) for a in self.adapters for half in HALVES)
+        return sum(math.prod(a.shape(half)) for a in self.adapters for half in a.halves)
 
     @property
     def parameters(self) -> int:

@@ -1,7 +1,8 @@
 """Adapters merged into the weights they belong to: a model's folder and a PEFT folder to a Hugging Face folder.
 
-W + scale x B A is computed in float32, some rows at a time, and rounded once to the dtype that the tensor had. No model is built, and what
-is held at any time is a few blocks and one adapter. Tensors without an adapter go through unchanged, bit by bit.
+W + scale x B A, with DoRA its rows times m / length, is computed in float32, some rows at a time, and rounded once to the dtype that the
+tensor had. No model is built, and what is held at any time is a few blocks and one adapter. Tensors without an adapter go through
+unchanged, bit by bit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import conversion
-from megaswift.bridge.adapters import AdapterPlan
+from megaswift.bridge.adapters import Adapter, AdapterPlan, row_scale
 from megaswift.bridge.conversion import Item, Work, bands
 from megaswift.bridge.hf_source import INDEX, TensorMeta, WeightSource
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, exported_config, index_of, nbytes, plan_files
@@ -35,6 +36,7 @@ def blocks(source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[
     adapter = plan.by_module.get(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
     saved = tensors[name] if name in plan.saved else None
     a, b = (tensors[adapter.name(half)].float() for half in ("A", "B")) if adapter is not None else (None, None)
+    factors = _row_scale(source, name, adapter, tensors) if adapter is not None and adapter.dora else None
     for where in bands([(0, n) for n in shape], torch.float32.itemsize):
         if saved is not None:
             yield saved[where].to(dtype).contiguous()
@@ -43,8 +45,18 @@ def blocks(source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[
         else:
             assert a is not None and b is not None
             rows, columns = where
-            delta = (b[rows] @ a[:, columns]).mul_(adapter.scale)
-            yield delta.add_(source.slice(name, where).float()).to(dtype).contiguous()
+            block = (b[rows] @ a[:, columns]).mul_(adapter.scale).add_(source.slice(name, where).float())
+            yield (block if factors is None else block.mul_(factors[rows, None])).to(dtype).contiguous()
+
+
+def _row_scale(source: WeightSource, name: str, adapter: Adapter, tensors: Mapping[str, Tensor]) -> Tensor:
+    """DoRA's factor of each row [out]: rows may be longer than a block, so their lengths come before."""
+    a, b, m = (tensors[adapter.name(half)].float() for half in adapter.halves)
+    squares = torch.zeros_like(m)
+    for where in bands([(0, n) for n in source.shape(name)], torch.float32.itemsize):
+        rows, columns = where
+        squares[rows] += (b[rows] @ a[:, columns]).mul_(adapter.scale).add_(source.slice(name, where).float()).square().sum(1)
+    return row_scale(m, squares)
 
 
 def merge_folders(base: Path | str, adapter: Path | str, target: Path | str, max_shard_bytes: int = MAX_SHARD_BYTES,

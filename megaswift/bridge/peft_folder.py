@@ -20,15 +20,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megaswift.bridge.adapters import HALVES, PREFIX, Adapter, AdapterPlan, AdapterSettings, Half, by_pattern
+from megaswift.bridge.adapters import HALVES, MAGNITUDE, PREFIX, Adapter, AdapterPlan, AdapterSettings, Half, by_pattern
 from megaswift.bridge.plan import SHOWN, WeightPlan
 from megaswift.errors import CheckpointError, Problem, WeightsError
-from megaswift.families.projections import WEIGHT, Projection, in_part, projections
+from megaswift.families.projections import WEIGHT, Projection, in_part, projections, without_dora
 
 Read = Callable[[], Tensor]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 REFUSED: Mapping[str, str] = {
-    "use_dora": "trains magnitudes too (DoRA)", "lora_bias": "has biases", "fan_in_fan_out": "is for transposed layers",
+    "lora_bias": "has biases", "fan_in_fan_out": "is for transposed layers",
     "layer_replication": "repeats layers of the model", "trainable_token_indices": "trains single embedding rows",
     "alora_invocation_tokens": "is switched on by tokens (aLoRA)", "use_qalora": "is QALoRA", "use_bdlora": "is BD-LoRA",
     "arrow_config": "routes between adapters (Arrow)", "kasa_config": "is KaSA", "velora_config": "is VeLoRA",
@@ -75,7 +75,7 @@ class PeftFolder:
         c = self.config
         alphas = {k: float(v) for k, v in (c.get("alpha_pattern") or {}).items()}
         rank, alpha, dropout = int(c.get("r", 8)), float(c.get("lora_alpha", 8)), float(c.get("lora_dropout", 0.0))
-        return AdapterSettings(rank, alpha, bool(c.get("use_rslora")), dropout, alphas=alphas)
+        return AdapterSettings(rank, alpha, bool(c.get("use_rslora")), dropout, bool(c.get("use_dora")), alphas=alphas)
 
     def plan(self, weights: WeightPlan) -> AdapterPlan:
         """The adapters of the folder on this model; a WeightsError names every tensor that does not fit it."""
@@ -83,13 +83,14 @@ class PeftFolder:
         tensors = self._tensors(known)
         chosen, ranks, saved, problems = [], {}, [], []
         for module, projection in known.items():
-            halves = [f"{module}.lora_{half}.weight" for half in HALVES]
+            halves = [f"{module}.lora_{half}.weight" for half in HALVES] + [module + MAGNITUDE] * self.settings.dora
             if not any(name in tensors for name in halves):
                 continue
             chosen.append(projection)
             shapes = [tuple(tensors.pop(name)().shape) if name in tensors else None for name in halves]
             ranks[module] = shapes[0][0] if shapes[0] else 0
-            wanted = [(ranks[module], projection.shape[1]), (projection.shape[0], ranks[module])]
+            out, width = projection.shape
+            wanted = [(ranks[module], width), (out, ranks[module]), (out,)][: len(halves)]
             problems += [self._wrong(name, s, w) for name, s, w in zip(halves, shapes, wanted, strict=True) if s != w]
         for name, read in tensors.items():
             if name not in weights.hf_shapes:
@@ -99,6 +100,7 @@ class PeftFolder:
                 problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
             saved.append(name)
         problems += in_part(weights.family, weights.spec, saved)
+        problems += without_dora(chosen, f"{self.directory / CONFIG}, use_dora") if self.settings.dora else []
         if problems:
             raise WeightsError(problems[:SHOWN])
         return AdapterPlan(weights, chosen, self._with_ranks(ranks), saved)
@@ -203,7 +205,7 @@ def config_of(plan: AdapterPlan, base: str) -> dict[str, Any]:
     alpha = int(s.alpha) if float(s.alpha).is_integer() else s.alpha
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": None, "inference_mode": True,
-        "r": s.rank, "lora_alpha": alpha, "lora_dropout": s.dropout, "use_rslora": s.rslora, "use_dora": False, "bias": "none",
+        "r": s.rank, "lora_alpha": alpha, "lora_dropout": s.dropout, "use_rslora": s.rslora, "use_dora": s.dora, "bias": "none",
         "fan_in_fan_out": False, "init_lora_weights": True, "target_modules": _targets(plan), "modules_to_save": whole or None,
         "rank_pattern": dict(s.ranks), "alpha_pattern": dict(s.alphas),
     }

@@ -16,6 +16,8 @@ from megaswift.families.spec import ModelSpec
 
 BLOCK = 64
 """Inputs of a row that share a scale (QLoRA, arXiv:2305.14314)."""
+NO_DORA = Problem("--train_type qlora", "does not go with DoRA, whose lengths of rows would be those of the rounded weights",
+                  "--train_type lora, or adapters without DoRA")
 
 
 def held(rule: Rule) -> bool:

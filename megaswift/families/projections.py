@@ -103,6 +103,13 @@ def select(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[Projec
     return [p for p in known if p.module in chosen]
 
 
+def without_dora(chosen: Sequence[Projection], label: str) -> list[Problem]:
+    """What keeps DoRA from these projections: experts, each of which sees other tokens on other ranks."""
+    experts = list(dict.fromkeys(p.leaf for p in chosen if ".experts." in p.megatron))
+    rule = f"is not there for experts, and {', '.join(experts)} of experts are among the targets"
+    return [Problem(label, rule, "--target_modules for attention alone, or plain LoRA")] if experts else []
+
+
 def _no_target(name: str, known: Sequence[Projection], family: Family, spec: ModelSpec) -> Problem:
     leaves = list(dict.fromkeys(leaf for p in known for leaf in (p.leaf, p.megatron.rsplit(".", 1)[-1])))
     for rule, layer, expert in _expand(family, spec):

@@ -15,7 +15,7 @@ from megaswift.config.values import show
 from megaswift.data.template import read_template
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits, load_spec
-from megaswift.families.projections import saved, select
+from megaswift.families.projections import saved, select, without_dora
 from megaswift.parallel.checks import check_layout
 from megaswift.parallel.rules import Asked
 from megaswift.parallel.shape import ModelShape
@@ -86,8 +86,10 @@ def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
                 problems += four_bits.cannot_train(family, saved(family, spec, names))
         except UserError as error:
             problems += error.problems
-    if lora.use_dora:
-        problems.append(Problem("--use_dora true", "is not there yet", "--use_rslora true, or plain LoRA"))
+    if lora.use_dora and not problems:
+        problems += without_dora(select(family, spec, lora.target_modules), "--use_dora true")
+    if lora.use_dora and cfg.model.train_type == "qlora":
+        problems.append(four_bits.NO_DORA)
     return problems
 
 

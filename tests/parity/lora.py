@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megaswift.losses.contract import Batch
-from tests.parity.models import by_disk_name
+from tests.parity.models import by_disk_name, disk_tensors
 from tests.parity.oracle import Oracle, Recipe, Reference
 
 RANK, ALPHA = 4, 6.0
@@ -46,6 +46,9 @@ def make_adapter(model: Path, folder: Path, leaves: Sequence[str], saved: Sequen
     for module, (out, width) in adapted(disk_shapes(model), leaves):
         tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.randn(RANK, width, generator=generator) / width**0.5
         tensors[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * 0.2
+        if config.get("use_dora"):
+            lengths = disk_tensors(model)[module + ".weight"].float().norm(dim=1)
+            tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = lengths * (0.75 + 0.5 * torch.rand(out, generator=generator))
     for name in saved:
         tensors[PREFIX + name] = torch.randn(disk_shapes(model)[name], generator=generator) * 0.15
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +84,10 @@ class Adapted:
         if name in self.tensors:
             return self.tensors[name]
         a, b = (self.tensors.get(f"{module}.lora_{half}.weight") for half in "AB")
-        return base if a is None or b is None else base + self.scale * (b @ a)
+        if a is None or b is None:
+            return base
+        changed, m = base + self.scale * (b @ a), self.tensors.get(f"{module}.lora_magnitude_vector")
+        return changed if m is None else changed * (m / changed.detach().norm(dim=1))[:, None]  # DoRA, section 4.3: the length is constant
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter by its name in memory: experts joined again in the order in which `by_disk_name` takes them apart."""

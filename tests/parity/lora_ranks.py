@@ -63,6 +63,16 @@ def adapted(rank: int, world: int, task: Task) -> Adapted:
     return found
 
 
+def fresh(rank: int, world: int, task: Task) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """New adapters: loss of evaluation, the adapters, and the weights with them merged in."""
+    engine, context = build(task.case, task.folder, world, **task.options)
+    mine = own(global_batch(task.case, 0), task.case.dp, context.layout.coordinates(rank).dp)
+    found = engine.evaluate(mine, CrossEntropy()).loss, full(engine.adapter_weights()), full(engine.hf_weights())
+    torch.distributed.barrier()
+    context.close()
+    return found
+
+
 def dropped(rank: int, world: int, task: Task) -> tuple[float, float, bool]:
     """Loss of evaluation and of training with dropout, and whether tensor-parallel ranks agree on what they all hold after a step."""
     engine, context = build(task.case, task.folder, world, **task.options)

@@ -71,6 +71,14 @@ def test_layout(text: str, pool: Pool, adapters: Adapters) -> None:
 
 
 @pytest.mark.process
+def test_updated_adapters_are_gathered_before_they_are_used(pool: Pool, adapters: Adapters) -> None:
+    """Megatron's overlap of that with the forward pass, which is what a run on GPUs takes unless told otherwise."""
+    task, want = adapters.of(parse("dense dp2 do"))
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    check(replace(task, options={**task.options, **overlap}), want, pool)
+
+
+@pytest.mark.process
 def test_fused_projections(pool: Pool, adapters: Adapters) -> None:
     """One adapter for query, key and value where Hugging Face has one module for them; its rows are in another order here."""
     check(*adapters.of(parse("phi3 tp2 sp"), ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")), pool)

@@ -56,6 +56,8 @@ class MegatronEngine:
             family, layout = self.plan.family, self.layout
             if unfit := four_bits.problems(family, spec, layout.tp, layout.etp) + four_bits.cannot_train(family, adapters.saved):
                 raise ConfigError(unfit)
+            if adapters.settings.dora:
+                raise ConfigError(four_bits.NO_DORA)
         self.plain = build_chunks(spec, self.config, context, self.impl)
         self.weights = RankWeights(self.plain, spec, self.plan, context)
         self.freeze(cfg.model.freeze_parameters)

@@ -14,27 +14,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.adapters import HALVES, Adapter, AdapterPlan, AdapterSettings, Half
+from megaswift.bridge.adapters import Adapter, AdapterPlan, AdapterSettings, Half
 from megaswift.bridge.peft_folder import PeftFolder, adapter_values
 from megaswift.bridge.plan import WeightPlan
 from megaswift.config.lora import LoraConfig
 from megaswift.engine.megatron import lora_layers as layers
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.weights import Placed, RankWeights
-from megaswift.errors import ConfigError, Problem
-from megaswift.families.projections import WEIGHT, saved, select
+from megaswift.errors import ConfigError
+from megaswift.families.projections import WEIGHT, saved, select, without_dora
 
 
 def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
     """The adapters that the options ask for, or those of the folder to go on from; only dropout is still the run's then."""
-    if cfg.use_dora:
-        raise ConfigError(Problem("--use_dora true", "is not there yet", "--use_rslora true, or plain LoRA"))
     if cfg.adapters is not None:
         plan = PeftFolder(cfg.adapters).plan(weights)
         return AdapterPlan(weights, [a.projection for a in plan.adapters], replace(plan.settings, dropout=cfg.lora_dropout), plan.saved)
-    settings = AdapterSettings(cfg.lora_rank, cfg.lora_alpha, cfg.use_rslora, cfg.lora_dropout)
+    settings = AdapterSettings(cfg.lora_rank, cfg.lora_alpha, cfg.use_rslora, cfg.lora_dropout, cfg.use_dora)
     family, spec = weights.family, weights.spec
-    return AdapterPlan(weights, select(family, spec, cfg.target_modules), settings, saved(family, spec, cfg.modules_to_save))
+    chosen = select(family, spec, cfg.target_modules)
+    if unfit := without_dora(chosen, "--use_dora true") if cfg.use_dora else []:
+        raise ConfigError(unfit)
+    return AdapterPlan(weights, chosen, settings, saved(family, spec, cfg.modules_to_save))
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class RankAdapters:
                 made = layers.LayerAdapters(mine, weights.context, placed.held.dtype, plan.settings.dropout)
                 layers.attach(placed.owner, made)
                 self.layers.append(made)
-                self.placed += [PlacedAdapter(a, half, made, i) for i, a in enumerate(mine) for half in HALVES]
+                self.placed += [PlacedAdapter(a, half, made, i) for i, a in enumerate(mine) for half in a.halves]
         self.by_name = {p.adapter.name(p.half): p for p in self.placed}
         for chunk in chunks:
             if chunk.pre_process:
@@ -90,15 +91,20 @@ class RankAdapters:
             p.tensor.copy_(p.adapter.take(p.half, whole, p.owner.ranks, p.owner.rank))
 
     def initialise(self, seed: int) -> None:
-        """As PEFT: A uniform(-1/sqrt(in), 1/sqrt(in)), B zero. From the seed and the name, so that no layout changes a number."""
+        """As PEFT: A uniform(-1/sqrt(in), 1/sqrt(in)), B zero, m the lengths of W's rows.
+
+        From the seed and the name, so that no layout changes a number.
+        """
         def value(adapter: Adapter, half: Half) -> Tensor:
             shape = adapter.shape(half)
-            if half == "B":
+            if half != "A":
                 return torch.zeros(shape)
             generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(adapter.name(half).encode()))
             return torch.rand(shape, generator=generator).mul_(2).sub_(1).div_(math.sqrt(shape[1]))
 
         self.fill(value)
+        for layer in self.layers:
+            layer.measure()
 
     @torch.no_grad()
     def start(self, cfg: LoraConfig, seed: int) -> None:
@@ -142,7 +148,7 @@ class RankAdapters:
     def stream(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """(name without PEFT's prefix, whole tensor on the CPU) on rank 0; collective, every rank iterates to the end."""
         for adapter in self.plan.adapters:
-            for half in HALVES:
+            for half in adapter.halves:
                 found = self.gather(adapter, half, value)
                 if found is not None:
                     yield adapter.name(half), found
@@ -156,12 +162,12 @@ class RankAdapters:
         for group in self.weights.plan.groups:
             found = (self.plan.by_module.get(name.removesuffix(WEIGHT)) for name in group.entries[0].hf)
             mine = {adapter.module + WEIGHT: adapter for adapter in found if adapter is not None}
-            halves = {name: [self.gather(adapter, half, lambda p: p.data) for half in HALVES] for name, adapter in mine.items()}
+            halves = {name: [self.gather(one, half, lambda p: p.data) for half in one.halves] for name, one in mine.items()}
             for name, tensor in self.weights.stream_group(group, lambda p: p.data):
                 if name in mine:
-                    a, b = halves[name]
+                    a, b, *m = halves[name]
                     assert a is not None and b is not None, "only rank 0 gets tensors"
-                    yield name, mine[name].delta(a, b).add_(tensor.float()).to(tensor.dtype)
+                    yield name, mine[name].merged(tensor, a, b, m[0] if m else None).to(tensor.dtype)
                 else:
                     yield name, tensor
 
