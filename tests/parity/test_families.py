@@ -17,7 +17,6 @@ from tests.parity.models import build, disk_tensors, is_moe
 from tests.parity.oracle import Oracle, Recipe, fields
 from tests.parity.pool import Pool
 from tests.parity.references import References
-from tests.parity.test_dense_families import VARIANTS as TRAINED
 from tests.parity.test_parity import check
 
 pytestmark = pytest.mark.process
@@ -33,9 +32,9 @@ def family_cases() -> list[Case]:
 
 
 def by_tier(cases: list[Case]) -> list[Any]:
-    """Families that train elsewhere as well run the first two layouts by default, and all of them in the slow tier."""
-    first = [str(parse(text, model="")) for text in LAYOUTS[:2]]
-    later = [case.model in TRAINED and str(replace(case, model="")) not in first for case in cases]
+    """By default two layouts a family, three of mixtures, and all of two families; the others are the slow tier's."""
+    first = [str(parse(text, model="")) for text in ("single", "tp2 sp", "dp2 ep2")]
+    later = [case.model not in ("qwen3", "qwen3_moe") and str(replace(case, model="")) not in first for case in cases]
     return [pytest.param(case, marks=pytest.mark.slow) if slow else case for case, slow in zip(cases, later, strict=True)]
 
 
@@ -78,7 +77,7 @@ def test_family(case: Case, pool: Pool, references: References) -> None:
     assert_bitwise(folder, score(case, folder, pool)[0].weights)
 
 
-@pytest.mark.parametrize("text", ["single", "tp2 sp pp2", "packed cp2"])
+@pytest.mark.parametrize("text", [pytest.param("single", marks=pytest.mark.slow), "tp2 sp pp2", "packed cp2"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variant_trains(variant: str, text: str, pool: Pool, references: References) -> None:
     """Rope scaling, sliding windows, biases, mixed dense and MoE layers, odd head sizes: gradients and three steps."""
