@@ -185,6 +185,7 @@ def test_folders_that_do_not_fit_are_refused_by_name(folders: Path, tmp_path: Pa
         PeftFolder(half).plan(plan_of(folder))
 
 
+@pytest.mark.process
 def test_the_command_and_the_script_merge_alike(folders: Path, tmp_path: Path) -> None:
     folder = make("moe", folders, torch.bfloat16)
     adapter = make_adapter(folder, tmp_path / "adapter", (*ATTENTION, *MLP))
