@@ -64,7 +64,8 @@ def megatrons_loader(rank: int, world: int, payload: tuple[Run, Path]) -> dict[s
     return found
 
 
-@pytest.mark.parametrize(("words", "tp"), [("dense tp2 pp2", 1), ("moe tp2 sp ep2", 4), ("dense pp2 tied", 1)])
+@pytest.mark.parametrize(("words", "tp"), [
+    ("moe tp2 sp ep2", 4), *(pytest.param(words, 1, marks=pytest.mark.slow) for words in ("dense tp2 pp2", "dense pp2 tied"))])
 def test_megatrons_own_loader(words: str, tp: int, pool: Pool, made: Path) -> None:
     case = parse(words)
     folder, checkpoint = converted(case.variant, made, tp)
@@ -72,7 +73,8 @@ def test_megatrons_own_loader(words: str, tp: int, pool: Pool, made: Path) -> No
     same(got, disk_tensors(folder))
 
 
-@pytest.mark.parametrize(("words", "tp"), [("dense tp2 pp2", 4), ("moe ep2 dp2 do", 1), ("moe tp2 sp ep2", 2)])
+@pytest.mark.parametrize(("words", "tp"), [
+    ("dense tp2 pp2", 4), ("moe tp2 sp ep2", 2), pytest.param("moe ep2 dp2 do", 1, marks=pytest.mark.slow)])
 def test_training_from_a_checkpoint_is_training_from_the_folder(words: str, tp: int, pool: Pool, made: Path, tmp_path: Path) -> None:
     """Two steps: losses, norms, weights and moments to the last bit; and what the run saved goes out as the same weights."""
     case = parse(words)

@@ -24,6 +24,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_run_goes_on_elsewhere_and_out_to_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
