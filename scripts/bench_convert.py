@@ -109,6 +109,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 4], metavar="GB")
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: a temporary folder)")
     given = parser.parse_args()
+    if given.folder is not None:
+        given.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
         need, free = 3.2e9 * max(given.sizes), shutil.disk_usage(scratch).free
         if need > free:

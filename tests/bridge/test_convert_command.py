@@ -57,6 +57,7 @@ def test_there_and_back_with_options(folders: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_scripts_and_command_are_the_same(folders: Path, tmp_path: Path) -> None:
     folder = make("moe", folders, torch.bfloat16)
     for words in (["converters/hf_to_megatron.py", folder, tmp_path / "m"],

@@ -32,8 +32,8 @@ def family_cases() -> list[Case]:
 
 
 def by_tier(cases: list[Case]) -> list[Any]:
-    """By default two layouts a family, three of mixtures, and all of two families; the others are the slow tier's."""
-    first = [str(parse(text, model="")) for text in ("single", "tp2 sp", "dp2 ep2")]
+    """By default one layout a family, two of mixtures, and all of two families; the others are the slow tier's."""
+    first = [str(parse(text, model="")) for text in ("tp2 sp", "dp2 ep2")]
     later = [case.model not in ("qwen3", "qwen3_moe") and str(replace(case, model="")) not in first for case in cases]
     return [pytest.param(case, marks=pytest.mark.slow) if slow else case for case, slow in zip(cases, later, strict=True)]
 

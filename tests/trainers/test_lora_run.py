@@ -82,6 +82,7 @@ def test_a_checkpoint_without_base_weights_goes_on_elsewhere(whole: tuple[Path, 
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_another_base_or_another_kind_of_training_is_refused(whole: tuple[Path, str], inputs: list[str], tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     tensors = load_file(model / "model.safetensors")

@@ -172,6 +172,7 @@ def test_another_run_in_the_folder_is_refused_and_a_finished_one_only_exports(wh
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_bad_row_of_a_stream_ends_the_run_with_its_state_saved(inputs: list[str], tmp_path: Path) -> None:
     data = Path(inputs[inputs.index("--dataset") + 1]).read_text(encoding="utf-8").splitlines()
     streamed = tmp_path / "stream.jsonl"
