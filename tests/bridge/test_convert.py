@@ -27,7 +27,7 @@ EVERY_DTYPE = ("dense", "dense-tied", "moe", "gpt_oss", "deepseek_v3", "phi3")
 forth, back = hf_to_megatron.hf_to_megatron, megatron_to_hf.megatron_to_hf
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     """Names, dtypes and bits."""
     assert a.keys() == b.keys() and a
     assert {n: t.dtype for n, t in a.items()} == {n: t.dtype for n, t in b.items()}
@@ -40,7 +40,7 @@ def test_bitwise(variant: str, dtype: str, folders: Path, tmp_path: Path) -> Non
     folder = make(variant, folders, DTYPES[dtype])
     forth(folder, tmp_path / "m", hf_to_megatron.Options(layout={"tp": 2}, file_bytes=100_000))
     back(tmp_path / "m", tmp_path / "hf", megatron_to_hf.Options(max_shard_bytes=150_000))
-    same(tensors_of(tmp_path / "hf"), tensors_of(folder))
+    assert_same(tensors_of(tmp_path / "hf"), tensors_of(folder))
     theirs, ours = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "hf"))
     assert ours == theirs
 
@@ -52,7 +52,7 @@ def test_small_blocks_change_nothing(folders: Path, tmp_path: Path, monkeypatch:
         folder = make(variant, folders, torch.bfloat16)
         forth(folder, tmp_path / variant)
         back(tmp_path / variant, tmp_path / f"{variant}-hf")
-        same(tensors_of(tmp_path / f"{variant}-hf"), tensors_of(folder))
+        assert_same(tensors_of(tmp_path / f"{variant}-hf"), tensors_of(folder))
 
 
 def test_each_tensor_keeps_its_own_dtype(fresh: Callable[[str], Path], tmp_path: Path) -> None:
@@ -62,13 +62,13 @@ def test_each_tensor_keeps_its_own_dtype(fresh: Callable[[str], Path], tmp_path:
     rewrite(folder, mixed)
     forth(folder, tmp_path / "m")
     back(tmp_path / "m", tmp_path / "hf")
-    same(tensors_of(tmp_path / "hf"), mixed)
+    assert_same(tensors_of(tmp_path / "hf"), mixed)
     back(tmp_path / "m", tmp_path / "half", megatron_to_hf.Options(dtype=torch.bfloat16))
-    same(tensors_of(tmp_path / "half"), {n: t.bfloat16() for n, t in mixed.items()})
+    assert_same(tensors_of(tmp_path / "half"), {n: t.bfloat16() for n, t in mixed.items()})
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     forth(folder, tmp_path / "m16", hf_to_megatron.Options(dtype=torch.float16))
     back(tmp_path / "m16", tmp_path / "hf16")
-    same(tensors_of(tmp_path / "hf16"), {n: t.half() for n, t in mixed.items()})
+    assert_same(tensors_of(tmp_path / "hf16"), {n: t.half() for n, t in mixed.items()})
 
 
 def test_bits_that_are_no_numbers(fresh: Callable[[str], Path], tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_bits_that_are_no_numbers(fresh: Callable[[str], Path], tmp_path: Path) 
     rewrite(folder, weird)
     forth(folder, tmp_path / "m")
     back(tmp_path / "m", tmp_path / "hf")
-    same(tensors_of(tmp_path / "hf"), weird)
+    assert_same(tensors_of(tmp_path / "hf"), weird)
 
 
 def with_prediction_layer(folder: Path) -> dict[str, Tensor]:
@@ -96,10 +96,10 @@ def test_prediction_layers_pass_through(fresh: Callable[[str], Path], tmp_path: 
     want = with_prediction_layer(folder)
     forth(folder, tmp_path / "m")
     back(tmp_path / "m", tmp_path / "hf")
-    same(tensors_of(tmp_path / "hf"), want)
+    assert_same(tensors_of(tmp_path / "hf"), want)
     back(tmp_path / "m", tmp_path / "half", megatron_to_hf.Options(dtype=torch.bfloat16))
     plan = plan_of(folder)
-    same(tensors_of(tmp_path / "half"), {n: t.bfloat16() if n in plan.hf_shapes else t for n, t in want.items()})
+    assert_same(tensors_of(tmp_path / "half"), {n: t.bfloat16() if n in plan.hf_shapes else t for n, t in want.items()})
 
 
 @pytest.mark.parametrize("variant", ["dense", "moe-tied"])
@@ -184,7 +184,7 @@ def test_an_interrupted_conversion_goes_on(way: str, error: type[BaseException],
     if way == "forth":
         back(target, tmp_path / "hf")
         target = tmp_path / "hf"
-    same(tensors_of(target), tensors_of(folder))
+    assert_same(tensors_of(target), tensors_of(folder))
     assert not list(tmp_path.glob(".*"))
 
 
@@ -199,7 +199,7 @@ def test_another_source_starts_anew(fresh: Callable[[str], Path], tmp_path: Path
     forth(folder, tmp_path / "m")
     assert "starting anew" in capsys.readouterr().err
     back(tmp_path / "m", tmp_path / "hf")
-    same(tensors_of(tmp_path / "hf"), tensors_of(folder))
+    assert_same(tensors_of(tmp_path / "hf"), tensors_of(folder))
 
 
 def test_nothing_is_replaced_unasked(folders: Path, tmp_path: Path) -> None:

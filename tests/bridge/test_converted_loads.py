@@ -12,7 +12,7 @@ from torch import Tensor
 from megaswift.bridge import hf_to_megatron, megatron_to_hf
 from megaswift.bridge.model_folder import write_model
 from tests.bridge.folders import plan_of
-from tests.bridge.test_convert import same, with_prediction_layer
+from tests.bridge.test_convert import assert_same, with_prediction_layer
 from tests.engine.checkpoint_worker import Run, build
 from tests.parity.cases import parse
 from tests.parity.models import build as build_model
@@ -70,7 +70,7 @@ def test_megatrons_own_loader(words: str, tp: int, pool: Pool, made: Path) -> No
     case = parse(words)
     folder, checkpoint = converted(case.variant, made, tp)
     got = pool.run(f"{__name__}:megatrons_loader", (Run(case, folder), checkpoint), case.world)[0]
-    same(got, disk_tensors(folder))
+    assert_same(got, disk_tensors(folder))
 
 
 @pytest.mark.parametrize(("words", "tp"), [
@@ -82,11 +82,11 @@ def test_training_from_a_checkpoint_is_training_from_the_folder(words: str, tp: 
     want = pool.run(JOB, Run(case, folder, last=2), case.world)
     got = pool.run(JOB, Run(case, checkpoint / "model", last=2, save=tmp_path / "engine"), case.world)
     assert [r.losses for r in got] == [r.losses for r in want] and [r.norms for r in got] == [r.norms for r in want]
-    same(got[0].weights, want[0].weights)
-    same(got[0].moments["exp_avg"], want[0].moments["exp_avg"])
+    assert_same(got[0].weights, want[0].weights)
+    assert_same(got[0].moments["exp_avg"], want[0].moments["exp_avg"])
     (tmp_path / "model").symlink_to(checkpoint / "model")
     megatron_to_hf.megatron_to_hf(tmp_path, tmp_path / "hf")
-    same(disk_tensors(tmp_path / "hf"), want[0].weights)
+    assert_same(disk_tensors(tmp_path / "hf"), want[0].weights)
 
 
 def save_and_load(rank: int, world: int, run: Run) -> None:
@@ -108,4 +108,4 @@ def test_runs_carry_prediction_layers(pool: Pool, tmp_path: Path) -> None:
     plan = plan_of(folder)
     write_model(tmp_path / "step" / "model", plan.spec.hf_config, {n: want[n].dtype for n in plan.hf_shapes}, folder)
     megatron_to_hf.megatron_to_hf(tmp_path / "step", tmp_path / "hf")
-    same(disk_tensors(tmp_path / "hf"), want)
+    assert_same(disk_tensors(tmp_path / "hf"), want)

@@ -34,7 +34,7 @@ def matrix(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bytes_and_values_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
-    functional = pytest.importorskip("bitsandbytes").functional
+    from bitsandbytes import functional
     weight = matrix(dtype)
     packed, absmax = nf4.quantise(weight)
     theirs, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")

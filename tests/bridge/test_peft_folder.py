@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ from tests.parity.lora import ALPHA, ATTENTION, MLP, RANK, Adapted, make_adapter
 from tests.sources import ROOT
 
 IDS = torch.tensor([[5, 17, 80, 3, 44, 9, 101, 7, 7, 23]])
-peft = pytest.importorskip("peft")
 
 
 def logits(model: Any) -> Tensor:

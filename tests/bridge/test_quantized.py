@@ -38,7 +38,7 @@ def by_hand(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     return (weight.float() * full[..., : weight.shape[-2], : weight.shape[-1]]).to(torch.bfloat16)
 
 
-def same_slices(source: Any, name: str, whole: Tensor, count: int = 60) -> None:
+def assert_same_slices(source: Any, name: str, whole: Tensor, count: int = 60) -> None:
     """The tensor, and random parts of it, bit by bit."""
     assert source.shape(name) == tuple(whole.shape) and source.dtype(name) == whole.dtype
     assert torch.equal(source.slice(name), whole)
@@ -66,13 +66,13 @@ def test_fp8_as_transformers(shape: tuple[int, ...], band: int, tmp_path: Path, 
     weight, scale = fp8(torch.randn(shape), (32, 32))
     source = open_hf(folder_of(tmp_path / "m", {"a.weight": weight, "a.weight_scale_inv": scale}, fp8_config((32, 32))))
     assert source.names() == ["a.weight"] and source.dtype_name("a.weight") == "BF16"
-    same_slices(source, "a.weight", theirs_fp8(weight, scale))
+    assert_same_slices(source, "a.weight", theirs_fp8(weight, scale))
 
 
 def test_fp8_in_the_dtype_of_the_model(tmp_path: Path) -> None:
     weight, scale = fp8(torch.randn(64, 64), (32, 32))
     source = open_hf(folder_of(tmp_path / "m", {"a": weight, "a_scale_inv": scale}, fp8_config((32, 32)), "float32"))
-    same_slices(source, "a", theirs_fp8(weight, scale, torch.float32))
+    assert_same_slices(source, "a", theirs_fp8(weight, scale, torch.float32))
 
 
 def test_fp8_blocks_cut_off_at_the_edges(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_fp8_blocks_cut_off_at_the_edges(tmp_path: Path) -> None:
     weight, scale = fp8(torch.randn(144, 200), (32, 48))
     assert scale.shape == (5, 5)
     source = open_hf(folder_of(tmp_path / "m", {"a": weight, "a_scale_inv": scale}, fp8_config((32, 48))))
-    same_slices(source, "a", by_hand(weight, scale, (32, 48)))
+    assert_same_slices(source, "a", by_hand(weight, scale, (32, 48)))
 
 
 @pytest.mark.parametrize("kind", ["e8m0", "bytes"])
@@ -89,7 +89,7 @@ def test_fp8_with_scales_that_are_powers_of_two(kind: str, tmp_path: Path) -> No
     exponents = torch.arange(119, 125, dtype=torch.uint8).reshape(2, 3)
     scale = exponents if kind == "bytes" else exponents.view(torch.float8_e8m0fnu)
     source = open_hf(folder_of(tmp_path / "m", {"a": weight, "a_scale_inv": scale}, {**fp8_config((32, 32)), "scale_fmt": "ue8m0"}))
-    same_slices(source, "a", theirs_fp8(weight, scale))
+    assert_same_slices(source, "a", theirs_fp8(weight, scale))
 
 
 def test_fp8_with_one_scale_a_tensor(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_fp8_with_one_scale_a_tensor(tmp_path: Path) -> None:
     stored = {"a.weight": weight, "a.weight_scale_inv": scale.reshape(()), "a.activation_scale": torch.ones(())}
     source = open_hf(folder_of(tmp_path / "m", stored, {**fp8_config(None), "activation_scheme": "static"}))
     assert source.names() == ["a.weight"]
-    same_slices(source, "a.weight", theirs_fp8(weight, scale))
+    assert_same_slices(source, "a.weight", theirs_fp8(weight, scale))
 
 
 @pytest.mark.parametrize("band", [1 << 22, 96])
@@ -112,7 +112,7 @@ def test_mxfp4_as_transformers(dtype: str, band: int, tmp_path: Path, monkeypatc
     assert source.names() == ["e.down_proj_bias", "e.down_proj"]
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=getattr(torch, dtype))
     assert theirs.shape == (3, 128, 40)
-    same_slices(source, "e.down_proj", theirs)
+    assert_same_slices(source, "e.down_proj", theirs)
 
 
 def test_mxfp4_every_byte_and_exponent(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def make(words: str, models: Path, **fields: Any) -> Run:
     return Run(case, build_model(case.variant, models / case.variant), **fields)
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     """Bit for bit, and not trivially so."""
     assert a.keys() == b.keys() and a
     different = [name for name in a if not torch.equal(a[name], b[name])]
@@ -72,9 +72,9 @@ def test_goes_on_bit_for_bit(words: str, options: dict[str, Any], pool: Pool, mo
         assert first[rank].losses + rest[rank].losses == result.losses
         assert first[rank].norms + rest[rank].norms == result.norms
         assert rest[rank].step == result.step == (0 if options.get("optimizer") == "sgd" else 5)
-    same(rest[0].weights, whole[0].weights)
+    assert_same(rest[0].weights, whole[0].weights)
     for name, moments in whole[0].moments.items():
-        same(rest[0].moments[name], moments)
+        assert_same(rest[0].moments[name], moments)
 
 
 def test_overlapped_gather_misses_no_step(pool: Pool, models: Path, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_overlapped_gather_misses_no_step(pool: Pool, models: Path, tmp_path: Pa
     exported = [go(pool, run)[0].weights for run in (replace(overlap, save=None), overlap)]
     exported.append(go(pool, make("dense single", models, load=tmp_path / "c"))[0].weights)
     for weights in exported:
-        same(weights, want)
+        assert_same(weights, want)
 
 
 CHANGED = [
@@ -106,10 +106,10 @@ def test_another_layout(before: str, after: str, pool: Pool, models: Path, tmp_p
     back = go(pool, make(before, models, load=tmp_path / "b", first=2, last=2))[0]
     assert loaded.step == back.step == 2
     for result in (loaded, back):
-        same(result.weights, saved.weights)
+        assert_same(result.weights, saved.weights)
         assert result.moments.keys() == saved.moments.keys()
         for name, moments in saved.moments.items():
-            same(result.moments[name], moments)
+            assert_same(result.moments[name], moments)
     assert loaded.losses == pytest.approx(saved.losses[2:], rel=1e-5)
 
 
@@ -118,16 +118,16 @@ def test_another_layout_in_half_precision(before: str, after: str, pool: Pool, m
     """The float32 main weights move too: a float32 run that loads the checkpoint gets them, and hands them back unrounded."""
     saved = go(pool, make(before, models, last=2, save=tmp_path / "a", options=BF16))[0]
     loaded = go(pool, make(after, models, load=tmp_path / "a", first=2, last=2, save=tmp_path / "b", options=BF16))[0]
-    same(loaded.weights, saved.weights)
+    assert_same(loaded.weights, saved.weights)
     for name, moments in saved.moments.items():
-        same(loaded.moments[name], moments)
+        assert_same(loaded.moments[name], moments)
     mains = go(pool, make("dense single", models, load=tmp_path / "a", save=tmp_path / "c"))[0].weights
-    same(mains, go(pool, make("dense pp2", models, load=tmp_path / "b"))[0].weights)
+    assert_same(mains, go(pool, make("dense pp2", models, load=tmp_path / "b"))[0].weights)
     assert any(not torch.equal(t, t.bfloat16().float()) for t in mains.values())
-    same({n: t.bfloat16() for n, t in mains.items()}, saved.weights)
+    assert_same({n: t.bfloat16() for n, t in mains.items()}, saved.weights)
     again = go(pool, make(after, models, load=tmp_path / "c", save=tmp_path / "d", options=BF16))[0]
-    same(again.weights, saved.weights)
-    same(go(pool, make("dense single", models, load=tmp_path / "d"))[0].weights, mains)
+    assert_same(again.weights, saved.weights)
+    assert_same(go(pool, make("dense single", models, load=tmp_path / "d"))[0].weights, mains)
 
 
 def test_before_the_first_step(pool: Pool, models: Path, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_part_of_the_model(text: str, leaves: tuple[str, ...], pool: Pool, refer
 @pytest.mark.parametrize("variant", ["dense", "qwen2"])
 def test_the_oracle_is_peft(variant: str, references: References, tmp_path: Path) -> None:
     """Loss and gradients of the oracle's changed weights are those of PEFT's own DoRA, and its merge is ours."""
-    peft = pytest.importorskip("peft")
+    import peft
     task, _ = prepared(f"{variant} single", references, tmp_path)
     batches, adapter = global_batch(task.case, 2), Path(task.options["adapters"])
     ours = lora.LoraOracle(task.folder, task.recipe, adapter)
@@ -94,7 +94,7 @@ def test_the_oracle_is_peft(variant: str, references: References, tmp_path: Path
 @pytest.mark.process
 def test_new_adapters_change_nothing_and_load_in_peft(pool: Pool, references: References, tmp_path: Path) -> None:
     """m is the length of W's rows, those of split rows too; what is written, PEFT reads."""
-    peft = pytest.importorskip("peft")
+    import peft
     case = parse("dense tp2 sp")
     task = Task(case, references.model(case.variant), references.recipe, options={"train_type": "lora", "use_dora": True})
     plain = pool.run("tests.parity.lora_ranks:fresh", replace(task, options={"train_type": "lora"}), case.world)[0]

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity import lora
+from tests.parity import lora, nf4
 from tests.parity.cases import Case, global_batch, parse
 from tests.parity.compare import LOSS, compare, number, table, tensors
 from tests.parity.measure import STEPS, Task
 from tests.parity.oracle import Reference
 from tests.parity.pool import Pool
 from tests.parity.references import References
-
-nf4 = pytest.importorskip("tests.parity.nf4", reason="bitsandbytes is the oracle", exc_type=ImportError)
 
 LEAVES = (*lora.ATTENTION, *lora.MLP)
 LAYOUTS = [

@@ -18,7 +18,7 @@ from megaswift.errors import WeightsError
 from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.model_source import locate, missing_files
 from tests.bridge.folders import tensors_of
-from tests.bridge.test_convert import same
+from tests.bridge.test_convert import assert_same
 from tests.sources import ROOT
 from tests.trainers.inputs import write_conversations, write_model
 
@@ -45,7 +45,7 @@ def test_a_run_from_a_checkpoint_and_its_steps_as_folders(tmp_path: Path) -> Non
     shutil.rmtree(tmp_path / "m")
     for out in (tmp_path / "a", tmp_path / "b"):
         megatron_to_hf(out, out / "latest")
-        same(tensors_of(out / "latest"), tensors_of(out / "hf"))
+        assert_same(tensors_of(out / "latest"), tensors_of(out / "hf"))
         files = {p.name: p.read_bytes() for p in (out / "hf").iterdir() if p.suffix in (".json", ".jinja")}
         assert {p.name: p.read_bytes() for p in (out / "latest").iterdir() if p.suffix in (".json", ".jinja")} == files and len(files) > 3
         megatron_to_hf(out / "checkpoints" / "step-1", out / "first")

@@ -69,7 +69,6 @@ def sent(folder: Path) -> list[dict[str, Any]]:
 
 def test_steps_that_a_resumed_run_repeats_arrive_in_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The service refuses a smaller step than its last one. One session stands for the run that goes on under the same id."""
-    pytest.importorskip("wandb")
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_CONSOLE", "off")):
         monkeypatch.setenv(name, value)
     hook, loop = WandB(tmp_path, {"lr": 0.1}), tiny_loop(4)
