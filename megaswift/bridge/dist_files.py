@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -223,12 +222,3 @@ def read(directory: Path, index: Metadata, boxes: Sequence[Box], items: Sequence
     reader = dcp.FileSystemReader(directory)
     reader.set_up_storage_reader(index, False)
     reader.read_data(dcp.LoadPlan(list(items)), _Filler(boxes)).wait()
-
-
-def sync(path: Path) -> None:
-    """What was written to this file or folder is on the disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,6 @@ Owns writing and reading that folder; where it lies is `families.checkpoint_fold
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from megaswift.bridge.hf_source import DTYPES
+from megaswift.disk import sync
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization import plain_config
 
@@ -55,9 +55,7 @@ def write_model(target: Path, config: Mapping[str, Any], dtypes: Mapping[str, to
     (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     copies = copy_side_files(source, target) if source is not None else []
     for path in (target / "config.json", target / FACTS, *copies, target):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync(path)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from megaswift.disk import sync, sync_tree
 from megaswift.errors import CheckpointError, Problem
 
 WAITING, FEW = 1 << 27, 1 << 25
@@ -37,15 +38,6 @@ class _Block(NamedTuple):
     data: memoryview | bytes
     done: int | None
     """The item that is complete with this block."""
-
-
-def sync(path: Path) -> None:
-    """What was written to this file or folder is on the disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def replace_folder(fresh: Path, target: Path) -> None:
@@ -195,9 +187,7 @@ class Stage:
         if self._failure is not None:
             raise self._told()
         try:
-            for path in sorted(self.folder.rglob("*"), reverse=True):
-                sync(path)
-            sync(self.folder)
+            sync_tree(self.folder)
             self._close()
             replace_folder(self.folder, self.target)
             self.journal.unlink()

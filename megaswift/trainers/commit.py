@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import time
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaswift.disk import sync
 from megaswift.errors import CheckpointError, Problem
 
 FORMAT = 1
@@ -38,15 +38,6 @@ class Saved:
     path: Path
     saved_at: float
     """Unix time."""
-
-
-def sync(path: Path) -> None:
-    """What was written to this file or directory is on the disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_durably(path: Path, value: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megaswift import log
 from megaswift.bridge import dist_files as files
 from megaswift.bridge.dist_keys import KEPT, MAIN, STATES
+from megaswift.disk import sync
 from megaswift.engine.megatron import checkpoint_boxes as boxes
 from megaswift.engine.megatron import lora_boxes, rng_state
 from megaswift.engine.megatron import optimizer_states as states
@@ -60,7 +61,7 @@ def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any])
             (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
             written.append(directory / FACTS)
         for path in [*written, directory]:
-            files.sync(path)
+            sync(path)
     except OSError as error:
         return [Problem(str(directory), f"could not be written ({error})")]
     return []
