@@ -2,6 +2,7 @@
 
     DST/.metadata, DST/model/            made by `megaswift convert hf-to-megatron`
     STEP/engine/.metadata, STEP/model/   saved by a run
+    STEP/manifest.json                   written last: the step is whole
     OUT/checkpoints/latest.json          names a run's latest
 """
 
@@ -15,7 +16,8 @@ from pathlib import Path
 TABLES = ".metadata"
 """Which boxes of which tensors lie in which file: torch.distributed.checkpoint's name."""
 MODEL, ENGINE = "model", "engine"
-_STEP = re.compile(r"step-\d+")
+MARKER, POINTER = "manifest.json", "latest.json"
+STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ def find_checkpoint(path: Path | str) -> Checkpoint | None:
 
 
 def _latest(store: Path) -> Path | None:
-    """The step folder that `latest.json` names, if it was saved whole."""
+    """The step folder that the pointer names, if it has its marker. What the marker says is checked by who resumes from it."""
     try:
-        name = str(json.loads((store / "latest.json").read_text(encoding="utf-8"))["directory"])
+        name = str(json.loads((store / POINTER).read_text(encoding="utf-8"))["directory"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return store / name if _STEP.fullmatch(name) and (store / name / "manifest.json").is_file() else None
+    return store / name if STEP.fullmatch(name) and (store / name / MARKER).is_file() else None

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaswift.errors import CheckpointError, Problem
+from megaswift.families.checkpoint_folder import ENGINE
 from megaswift.trainers import agree, commit
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.progress import tell
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
-
-ENGINE = "engine"
-"""The engine's part of a step folder."""
 
 
 class Checkpoint(Hook):

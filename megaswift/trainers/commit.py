@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -22,12 +21,10 @@ from typing import Any
 
 from megaswift.disk import sync
 from megaswift.errors import CheckpointError, Problem
+from megaswift.families.checkpoint_folder import MARKER, POINTER, STEP
 
 FORMAT = 1
-MARKER = "manifest.json"
-POINTER = "latest.json"
 SAVING, DELETING, REPLACED = ".saving", ".deleting", ".replaced"
-STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
