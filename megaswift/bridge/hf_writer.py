@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.file_tensor import data_of
-from megaswift.bridge.hf_source import DTYPES, INDEX, SINGLE, TensorMeta
+from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
 from megaswift.bridge.model_folder import copy_side_files
+from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.bridge.stage import check_target, replace_folder
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization import plain_config
@@ -31,7 +32,6 @@ from megaswift.families.quantization import plain_config
 MAX_SHARD_BYTES = 5_000_000_000
 CHUNK = 1 << 28
 """Bytes a write call takes at most (Linux stops at 2 GiB)."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)

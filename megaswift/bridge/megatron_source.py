@@ -18,8 +18,9 @@ from megaswift.bridge.adapters import ADAPTER, SAVED
 from megaswift.bridge.dist_keys import KEPT, MAIN, STATES
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.hf_source import Slices
-from megaswift.bridge.model_folder import NAMES, read_dtypes
+from megaswift.bridge.model_folder import read_dtypes
 from megaswift.bridge.plan import SHOWN, Entry, WeightPlan
+from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families import family_of, read_config
 from megaswift.families.checkpoint_folder import Checkpoint
@@ -90,7 +91,7 @@ class MegatronSource:
 
     def dtype_name(self, name: str) -> str:
         """Its dtype as a file would spell it."""
-        return NAMES[self.dtype(name)]
+        return DTYPE_NAMES[self.dtype(name)]
 
     def file(self, name: str) -> Path:
         """The first file that holds a part of it."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megaswift.bridge.hf_source import DTYPES
+from megaswift.bridge.safetensors_header import DTYPE_NAMES, DTYPES
 from megaswift.disk import sync
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization import plain_config
@@ -29,7 +29,6 @@ FORMAT = 1
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken",
           "spiece.model", "sentencepiece*.model", "chat_template*", "additional_chat_templates/*")
 """Files of a model folder that go along with config.json."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def copy_side_files(source: Path, target: Path) -> list[Path]:
@@ -50,8 +49,8 @@ def write_model(target: Path, config: Mapping[str, Any], dtypes: Mapping[str, to
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(plain_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     usual = Counter(dtypes.values()).most_common(1)[0][0]
-    others = {name: NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}
-    facts = {"format": FORMAT, "dtype": NAMES[usual], "other_dtypes": others}
+    others = {name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}
+    facts = {"format": FORMAT, "dtype": DTYPE_NAMES[usual], "other_dtypes": others}
     (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     copies = copy_side_files(source, target) if source is not None else []
     for path in (target / "config.json", target / FACTS, *copies, target):

@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megaswift.bridge.hf_source import DTYPES, HfSource, Slices, WeightSource
+from megaswift.bridge.hf_source import HfSource, Slices, WeightSource
+from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import read_config
 from megaswift.families.quantization import FIELD, Fp8, Scheme, problem_of, scheme_of
@@ -221,7 +222,7 @@ class DequantisedSource:
 
     def dtype_name(self, name: str) -> str:
         """Its dtype, dequantised, as a file would spell it."""
-        return next(n for n, d in DTYPES.items() if d == self.target) if name in self._packed else self.stored.dtype_name(name)
+        return DTYPE_NAMES[self.target] if name in self._packed else self.stored.dtype_name(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """Its dtype, dequantised."""

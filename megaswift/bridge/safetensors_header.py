@@ -20,6 +20,7 @@ DTYPES: dict[str, torch.dtype] = {
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 HEADER_LIMIT = 100_000_000
 """Bytes; the safetensors library's own limit."""
 MOST = 2**63 - 1
