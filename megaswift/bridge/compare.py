@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.conversion import bands
+from megaswift.bridge.conversion import bands, blocks_of
 from megaswift.bridge.file_tensor import data_of
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.open import open_weights
@@ -27,8 +27,6 @@ from megaswift.families import FAMILIES, family_of, read_config
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.quantization import plain_config
 
-BLOCK = 1 << 24
-"""Bytes of one tensor held at a time."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 EMBEDDING = "model.embed_tokens.weight"
 GOOD = ("equal", "ignored")
@@ -130,13 +128,6 @@ def compare(a: Side, b: Side, dtype: torch.dtype | None = None, done: Callable[[
             yield _one(b, name, "extra", dtype, done)
 
 
-def blocks(weights: WeightSource, name: str, dtype: torch.dtype | None, limit: int = BLOCK) -> Iterator[Tensor]:
-    """A tensor in row-major order, in contiguous parts."""
-    spans = [(0, n) for n in weights.shape(name)]
-    for where in bands(spans, weights.dtype(name).itemsize, limit):
-        yield _cast(weights.slice(name, where), dtype)
-
-
 def _facts(side: Side, name: str, end: str) -> dict[str, Any]:
     return {f"shape_{end}": side.weights.shape(name), f"dtype_{end}": str(side.weights.dtype(name)).removeprefix("torch.")}
 
@@ -144,8 +135,8 @@ def _facts(side: Side, name: str, end: str) -> dict[str, Any]:
 def _one(side: Side, name: str, status: str, dtype: torch.dtype | None, done: Callable[[int], None]) -> Row:
     """A tensor that the other side lacks."""
     digest, end, why = hashlib.sha256(), "a" if status == "missing" else "b", ignorable(side, name)
-    for part in blocks(side.weights, name, dtype):
-        digest.update(data_of(part))
+    for part in blocks_of(side.weights, name):
+        digest.update(data_of(_cast(part, dtype)))
     done(_nbytes(side, name))
     facts = {**_facts(side, name, end), f"sha256_{end}": digest.hexdigest()}
     return Row(name, "ignored" if why else status, why=why, **facts)
@@ -158,7 +149,7 @@ def ignorable(side: Side, name: str) -> str:
     weights = side.weights
     if re.fullmatch(TIED_HEAD.pattern, name) and (side.config or {}).get("tie_word_embeddings") is True and EMBEDDING in weights.names():
         like = (weights.shape(name), weights.dtype(name)) == (weights.shape(EMBEDDING), weights.dtype(EMBEDDING))
-        pairs = zip(blocks(weights, name, None), blocks(weights, EMBEDDING, None), strict=True) if like else ()
+        pairs = zip(blocks_of(weights, name), blocks_of(weights, EMBEDDING), strict=True) if like else ()
         return TIED_HEAD.why if like and all(_same_bits(x, y) for x, y in pairs) else ""
     return ""
 
@@ -177,7 +168,7 @@ def _both(a: Side, b: Side, name: str, dtype: torch.dtype | None, done: Callable
     digests, different, worst = [hashlib.sha256()], 0, 0.0
     width = max(side.weights.dtype(name).itemsize for side in (a, b))
     spans = [(0, n) for n in a.weights.shape(name)]
-    for where in bands(spans, width, BLOCK):
+    for where in bands(spans, width):
         x, y = (_cast(side.weights.slice(name, where), dtype) for side in (a, b))
         same = alike and x.dtype == y.dtype and _same_bits(x, y)
         if not same and len(digests) == 1:

@@ -23,13 +23,13 @@ from tqdm import tqdm
 
 from megaswift import log
 from megaswift.bridge.file_tensor import data_of
+from megaswift.bridge.hf_source import Span, WeightSource
 from megaswift.bridge.stage import Stage
 
 BLOCK = 1 << 24
 """Bytes read at a time: small enough for the allocator to hand the same pages out again."""
 PLAIN_SECONDS = 10.0
 """Between two lines where standard error is no terminal."""
-Span = tuple[int, int]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -80,7 +80,13 @@ def bands(spans: Sequence[Span], width: int, limit: int = BLOCK) -> Iterator[tup
     yield from ((slice(at, min(at + rows, stop)), *(slice(*span) for span in inner)) for at in range(start, stop, rows))
 
 
-def fingerprint(files: Sequence[Path], root: Path) -> dict[str, list[int]]:
+def blocks_of(source: WeightSource, name: str, region: Sequence[Span] | None = None) -> Iterator[Tensor]:
+    """A region of a tensor (None: all of it) in row-major order, in contiguous parts of at most BLOCK bytes."""
+    spans = [(0, n) for n in source.shape(name)] if region is None else region
+    return (source.slice(name, where) for where in bands(spans, source.dtype(name).itemsize))
+
+
+def stamps(files: Sequence[Path], root: Path) -> dict[str, list[int]]:
     """Name -> size and time of change, in nanoseconds: another value means another source."""
     return {path.relative_to(root).as_posix(): [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}
 

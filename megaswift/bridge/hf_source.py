@@ -20,6 +20,15 @@ from megaswift.errors import Problem, WeightsError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 Slices = Sequence[slice]
+Span = tuple[int, int]
+"""[start, stop) of one dimension."""
+
+
+def spans_of(where: Slices, shape: Sequence[int]) -> list[Span]:
+    """The region that slices without steps take of a tensor; dimensions not named are whole."""
+    found = [w.indices(n) for w, n in zip((*where, *[slice(None)] * (len(shape) - len(where))), shape, strict=True)]
+    assert all(step == 1 for _, _, step in found), "slices have no step"
+    return [(start, max(start, stop)) for start, stop, _ in found]
 
 
 class TensorMeta(NamedTuple):
@@ -172,11 +181,10 @@ class HfSource:
     def slice(self, name: str, where: Slices = ()) -> Tensor:
         """A part of a tensor, read into memory of its own."""
         stored = self._stored[name]
-        spans = [w.indices(n) for w, n in zip((*where, *[slice(None)] * (len(stored.shape) - len(where))), stored.shape, strict=True)]
-        assert all(step == 1 for _, _, step in spans), f"{name}: slices have no step"
+        spans = spans_of(where, stored.shape)
         whole = FileTensor(self.file(name), stored.start, self.dtype(name), stored.shape)
         try:
-            return self._files.region(whole, [start for start, _, _ in spans], [max(0, stop - start) for start, stop, _ in spans])
+            return self._files.region(whole, [start for start, _ in spans], [stop - start for start, stop in spans])
         except OSError as error:
             raise WeightsError(Problem(f"{self.file(name)}, tensor {name}", f"cannot be read: {error}")) from None
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import conversion, dist_files, torch_item
-from megaswift.bridge.conversion import Item, Work, bands
+from megaswift.bridge.conversion import Item, Work, bands, blocks_of
 from megaswift.bridge.dist_files import SavedBox
 from megaswift.bridge.dist_keys import KEPT, padded_vocabulary, place
 from megaswift.bridge.hf_source import WeightSource
@@ -78,7 +78,7 @@ def hf_to_megatron(source: Path | str, target: Path | str, options: Options = Op
         (stage / "conversion.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     made_from = {
-        "source": conversion.fingerprint([*{weights.file(n) for n in weights.names()}, folder / "config.json"], folder),
+        "source": conversion.stamps([*{weights.file(n) for n in weights.names()}, folder / "config.json"], folder),
         "from": str(folder.resolve()), "dtype": str(options.dtype), "padded": padded, "files": files, "version": __version__}
     return conversion.run(Work(target, files, items, finish, made_from, overwrite=options.overwrite))
 
@@ -103,9 +103,7 @@ def _arrange(plan: WeightPlan, weights: WeightSource, dtypes: Mapping[str, torch
         parts.append((at.key, at.whole, at.offset, at.shape, one[at.key], functools.partial(entry_blocks, entry, weights, padded)))
     for name in plan.kept(weights.names()):
         shape = weights.shape(name)
-        spans = [(0, n) for n in shape]
-        blocks = functools.partial(_slices, weights, name, spans, weights.dtype(name).itemsize)
-        parts.append((KEPT + name, shape, (0,) * len(shape), shape, weights.dtype(name), blocks))
+        parts.append((KEPT + name, shape, (0,) * len(shape), shape, weights.dtype(name), functools.partial(blocks_of, weights, name)))
     saved: list[SavedBox] = []
     items: list[Item] = []
     files: dict[str, int] = {"__0_0.distcp": 0}
@@ -133,10 +131,6 @@ def _cast(blocks: functools.partial[Iterator[Tensor]], dtype: torch.dtype) -> It
     return conversion.cast(blocks(), dtype)
 
 
-def _slices(weights: WeightSource, name: str, spans: list[conversion.Span], width: int) -> Iterator[Tensor]:
-    return (weights.slice(name, where) for where in bands(spans, width))
-
-
 def entry_blocks(entry: Entry, weights: WeightSource, padded_vocab: int | None) -> Iterator[Tensor]:
     """A whole parameter in row-major order, in parts; at once where it is no row of ranges of rows (an expert's transposed matrix)."""
     pieces, dim = entry.pieces(Cut(1, 0, padded_vocab)), dim_of(entry.rule)
@@ -146,13 +140,13 @@ def entry_blocks(entry: Entry, weights: WeightSource, padded_vocab: int | None) 
         return
     for piece in pieces:
         name, shape = entry.hf[piece.source], entry.hf_shapes[piece.source]
-        along, width = piece.hf_dim(dim), weights.dtype(name).itemsize
+        along, dtype = piece.hf_dim(dim), weights.dtype(name)
         spans = [(i, i + 1) for i in piece.at] + [(0, n) for n in shape[len(piece.at):]]
         spans[along] = (min(piece.start, shape[along]), min(piece.stop, shape[along]))
         if spans[along][0] < spans[along][1]:
-            yield from _slices(weights, name, spans, width)
+            yield from blocks_of(weights, name, spans)
         if piece.stop > shape[along]:
             rest = [(0, n) for n in shape]
             rest[along] = (0, piece.stop - max(piece.start, shape[along]))
-            for where in bands(rest, width):
-                yield torch.zeros([part.stop - part.start for part in where], dtype=weights.dtype(name))
+            for where in bands(rest, dtype.itemsize):
+                yield torch.zeros([part.stop - part.start for part in where], dtype=dtype)

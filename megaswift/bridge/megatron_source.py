@@ -7,6 +7,7 @@ comes from these.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from megaswift.bridge import dist_keys
 from megaswift.bridge.adapters import ADAPTER, SAVED
 from megaswift.bridge.dist_keys import KEPT, MAIN, STATES
 from megaswift.bridge.dist_source import DistSource
-from megaswift.bridge.hf_source import Slices
+from megaswift.bridge.hf_source import Slices, Span, spans_of
 from megaswift.bridge.model_folder import read_dtypes
 from megaswift.bridge.plan import SHOWN, Entry, WeightPlan
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
@@ -25,8 +26,6 @@ from megaswift.errors import CheckpointError, Problem
 from megaswift.families import family_of, read_config
 from megaswift.families.checkpoint_folder import Checkpoint
 from megaswift.families.rules import Cut, Piece, dim_of
-
-Span = tuple[int, int]
 
 
 class MegatronSource:
@@ -100,9 +99,8 @@ class MegatronSource:
 
     def slice(self, name: str, where: Slices = ()) -> Tensor:
         """A part of a tensor, read into memory of its own."""
-        shape = self.shape(name)
-        spans = [w.indices(n)[:2] for w, n in zip((*where, *[slice(None)] * (len(shape) - len(where))), shape, strict=True)]
-        extent = [max(0, stop - start) for start, stop in spans]
+        spans = spans_of(where, self.shape(name))
+        extent = [stop - start for start, stop in spans]
         if name not in self.plan.hf_shapes:
             return self.tensors.region(KEPT + name, [start for start, _ in spans], extent)
         out = torch.empty(extent, dtype=self.dtype(name))
@@ -149,11 +147,9 @@ class MegatronSource:
         """The weights themselves where they have this dtype already, else the main weights if there are any."""
         return MAIN + key if self.tensors.dtype(key) != wanted and MAIN + key in self._mains else key
 
-    @property
+    @functools.cached_property
     def _mains(self) -> set[str]:
-        if not hasattr(self, "_main_keys"):
-            self._main_keys = {key for key in self.tensors.keys() if key.startswith(MAIN)}  # noqa: SIM118 (a method)
-        return self._main_keys
+        return {key for key in self.tensors.keys() if key.startswith(MAIN)}  # noqa: SIM118 (a method)
 
     def close(self) -> None:
         """Close the files."""

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megaswift.bridge.hf_source import HfSource, Slices, WeightSource
+from megaswift.bridge.hf_source import HfSource, Slices, Span, WeightSource, spans_of
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import read_config
@@ -39,7 +39,6 @@ HALVES = torch.tensor([[2.0 ** ((e - 127) // 2), 2.0 ** ((e - 126) // 2)] for e 
 """[256, 2]: the same as two factors, so that 0 x 2^128 stays 0 and 0.5 x 2^128 finite, as by ldexp."""
 
 Read = Callable[[str, Slices], Tensor]
-Range = tuple[int, int]
 
 
 class Packed(Protocol):
@@ -53,11 +52,11 @@ class Packed(Protocol):
     def parts(self) -> tuple[str, ...]:
         """The stored tensors, values first."""
 
-    def fill(self, read: Read, ranges: Sequence[Range], out: Tensor) -> None:
-        """Dequantise the part `ranges` (start, stop of each dimension) into `out`."""
+    def fill(self, read: Read, ranges: Sequence[Span], out: Tensor) -> None:
+        """Dequantise the part `ranges` into `out`."""
 
 
-def _bands(start: int, stop: int, width: int) -> Iterator[Range]:
+def _bands(start: int, stop: int, width: int) -> Iterator[Span]:
     """Ranges of rows of `width` values, none over BAND values."""
     step = max(1, BAND // max(1, width))
     return ((at, min(at + step, stop)) for at in range(start, stop, step))
@@ -79,7 +78,7 @@ class Fp8Weight:
         """The stored tensors."""
         return (self.name, self.scale)
 
-    def fill(self, read: Read, ranges: Sequence[Range], out: Tensor) -> None:
+    def fill(self, read: Read, ranges: Sequence[Span], out: Tensor) -> None:
         """W = float32(W) x scale of its block, rounded once: what transformers computes."""
         *lead, (top, bottom), (left, right) = ranges
         rows, columns = self.block
@@ -118,7 +117,7 @@ class Mxfp4Weight:
         """The stored tensors."""
         return (self.blocks, self.scales)
 
-    def fill(self, read: Read, ranges: Sequence[Range], out: Tensor) -> None:
+    def fill(self, read: Read, ranges: Sequence[Span], out: Tensor) -> None:
         """W = value x 2^exponent, exact in bfloat16 but for what overflows."""
         (first, last), (left, right), (top, bottom) = ranges
         near, far = left // GROUP, -(-right // GROUP)
@@ -237,11 +236,10 @@ class DequantisedSource:
         packed = self._packed.get(name)
         if packed is None:
             return self.stored.slice(name, where)
-        spans = [w.indices(n) for w, n in zip((*where, *[slice(None)] * (len(packed.shape) - len(where))), packed.shape, strict=True)]
-        assert all(step == 1 for _, _, step in spans), f"{name}: slices have no step"
-        out = torch.empty([max(0, stop - start) for start, stop, _ in spans], dtype=self.target)
+        spans = spans_of(where, packed.shape)
+        out = torch.empty([stop - start for start, stop in spans], dtype=self.target)
         if out.numel():
-            packed.fill(self.stored.slice, [(start, stop) for start, stop, _ in spans], out)
+            packed.fill(self.stored.slice, spans, out)
         return out
 
     def close(self) -> None:

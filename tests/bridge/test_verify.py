@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megaswift.bridge import compare as compare_module
+from megaswift.bridge import conversion
 from megaswift.bridge.hf_to_megatron import Options, hf_to_megatron
 from megaswift.convert import convert
 from megaswift.errors import UserError
@@ -84,7 +84,7 @@ def test_equal_in_other_files(verify: Any, folders: Path, fresh: Fresh) -> None:
 def test_every_difference(case: tuple[Any, str, str, str], verify: Any, folders: Path, fresh: Fresh,
                           monkeypatch: pytest.MonkeyPatch) -> None:
     change, name, status, told = case
-    monkeypatch.setattr(compare_module, "BLOCK", 1000)
+    monkeypatch.setattr(conversion.bands, "__defaults__", (1000,))
     a, b = make("dense", folders), changed(fresh("dense"), change)
     code, out, report = verify(a, b)
     found = rows(report)
