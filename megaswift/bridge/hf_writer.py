@@ -1,8 +1,9 @@
 """A Hugging Face folder of safetensors, written tensor by tensor.
 
-Owns the layout of the files and their commit. A safetensors file is the header's length in 8 bytes, a JSON header, and raw bytes; as
-all names, shapes and dtypes are known beforehand, headers are written first and each tensor goes straight to its place, in any order:
-no more than one tensor is held. The folder appears under its name by rename when all is on disk, or not at all.
+Owns the layout of the files, what lies beside the tensors, and the commit of a folder whose tensors come whole, one at a time
+(`hf_work` makes one from blocks). A safetensors file is the header's length in 8 bytes, a JSON header, and raw bytes; as all names,
+shapes and dtypes are known beforehand, headers are written first and each tensor goes straight to its place, in any order: no more than
+one tensor is held. The folder appears under its name by rename when all is on disk, or not at all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
 from megaswift.bridge.model_folder import copy_side_files
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.bridge.stage import check_target, replace_folder
+from megaswift.disk import sync_tree
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization import plain_config
 
@@ -90,6 +92,21 @@ def exported_config(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) ->
     return changed
 
 
+def write_small_files(folder: Path, files: Sequence[HfFile], tensors: Mapping[str, TensorMeta], config: Mapping[str, Any] | None,
+                      source: Path | None) -> None:
+    """All but the tensors: the index of several files, config.json from `config`, tokenizer and the like from `source`."""
+    if len(files) > 1:
+        _write_json(folder / INDEX, index_of(files, tensors))
+    if config is not None:
+        _write_json(folder / "config.json", exported_config(config, (meta.dtype for meta in tensors.values())))
+    if source is not None:
+        copy_side_files(source, folder)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def nbytes(meta: TensorMeta) -> int:
     """Bytes of a tensor on disk."""
     return math.prod(meta.shape) * meta.dtype.itemsize
@@ -152,32 +169,17 @@ class HfWriter:
             self.abort()
             raise CheckpointError(Problem(str(self.directory), f"{len(missing)} tensors were not written, among them {missing[0]}"))
         try:
-            for descriptor in self._open.values():
-                os.fsync(descriptor)
-            if len(self._files) > 1:
-                self._json(INDEX, index_of(self._files, self.tensors))
-            self._side_files(Path(source) if source is not None else None, config)
+            beside = Path(source) if source is not None else None
+            if config is None and beside is not None and (beside / "config.json").exists():
+                config = json.loads((beside / "config.json").read_text(encoding="utf-8"))
+            write_small_files(self._temporary, self._files, self.tensors, config, beside)
             self._close()
+            sync_tree(self._temporary)
             replace_folder(self._temporary, self.directory)
         except OSError as error:
             self.abort()
             raise CheckpointError(Problem(str(self.directory), f"cannot be written: {error}")) from None
         return self.directory
-
-    def _json(self, name: str, value: object) -> None:
-        with (self._temporary / name).open("w", encoding="utf-8") as file:
-            file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _side_files(self, source: Path | None, config: Mapping[str, object] | None) -> None:
-        """config.json, generation and tokenizer files."""
-        if config is None and source is not None and (source / "config.json").exists():
-            config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        if config is not None:
-            self._json("config.json", exported_config(config, (meta.dtype for meta in self.tensors.values())))
-        if source is not None:
-            copy_side_files(source, self._temporary)
 
     def _close(self) -> None:
         for descriptor in self._open.values():

@@ -8,19 +8,18 @@ unchanged, bit by bit.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megaswift.bridge import conversion
+from megaswift.bridge import hf_work
 from megaswift.bridge.adapters import Adapter, AdapterPlan, row_scale
-from megaswift.bridge.conversion import Item, Work, bands
-from megaswift.bridge.hf_source import INDEX, TensorMeta, WeightSource
-from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, exported_config, index_of, nbytes, plan_files
-from megaswift.bridge.model_folder import copy_side_files
+from megaswift.bridge.conversion import bands, stamps
+from megaswift.bridge.hf_source import TensorMeta, WeightSource
+from megaswift.bridge.hf_work import HfFolder
+from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
 from megaswift.bridge.open import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.bridge.plan import WeightPlan
@@ -78,21 +77,7 @@ def merge_folders(base: Path | str, adapter: Path | str, target: Path | str, max
     plan = folder.plan(weights)
     tensors = folder.read(plan)
     metas = {name: TensorMeta(source.shape(name), source.dtype(name)) for name in source.names()}
-    files = plan_files(metas, max_shard_bytes)
-    items = [Item(file.name, file.places[name], nbytes(metas[name]), functools.partial(blocks, source, name, plan, tensors))
-             for file in files for name in file.places]
-
-    def finish(stage: Path) -> None:
-        if len(files) > 1:
-            _write(stage / INDEX, index_of(files, metas))
-        _write(stage / "config.json", exported_config(spec.hf_config, (meta.dtype for meta in metas.values())))
-        copy_side_files(home, stage)
-
-    sizes = {file.name: file.size for file in files}
-    made_from = {"base": conversion.fingerprint([p for p in home.iterdir() if p.is_file()], home), "from": str(base.resolve()),
-                 "adapter": conversion.fingerprint([p for p in adapter.iterdir() if p.is_file()], adapter), "files": sizes}
-    return conversion.run(Work(target, sizes, items, finish, made_from, {file.name: file.header for file in files}, overwrite))
-
-
-def _write(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    made_from = {"base": stamps([p for p in home.iterdir() if p.is_file()], home), "from": str(base.resolve()),
+                 "adapter": stamps([p for p in adapter.iterdir() if p.is_file()], adapter)}
+    made = HfFolder(target, metas, spec.hf_config, home, max_shard_bytes, overwrite)
+    return hf_work.make(made, functools.partial(blocks, source, plan=plan, tensors=tensors), made_from)
