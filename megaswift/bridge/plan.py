@@ -1,7 +1,7 @@
 """Every Megatron parameter of one model and the Hugging Face tensors it is made of.
 
-Owns the expansion of a family's weight table over layers and experts, and both directions of its rules on real tensors. Which rank
-holds which layer or expert is the engine's affair; files are `hf_source` and `hf_writer`.
+Owns both directions of a family's rules on real tensors, and the check that a folder holds the model. Which rank holds which layer or
+expert is the engine's affair; files are `hf_source` and `hf_writer`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megaswift.bridge.hf_source import TensorMeta, TensorSource, WeightSource
 from megaswift.errors import Problem, WeightsError
+from megaswift.families.expansion import expand, full_name
 from megaswift.families.family import Family
 from megaswift.families.rules import Cut, Piece, Rule, Shard, dim_of
 from megaswift.families.spec import ModelSpec
@@ -48,18 +49,15 @@ class Entry:
     expert: int | None = None
     """Global number of the expert."""
 
-    def _name(self, pattern: str) -> str:
-        return pattern.replace("{L}", str(self.layer)).replace("{E}", str(self.expert))
-
     @property
     def megatron(self) -> str:
         """Full canonical name."""
-        return self._name(self.rule.megatron)
+        return full_name(self.rule.megatron, self.layer, self.expert)
 
     @property
     def hf(self) -> tuple[str, ...]:
         """Full Hugging Face names."""
-        return tuple(self._name(name) for name in self.rule.hf)
+        return tuple(full_name(name, self.layer, self.expert) for name in self.rule.hf)
 
     @property
     def shard(self) -> Shard:
@@ -158,7 +156,7 @@ class WeightPlan:
 
     def __init__(self, family: Family, spec: ModelSpec) -> None:
         self.family, self.spec = family, spec
-        self.entries: tuple[Entry, ...] = tuple(self._expand(family.weights))
+        self.entries: tuple[Entry, ...] = tuple(Entry(rule, spec, layer, expert) for rule, layer, expert in expand(family.weights, spec))
         self.by_megatron: dict[str, Entry] = {e.megatron: e for e in self.entries}
         self.groups: tuple[Group, ...] = tuple(Group(tuple(same)) for _, same in groupby(self.entries, key=lambda entry: entry.hf))
         self.by_hf: dict[str, Group] = {name: group for group in self.groups for name in group.entries[0].hf}
@@ -177,23 +175,6 @@ class WeightPlan:
     def kept(self, names: Iterable[str]) -> list[str]:
         """Those of `names` that are carried along unchanged, sorted."""
         return sorted(name for name in names if self._kept is not None and re.fullmatch(self._kept, name))
-
-    def _expand(self, rules: Sequence[Rule]) -> Iterator[Entry]:
-        """Layer by layer, and expert by expert within a layer."""
-        active = [rule for rule in rules if not rule.when or getattr(self.spec, rule.when)]
-        for in_model, block in groupby(active, key=lambda rule: rule.scope == "model"):
-            chosen = list(block)
-            if in_model:
-                yield from (Entry(rule, self.spec) for rule in chosen)
-                continue
-            for layer, sparse in enumerate(self.spec.moe_layers):
-                scopes = ("layer", "moe", "expert") if sparse else ("layer", "dense")
-                of_layer = [rule for rule in chosen if rule.scope in scopes]
-                for in_expert, part in groupby(of_layer, key=lambda rule: rule.scope == "expert"):
-                    same = list(part)
-                    experts = range(self.spec.experts) if in_expert else (None,)
-                    for rules_of in [[rule] for rule in same] if same[0].stacked else [same]:  # a stacked tensor is filled at a stretch
-                        yield from (Entry(rule, self.spec, layer, expert) for expert in experts for rule in rules_of)
 
     def hf_tensors(self, dtypes: Mapping[str, torch.dtype] | torch.dtype) -> dict[str, TensorMeta]:
         """Every HF tensor with its shape and dtype, in the order of export."""
