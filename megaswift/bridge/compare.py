@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -144,10 +143,10 @@ def _one(side: Side, name: str, status: str, dtype: torch.dtype | None, done: Ca
 
 def ignorable(side: Side, name: str) -> str:
     """Why a tensor of one side alone carries nothing of its own; the empty string when it does."""
-    if re.fullmatch(INV_FREQ.pattern, name):
+    if INV_FREQ.matches(name):
         return INV_FREQ.why
     weights = side.weights
-    if re.fullmatch(TIED_HEAD.pattern, name) and (side.config or {}).get("tie_word_embeddings") is True and EMBEDDING in weights.names():
+    if TIED_HEAD.matches(name) and (side.config or {}).get("tie_word_embeddings") is True and EMBEDDING in weights.names():
         like = (weights.shape(name), weights.dtype(name)) == (weights.shape(EMBEDDING), weights.dtype(EMBEDDING))
         pairs = zip(blocks_of(weights, name), blocks_of(weights, EMBEDDING), strict=True) if like else ()
         return TIED_HEAD.why if like and all(_same_bits(x, y) for x, y in pairs) else ""

@@ -34,6 +34,10 @@ class Ignored:
     pattern: str
     why: str
 
+    def matches(self, name: str) -> bool:
+        """Whether a tensor of this name is meant."""
+        return re.fullmatch(self.pattern, name) is not None
+
 
 INV_FREQ = Ignored(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "follows from config.json")
 TIED_HEAD = Ignored(r"lm_head\.weight", "a stored duplicate of the tied embedding")
@@ -104,7 +108,10 @@ class Entry:
 
     @torch.no_grad()
     def put(self, whole: dict[str, Tensor], shards: Sequence[Tensor]) -> int:
-        """Write the shards of all ranks, in order, into the full HF tensors of `whole` (made where missing); how many elements."""
+        """Write the shards of all ranks, in order, into the full HF tensors of `whole` (made where missing); how many elements.
+
+        Of a replicated parameter the first shard counts.
+        """
         dim, shapes, covered = dim_of(self.rule), self.hf_shapes, 0
         shards = list(shards[:1] if self.shard == "replicated" else shards)
         if len(shapes) == len(shards) == 1 and tuple(shards[0].shape) == shapes[0] and len(self.pieces(Cut())) == 1:
@@ -125,10 +132,6 @@ class Entry:
                 target.copy_(shard.narrow(dim, at, target.shape[dim]))
                 at, covered = at + piece.length, covered + target.numel()
         return covered
-
-    def write(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        """HF name -> full tensor, from the shards of all ranks in order; of a replicated parameter the first counts."""
-        return Group((self,)).write([shards])
 
 
 def _of_shard(part: Tensor, piece: Piece, dim: int) -> Tensor:
@@ -192,7 +195,7 @@ class WeightPlan:
         problems += [Problem(f"{source.directory}, tensor {name}", "is missing: no file holds it", self._fix_missing(name))
                      for name in missing[:SHOWN]]
         extra = sorted(names - set(self.by_hf))
-        ignored = [name for name in extra if any(re.fullmatch(i.pattern, name) for i in self.ignored)]
+        ignored = [name for name in extra if any(i.matches(name) for i in self.ignored)]
         known = {*ignored, *self.kept(extra)}
         unmapped = [name for name in extra if name not in known]
         problems += [Problem(f"{source.file(name)}, tensor {name}",
@@ -204,7 +207,7 @@ class WeightPlan:
         if left:
             problems.append(Problem(str(source.directory), f"and {left} more tensors like these"))
         if not problems and contents and self.spec.tied:
-            problems += [p for name in ignored if re.fullmatch(TIED_HEAD.pattern, name) for p in self._unequal(source, name)]
+            problems += [p for name in ignored if TIED_HEAD.matches(name) for p in self._unequal(source, name)]
         if problems:
             raise WeightsError(problems)
         return ignored

@@ -15,6 +15,7 @@ from torch import Tensor
 from megaswift.bridge import Entry, ExportOptions, export_hf, open_hf
 from megaswift.bridge import quantized as quantized_module
 from megaswift.bridge.hf_source import HfSource
+from megaswift.bridge.plan import Group
 from megaswift.errors import WeightsError
 from megaswift.families import family_of, load_spec
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
@@ -145,7 +146,7 @@ def test_a_model_is_what_transformers_loads(fresh: Fresh, tmp_path: Path) -> Non
     assert plan.check(source) == [] and set(source.names()) == set(theirs)
     assert all(t.dtype == torch.bfloat16 for t in theirs.values())
     assert [n for n, t in theirs.items() if not torch.equal(t, source.slice(n))] == []
-    weights = [pair for entry in plan.entries for pair in entry.write([entry.read(source, 2, r) for r in range(2)]).items()]
+    weights = [pair for entry in plan.entries for pair in Group((entry,)).write([[entry.read(source, 2, r) for r in range(2)]]).items()]
     export_hf(tmp_path / "out", plan, weights, ExportOptions(source=folder))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge import ExportOptions, HfSource, WeightPlan, export_hf
+from megaswift.bridge.plan import Group
 from megaswift.families import FAMILIES
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.parity.models import VARIANTS
@@ -112,7 +113,7 @@ def test_padding_is_zero_and_leaves_no_trace(folders: Path) -> None:
     assert torch.count_nonzero(shards[2][34:]) == 0 and torch.count_nonzero(shards[3]) == 0
     assert torch.count_nonzero(shards[2][:34]) > 0
     shards = [s + 7 for s in shards]  # whatever the padding became in training
-    back = entry.write(shards)["lm_head.weight"]
+    back = Group((entry,)).write([shards])["lm_head.weight"]
     assert torch.equal(back, tensors_of(make("dense", folders))["lm_head.weight"] + 7)
 
 
@@ -121,7 +122,7 @@ def test_lost_shards_are_noticed(folders: Path) -> None:
     entry = plan.by_megatron["decoder.layers.0.mlp.linear_fc1.weight"]
     shard = entry.read(source, 4, 0)
     with pytest.raises(AssertionError, match="shard 0 is"):
-        entry.write([shard, shard])
+        Group((entry,)).write([[shard, shard]])
 
 
 @pytest.mark.parametrize("variant", ONE_A_FAMILY)
