@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaswift.losses.contract import Batch
 from tests.parity.models import by_disk_name, disk_tensors
-from tests.parity.oracle import Oracle, Recipe, Reference
+from tests.parity.oracle import Oracle, Recipe, Reference, adamw
 
 RANK, ALPHA = 4, 6.0
 PREFIX = "base_model.model."
@@ -145,9 +145,7 @@ class LoraOracle(Oracle):
         scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
         self.model.set_experts_implementation("eager")  # grouped products have no float64
         self.model = Adapted(self.model.double(), {n: t.double() for n, t in read_adapter(adapter).items()}, scale)
-        groups = [{"params": [p for p in self.model.parameters() if (p.dim() > 1) == matrix], "weight_decay": decay}
-                  for matrix, decay in ((True, recipe.weight_decay), (False, 0.0))]
-        self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
+        self.optimizer = adamw(self.model.tensors.items(), recipe)
 
     def gradients(self) -> dict[str, Tensor]:
         """By name in the adapter's folder."""
@@ -159,16 +157,5 @@ class LoraOracle(Oracle):
 
 
 def reference(folder: Path, recipe: Recipe, adapter: Path, steps: Sequence[Sequence[Batch]]) -> Reference:
-    """Loss and gradients of the first global batch, then one optimizer step per global batch."""
-    oracle = LoraOracle(folder, recipe, adapter)
-    out = Reference()
-    for k, batches in enumerate(steps):
-        loss, aux, z = oracle.accumulate(batches)
-        if k == 0:
-            out.loss, out.gradients = loss, oracle.gradients()
-        out.losses.append(loss)
-        out.aux_steps.append(aux)
-        out.z_steps.append(z)
-        out.norms.append(oracle.step())
-    out.weights = oracle.weights()
-    return out
+    """What the model with the adapters computes."""
+    return LoraOracle(folder, recipe, adapter).trajectory(steps)

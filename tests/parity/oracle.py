@@ -6,7 +6,7 @@ torch. It imports nothing of the engine and nothing of Megatron-Core, so that ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -124,6 +124,15 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return -F.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
 
 
+def adamw(parameters: Iterable[tuple[str, Tensor]], recipe: Recipe) -> torch.optim.AdamW:
+    """The optimizer: vectors do not decay, nor do biases that hold those of all experts."""
+    named = list(parameters)
+    matrices = [p for n, p in named if p.dim() > 1 and not n.endswith("bias")]
+    vectors = [p for n, p in named if p.dim() == 1 or n.endswith("bias")]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
+
+
 PerToken = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -140,10 +149,7 @@ class Oracle:
         self.model.train()
         self.largest = 0.0
         self.sigmoid = self.model.config.model_type in SIGMOID
-        decay = [p for n, p in self.model.named_parameters() if p.dim() > 1 and not n.endswith("bias")]  # of all experts in one tensor
-        plain = [p for n, p in self.model.named_parameters() if p.dim() == 1 or n.endswith("bias")]
-        groups = [{"params": decay, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
+        self.optimizer = adamw(self.model.named_parameters(), recipe)
 
     def logits(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[int, int]]]:
         """Per document: logits [1, n, V] in float32, labels, weights, place."""
@@ -223,18 +229,21 @@ class Oracle:
         self.optimizer.step()
         return norm
 
+    def trajectory(self, steps: Sequence[Sequence[Batch]]) -> Reference:
+        """Loss and gradients of the first global batch at the first weights, then one optimizer step per global batch."""
+        out = Reference()
+        for k, batches in enumerate(steps):
+            loss, aux, z = self.accumulate(batches)
+            if k == 0:
+                out.loss, out.gradients = loss, self.gradients()
+            out.losses.append(loss)
+            out.aux_steps.append(aux)
+            out.z_steps.append(z)
+            out.norms.append(self.step())
+        out.weights = self.weights()
+        return out
+
 
 def reference(folder: Path, recipe: Recipe, steps: Sequence[Sequence[Batch]], attention: str = "sdpa") -> Reference:
-    """Loss and gradients of the first global batch at the first weights, then one optimizer step per global batch."""
-    oracle = Oracle(folder, recipe, attention)
-    out = Reference()
-    for k, batches in enumerate(steps):
-        loss, aux, z = oracle.accumulate(batches)
-        if k == 0:
-            out.loss, out.gradients = loss, oracle.gradients()
-        out.losses.append(loss)
-        out.aux_steps.append(aux)
-        out.z_steps.append(z)
-        out.norms.append(oracle.step())
-    out.weights = oracle.weights()
-    return out
+    """What the model itself computes."""
+    return Oracle(folder, recipe, attention).trajectory(steps)
