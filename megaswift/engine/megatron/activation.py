@@ -5,6 +5,7 @@ Shazeer 2020, arXiv:2002.05202.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,44 +18,33 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-class _SwiGLU(torch.autograd.Function):
-    """[..., 2 f] = [gate, up] to silu(gate) * up [..., f]."""
+class _Gated(torch.autograd.Function):
+    """[..., 2 f] = [gate, up] to activation(gate) * up [..., f]; `into(gradient, gate, out)` is the activation's backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, activation: Callable[[Tensor], Tensor], into: Callable[[Tensor, Tensor, Tensor], Any]) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.activation, ctx.into = activation, into
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return activation(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         out = torch.empty_like(x)
         d_gate, d_up = out.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=d_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=d_gate)
-        return out
+        torch.mul(grad, ctx.activation(gate), out=d_up)
+        ctx.into(grad * up, gate, d_gate)
+        return out, None, None
 
 
-class _GeGLU(torch.autograd.Function):
-    """[..., 2 f] = [gate, up] to gelu(gate) * up [..., f], gelu by its tanh formula."""
+def _through_silu(grad: Tensor, gate: Tensor, out: Tensor) -> None:
+    torch.ops.aten.silu_backward.grad_input(grad, gate, grad_input=out)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return gelu_tanh(gate).mul_(up)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        out = torch.empty_like(x)
-        d_gate, d_up = out.chunk(2, dim=-1)
-        torch.mul(grad, gelu_tanh(gate), out=d_up)
-        torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate="tanh", grad_input=d_gate)
-        return out
+def _through_gelu(grad: Tensor, gate: Tensor, out: Tensor) -> None:
+    torch.ops.aten.gelu_backward.grad_input(grad, gate, approximate="tanh", grad_input=out)
 
 
 class SwiGLU(nn.Module):
@@ -65,7 +55,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., 2 f] to [..., f]."""
-        return _SwiGLU.apply(x)
+        return _Gated.apply(x, F.silu, _through_silu)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
         """Nothing to save; Megatron's MLP asks every part."""
@@ -77,7 +67,7 @@ class GeGLU(SwiGLU):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., 2 f] to [..., f]."""
-        return _GeGLU.apply(x)
+        return _Gated.apply(x, gelu_tanh, _through_gelu)
 
 
 GATED: dict[Any, type[nn.Module]] = {F.silu: SwiGLU, gelu_tanh: GeGLU}
