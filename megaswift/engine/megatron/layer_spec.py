@@ -42,8 +42,8 @@ def _outer(features: Features) -> tuple[type, type]:
     return NormColumnParallelLinear if features.pre_norm else ColumnParallelLinear, ResidualLinear if own else RowParallelLinear
 
 
-def _torch_mlp(config: TransformerConfig, moe: bool, features: Features) -> ModuleSpec:
-    unit = GATED.get(config.activation_func)
+def _torch_mlp(config: TransformerConfig, moe: bool) -> ModuleSpec:
+    features, unit = config.features, GATED.get(config.activation_func)
     if not moe:
         into, out = _outer(features)
         dense = MLPSubmodules(linear_fc1=into, linear_fc2=out, activation_func=unit)
@@ -60,7 +60,7 @@ def torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
     """One layer from plain torch modules."""
     features: Features = config.features
     if config.multi_latent_attention:
-        return _latent_layer(config, moe, features)
+        return _latent_layer(config, moe)
     into, out = _outer(features)
     wide = features.qk_norm_width == "all"
     norms = ((WideQueryNorm, WideKeyNorm) if wide else (QKNorm, QKNorm)) if config.qk_layernorm else (None, None)
@@ -68,37 +68,33 @@ def torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
         linear_qkv=into, core_attention=TorchAttention, linear_proj=out, q_layernorm=norms[0], k_layernorm=norms[1],
     )
     module = OwnSelfAttention if wide or features.rope_local is not None else SelfAttention
-    extra: dict[str, Any] = {"pre_mlp_layernorm": TorchNorm} if moe else {}
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
-            self_attn_bda=get_bias_dropout_add,
-            mlp=_torch_mlp(config, moe, features),
-            mlp_bda=get_bias_dropout_add,
-            **extra,
-        ),
-    )
+    return _layer(config, moe, module, attention)
 
 
-def _latent_layer(config: TransformerConfig, moe: bool, features: Features) -> ModuleSpec:
+def _latent_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
     """One layer with latent attention; its first norm stands alone, because several products read it."""
+    features: Features = config.features
     assert features.pre_norm and not features.post_norm and features.residual_scale == 1.0, "no such latent attention"
     attention = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear, linear_q_down_proj=WholeLinear, linear_q_up_proj=NormColumnParallelLinear,
         linear_kv_down_proj=WholeLinear, linear_kv_up_proj=NormColumnParallelLinear, core_attention=TorchAttention,
         linear_proj=RowParallelLinear, q_layernorm=IdentityOp, kv_layernorm=IdentityOp,
     )
-    extra: dict[str, Any] = {"pre_mlp_layernorm": TorchNorm} if moe else {}
+    return _layer(config, moe, TorchLatentAttention, attention, input_layernorm=TorchNorm)
+
+
+def _layer(config: TransformerConfig, moe: bool, module: type, attention: Any, **norms: type) -> ModuleSpec:
+    """A layer around attention made by `module` of the parts `attention`; `norms` are those that no product holds."""
+    if moe:
+        norms["pre_mlp_layernorm"] = TorchNorm
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=TorchNorm,
-            self_attention=ModuleSpec(module=TorchLatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attention=ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
             self_attn_bda=get_bias_dropout_add,
-            mlp=_torch_mlp(config, moe, features),
+            mlp=_torch_mlp(config, moe),
             mlp_bda=get_bias_dropout_add,
-            **extra,
+            **norms,
         ),
     )
 
