@@ -20,13 +20,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from megaswift.bridge.dist_files import Box
-from megaswift.bridge.dist_keys import KEPT
-from megaswift.bridge.dist_keys import STATES as STATE
+from megaswift.bridge.dist_keys import KEPT, STATES
 from megaswift.engine.megatron import optimizer_states as states
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine
-
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def moments(placed: Sequence[tuple[Tensor, list[Piece]]], slices: Sequence[state
                 for corner, shape, at in cut(p.shape, first - p.start, last - p.start):
                     offset = tuple(o + c for o, c in zip(p.offset, corner, strict=True))
                     data = flat[at : at + math.prod(shape)].view(shape)
-                    yield Box(f"{STATE}{name}.{p.key}", p.whole, offset, data, p.padded)
+                    yield Box(f"{STATES}{name}.{p.key}", p.whole, offset, data, p.padded)
 
 
 def cut(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:

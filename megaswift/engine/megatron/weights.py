@@ -185,20 +185,19 @@ class RankWeights:
     def stage_of(self, entry: Entry) -> int:
         """The pipeline stage that holds `entry` (the first one for tied embeddings)."""
         if entry.layer is not None:
-            return self._stages()[entry.layer]
+            return self._stages[entry.layer]
         return 0 if entry.megatron.startswith("embedding") else self.context.layout.pp - 1
 
+    @functools.cached_property
     def _stages(self) -> dict[int, int]:
-        if not hasattr(self, "_stage_table"):
-            mine = {p.entry.layer for p in self.placed if p.entry.layer is not None}
-            layout, at = self.context.layout, self.context.coordinates
-            table: dict[int, int] = dict.fromkeys(mine, at.pp)
-            if layout.pp > 1:
-                held: list[Any] = [None] * layout.pp
-                dist.all_gather_object(held, sorted(mine), group=self.context.groups.pp)
-                table = {layer: stage for stage, layers in enumerate(held) for layer in layers}
-            self._stage_table = table
-        return self._stage_table
+        """Layer -> stage. Collective when it is first asked for."""
+        mine = {p.entry.layer for p in self.placed if p.entry.layer is not None}
+        layout, at = self.context.layout, self.context.coordinates
+        if layout.pp == 1:
+            return dict.fromkeys(mine, at.pp)
+        held: list[Any] = [None] * layout.pp
+        dist.all_gather_object(held, sorted(mine), group=self.context.groups.pp)
+        return {layer: stage for stage, layers in enumerate(held) for layer in layers}
 
 
 class RandomSource:
