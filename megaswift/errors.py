@@ -1,7 +1,7 @@
 """The errors that users meet: one clear message, what to do next, exit code 2.
 
-Owns the exception classes and how several mistakes are told together. Printing and exiting belong to `launch`-side code
-(`megaswift.entry`); an `assert` elsewhere marks an invariant of ours, not a user's mistake.
+Owns the exception classes and how several mistakes are told together. Printing and exiting belong to `megaswift.refusal`; an `assert`
+elsewhere marks an invariant of ours, not a user's mistake.
 """
 
 from __future__ import annotations
@@ -79,6 +79,11 @@ class CheckpointError(UserError):
     """A checkpoint or output directory that is missing, incomplete or belongs to another run."""
 
     title = "the checkpoint or output directory cannot be used"
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, in the one line that a `Problem` has room for; its kind where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

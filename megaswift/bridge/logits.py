@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megaswift.bridge.compare import Side
 from megaswift.bridge.hf_source import HfSource
-from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.data.tokenizer import load_tokenizer
+from megaswift.errors import ConfigError, Problem, WeightsError, first_line
 
 TIMES = 5.0
 """Tolerance over Hugging Face's own spread."""
@@ -68,7 +69,7 @@ def from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[Prompt]:
     for number, line in enumerate(lines, 1):
         ids = _token_ids(line)
         if ids is None:
-            tokenizer = tokenizer or _tokenizer(tokenizer_of, trust)
+            tokenizer = tokenizer or load_tokenizer(tokenizer_of, trust, "token ids in the file of prompts")
             ids = tuple(tokenizer(line)["input_ids"])
         if not ids:
             raise ConfigError(Problem(f"--prompts {path}:{number}", "is a prompt without a token"))
@@ -82,16 +83,6 @@ def _token_ids(line: str) -> tuple[int, ...] | None:
     except ValueError:
         return None
     return tuple(ids) if isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) else None
-
-
-def _tokenizer(folder: Path, trust: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(Problem(f"tokenizer in {folder}", f"cannot be read: {reason}", "token ids in the file of prompts")) from None
 
 
 def model_of(side: Side, trust: bool) -> Any:
@@ -115,8 +106,7 @@ def model_of(side: Side, trust: bool) -> Any:
             weights = {name: side.weights.slice(name) for name in side.weights.names()}
             loaded = kind.from_pretrained(None, config=config, state_dict=weights, **how)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise WeightsError(Problem(str(side.path), f"transformers cannot load it: {reason}")) from None
+        raise WeightsError(Problem(str(side.path), f"transformers cannot load it: {first_line(error)}")) from None
     model, told = loaded
     lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
     if lost:

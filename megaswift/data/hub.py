@@ -9,7 +9,7 @@ import re
 import uuid
 from pathlib import Path
 
-from megaswift.errors import DataError, Problem
+from megaswift.errors import DataError, Problem, first_line
 
 
 def fetch(cache: Path, name: str, subset: str | None) -> tuple[Path, ...]:
@@ -28,8 +28,7 @@ def fetch(cache: Path, name: str, subset: str | None) -> tuple[Path, ...]:
     try:
         loaded = datasets.load_dataset(name, subset)
     except (OSError, ValueError, RuntimeError) as e:  # what datasets, huggingface_hub and their HTTP clients raise when they find nothing
-        reason = (str(e).splitlines() or [type(e).__name__])[0]
-        raise DataError(Problem(f"--dataset {name}", f"no such file or folder here, and no hub gave it ({reason})",
+        raise DataError(Problem(f"--dataset {name}", f"no such file or folder here, and no hub gave it ({first_line(e)})",
                                 "the path of a local file, or a machine that reaches the hub")) from None
     split = loaded["train"] if isinstance(loaded, dict) and "train" in loaded else None
     if split is None:

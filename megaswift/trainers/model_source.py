@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.model import ModelConfig
 from megaswift.data.template import read_template
-from megaswift.errors import Problem, UserError, WeightsError
+from megaswift.data.tokenizer import load_tokenizer
+from megaswift.errors import Problem, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
 
 CONFIG_FILES = (
     "config.json", "generation_config.json", "*.jinja", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model")
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What transformers raises for a tokenizer's broken files; the tokenizers library raises `Exception` itself."""
 
 
 def locate(model: ModelConfig, weights: bool = True) -> Path:
@@ -65,9 +62,8 @@ def _fetch(model: ModelConfig, name: str, patterns: tuple[str, ...]) -> Path:
         from modelscope import snapshot_download as from_modelscope
         return Path(from_modelscope(name, revision=model.model_revision, allow_patterns=list(patterns)))
     except (OSError, ValueError, RuntimeError) as error:  # what the hubs' clients raise: not found, no access, no network
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         hub = "Hugging Face" if model.use_hf else "ModelScope"
-        raise WeightsError(Problem(f"--model {name}", f"no such folder here, and {hub} did not give it ({reason})",
+        raise WeightsError(Problem(f"--model {name}", f"no such folder here, and {hub} did not give it ({first_line(error)})",
                                    "the path of a local folder, or a machine that reaches the hub")) from None
 
 
@@ -96,16 +92,8 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
 
 
 def tokenizer_of(cfg: SwiftConfig, folder: Path) -> Any:
-    """The tokenizer in `folder`; code that comes with it runs only with --trust_remote_code."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers import AutoTokenizer
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
-    except Exception as error:
-        if type(error) is not Exception and not isinstance(error, UNREADABLE):
-            raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(Problem(f"tokenizer in {folder}", f"cannot be read: {reason}", "the model's own tokenizer files")) from None
+    """The tokenizer in `folder`, with the run's chat template; code that comes with it runs only with --trust_remote_code."""
+    tokenizer = load_tokenizer(folder, cfg.model.trust_remote_code, "the model's own tokenizer files")
     if cfg.data.chat_template is not None:
         tokenizer.chat_template = read_template(cfg.data.chat_template)
     return tokenizer

@@ -1,0 +1,24 @@
+"""A model folder's tokenizer, or one message that says why it cannot be read. transformers is imported when one is asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megaswift.errors import Problem, WeightsError, first_line
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What transformers raises for a tokenizer's broken files; the tokenizers library raises `Exception` itself."""
+
+
+def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
+    """The tokenizer in `folder`; with `trust` code that comes with it may run. `fix` is what to do where there is none."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoTokenizer
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, UNREADABLE):
+            raise
+        raise WeightsError(Problem(f"tokenizer in {folder}", f"cannot be read: {first_line(error)}", fix)) from None
