@@ -32,10 +32,10 @@ def data_seed(data: Any, train: Any) -> int:
 def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple[Documents, Documents | None]:
     """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
     _check_split(data, task)
-    docs = truncate(gather(prepare(data, train, tokenizer, task)), data.max_length, data.truncation_strategy)
+    docs = truncate(gather(prepare(data, tokenizer, task)), data.max_length, data.truncation_strategy)
     _tell(docs, data, data.dataset)
     if data.val_dataset:
-        return docs, _held_out(data, train, tokenizer, task)
+        return docs, _held_out(data, tokenizer, task)
     return hold_out(docs, data.split_dataset_ratio, data_seed(data, train))
 
 
@@ -65,8 +65,8 @@ def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
         log.warn(f"{where}{silent} of {len(docs)} rows have no token that carries loss")
 
 
-def _held_out(data: Any, train: Any, tokenizer: Any, task: str) -> Documents:
-    held = truncate(gather(prepare(data, train, tokenizer, task, val=True)), data.max_length, data.truncation_strategy)
+def _held_out(data: Any, tokenizer: Any, task: str) -> Documents:
+    held = truncate(gather(prepare(data, tokenizer, task, val=True)), data.max_length, data.truncation_strategy)
     _tell(held, data, data.val_dataset)
     return held
 
@@ -84,7 +84,7 @@ def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task:
     apart = replace(geometry, per_device=per_device, accumulation=1)
     if data.streaming:
         _check_split(data, task)
-        held = _held_out(data, train, tokenizer, task) if data.val_dataset else None
+        held = _held_out(data, tokenizer, task) if data.val_dataset else None
         source: BatchSource = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape))
     else:
         docs, held = documents(data, train, tokenizer, task)

@@ -62,7 +62,7 @@ def _spec_key(spec: EncodeSpec) -> str:
     return _digest(asdict(spec), code_version(), today, tokenizers.__version__, transformers.__version__)
 
 
-def prepare(data: Any, train: Any, tokenizer: Any, task: str = "sft", val: bool = False) -> list[tuple[Source, TokenStore]]:
+def prepare(data: Any, tokenizer: Any, task: str = "sft", val: bool = False) -> list[tuple[Source, TokenStore]]:
     """The tokenised data sets of `--dataset` (or `--val_dataset`), built by local rank 0 while the others wait.
 
     Raises DataError for anything that cannot be read, before any model exists.

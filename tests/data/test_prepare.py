@@ -126,7 +126,7 @@ def test_malformed_rows_are_told_with_file_line_and_column(tmp_path: Path) -> No
         assert part in said
     assert texts(tmp_path, str(path), strict=False) == expected([ROWS[0], ROWS[0]])
     cfg = config(tmp_path, str(path), strict=False)
-    assert prepare(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))[0][1].manifest["bad"] == 3
+    assert prepare(cfg.data, tokenizer("qwen", "qwen2_5"))[0][1].manifest["bad"] == 3
 
 
 def test_at_most_ten_are_shown(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def stores(tmp_path: Path, path: str, **options: Any) -> Path:
     cfg = config(tmp_path, path, **options)
-    return prepare(cfg.data, cfg.train, tokenizer("qwen", options.pop("name", "qwen2_5")))[0][1].folder
+    return prepare(cfg.data, tokenizer("qwen", options.pop("name", "qwen2_5")))[0][1].folder
 
 
 def test_the_cache_is_found_again_by_content(tmp_path: Path) -> None:
