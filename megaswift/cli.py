@@ -7,13 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from megaswift.commands import HELP, no_command
 from megaswift.config.sections import TASKS
-from megaswift.errors import ConfigError, Problem, UserError, nearest
+from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.refusal import refuse
 from megaswift.stdout import reader_may_leave
 from megaswift.version import __version__
-
-HELP = ("-h", "--help")
 
 
 def _train(task: str) -> Callable[[list[str]], int]:
@@ -114,8 +113,7 @@ def _run(words: list[str]) -> int:
         return 0
     try:
         if words[0] not in COMMANDS:
-            fix = nearest(words[0], list(COMMANDS)) or "megaswift --help"
-            raise ConfigError(Problem(f"megaswift {words[0]}", f"is no command; commands are {', '.join(COMMANDS)}", fix))
+            raise no_command("megaswift", words[0], COMMANDS)
         return COMMANDS[words[0]][1](words[1:])
     except UserError as error:
         return refuse(error, os.environ)

@@ -9,9 +9,10 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megaswift import log
+from megaswift.commands import HELP, no_command
 from megaswift.errors import ConfigError, Problem, UserError, nearest
 from megaswift.refusal import refuse
 from megaswift.stdout import reader_may_leave
@@ -55,10 +56,26 @@ def _count(text: str) -> int:
 def _parser(name: str, text: str, source: str) -> _Parser:
     parser = _Parser(prog=f"megaswift convert {name}", description=text, allow_abbrev=False)
     parser.add_argument("source", metavar="SRC", type=Path, help=source)
-    parser.add_argument("target", metavar="DST", type=Path, help="the folder to make; it appears whole or not at all")
+    _target(parser)
     parser.add_argument("--dtype", choices=list(DTYPES), help="one dtype for all tensors (without it each keeps its own)")
-    parser.add_argument("--overwrite", action="store_true", help="replace DST, once the new folder is whole")
     return parser
+
+
+def _target(parser: _Parser) -> None:
+    parser.add_argument("target", metavar="DST", type=Path, help="the folder to make; it appears whole or not at all")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST, once the new folder is whole")
+
+
+def _shards(parser: _Parser) -> None:
+    parser.add_argument("--max_shard_size", "--max-shard-size", type=size, metavar="SIZE",
+                        help="largest file, such as 5GB (default) or 512MiB")
+
+
+def _dtype(name: str | None) -> Any:
+    """torch's, of a spelling in DTYPES."""
+    import torch
+
+    return None if name is None else getattr(torch, DTYPES[name])
 
 
 def to_megatron(argv: Sequence[str]) -> int:
@@ -66,15 +83,13 @@ def to_megatron(argv: Sequence[str]) -> int:
     text = ("Hugging Face folder -> sharded Megatron checkpoint (torch_dist). The checkpoint loads on any layout; the sizes below are "
             "those it is meant for.")
     parser = _parser("hf-to-megatron", text, "a Hugging Face folder with safetensors")
-    for axis, text in AXES.items():
-        parser.add_argument(f"--{axis}", type=_count, metavar="N", help=text)
+    for axis, meaning in AXES.items():
+        parser.add_argument(f"--{axis}", type=_count, metavar="N", help=meaning)
     given = parser.parse_args(argv)
-    import torch
-
     from megaswift.bridge.hf_to_megatron import Options, hf_to_megatron
 
     layout = {axis: value for axis in AXES if (value := getattr(given, axis)) is not None}
-    options = Options(layout, getattr(torch, DTYPES[given.dtype]) if given.dtype else None, overwrite=given.overwrite)
+    options = Options(layout, _dtype(given.dtype), overwrite=given.overwrite)
     log.info(f"made {hf_to_megatron(given.source, given.target, options)}")
     return 0
 
@@ -83,15 +98,11 @@ def to_hf(argv: Sequence[str]) -> int:
     """`megaswift convert megatron-to-hf`."""
     parser = _parser("megatron-to-hf", "Sharded Megatron checkpoint (torch_dist) -> Hugging Face folder. Nothing but SRC is needed.",
                      "a converted checkpoint, OUT/checkpoints/step-N, or OUT (its latest checkpoint)")
-    parser.add_argument("--max_shard_size", "--max-shard-size", type=size, default=None, metavar="SIZE",
-                        help="largest file, such as 5GB (default) or 512MiB")
+    _shards(parser)
     given = parser.parse_args(argv)
-    import torch
-
     from megaswift.bridge.megatron_to_hf import MAX_SHARD_BYTES, Options, megatron_to_hf
 
-    dtype = getattr(torch, DTYPES[given.dtype]) if given.dtype else None
-    options = Options(dtype, given.max_shard_size or MAX_SHARD_BYTES, given.overwrite)
+    options = Options(_dtype(given.dtype), given.max_shard_size or MAX_SHARD_BYTES, given.overwrite)
     log.info(f"made {megatron_to_hf(given.source, given.target, options)}")
     return 0
 
@@ -130,10 +141,8 @@ def merge_lora(argv: Sequence[str]) -> int:
                      description="A model with the adapters of a PEFT folder merged in. Computed in float32, each tensor keeps its dtype.")
     parser.add_argument("base", metavar="BASE", type=Path, help="the Hugging Face folder (or checkpoint) that the adapters were trained on")
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="a PEFT folder: OUT/adapter, OUT/checkpoints/step-N/adapter")
-    parser.add_argument("target", metavar="DST", type=Path, help="the folder to make; it appears whole or not at all")
-    parser.add_argument("--overwrite", action="store_true", help="replace DST, once the new folder is whole")
-    parser.add_argument("--max_shard_size", "--max-shard-size", type=size, default=None, metavar="SIZE",
-                        help="largest file, such as 5GB (default) or 512MiB")
+    _target(parser)
+    _shards(parser)
     given = parser.parse_args(argv)
     from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
     from megaswift.bridge.merge import merge_folders
@@ -149,7 +158,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "merge-lora": ("model + PEFT adapters -> Hugging Face folder", merge_lora),
     "verify": ("compare two of either, tensor by tensor or by logits", verify),
 }
-HELP = ("-h", "--help")
 
 
 def usage() -> str:
@@ -164,8 +172,7 @@ def convert(argv: Sequence[str]) -> int:
         print(usage(), end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
-        fix = nearest(argv[0], list(COMMANDS)) or "megaswift convert --help"
-        raise ConfigError(Problem(f"megaswift convert {argv[0]}", f"is no command; commands are {', '.join(COMMANDS)}", fix))
+        raise no_command("megaswift convert", argv[0], COMMANDS)
     try:
         return COMMANDS[argv[0]][1](argv[1:])
     except KeyboardInterrupt as stopped:  # a conversion says what it left; earlier there is nothing to tell

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaswift import log
+from megaswift.commands import HELP
 from megaswift.config import SwiftConfig, load
 from megaswift.config.swift import is_worker
 from megaswift.errors import ConfigError, Problem, UserError
@@ -19,7 +20,6 @@ from megaswift.launchers import local
 from megaswift.refusal import leave, refuse
 from megaswift.stdout import reader_may_leave
 
-HELP = ("-h", "--help")
 INTERRUPTED = 128 + signal.SIGINT
 
 
