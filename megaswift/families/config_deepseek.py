@@ -22,6 +22,8 @@ PRETRAINING: tuple[ConfigRow, ...] = (
     Unused(("ep_size",), "how their authors ran it; --ep sets it here"),
     MustBe("moe_layer_freq", (1,), "every layer after the dense ones has experts"),
 )
+
+
 @dataclass(frozen=True)
 class Routing:
     """What a family's router computes, and transformers' defaults for fields that are absent."""

@@ -1,6 +1,7 @@
 """A model family: two tables, and the registry of all families.
 
-Owns what a family is and how one is found by its `model_type`. A family file is `FAMILIES.register(name, Family(...))`, no code.
+Owns what a family is and how one is found by its `model_type`. A family file is `FAMILIES.register(name, Family(...))`, with functions
+for those fields of its config.json that mean something in it alone.
 """
 
 from __future__ import annotations
