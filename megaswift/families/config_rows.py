@@ -29,9 +29,11 @@ class Reading:
     values: dict[str, Any] = field(default_factory=dict)
 
     def problem(self, key: str, rule: str, fix: str = "") -> None:
-        """Note a mistake in field `key`."""
+        """Note a mistake in field `key`, once."""
         given = f" {self.raw[key]!r}" if key in self.raw else ""
-        self.problems.append(Problem(f"config.json ({self.family}), {key}{given}", rule, fix))
+        found = Problem(f"config.json ({self.family}), {key}{given}", rule, fix)
+        if found not in self.problems:
+            self.problems.append(found)
 
     def get(self, key: str, kind: type, default: Any = REQUIRED, least: float = 0) -> Any:
         """Field `key` as `kind`, at least `least`. Absent or null is `default`; after a problem the answer is None."""

@@ -122,40 +122,10 @@ def window(default: int | None) -> Group:
     return Group(("sliding_window",), read)
 
 
-def _switched_window(reading: Reading) -> int | None:
-    """The window's width, transformers' default where the field is absent; None when it is switched off or null."""
-    if not reading.get("use_sliding_window", bool, False):
-        return None
-    return reading.get("sliding_window", int, None if "sliding_window" in reading.raw else 4096, 1)
-
-
 def _window_switched(reading: Reading) -> None:
     """Windows on all layers when `use_sliding_window`."""
-    width = _switched_window(reading)
-    if width is not None:
-        reading.values["window_size"] = (width - 1, 0)
-
-
-def _window_by_layer(reading: Reading) -> None:
-    """Windows by `layer_types`, else from layer `max_window_layers` on; a mix becomes Megatron's list of 1 for a windowed layer."""
-    layers = reading.raw.get("num_hidden_layers")
-    width = _switched_window(reading)
-    first = reading.get("max_window_layers", int, 28)
-    kinds = reading.raw.get("layer_types")
-    if not isinstance(layers, int) or first is None:
-        return
-    if kinds is None:
-        kinds = ["sliding_attention" if width is not None and i >= first else "full_attention" for i in range(layers)]
-    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
-        reading.problem("layer_types", f"should hold {layers} times sliding_attention or full_attention")
-        return
-    windowed = [int(k == "sliding_attention") for k in kinds]
-    if any(windowed) and width is None:
-        reading.problem("layer_types", "has sliding_attention, but use_sliding_window is off or sliding_window is null")
-    elif width is not None and any(windowed):
-        reading.values["window_size"] = (width - 1, 0)
-        if not all(windowed):
-            reading.values["window_attn_skip_freq"] = windowed
+    if reading.get("use_sliding_window", bool, False):
+        WINDOW.read(reading)
 
 
 def _biases(reading: Reading) -> None:
@@ -232,8 +202,8 @@ def _norm_topk(reading: Reading) -> None:
     reading.values["moe_router_pre_softmax"] = not reading.get("norm_topk_prob", bool, False)
 
 
+WINDOW = window(4096)
 WINDOW_SWITCHED = Group(("use_sliding_window", "sliding_window"), _window_switched)
-WINDOW_BY_LAYER = Group(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), _window_by_layer)
 BIASES = Group(("attention_bias", "mlp_bias"), _biases)
 NO_ATTENTION_BIAS = MustBe("attention_bias", (False,), "Megatron has one switch for biases of the attention output and the MLP together")
 NORM_TOPK = Group(("norm_topk_prob",), _norm_topk)

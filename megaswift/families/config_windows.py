@@ -1,7 +1,7 @@
-"""Configuration row of models whose layers take turns between a sliding window and full attention.
+"""Configuration row of models some of whose layers have a sliding window, and others full attention.
 
-Owns the meaning of `sliding_window` with `layer_types` where full attention is the exception; `config_tables` has the windows that
-begin at some layer, and those of all layers.
+Owns the meaning of `sliding_window` with `layer_types`, and of what stands in its place in older files; `config_tables` has windows of
+all layers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def alternating(windowed: WindowedLayer, default: int | None, *, switched: bool 
     With `switched` there are none unless `use_sliding_window`. `keys` are further fields that `windowed` reads.
     """
     def read(reading: Reading) -> None:
-        width = reading.get("sliding_window", int, None if "sliding_window" in reading.raw else default, 0)
         layers = reading.raw.get("num_hidden_layers")
         off = switched and not reading.get("use_sliding_window", bool, False)
+        width = None if off else reading.get("sliding_window", int, None if "sliding_window" in reading.raw else default, 0)
         if not isinstance(layers, int):
             return
         kinds = reading.raw.get("layer_types")
@@ -45,3 +45,12 @@ def alternating(windowed: WindowedLayer, default: int | None, *, switched: bool 
             if not all(ones):
                 reading.values["window_attn_skip_freq"] = ones
     return Group(("sliding_window", "layer_types", *(("use_sliding_window",) if switched else ()), *keys), read)
+
+
+def _from_layer(reading: Reading, layer: int) -> bool:
+    """Layers from `max_window_layers` on; none where `sliding_window` is null."""
+    first = reading.get("max_window_layers", int, 28)
+    return first is not None and layer >= first and reading.raw.get("sliding_window", 4096) is not None
+
+
+WINDOW_BY_LAYER = alternating(_from_layer, 4096, switched=True, keys=("max_window_layers",))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 from megaswift.families.config_rows import MustBe
-from megaswift.families.config_tables import FFN, WINDOW_BY_LAYER, head_dim, kv_heads, rope
+from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
+from megaswift.families.config_windows import WINDOW_BY_LAYER
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register("qwen2", Family(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp
-from megaswift.families.config_tables import FFN, NO_ATTENTION_BIAS, WINDOW_BY_LAYER, head_dim, kv_heads, rope
+from megaswift.families.config_tables import FFN, NO_ATTENTION_BIAS, head_dim, kv_heads, rope
+from megaswift.families.config_windows import WINDOW_BY_LAYER
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register("qwen3", Family(
