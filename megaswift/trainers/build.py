@@ -1,6 +1,6 @@
 """Puts the parts of a run together on a rank: tokenizer, data, engine, hooks, and the facts for the screen.
 
-Owns which part gets which option. Nothing here trains, and only this file names a concrete engine.
+Owns which part gets which option. Nothing here trains, and only this file makes an engine.
 """
 
 from __future__ import annotations
@@ -134,8 +134,12 @@ class Build:
         target, plan = folder / MODEL, WeightPlan(family_of(self.spec.hf_config), self.spec)
         source = None if self.cfg.model.random_init else self.folder
         write_model(target, self.spec.hf_config, stored_dtypes(plan, source), self.folder)
+        self.write_template(target)
+
+    def write_template(self, folder: Path) -> None:
+        """That of --chat_template, where one is given, into a model's folder."""
         if self.cfg.data.chat_template:
-            (target / TEMPLATE).write_text(self.tokenizer.chat_template, encoding="utf-8")
+            (folder / TEMPLATE).write_text(self.tokenizer.chat_template, encoding="utf-8")
 
     def model_facts(self) -> dict[str, Any]:
         """What must be the same when a checkpoint is resumed; with adapters the base model itself."""

@@ -7,7 +7,7 @@ from megaswift.bridge.merge import merge_folders
 from megaswift.engine.megatron.engine import MegatronEngine
 from megaswift.engine.protocol import Engine
 from megaswift.trainers import adapters, agree
-from megaswift.trainers.build import TEMPLATE, Build
+from megaswift.trainers.build import Build
 from megaswift.trainers.progress import tell
 
 
@@ -23,17 +23,11 @@ def export(engine: Engine, build: Build) -> None:
     folder = build.outputs.hf
     if agree.rank() == 0:
         export_hf(folder, engine.plan, engine.hf_weights(), ExportOptions(source=build.folder, overwrite=True))
-        template(build)
+        build.write_template(folder)
         tell(f"exported {folder}")
     else:
         for _ in engine.hf_weights():
             pass
-
-
-def template(build: Build) -> None:
-    """The template of --chat_template beside the exported model. On rank 0."""
-    if build.cfg.data.chat_template and agree.rank() == 0:
-        (build.outputs.hf / TEMPLATE).write_text(build.tokenizer.chat_template, encoding="utf-8")
 
 
 def export_adapters(engine: MegatronEngine, build: Build) -> None:
@@ -41,6 +35,10 @@ def export_adapters(engine: MegatronEngine, build: Build) -> None:
     adapters.write(engine, build.outputs.adapter, build.base)
     tell(f"wrote {build.outputs.adapter}, which PEFT loads")
     if build.cfg.lora.merge_lora:
-        agree.on_main(lambda: merge_folders(build.folder, build.outputs.adapter, build.outputs.hf, overwrite=True))
-        template(build)
+        agree.on_main(lambda: _merge(build))
         tell(f"exported {build.outputs.hf}, adapters merged in")
+
+
+def _merge(build: Build) -> None:
+    merge_folders(build.folder, build.outputs.adapter, build.outputs.hf, overwrite=True)
+    build.write_template(build.outputs.hf)
