@@ -1,12 +1,15 @@
-"""What every test may use: one thread a process, no hub, and a tiny tokenizer with tiny models of each family, made on the spot."""
+"""What every test may use: one thread a process, no hub, and rank processes that have paid for their imports."""
 
 from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+
+from tests.parity.pool import Pool
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
@@ -17,3 +20,10 @@ def megatron() -> ModuleType:
     importlib.import_module("megaswift.engine.megatron")
     importlib.import_module("megatron.core.transformer")
     return importlib.import_module("megatron.core")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Eight rank processes at most."""
+    with Pool() as started:
+        yield started

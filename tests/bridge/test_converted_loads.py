@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,10 @@ from tests.engine.checkpoint_worker import Run, build
 from tests.parity.cases import parse
 from tests.parity.models import build as build_model
 from tests.parity.models import disk_tensors
-from tests.parity.pool import PRELOAD, Pool
+from tests.parity.pool import Pool
 
 pytestmark = pytest.mark.process
 JOB = "tests.engine.checkpoint_worker:job"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Ranks with the engine and its checkpoints imported."""
-    with Pool((*PRELOAD, "tests.engine.checkpoint_worker")) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,18 +21,11 @@ from tests.engine.checkpoint_worker import Run
 from tests.parity.cases import parse
 from tests.parity.models import build as build_model
 from tests.parity.models import disk_tensors
-from tests.parity.pool import PRELOAD, Pool
+from tests.parity.pool import Pool
 
 pytestmark = pytest.mark.process
 JOB = "tests.engine.checkpoint_worker:job"
 BF16 = {"torch_dtype": "bfloat16"}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Ranks with the engine and its checkpoints imported."""
-    with Pool((*PRELOAD, "tests.engine.checkpoint_worker")) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,10 @@ from megaswift.errors import WeightsError
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.engine.checkpoint_worker import Result, Run
 from tests.parity.cases import parse
-from tests.parity.pool import PRELOAD, Pool
+from tests.parity.pool import Pool
 
 JOB = "tests.engine.checkpoint_worker:job"
 BIAS = "e_score_correction_bias"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Ranks with the engine and its checkpoints imported."""
-    with Pool((*PRELOAD, "tests.engine.checkpoint_worker")) as started:
-        yield started
 
 
 def carried(layer: int) -> dict[str, Tensor]:

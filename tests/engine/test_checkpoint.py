@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,12 @@ from torch import Tensor
 from tests.engine.checkpoint_worker import Result, Run
 from tests.parity.cases import parse
 from tests.parity.models import build as build_model
-from tests.parity.pool import PRELOAD, Pool
+from tests.parity.pool import Pool
 
 pytestmark = pytest.mark.process
 JOB = "tests.engine.checkpoint_worker:job"
 BF16 = {"torch_dtype": "bfloat16"}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Ranks with the engine and its checkpoints imported."""
-    with Pool((*PRELOAD, "tests.engine.checkpoint_worker")) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,12 @@
-"""The rank processes and the oracle's numbers, once a test session."""
+"""The oracle's numbers, once a test session."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.parity.pool import Pool
 from tests.parity.references import References
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Eight rank processes at most, imports paid once."""
-    with Pool() as started:
-        yield started
 
 
 @pytest.fixture(scope="session")
