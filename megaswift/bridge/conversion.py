@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -177,8 +176,3 @@ def _move(stage: Stage, item: Item, number: int, meter: Meter) -> None:
         meter.add(len(data))
     assert at == item.offset + len(item.head) + item.nbytes, f"item {number}: {at - item.offset} bytes"
     stage.put(item.file, at, item.tail, number)
-
-
-def cast(blocks: Iterator[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Each in this dtype, contiguous."""
-    return (block.to(dtype).contiguous() for block in blocks)

@@ -128,7 +128,7 @@ def _key_dtypes(plan: WeightPlan, dtypes: Mapping[str, torch.dtype]) -> dict[str
 
 
 def _cast(blocks: functools.partial[Iterator[Tensor]], dtype: torch.dtype) -> Iterator[Tensor]:
-    return conversion.cast(blocks(), dtype)
+    return (block.to(dtype).contiguous() for block in blocks())
 
 
 def entry_blocks(entry: Entry, weights: WeightSource, padded_vocab: int | None) -> Iterator[Tensor]:
