@@ -1,7 +1,7 @@
-"""What both converters share: tensors streamed into planned places of a folder, block by block.
+"""What all converters share: tensors streamed into planned places of a folder, block by block.
 
-Owns the loop, the progress on the screen and what an interruption leaves. Where the tensors come from and where they go is
-`hf_to_megatron`'s and `megatron_to_hf`'s. Held at any time: some blocks of 16 MiB, whatever the model's size.
+Owns the loop, the progress on the screen and what an interruption leaves. Where the tensors come from and where they go is said by
+`hf_to_megatron`, `megatron_to_hf` and `merge`. Held at any time: some blocks of 16 MiB, whatever the model's size.
 """
 
 from __future__ import annotations
