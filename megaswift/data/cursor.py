@@ -70,8 +70,10 @@ class Passes:
     """
 
     sources: Sequence[Source]
-    _known: dict[tuple[str, Path], int] = field(default_factory=dict)
-    """Sizes and row counts, each looked up once."""
+    _sizes: dict[Path, int] = field(default_factory=dict)
+    """Bytes, looked up once."""
+    _rows: dict[Path, int] = field(default_factory=dict)
+    """Rows of Parquet files, looked up once."""
 
     def at(self, cursor: Cursor) -> float:
         """Passes so far; whole ones before the present, and its part."""
@@ -96,20 +98,17 @@ class Passes:
         return (sum(sizes[:cursor.file]) + self._read(source.files[cursor.file], cursor.offset)) / max(1, sum(sizes))
 
     def _read(self, path: Path, offset: int) -> float:
-        """Bytes of a file before a cursor's offset."""
-        rows = self._look_up("rows", path)
-        return offset if rows < 0 else self._size(path) * offset / max(1, rows) if rows else 0
+        """Bytes of a file before a cursor's offset; none where only reading tells."""
+        kind = kind_of(path)
+        if kind in BY_BYTES:
+            return offset
+        if kind != "parquet":
+            return 0
+        if path not in self._rows:
+            self._rows[path] = count_rows(path, kind)
+        return self._size(path) * offset / max(1, self._rows[path])
 
     def _size(self, path: Path) -> int:
-        return self._look_up("size", path)
-
-    def _look_up(self, what: str, path: Path) -> int:
-        if (what, path) not in self._known:
-            self._known[what, path] = path.stat().st_size if what == "size" else _rows(path)
-        return self._known[what, path]
-
-
-def _rows(path: Path) -> int:
-    """Rows of a file that says how many it has; -1 where offsets are bytes, 0 where only reading tells."""
-    kind = kind_of(path)
-    return -1 if kind in BY_BYTES else count_rows(path, kind) if kind == "parquet" else 0
+        if path not in self._sizes:
+            self._sizes[path] = path.stat().st_size
+        return self._sizes[path]
