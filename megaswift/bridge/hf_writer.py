@@ -26,7 +26,7 @@ from megaswift.bridge.file_tensor import data_of
 from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
 from megaswift.bridge.model_folder import copy_side_files
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
-from megaswift.bridge.stage import check_target, replace_folder
+from megaswift.bridge.stage import check_room, check_target, replace_folder
 from megaswift.disk import sync_tree
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization import plain_config
@@ -131,10 +131,7 @@ class HfWriter:
     def _start(self) -> None:
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.directory.parent).free
-            if self.total_bytes > free:
-                raise CheckpointError(Problem(str(self.directory), f"needs {self.total_bytes:,} bytes, and {free:,} are free",
-                                              "make room, or give a folder on another disk"))
+            check_room(self.directory, self.total_bytes)
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary.mkdir()
             for file in self._files:

@@ -62,6 +62,14 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise CheckpointError(Problem(str(target), "exists already", "give another folder, or --overwrite to replace it"))
 
 
+def check_room(target: Path, need: int, used: int = 0) -> None:
+    """`need` bytes fit on the disk of `target`, where files that it has left there already take `used`."""
+    free = shutil.disk_usage(target.parent).free + used
+    if need > free:
+        raise CheckpointError(Problem(str(target), f"needs {need:,} bytes, and {free:,} are free",
+                                      "make room, or give a folder on another disk"))
+
+
 class Stage:
     """The folder `target` on its way. `made_from` is everything that decides its bytes: another value starts anew."""
 
@@ -107,10 +115,7 @@ class Stage:
             self.discarded = bool(header) and self.folder.exists()
             shutil.rmtree(self.folder, ignore_errors=True)
         used = sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*")) if self.folder.exists() else 0
-        need, free = sum(self.files.values()), shutil.disk_usage(self.target.parent).free + used
-        if need > free:
-            raise CheckpointError(Problem(str(self.target), f"needs {need:,} bytes, and {free:,} are free",
-                                          "make room, or give a folder on another disk"))
+        check_room(self.target, sum(self.files.values()), used)
         self.folder.mkdir(exist_ok=True)
         for name, size in self.files.items():
             self._open[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
