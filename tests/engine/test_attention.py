@@ -8,18 +8,12 @@ import torch
 from megaswift.engine.megatron import softcap
 from megaswift.engine.megatron.attention import RowLayout, TorchAttention
 from megaswift.families.spec import Features
+from tests.engine.masks import seen
 
 
 def masked(q, k, v, bounds, window, change=lambda scores: scores):
     """Softmax attention of [s, heads, d] with the mask written out: same document, not later, within the window."""
-    s = q.shape[0]
-    document = torch.zeros(s, dtype=torch.long)
-    for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        document[a:b] = i
-    at = torch.arange(s)
-    allowed = (document[:, None] == document[None]) & (at[None] <= at[:, None])
-    if window:
-        allowed &= at[None] > at[:, None] - window
+    allowed = seen(q.shape[0], bounds, window)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     scores = change(scores)

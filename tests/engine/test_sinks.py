@@ -8,20 +8,14 @@ from torch import Tensor
 
 from megaswift.engine.megatron.attention import RowLayout, TorchAttention
 from megaswift.families.spec import Features
+from tests.engine.masks import seen
 
 
 def explicit(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, bounds: list[int], window: int | None) -> Tensor:
     """[s, heads, d]: each head's softmax over the scores seen and its sink, the sink's share thrown away."""
     s = q.shape[0]
-    document = torch.zeros(s, dtype=torch.long)
-    for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        document[a:b] = i
-    at = torch.arange(s)
-    seen = (document[:, None] == document[None]) & (at[None] <= at[:, None])
-    if window:
-        seen &= at[None] > at[:, None] - window
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = (torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+    scores = (torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5).masked_fill(~seen(s, bounds, window), float("-inf"))
     both = torch.cat([scores, sink[:, None, None].expand(-1, s, 1)], dim=-1)
     return torch.einsum("hqk,khd->qhd", both.softmax(-1)[..., :-1], v)
 

@@ -36,6 +36,13 @@ def write_model(folder: Path, layers: int = 2, **sizes: int) -> Path:
     return folder
 
 
+def write_inputs(folder: Path, lr: str = "1e-2", **sizes: int) -> list[str]:
+    """A model and its data in `folder`, and the options of a run on them, four rows a micro-batch."""
+    model, data = write_model(folder / "model", **sizes), write_conversations(folder / "data.jsonl")
+    return ["--model", str(model), "--dataset", str(data), "--dataset_cache_dir", str(folder / "cache"),
+            "--per_device_train_batch_size", "4", "--lr", lr]
+
+
 def write_conversations(path: Path, rows: int = 48, seed: int = 0) -> Path:
     """Sums of one-digit numbers."""
     draw = random.Random(seed)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megaswift.bridge.adapters import MAGNITUDE
 from megaswift.trainers.metrics import read_lines
-from tests.trainers.inputs import write_conversations, write_model
+from tests.trainers.inputs import write_inputs
 from tests.trainers.test_run import finish, run, start
 
 DORA = ("--train_type", "lora", "--use_dora", "true", "--lora_rank", 4, "--max_steps", 4, "--report_to", "none")
@@ -29,10 +29,7 @@ def test_a_run_goes_on_elsewhere_and_out_to_peft(tmp_path: Path) -> None:
     import peft
     from transformers import AutoModelForCausalLM
 
-    write_model(tmp_path / "model")
-    write_conversations(tmp_path / "data.jsonl")
-    inputs = ["--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "data.jsonl"), "--dataset_cache_dir",
-              str(tmp_path / "cache"), "--per_device_train_batch_size", "4", "--lr", "1e-2"]
+    inputs = write_inputs(tmp_path)
     out, again = tmp_path / "out", tmp_path / "again"
     run(inputs, out, *DORA, "--tp", 2, "--save_steps", 2, "--merge_lora", "true")
     with_adapter = logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs[1]), out / "adapter"))

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megaswift.bridge.adapters import PREFIX
 from megaswift.bridge.dist_files import read_index
 from megaswift.trainers.metrics import read_lines
-from tests.trainers.inputs import write_conversations, write_model
+from tests.trainers.inputs import write_inputs, write_model
 from tests.trainers.test_run import finish, run, start
 
 LORA = ("--train_type", "lora", "--lora_rank", 4, "--max_steps", 4, "--report_to", "none", "--modules_to_save", "lm_head",
@@ -24,11 +24,7 @@ LORA = ("--train_type", "lora", "--lora_rank", 4, "--max_steps", 4, "--report_to
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_model(folder / "model")
-    write_conversations(folder / "data.jsonl")
-    return ["--model", str(folder / "model"), "--dataset", str(folder / "data.jsonl"), "--dataset_cache_dir", str(folder / "cache"),
-            "--per_device_train_batch_size", "4", "--lr", "1e-2"]
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

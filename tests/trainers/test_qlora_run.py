@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaswift.trainers.metrics import read_lines
-from tests.trainers.inputs import write_conversations, write_model
+from tests.trainers.inputs import write_inputs
 from tests.trainers.test_run import finish, run, start
 
 OPTIONS = ("--lora_rank", 4, "--max_steps", 4, "--report_to", "none", "--save_steps", 2)
@@ -22,10 +22,7 @@ def test_a_run_resumes_elsewhere_and_merges_into_unquantised_weights(tmp_path: P
     import peft
     from transformers import AutoModelForCausalLM
 
-    model = write_model(tmp_path / "model", hidden_size=128, intermediate_size=128, head_dim=32)
-    write_conversations(tmp_path / "data.jsonl")
-    inputs = ["--model", str(model), "--dataset", str(tmp_path / "data.jsonl"), "--dataset_cache_dir", str(tmp_path / "cache"),
-              "--per_device_train_batch_size", "4", "--lr", "1e-2"]
+    inputs, model = write_inputs(tmp_path, hidden_size=128, intermediate_size=128, head_dim=32), tmp_path / "model"
     out, again = tmp_path / "out", tmp_path / "again"
     text = run(inputs, out, *QLORA, "--tp", 2, "--merge_lora", "true")
     plain = run(inputs, tmp_path / "plain", "--train_type", "lora", *OPTIONS, "--tp", 2)

@@ -15,7 +15,7 @@ import pytest
 
 from megaswift.trainers.commit import Store
 from megaswift.trainers.metrics import read_lines
-from tests.trainers.inputs import write_conversations, write_model
+from tests.trainers.inputs import write_conversations, write_inputs
 
 CLOCK = {"step_time", "data_wait", "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "memory_gib"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,11 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_model(folder / "model")
-    write_conversations(folder / "data.jsonl")
-    return ["--model", str(folder / "model"), "--dataset", str(folder / "data.jsonl"), "--dataset_cache_dir", str(folder / "cache"),
-            "--per_device_train_batch_size", "4", "--lr", "1e-3", "--tp", "2"]
+    return [*write_inputs(tmp_path_factory.mktemp("inputs"), "1e-3"), "--tp", "2"]
 
 
 def start(inputs: list[str], out: Path, *options: object, ranks: int = 2) -> subprocess.Popen[str]:
