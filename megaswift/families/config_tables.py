@@ -16,15 +16,16 @@ from megaswift.families.spec import RopeSpec
 NUMBER = (int, float)
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
+    "dynamic": (("factor",), ("original_max_position_embeddings",)),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
     "yarn": (("factor",), ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
                            "mscale_all_dim", "truncate")),
 }
 """Kind of scaling -> required and optional parameters."""
 ROPE_REFUSED = {
-    "dynamic": "its frequencies change with the length of each batch, so packing and context parallelism would change the model; "
-               "up to max_position_embeddings it equals the default type",
-    "longrope": "its frequencies switch with the length of each batch",
+    "longrope": "its frequencies switch with the length of each batch; of this project's families only phi3 has it",
+    "proportional": "it turns a share of each head and keeps the others' places, which only Gemma 4 has",
+    "axial": "its positions have several axes, as an image's",
 }
 
 
@@ -97,8 +98,7 @@ def _scaling(reading: Reading, key: str, given: dict[str, Any]) -> dict[str, Any
         return None
     required, optional = ROPE_KEYS.get(kind, ((), ()))
     if kind in ROPE_REFUSED:
-        reading.problem(key, f"rope type {kind!r} is not supported: {ROPE_REFUSED[kind]}",
-                        f"set {key} to null, and max_length to at most max_position_embeddings" if kind == "dynamic" else "")
+        reading.problem(key, f"rope type {kind!r} is not supported: {ROPE_REFUSED[kind]}")
     elif kind not in ROPE_KEYS and kind != "default":
         reading.problem(key, f"rope type {kind!r} is not known; known are default, {', '.join(ROPE_KEYS)}")
     else:
@@ -108,7 +108,11 @@ def _scaling(reading: Reading, key: str, given: dict[str, Any]) -> dict[str, Any
         for name in required:
             if isinstance(rest.get(name), bool) or not isinstance(rest.get(name), NUMBER):
                 reading.problem(key, f"rope type {kind!r} needs the number {name}")
-    if "original_max_position_embeddings" in optional:
+    if kind == "dynamic":
+        # transformers computes the default frequencies up to max_position_embeddings, whatever the other field says
+        rest.pop("original_max_position_embeddings", None)
+        reading.values["longest"] = reading.raw.get("max_position_embeddings")
+    elif "original_max_position_embeddings" in optional:
         rest.setdefault("original_max_position_embeddings", reading.raw.get("max_position_embeddings"))
     return {"rope_type": kind, **rest}
 

@@ -16,7 +16,7 @@ class RopeSpec:
 
     base: float
     scaling: Mapping[str, Any] | None = None
-    """Hugging Face's parameters with `rope_type` (linear, llama3 or yarn); None for the default type."""
+    """Hugging Face's parameters with `rope_type` (linear, dynamic, llama3, yarn or longrope); None for the default type."""
     partial: float = 1.0
     """Rotated share of each head."""
 

@@ -98,7 +98,8 @@ def length_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     longest = spec.features.longest
     if longest is None or cfg.data.max_length <= longest:
         return []
-    return [Problem(f"--max_length {cfg.data.max_length}", f"is more than {longest}, from where on this model's longrope takes other "
+    kind = (spec.rope.scaling or {}).get("rope_type")
+    return [Problem(f"--max_length {cfg.data.max_length}", f"is more than {longest}, from where on this model's {kind} rope takes other "
                     "frequencies, for the whole batch with such a sequence", f"--max_length {longest}")]
 
 

@@ -8,7 +8,17 @@ import pytest
 
 from megaswift.errors import WeightsError
 from megaswift.families import FAMILIES, ModelSpec, family_of, load_spec
-from tests.families.published import LLAMA_3_1_8B, MISTRAL_7B, MIXTRAL_8X7B, PUBLISHED, QWEN2_5_7B, QWEN3_0_6B, QWEN3_30B_A3B
+from tests.families.published import (
+    LLAMA_2_7B,
+    LLAMA_3_1_8B,
+    MISTRAL_7B,
+    MIXTRAL_8X7B,
+    PUBLISHED,
+    QWEN2_5_7B,
+    QWEN3_0_6B,
+    QWEN3_30B_A3B,
+)
+from tests.families.published_dense import GEMMA_3_1B, PHI_4
 
 
 def spec(base: dict[str, Any], **changes: Any) -> ModelSpec:
@@ -23,7 +33,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("MLP bias alone", LLAMA_3_1_8B, {"mlp_bias": True}, "mlp_bias True"),
     ("attention bias of qwen3", QWEN3_0_6B, {"attention_bias": True}, "attention_bias True"),
     ("pretraining_tp", LLAMA_3_1_8B, {"pretraining_tp": 2}, "pretraining_tp 2"),
-    ("dynamic rope", LLAMA_3_1_8B, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+    ("dynamic rope", LLAMA_3_1_8B, {"rope_scaling": {"type": "dynamic"}}, "'dynamic' needs the number factor"),
+    ("dynamic rope of another kind", LLAMA_3_1_8B, {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}}, "alpha is not"),
     ("longrope", LLAMA_3_1_8B, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
     ("unknown rope", LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral' is not known"),
     ("rope parameter missing", LLAMA_3_1_8B,
@@ -103,6 +114,15 @@ def test_linear_and_yarn() -> None:
     assert linear.rope.scaling == {"rope_type": "linear", "factor": 4}
     yarn = spec(QWEN2_5_7B, rope_scaling={"type": "yarn", "factor": 4.0})
     assert yarn.rope.scaling == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def test_dynamic_rope_keeps_to_its_default_frequencies() -> None:
+    """transformers reads no original_max_position_embeddings there: the frequencies are the default ones up to the other number."""
+    given = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 2048}
+    for base, family in ((LLAMA_2_7B, "llama"), (PHI_4, "phi3"), (GEMMA_3_1B, "gemma3_text")):
+        dynamic = spec(base, rope_scaling=given)
+        assert dynamic.family == family and dynamic.rope.scaling == {"rope_type": "dynamic", "factor": 2.0}
+        assert dynamic.features.longest == base["max_position_embeddings"] and dynamic.hf_config["rope_scaling"] == given
 
 
 def test_fields_that_published_folders_have_for_other_programs() -> None:

@@ -29,7 +29,7 @@ LONG = {"type": "longrope", **FACTORS}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("phi3 embedding dropout", PHI_4, {"embd_pdrop": 0.1}, "embd_pdrop 0.1"),
     ("phi3 head bias", PHI_4, {"lm_head_bias": True}, "lm_head_bias True"),
-    ("phi3 dynamic rope", PHI_4, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+    ("phi3 proportional rope", PHI_4, {"rope_scaling": {"type": "proportional", "factor": 2.0}}, "'proportional' is not supported"),
     ("longrope without factors", PHI_4, {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64}}, "needs the list long_factor"),
     ("longrope parameter", PHI_4, {"rope_scaling": {**LONG, "beta": 1}}, "beta is not a parameter"),
     ("longrope rotation", PHI_4, {"rope_scaling": LONG, "partial_rotary_factor": 1.5}, "partial_rotary_factor"),

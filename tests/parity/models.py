@@ -69,6 +69,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", BASE),
     "llama3-rope": ("llama", {**BASE, **LLAMA3}),
     "llama-linear": ("llama", {**BASE, **_rope("linear", factor=4.0)}),
+    "llama-dynamic": ("llama", {**BASE, **_rope("dynamic", factor=4.0), "max_position_embeddings": 32}),
     "llama-bias": ("llama", {**BASE, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {**BASE, "sliding_window": None}),
     "mistral-window": ("mistral", {**BASE, "sliding_window": 7}),

@@ -77,6 +77,12 @@ def test_family(case: Case, pool: Pool, references: References) -> None:
     assert_bitwise(folder, score(case, folder, pool)[0].weights)
 
 
+def test_dynamic_rope_within_its_length(pool: Pool, references: References) -> None:
+    """Packed rows are longer than the length from where on the frequencies change, documents at most as long: scores as Hugging Face's."""
+    case = parse("packed cp2", model="llama-dynamic")
+    score(case, references.model(case.variant), pool)
+
+
 @pytest.mark.parametrize("text", [pytest.param("single", marks=pytest.mark.slow), "tp2 sp pp2", "packed cp2"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variant_trains(variant: str, text: str, pool: Pool, references: References) -> None:

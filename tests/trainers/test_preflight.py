@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,13 +146,16 @@ def test_a_written_configuration_passes_again(tmp_path: Path) -> None:
     assert problems(SwiftConfig.from_dict(cfg.to_dict()), 2) == []
 
 
-def test_longer_sequences_than_the_frequencies_are_for(model: Path, tmp_path: Path) -> None:
-    """Phi's longrope: transformers takes other frequencies for a batch with a longer sequence."""
+@pytest.mark.parametrize("fields", [
+    {"original_max_position_embeddings": 64, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}},
+    {"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+], ids=lambda fields: fields["rope_scaling"]["type"])
+def test_longer_sequences_than_the_frequencies_are_for(model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    """transformers takes other frequencies for a batch with a longer sequence."""
     folder = tmp_path / "phi3"
     shutil.copytree(model, folder)
-    phi = {**PHI_4, "original_max_position_embeddings": 64,
-           "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}}
-    (folder / "config.json").write_text(json.dumps(phi))
+    (folder / "config.json").write_text(json.dumps({**PHI_4, **fields}))
     told = problems(SwiftConfig(task="sft", model=str(folder), dataset="d", max_length=65, output_dir=str(tmp_path / "out")), 1)
     assert len(told) == 1 and "--max_length 65: is more than 64" in told[0] and "--max_length 64" in told[0]
+    assert f"this model's {fields['rope_scaling']['type']} rope" in told[0]
     assert problems(SwiftConfig(task="sft", model=str(folder), dataset="d", max_length=64, output_dir=str(tmp_path / "out")), 1) == []
