@@ -122,11 +122,24 @@ def windowed_but_every(every: int) -> WindowedLayer:
     return lambda _, layer: (layer + 1) % every != 0
 
 
-def gemma3_windowed(reading: Reading, layer: int) -> bool:
-    """All but every sixth layer, or as `sliding_window_pattern` says."""
-    key = "sliding_window_pattern" if "sliding_window_pattern" in reading.raw else "_sliding_window_pattern"
-    pattern = reading.get(key, int, 6, 1)
-    return bool((layer + 1) % (pattern or 6))
+def _gemma3_layers(reading: Reading) -> None:
+    """Windows as `layer_types` says, else in all but every `sliding_window_pattern`-th layer.
+
+    transformers notes the number it took as `_sliding_window_pattern`, and never reads that back.
+    """
+    raw, every = reading.raw, None
+    if raw.get("layer_types") is None:
+        if "sliding_window_pattern" in raw and raw["sliding_window_pattern"] is None:
+            reading.problem("sliding_window_pattern", "should be a number, or layer_types be given")
+        every = reading.get("sliding_window_pattern", int, 6, 1)
+        noted = raw.get("_sliding_window_pattern", every)
+        if every and noted != every:
+            reading.problem("_sliding_window_pattern", f"is not what transformers reads: it takes {every} from sliding_window_pattern or "
+                            "its default", "write layer_types, or sliding_window_pattern without the underscore")
+    alternating(lambda _, layer: bool((layer + 1) % (every or 6)), 4096).read(reading)
+
+
+GEMMA3_LAYERS = Group(("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"), _gemma3_layers)
 
 
 def _factor(key: str, target: str, *, inverse: bool = False) -> Group:

@@ -6,9 +6,8 @@ https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) hold this on
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
-from megaswift.families.config_dense import GEMMA, gemma3_windowed, softcaps, two_ropes
+from megaswift.families.config_dense import GEMMA, GEMMA3_LAYERS, softcaps, two_ropes
 from megaswift.families.config_tables import FFN, head_dim, kv_heads
-from megaswift.families.config_windows import alternating
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register("gemma3_text", Family(
@@ -16,7 +15,7 @@ FAMILIES.register("gemma3_text", Family(
     architecture="Gemma3ForCausalLM",
     config=(
         FFN, head_dim(256), kv_heads(), two_ropes(1e6, 1e4), *GEMMA, softcaps(None, None),
-        alternating(gemma3_windowed, 4096, keys=("sliding_window_pattern", "_sliding_window_pattern")),
+        GEMMA3_LAYERS,
     ),
     weights=(*EMBEDDING, *ATTENTION, *QK_NORM, *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
              *dense_mlp(norm="pre_feedforward_layernorm"), *HEAD),

@@ -43,6 +43,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gemma local scaling", GEMMA_3_1B, {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
      "scaling of sliding_attention"),
     ("gemma kind of layer", GEMMA_3_1B, {"rope_parameters": {"chunked_attention": {}}}, "chunked_attention is no kind of layer"),
+    ("gemma pattern", GEMMA_3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern 0"),
+    ("gemma without a pattern", GEMMA_3_1B, {"sliding_window_pattern": None}, "sliding_window_pattern None"),
+    ("gemma pattern that nobody reads", GEMMA_3_1B, {"_sliding_window_pattern": 4}, "it takes 6 from sliding_window_pattern"),
     ("exaone pattern", EXAONE_4_1B, {"sliding_window": 64, "sliding_window_pattern": "LLLG", "layer_types": ...}, "sliding_window_pattern"),
     ("olmo2 bias", OLMO_2_7B, {"attention_bias": True}, "attention_bias True"),
     ("granite divisor", GRANITE_3_2B, {"logits_scaling": 0}, "logits_scaling 0"),
@@ -84,13 +87,22 @@ def test_gemma() -> None:
     assert scaled.rope.scaling == {"rope_type": "linear", "factor": 8.0} and scaled.features.rope_local == RopeSpec(1e4)
 
 
-@pytest.mark.parametrize(("base", "changes"), [(GEMMA_2_2B, {}), (GEMMA_3_1B, {}), (GEMMA_3_1B, {"sliding_window_pattern": 4}),
+GEMMA_PATTERNS: list[dict[str, Any]] = [
+    {"sliding_window_pattern": ...}, {"sliding_window_pattern": 4}, {"sliding_window_pattern": 4, "_sliding_window_pattern": 4},
+    {"sliding_window_pattern": ..., "_sliding_window_pattern": 6},
+    {"sliding_window_pattern": 4, "_sliding_window_pattern": 3, "layer_types": ["sliding_attention", "full_attention"] * 13},
+    {"sliding_window_pattern": ..., "_sliding_window_pattern": 3, "layer_types": ["full_attention", "sliding_attention"] * 13},
+]
+"""As releases of transformers have written it, by layer or by number, and where both stand."""
+
+
+@pytest.mark.parametrize(("base", "changes"), [(GEMMA_2_2B, {}), (GEMMA_3_1B, {}), *((GEMMA_3_1B, changes) for changes in GEMMA_PATTERNS),
                                                (OLMO_3_7B, {}), (OLMO_3_7B, {"layer_types": None}),
                                                (EXAONE_4_1B, {"sliding_window": 64, "sliding_window_pattern": 4, "layer_types": None})])
 def test_windows_are_transformers_own(base: dict[str, Any], changes: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
-    fields = {k: v for k, v in {**base, **changes}.items() if k != "model_type"}
+    fields = {k: v for k, v in {**base, **changes}.items() if k != "model_type" and v is not ...}
     theirs = AutoConfig.for_model(base["model_type"], **fields).layer_types
     ours = spec(base, **changes).transformer
     assert ours["window_attn_skip_freq"] == [int(kind == "sliding_attention") for kind in theirs]
