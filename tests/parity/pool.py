@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ("torch", "torch.distributed", "safetensors.torch", "megaswift.engine.megatron.engine", "tests.parity.measure")
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch", "megaswift.engine.megatron.engine", "tests.parity.measure")
+"""torch's first optimizer imports torch._dynamo: 4 s of processor time that every rank would spend by itself."""
 GRACE = 5.0
 """Seconds that the other ranks get to end, or fail by themselves, after the first failure."""
 
