@@ -6,9 +6,29 @@ https://arxiv.org/abs/2507.11407.
 from __future__ import annotations
 
 from megaswift.families.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM, dense_mlp, post_norms
-from megaswift.families.config_dense import EXAONE_LAYERS
+from megaswift.families.config_rows import Group, Reading
 from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
+from megaswift.families.config_windows import alternating
 from megaswift.families.family import FAMILIES, Family
+
+
+def _exaone_layers(reading: Reading) -> None:
+    """Windows as `layer_types` or `sliding_window_pattern` say; where there are any, full layers have no rotary embedding."""
+    every = reading.raw.get("sliding_window_pattern", 4)
+    windows = reading.raw.get("sliding_window", 4096) is not None
+    if windows and not isinstance(every, int) and reading.raw.get("layer_types") is None:
+        reading.problem("sliding_window_pattern", "should be a number, or layer_types be given")
+        return
+    alternating(lambda _, layer: windows and bool((layer + 1) % every if every else True), 4096).read(reading)
+    layers = reading.raw.get("num_hidden_layers")
+    if windows and isinstance(layers, int):
+        ones = reading.values.get("window_attn_skip_freq") or [int("window_size" in reading.values)] * layers
+        if not all(ones):
+            reading.values["no_rope_freq"] = [1 - one for one in ones]
+
+
+EXAONE_LAYERS = Group(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)
+
 
 FAMILIES.register("exaone4", Family(
     name="exaone4",

@@ -6,9 +6,32 @@ https://arxiv.org/abs/2503.19786. The models with images (`gemma3`) hold this on
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
-from megaswift.families.config_dense import GEMMA, GEMMA3_LAYERS, softcaps, two_ropes
+from megaswift.families.config_dense import GEMMA, softcaps, two_ropes
+from megaswift.families.config_rows import Group, Reading
 from megaswift.families.config_tables import FFN, head_dim, kv_heads
+from megaswift.families.config_windows import alternating
 from megaswift.families.family import FAMILIES, Family
+
+
+def _gemma3_layers(reading: Reading) -> None:
+    """Windows as `layer_types` says, else in all but every `sliding_window_pattern`-th layer.
+
+    transformers notes the number it took as `_sliding_window_pattern`, and never reads that back.
+    """
+    raw, every = reading.raw, None
+    if raw.get("layer_types") is None:
+        if "sliding_window_pattern" in raw and raw["sliding_window_pattern"] is None:
+            reading.problem("sliding_window_pattern", "should be a number, or layer_types be given")
+        every = reading.get("sliding_window_pattern", int, 6, 1)
+        noted = raw.get("_sliding_window_pattern", every)
+        if every and noted != every:
+            reading.problem("_sliding_window_pattern", f"is not what transformers reads: it takes {every} from sliding_window_pattern or "
+                            "its default", "write layer_types, or sliding_window_pattern without the underscore")
+    alternating(lambda _, layer: bool((layer + 1) % (every or 6)), 4096).read(reading)
+
+
+GEMMA3_LAYERS = Group(("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"), _gemma3_layers)
+
 
 FAMILIES.register("gemma3_text", Family(
     name="gemma3_text",

@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megaswift.families.blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
-from megaswift.families.config_dense import LONGROPE
-from megaswift.families.config_rows import MustBe, Row
-from megaswift.families.config_tables import FFN, authors_code, head_dim, kv_heads, window
+from megaswift.families.config_rows import Group, MustBe, Reading, Row
+from megaswift.families.config_tables import FFN, authors_code, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
+from megaswift.families.spec import RopeSpec
 
 NO_BIAS = "transformers' model has none"
 SAME = "transformers' model computes the one meaning of this value only"
+
+_PARTIAL = rope(partial=1.0)
+
+
+def _longrope(reading: Reading) -> None:
+    """LongRoPE (arXiv:2402.13753), by its short factors: transformers takes the long ones for a batch with a longer sequence.
+
+    So runs up to `original_max_position_embeddings` compute what transformers computes, and longer ones are refused.
+    """
+    raw = reading.raw
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    given: Any = raw.get(key) or {}
+    kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else None
+    if kind not in ("longrope", "su", "yarn"):  # transformers reads the other two as longrope here
+        _PARTIAL.read(reading)
+        return
+    head = {k: v for k, v in given.items() if k in ("rope_theta", "partial_rotary_factor")}
+    plain = Reading(reading.family, {**{k: v for k, v in raw.items() if k not in ("rope_scaling", "rope_parameters")}, key: head},
+                    reading.problems, reading.values)
+    _PARTIAL.read(plain)
+    original = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or 4096
+    known = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "factor", "attention_factor",
+             "short_factor", "long_factor")
+    for name in given:
+        if name not in known:
+            reading.problem(key, f"{name} is not a parameter of rope type {kind!r}")
+    for name in ("short_factor", "long_factor"):
+        if not isinstance(given.get(name), list):
+            reading.problem(key, f"rope type {kind!r} needs the list {name}")
+    found: RopeSpec | None = reading.values.get("rope")
+    if found is not None:
+        scaling = {name: given[name] for name in known[5:] if given.get(name) is not None}
+        scaling |= {"rope_type": "longrope", "original_max_position_embeddings": original}
+        reading.values.update(rope=RopeSpec(found.base, scaling, found.partial), longest=original)
+
+
+LONGROPE = Group((*_PARTIAL.keys, "original_max_position_embeddings"), _longrope)
 
 FAMILIES.register("phi3", Family(
     name="phi3",

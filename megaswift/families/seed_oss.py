@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_dense import SEED_BIASES
-from megaswift.families.config_rows import MustBe, Row
+from megaswift.families.config_rows import Group, MustBe, Reading, Row
 from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
+
+
+def _seed_biases(reading: Reading) -> None:
+    """Biases on query, key and value; those of attention's output and of the MLP go together in Megatron, and bring these along."""
+    inner, out, mlp = (reading.get(key, bool, default) for key, default in (
+        ("attention_bias", True), ("attention_out_bias", False), ("mlp_bias", False)))
+    if out != mlp or (out and not inner):
+        reading.problem("attention_out_bias" if out else "mlp_bias",
+                        f"attention_bias {inner}, attention_out_bias {out}, mlp_bias {mlp} cannot be expressed: Megatron has one switch "
+                        "for biases of all linear layers, and one for those of query, key and value alone")
+    reading.values.update(add_qkv_bias=bool(inner), add_bias_linear=bool(out and mlp))
+
+
+SEED_BIASES = Group(("attention_bias", "attention_out_bias", "mlp_bias"), _seed_biases)
+
 
 FAMILIES.register("seed_oss", Family(
     name="seed_oss",

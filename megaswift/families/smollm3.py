@@ -3,9 +3,39 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_dense import SMOLLM3
+from megaswift.families.config_rows import ConfigRow, Group, Reading, Row, Unused
 from megaswift.families.config_tables import BIASES, FFN, head_dim, kv_heads, rope
+from megaswift.families.config_windows import alternating
 from megaswift.families.family import FAMILIES, Family
+
+
+def _without_rotation(reading: Reading) -> None:
+    """`no_rope_layers` (1 for a layer with rotary embedding, as transformers has it), else every `no_rope_layer_interval`-th without."""
+    layers, every = reading.raw.get("num_hidden_layers"), reading.get("no_rope_layer_interval", int, 4, 1)
+    if not isinstance(layers, int) or every is None:
+        return
+    given = reading.raw.get("no_rope_layers")
+    rotated = [int((i + 1) % every != 0) for i in range(layers)] if given is None else given
+    if not isinstance(rotated, list) or len(rotated) != layers or set(rotated) - {0, 1}:
+        reading.problem("no_rope_layers", f"should hold {layers} times 0 or 1")
+        return
+    if not all(rotated):
+        reading.values["no_rope_freq"] = [1 - r for r in rotated]
+
+
+def _smollm3_windowed(reading: Reading, layer: int) -> bool:
+    """transformers gives windows to layers without rotary embedding, where there are windows at all."""
+    without = reading.values.get("no_rope_freq")
+    return bool(reading.raw.get("sliding_window")) and without is not None and bool(without[layer])
+
+
+SMOLLM3: tuple[ConfigRow, ...] = (
+    Row("tie_word_embeddings", "tied", bool, True),
+    Group(("no_rope_layers", "no_rope_layer_interval"), _without_rotation),
+    alternating(_smollm3_windowed, None, switched=True),
+    Unused(("pretraining_tp", "max_window_layers"), "transformers' model does not read them"),
+)
+
 
 FAMILIES.register("smollm3", Family(
     name="smollm3",
