@@ -32,4 +32,4 @@ class OptimConfig:
     sgd_momentum: float = option(0.9, "Momentum of sgd", minimum=0, below=1)
     precision_aware_optimizer: bool = option(
         False, "Moments in lower precision (Transformer Engine's Adam)", aliases=("use_precision_aware_optimizer",))
-    optimizer_cpu_offload: bool = option(False, "Optimizer state and step on the CPU; not served by this version")
+    optimizer_cpu_offload: bool = option(False, "Adam's moments and update on the host: less GPU memory, slower steps")

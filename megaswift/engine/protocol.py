@@ -43,6 +43,8 @@ class ParameterReport:
     """Parameters that count in the FLOP rule: all active ones but the input embedding; frozen ones by two thirds (no weight gradient)."""
     parameters_trained: int | None = None
     """Of all, those that train; None: all of them."""
+    host_bytes: int = 0
+    """Optimizer state that was moved to host memory; not among `optimizer_bytes`."""
 
 
 class Engine(Protocol):

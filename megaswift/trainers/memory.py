@@ -41,7 +41,7 @@ def out_of_memory(cfg: Any, experts: int, error: BaseException) -> OutOfMemory:
 
 def advice(cfg: Any, experts: int) -> list[str]:
     """Settings that lower the peak, in the order of what they cost; those already in use are left out."""
-    m, p, d, t = cfg.model, cfg.parallel, cfg.data, cfg.train
+    m, p, d, t, o = cfg.model, cfg.parallel, cfg.data, cfg.train, cfg.optim
     gpu = torch.cuda.is_available()
     heads_tp = p.tensor_parallel_size * 2
     rows: list[tuple[bool, str]] = [
@@ -54,6 +54,8 @@ def advice(cfg: Any, experts: int) -> list[str]:
         (True, f"--tp {heads_tp} (inside one machine): weights, activations and optimizer state divided by {heads_tp}"),
         (experts > 1, f"--ep {p.expert_parallel_size * 2}: experts divided over more ranks"),
         (True, f"--pp {p.pipeline_parallel_size * 2}: layers divided over more ranks"),
+        (gpu and o.optimizer == "adam" and not o.optimizer_cpu_offload and not o.precision_aware_optimizer,
+         "--optimizer_cpu_offload true: Adam's moments in host memory, slower steps"),
         (d.max_length > 4096, f"--cp {p.context_parallel_size * 2}: each sequence divided over more ranks"),
         (d.max_length > 1024, f"--max_length {d.max_length // 2}: shorter sequences, other data"),
     ]

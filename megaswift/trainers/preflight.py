@@ -1,6 +1,7 @@
 """Everything that can be wrong before a process group exists, told at once: seconds instead of a failed start on many GPUs.
 
-Reads the model's config.json, the layout, the output directory and the trackers; changes nothing on disk, imports no torch.
+Reads the model's config.json, the layout, the output directory and the trackers; changes nothing on disk. torch is imported only to look
+for a device, and only for an option that needs one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
                 errors.append(kind(problems))
 
     collect(lambda: missing_transformer_engine(cfg), ConfigError)
+    collect(lambda: device_problems(cfg), ConfigError)
     collect(lambda: model_problems(cfg, world_size), UserError)
     collect(lambda: data_problems(cfg), ConfigError)
     collect(lambda: outputs.check(cfg), ConfigError)
@@ -50,6 +52,18 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
         raise errors[0]
     if errors:
         raise ConfigError([p for error in errors for p in error.problems])
+
+
+def device_problems(cfg: SwiftConfig) -> list[Problem]:
+    """Offloading from a device that is the host itself."""
+    if not cfg.optim.optimizer_cpu_offload:
+        return []
+    import torch
+
+    if torch.cuda.is_available():
+        return []
+    rule = "there is no CUDA device, so the optimizer's state is in host memory anyway"
+    return [Problem("--optimizer_cpu_offload true", rule, "--optimizer_cpu_offload false")]
 
 
 def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:

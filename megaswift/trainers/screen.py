@@ -53,13 +53,14 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
     """Label and text; a text may have several lines."""
     p, train = facts.parameters, cfg.train
     state = p.weight_bytes + p.gradient_bytes + p.optimizer_bytes
+    host = f"; {bytes_text(p.host_bytes)} of optimizer state in host memory" if p.host_bytes else ""
     batch = facts.dp * facts.accumulation * train.per_device_train_batch_size
     layout = facts.layout + ("\n" + facts.picture if facts.picture else "")
     return [
         ("model", facts.model),
         ("parameters", f"{p.parameters_total:,} in all, {p.parameters_per_rank:,} on the largest rank{trained_text(p)}"),
         ("memory", f"weights {bytes_text(p.weight_bytes)} + gradients {bytes_text(p.gradient_bytes)} + optimizer "
-                   f"{bytes_text(p.optimizer_bytes)} = {bytes_text(state)} on the largest rank, activations not counted"),
+                   f"{bytes_text(p.optimizer_bytes)} = {bytes_text(state)} on the largest rank, activations not counted{host}"),
         ("layout", layout),
         ("kernels", facts.kernels),
         ("data", facts.data),

@@ -59,7 +59,7 @@ NEEDS = {
     name: {"pp": 2} for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")}
 
 
-REFUSED = ("tp_comm_overlap", "optimizer_cpu_offload")
+REFUSED = ("tp_comm_overlap",)
 """Known, and not served yet: rules.py says why."""
 
 

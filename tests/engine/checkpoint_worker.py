@@ -48,6 +48,7 @@ class Result:
     weights: dict[str, Tensor] = field(default_factory=dict)
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     step: int = 0
+    host_bytes: int = 0
     error: str = ""
 
 
@@ -140,6 +141,7 @@ def job(rank: int, world: int, run: Run) -> Result:
         engine.save(run.save)
     snapshot(engine, result)
     result.step = optimizer_states.get_step(engine.optimizer)
+    result.host_bytes = engine.report().host_bytes
     train(run.last, run.last + run.extra)
     dist.barrier()
     context.close()

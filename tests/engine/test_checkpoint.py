@@ -50,6 +50,7 @@ CONTINUED = [
     ("dense tp2 pp2", {}), ("dense pp2 tied dp2 do", {}), ("dense dp2 do", BF16), ("moe tp2 sp ep2", {}), ("dense dp2 do", OVERLAP),
     *(pytest.param(words, {}, marks=pytest.mark.slow) for words in ("dense tp2 sp dp2 do", "dense pp2 vpp2", "moe ep2 dp2 do")),
     *(pytest.param("dense dp2", options, marks=pytest.mark.slow) for options in (BF16, {"optimizer": "sgd"})),
+    pytest.param("dense dp2 do", {**BF16, "optimizer_cpu_offload": True}, marks=pytest.mark.slow),
 ]
 
 
@@ -77,6 +78,30 @@ def test_overlapped_gather_misses_no_step(pool: Pool, models: Path, tmp_path: Pa
     exported.append(go(pool, make("dense single", models, load=tmp_path / "c"))[0].weights)
     for weights in exported:
         assert_same(weights, want)
+
+
+OFFLOADED = [
+    ("dense dp2 do", BF16),
+    *(pytest.param(words, options, marks=pytest.mark.slow) for words, options in (
+        ("dense dp2 do", {}), ("dense dp2", BF16), ("moe tp2 sp ep2 dp2 do", BF16), ("dense pp2 vpp2", {}), ("dense dp2 do", OVERLAP))),
+]
+
+
+@pytest.mark.parametrize(("words", "options"), OFFLOADED)
+def test_moments_on_the_host(words: str, options: dict[str, Any], pool: Pool, models: Path, tmp_path: Path) -> None:
+    """The ordinary optimizer's losses, weights and moments bit by bit; each goes on from the other's checkpoint."""
+    here = make(words, models, last=2, save=tmp_path / "device", extra=2, options=options)
+    there = replace(here, save=tmp_path / "host", options={**options, "optimizer_cpu_offload": True})
+    want, got = (go(pool, run)[0] for run in (here, there))
+    assert got.host_bytes > 0 == want.host_bytes
+    assert got.losses == want.losses and got.norms == want.norms
+    rests = [go(pool, replace(run, load=tmp_path / folder, first=2, last=4, save=None, extra=0))[0]
+             for run, folder in ((here, "host"), (there, "device"))]
+    assert all(rest.losses == want.losses[2:] and rest.step == 4 for rest in rests)
+    for a, b in ((want, got), rests):
+        assert_same(b.weights, a.weights)
+        for name, moments in a.moments.items():
+            assert_same(b.moments[name], moments)
 
 
 CHANGED = [

@@ -125,3 +125,24 @@ def test_fp8_trains(tmp_path: Path, context: Any) -> None:
     losses = [engine.train_batch(batches, CrossEntropy(), 1e-3).loss for _ in range(5)]
     assert losses[0] == pytest.approx(exact, rel=0.1)
     assert losses[-1] < losses[0]
+
+
+def test_moments_on_the_host(tmp_path: Path, context: Any) -> None:
+    """The ordinary optimizer's course, with eight bytes a parameter less on the GPU."""
+    from megaswift.engine.megatron.optimizer import parts
+    from megaswift.losses.sft import CrossEntropy
+
+    folder = build("dense", tmp_path / "dense")
+    batches = global_batch(Case(model="dense", packed=True), 2)
+    plain, ours = (engine_of(folder, context, torch_dtype="bfloat16", optimizer_cpu_offload=on) for on in (False, True))
+    losses = [[engine.train_batch(batches, CrossEntropy(), 1e-3).loss for _ in range(4)] for engine in (plain, ours)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2) and losses[1][-1] < losses[1][0]
+    trained = sum(p.numel() for chunk in ours.plain for p in chunk.parameters())
+    assert plain.report().optimizer_bytes - ours.report().optimizer_bytes == 8 * trained
+    ours.save(tmp_path / "saved")
+    for engine in (plain, ours):
+        engine.load(tmp_path / "saved")
+    states = [state for part in parts(ours.optimizer) for state in part.optimizer.state.values()]
+    assert states and {t.device.type for state in states for t in state.values()} == {"cpu"}
+    want = dict(ours.hf_weights())
+    assert [n for n, t in plain.hf_weights() if not torch.equal(t, want[n])] == []

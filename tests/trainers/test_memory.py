@@ -20,6 +20,14 @@ def test_advice_is_in_the_order_of_its_cost() -> None:
         "--recompute_granularity full", "--tp 2", "--ep 2", "--pp 2", "--cp 2", "--max_length 4096"]
 
 
+def test_offloading_is_advised_where_it_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    offload = "--optimizer_cpu_offload true"
+    assert offload in flags(SwiftConfig(model="m", dataset="d"))
+    for given in ({"optimizer": "sgd"}, {"precision_aware_optimizer": True}, {"optimizer_cpu_offload": True}):
+        assert offload not in flags(SwiftConfig(model="m", dataset="d", **given))
+
+
 def test_what_is_in_use_is_not_advised() -> None:
     cfg = SwiftConfig(model="m", dataset="d", recompute_granularity="full", tp=2, max_length=512)
     assert flags(cfg) == ["--tp 4", "--pp 2"]

@@ -38,6 +38,14 @@ def test_the_screen() -> None:
     assert render(facts.title, rows(cfg, facts)) == GOLDEN
 
 
+def test_host_memory_is_told_apart() -> None:
+    layout = Layout(1)
+    facts = Facts("t", "m", ParameterReport(100, 100, 2**20, 2**20, 2**19, 1, host_bytes=3 * 2**20), "l", "", "k", "d", layout.dp, 1, 5, 10)
+    assert dict(rows(SwiftConfig(task="sft"), facts))["memory"] == (
+        "weights 1.0 MiB + gradients 1.0 MiB + optimizer 512.0 KiB = 2.5 MiB on the largest rank, activations not counted"
+        "; 3.0 MiB of optimizer state in host memory")
+
+
 def test_warm_up_is_the_schedule_s_own() -> None:
     assert ", 2 warm-up steps," in optimizer_text(SwiftConfig(warmup_ratio=0.1), 14)
     assert ", 3 warm-up steps," in optimizer_text(SwiftConfig(warmup_steps=3), 14)

@@ -1,6 +1,6 @@
 """Megatron's optimizers, and one step of them that can be skipped.
 
-Owns the optimizer's configuration, learning rate and weight decay per group, the gradient norm and the step.
+Owns the optimizer's configuration, where Adam runs, learning rate and weight decay per group, the gradient norm and the step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaswift.config import SwiftConfig
+from megaswift.engine.megatron.host_adam import HostAdam, init_state
 from megaswift.engine.megatron.model_config import distributed_optimizer
 
 
@@ -30,12 +31,14 @@ def build(chunks: list[DistributedDataParallel], config: TransformerConfig, cfg:
         use_distributed_optimizer=distributed_optimizer(cfg),
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         use_precision_aware_optimizer=o.precision_aware_optimizer, exp_avg_dtype=moments, exp_avg_sq_dtype=moments,
-        optimizer_cpu_offload=o.optimizer_cpu_offload, optimizer_offload_fraction=1.0 if o.optimizer_cpu_offload else 0.0,
     )
     extra = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in inspect.signature(get_megatron_optimizer).parameters else {}
     optimizer = get_megatron_optimizer(options, chunks, **extra)
     for part in parts(optimizer):
-        _fuse(part)
+        if o.optimizer_cpu_offload:
+            part.optimizer, part.init_state_fn = HostAdam.instead_of(part.optimizer), init_state
+        else:
+            _fuse(part)
     return optimizer
 
 

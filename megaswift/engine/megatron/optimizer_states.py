@@ -15,6 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
+from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.optimizer import parts
 
 MAIN = "param"
@@ -95,7 +96,9 @@ def write_back(optimizer: MegatronOptimizer, filled: list[Slice]) -> None:
 
 def _counts_by_weight(part: MegatronOptimizer) -> bool:
     """torch's Adam counts steps per weight; Transformer Engine's and apex's per group."""
-    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) and type(part.optimizer).__module__.startswith("torch.optim")
+    inner = part.optimizer
+    torchs = isinstance(inner, torch.optim.Adam | torch.optim.AdamW) and type(inner).__module__.startswith("torch.optim")
+    return torchs or isinstance(inner, HostAdam)
 
 
 def _counter(step: int, group: dict[str, Any], p: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 
 from megaswift.bridge.plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
+from megaswift.engine.megatron.host_adam import HostAdam
 from megaswift.engine.megatron.nf4_layers import NF4Matrix
 from megaswift.engine.protocol import ParameterReport
 from megaswift.families.spec import ModelSpec
@@ -22,18 +23,23 @@ if TYPE_CHECKING:
 MOMENTS = {"adam": 2, "sgd": 1}
 
 
-def _optimizer_bytes(engine: MegatronEngine) -> int:
-    """Moments and float32 main weights of this rank's part. Moments exist from the first step on; they are counted before it."""
+def _optimizer_bytes(engine: MegatronEngine) -> tuple[int, int]:
+    """Moments and float32 main weights of this rank's part, on its device and, offloaded, on the host.
+
+    Moments exist from the first step on; they are counted before it.
+    """
     moments = MOMENTS[engine.cfg.optim.optimizer]
     if engine.cfg.optim.optimizer == "sgd" and engine.cfg.optim.sgd_momentum == 0:
         moments = 0
     half = engine.config.bf16 or engine.config.fp16
-    width, total = 2 if engine.cfg.optim.precision_aware_optimizer else 4, 0
+    width, device, host = 2 if engine.cfg.optim.precision_aware_optimizer else 4, 0, 0
     for part in optim.parts(engine.optimizer):
+        offloaded = isinstance(part.optimizer, HostAdam)
+        host += part.optimizer.host_bytes() if offloaded else 0
         for group in part.optimizer.param_groups:
             for p in group["params"]:
-                total += p.numel() * (width * moments + (4 if half else 0))
-    return total
+                device += p.numel() * ((0 if offloaded else width * moments) + (4 if half else 0))
+    return device, host
 
 
 def flop_parameters(plan: WeightPlan, spec: ModelSpec) -> int:
@@ -53,13 +59,13 @@ def measure(engine: MegatronEngine) -> ParameterReport:
     """Sizes of the largest rank, parameters in all. Collective."""
     own, weights = (sum(held) for held in zip(*((p.numel(), p.nbytes) for c in engine.plain for p in _weights(c)), strict=True))
     gradients = sum(b.grad_data.numel() * b.grad_data.element_size() for c in engine.chunks for b in c.buffers + c.expert_parallel_buffers)
-    largest = torch.tensor([own, weights, gradients, _optimizer_bytes(engine)], dtype=torch.int64, device=engine.context.device)
+    largest = torch.tensor([own, weights, gradients, *_optimizer_bytes(engine)], dtype=torch.int64, device=engine.context.device)
     if engine.layout.world_size > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-    own, weights, gradients, optimizer = largest.tolist()
+    own, weights, gradients, optimizer, host = largest.tolist()
     total, flops = engine.plan.parameters, flop_parameters(engine.plan, engine.spec)
     if engine.lora is None:
-        return ParameterReport(total, own, weights, gradients, optimizer, flops)
+        return ParameterReport(total, own, weights, gradients, optimizer, flops, host_bytes=host)
     adapters, trained = engine.lora.plan.added, engine.lora.plan.parameters
     active = adapters * flops // total  # of experts' adapters as many as of experts
-    return ParameterReport(total + adapters, own, weights, gradients, optimizer, flops * 2 // 3 + active, trained)
+    return ParameterReport(total + adapters, own, weights, gradients, optimizer, flops * 2 // 3 + active, trained, host)

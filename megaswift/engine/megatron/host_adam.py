@@ -1,0 +1,100 @@
+"""Adam with its moments in host memory: a step brings gradients and weights there, updates, and takes the weights back.
+
+Owns where the moments lie and what a step moves. The formula is torch's AdamW, which all of Megatron-Core's choices for adam (torch's,
+apex's, Transformer Engine's) implement. Weights that the optimizer keeps in float32 stay on their device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+CHUNK = 2**24
+"""Elements moved and updated at a time: 64 MiB of gradients and as much of weights. A multiple of every vector width, so that the kernel
+splits a tensor as it would without chunks; a power of two, which pinned memory is rounded up to."""
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+class HostAdam(torch.optim.AdamW):
+    """torch.optim.AdamW whose state (`step`, `exp_avg`, `exp_avg_sq`) is on the CPU, whatever device its parameters are on."""
+
+    @classmethod
+    def instead_of(cls, optimizer: torch.optim.Optimizer) -> HostAdam:
+        """Over the same groups as a fresh `optimizer`. Its defaults fill what a group does not say.
+
+        Groups are handed over as they are: torch's constructor refuses the distributed optimizer's shards, which are views.
+        """
+        assert not optimizer.state, "its state would be lost"
+        made = cls([torch.empty(0)], **{name: optimizer.defaults[name] for name in SETTINGS})
+        for group in optimizer.param_groups:
+            for name, value in made.defaults.items():
+                group.setdefault(name, value)
+            group["fused"] = group["foreach"] = None  # kernels for states beside the weights
+        made.param_groups = optimizer.param_groups
+        return made
+
+    def materialise(self, p: Tensor) -> dict[str, Tensor]:
+        """The state of `p`; zeros before its first step. Not pinned: only gradients and weights travel."""
+        state = self.state[p]
+        if "exp_avg" not in state:
+            state.setdefault("step", torch.zeros((), device="cpu"))
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros(p.shape, dtype=torch.float32, device="cpu")
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        assert closure is None, "Megatron-Core gives gradients, no closure"
+        buffers = self._buffers()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group, buffers)
+
+    def _update(self, p: Tensor, group: dict[str, Any], buffers: tuple[Tensor, Tensor]) -> None:
+        """Copies from and to a device wait for their end here, so the two buffers serve every chunk."""
+        state = self.materialise(p)
+        flat, gradients = p.view(-1), p.grad.reshape(-1)  # type: ignore[union-attr]
+        moments = [state[name].view(-1) for name in ("exp_avg", "exp_avg_sq")]
+        for start in range(0, p.numel(), CHUNK):
+            part = slice(start, min(start + CHUNK, p.numel()))
+            weight, gradient = (b[: part.stop - start] for b in buffers)
+            weight.copy_(flat[part])
+            gradient.copy_(gradients[part])
+            adamw([weight], [gradient], *([m[part]] for m in moments), [], [state["step"].clone()], fused=True, amsgrad=False,
+                  beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
+                  eps=group["eps"], maximize=False)
+            flat[part].copy_(weight)
+        state["step"] += 1
+
+    def _staged(self) -> int:
+        """Elements of a buffer."""
+        return min(CHUNK, max((p.numel() for group in self.param_groups for p in group["params"]), default=0))
+
+    def _buffers(self) -> tuple[Tensor, Tensor]:
+        """For weights and for gradients, pinned where a GPU copies from and to them; torch keeps them for the next step."""
+        weight, gradient = (torch.empty(self._staged(), dtype=torch.float32, device="cpu", pin_memory=torch.cuda.is_available())
+                            for _ in range(2))
+        return weight, gradient
+
+    def host_bytes(self) -> int:
+        """Of the moments of all parameters, which exist from the first step on, and of the buffers of a step."""
+        return 8 * (sum(p.numel() for group in self.param_groups for p in group["params"]) + self._staged())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would leave the moments beside the weights."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state.update({name: value.to("cpu") for name, value in state.items() if isinstance(value, Tensor)})
+
+
+def init_state(optimizer: HostAdam, config: Any = None) -> None:
+    """Every parameter's state exists afterwards. Megatron-Core's own function for it makes the moments beside the weights."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.materialise(p)
