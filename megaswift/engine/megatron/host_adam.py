@@ -60,13 +60,13 @@ class HostAdam(torch.optim.AdamW):
         """Copies from and to a device wait for their end here, so the two buffers serve every chunk."""
         state = self.materialise(p)
         flat, gradients = p.view(-1), p.grad.reshape(-1)  # type: ignore[union-attr]
-        moments = [state[name].view(-1) for name in ("exp_avg", "exp_avg_sq")]
+        first, second = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
         for start in range(0, p.numel(), CHUNK):
             part = slice(start, min(start + CHUNK, p.numel()))
             weight, gradient = (b[: part.stop - start] for b in buffers)
             weight.copy_(flat[part])
             gradient.copy_(gradients[part])
-            adamw([weight], [gradient], *([m[part]] for m in moments), [], [state["step"].clone()], fused=True, amsgrad=False,
+            adamw([weight], [gradient], [first[part]], [second[part]], [], [state["step"].clone()], fused=True, amsgrad=False,
                   beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
                   eps=group["eps"], maximize=False)
             flat[part].copy_(weight)
