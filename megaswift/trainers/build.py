@@ -27,6 +27,7 @@ from megaswift.engine.megatron.engine import MegatronEngine
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import family_of
 from megaswift.families.checkpoint_folder import MODEL
+from megaswift.families.model_source import tokenizer_of
 from megaswift.families.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.picture import picture
@@ -37,7 +38,6 @@ from megaswift.trainers.evaluation import Evaluation
 from megaswift.trainers.flops import FlopRule, peak_tflops
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.metrics import Metrics, Speed
-from megaswift.trainers.model_source import tokenizer_of
 from megaswift.trainers.outputs import Outputs
 from megaswift.trainers.progress import Progress
 from megaswift.trainers.screen import Facts, data_text

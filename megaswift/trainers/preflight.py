@@ -16,12 +16,12 @@ from megaswift.config.values import show
 from megaswift.data.template import read_template
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits, load_spec
+from megaswift.families.model_source import locate, missing_files
 from megaswift.families.projections import saved, select, without_dora
 from megaswift.parallel.checks import check_layout
 from megaswift.parallel.rules import Asked
 from megaswift.parallel.shape import ModelShape
 from megaswift.trainers import outputs
-from megaswift.trainers.model_source import locate, missing_files
 
 EXPERT_OPTIONS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.families import load_spec
+from megaswift.families.model_source import locate
 from megaswift.parallel.checks import layout_for
 from megaswift.parallel.shape import ModelShape
-from megaswift.trainers.model_source import locate
 from megaswift.trainers.preflight import preflight
 
 __all__ = ["preflight", "run"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config import SwiftConfig
+from megaswift.config.size import bytes_text
 from megaswift.engine.protocol import ParameterReport
 from megaswift.trainers.schedule import warmup_steps
 
@@ -38,15 +39,6 @@ class Facts:
     rows_per_epoch: int | None
     start: int = 0
     """The step that a resumed run goes on from."""
-
-
-def bytes_text(count: float) -> str:
-    """`512 B`, `1.5 KiB`, `3.2 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
 
 
 def rows(cfg: SwiftConfig, facts: Facts) -> Rows:

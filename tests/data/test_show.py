@@ -11,7 +11,7 @@ import pytest
 
 from megaswift.data import show
 from megaswift.errors import UserError
-from megaswift.trainers.model_source import tokenizer_for
+from megaswift.families.model_source import tokenizer_for
 from tests.data.makers import chat, jsonl, tokenizer
 
 

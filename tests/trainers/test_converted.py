@@ -15,8 +15,8 @@ from megaswift.bridge.hf_to_megatron import hf_to_megatron
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.config import SwiftConfig
 from megaswift.errors import WeightsError
+from megaswift.families.model_source import locate, missing_files
 from megaswift.trainers.metrics import read_lines
-from megaswift.trainers.model_source import locate, missing_files
 from tests.bridge.folders import tensors_of
 from tests.bridge.test_convert import assert_same
 from tests.sources import ROOT

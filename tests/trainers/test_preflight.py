@@ -117,7 +117,7 @@ def test_a_path_that_is_no_model(model: Path, monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_an_output_directory_is_its_export_and_a_checkpoint_has_its_model_beside_it(model: Path, tmp_path: Path) -> None:
-    from megaswift.trainers.model_source import locate
+    from megaswift.families.model_source import locate
     run = tmp_path / "run"
     write_model(run / "hf")
     (run / "metrics.jsonl").write_text("{}")

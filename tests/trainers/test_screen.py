@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from megaswift.config import SwiftConfig
+from megaswift.config.size import bytes_text
 from megaswift.engine.protocol import ParameterReport
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.picture import picture
-from megaswift.trainers.screen import Facts, bytes_text, data_text, optimizer_text, render, rows
+from megaswift.trainers.screen import Facts, data_text, optimizer_text, render, rows
 
 GOLDEN = """\
 supervised fine-tuning

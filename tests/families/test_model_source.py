@@ -9,7 +9,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
-from megaswift.trainers.model_source import tokenizer_of
+from megaswift.families.model_source import tokenizer_of
 from tests.trainers.inputs import TEMPLATE, write_model
 
 

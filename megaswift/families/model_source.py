@@ -8,10 +8,9 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megaswift.config import SwiftConfig
-from megaswift.config.model import ModelConfig
 from megaswift.data.template import read_template
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.errors import Problem, WeightsError, first_line
@@ -23,7 +22,23 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-def locate(model: ModelConfig, weights: bool = True) -> Path:
+class Named(Protocol):
+    """Options that name a model: those of training and those of inference."""
+
+    @property
+    def model(self) -> str | None:
+        """A folder or a hub id."""
+
+    @property
+    def use_hf(self) -> bool:
+        """Whose ids: Hugging Face's, or ModelScope's."""
+
+    @property
+    def model_revision(self) -> str | None:
+        """Branch, tag or commit of an id."""
+
+
+def locate(model: Named, weights: bool = True) -> Path:
     """The folder of the model. `weights` False: configuration and tokenizer are enough."""
     name = str(model.model)
     path = Path(name)
@@ -50,7 +65,7 @@ def _folder(path: Path, name: str) -> Path:
     raise WeightsError(Problem(f"--model {name}", "has no config.json", "a folder that holds a Hugging Face model"))
 
 
-def _fetch(model: ModelConfig, name: str, patterns: tuple[str, ...]) -> Path:
+def _fetch(model: Named, name: str, patterns: tuple[str, ...]) -> Path:
     """A snapshot from the hub; the library's own cache and locks keep ranks from fetching twice."""
     package = "huggingface_hub" if model.use_hf else "modelscope"
     if importlib.util.find_spec(package) is None:
@@ -92,10 +107,15 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
 
 
 def tokenizer_of(cfg: SwiftConfig, folder: Path) -> Any:
-    """The tokenizer in `folder`, with the run's chat template; code that comes with it runs only with --trust_remote_code."""
-    tokenizer = load_tokenizer(folder, cfg.model.trust_remote_code, "the model's own tokenizer files")
-    if cfg.data.chat_template is not None:
-        tokenizer.chat_template = read_template(cfg.data.chat_template)
+    """The tokenizer in `folder` as training takes it."""
+    return read_tokenizer(folder, cfg.model.trust_remote_code, cfg.data.chat_template)
+
+
+def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
+    """The tokenizer in `folder`, with the chat template of the options; code that comes with it runs only with --trust_remote_code."""
+    tokenizer = load_tokenizer(folder, trust, "the model's own tokenizer files")
+    if chat_template is not None:
+        tokenizer.chat_template = read_template(chat_template)
     return tokenizer
 
 
