@@ -43,7 +43,7 @@ def _data(argv: list[str]) -> int:
     """`megaswift data show ...`."""
     if argv[:1] == ["show"]:
         from megaswift.data.show import main as show
-        from megaswift.trainers.model_source import tokenizer_for
+        from megaswift.families.model_source import tokenizer_for
 
         return show(argv[1:], tokenizer_for)
     if argv and argv[0] not in HELP:
@@ -57,6 +57,12 @@ def _convert(argv: list[str]) -> int:
     from megaswift.convert import convert
 
     return convert(argv)
+
+
+def _infer(argv: list[str]) -> int:
+    from megaswift.infer import main as infer
+
+    return infer(argv)
 
 
 def _doctor(argv: list[str]) -> int:
@@ -76,6 +82,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "config": ("check and print a configuration; --schema for editors", _config),
     "data": ("data show: samples as tokens with their loss mask, lengths, packing", _data),
     "convert": ("weights: Hugging Face to Megatron and back, verify, merge adapters", _convert),
+    "infer": ("answers: a conversation in the terminal, or a file of prompts", _infer),
     "doctor": ("versions and devices of this machine", _doctor),
 }
 

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 from megaswift import log
 from megaswift.commands import HELP, no_command
+from megaswift.config.size import parse_size
 from megaswift.errors import ConfigError, Problem, UserError, nearest
 from megaswift.refusal import refuse
 from megaswift.stdout import reader_may_leave
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 AXES = {
     "tp": "tensor-parallel size the checkpoint is meant for; the vocabulary is padded for it",
     "pp": "pipeline-parallel size; only checked against the model",
@@ -41,10 +41,10 @@ class _Parser(argparse.ArgumentParser):
 
 def size(text: str) -> int:
     """`5GB`, `512 MiB` or plain bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2].upper() not in UNITS or float(found[1]) <= 0:
+    found = parse_size(text)
+    if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 512MiB")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return found
 
 
 def _count(text: str) -> int:

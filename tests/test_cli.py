@@ -37,7 +37,7 @@ HEAVY = "import sys; heavy = {'torch', 'yaml', 'numpy', 'transformers', 'megatro
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("words", [["--help"], ["sft", "--help"], ["pt", "-h"], ["config", "--schema"], ["--version"]])
+@pytest.mark.parametrize("words", [["--help"], ["sft", "--help"], ["pt", "-h"], ["infer", "--help"], ["config", "--schema"], ["--version"]])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
     code, out, err = ran("-c", f"import megaswift.cli; code = megaswift.cli.main({words}); {HEAVY}; raise SystemExit(code)")
     assert code == 0 and out.rstrip().endswith("heavy []"), err
@@ -193,8 +193,8 @@ def test_a_mistake_of_another_rank_alone_is_seen_once() -> None:
 
 
 def test_only_commands_that_exist_are_listed() -> None:
-    assert list(COMMANDS) == ["sft", "pt", "config", "data", "convert", "doctor"]
+    assert list(COMMANDS) == ["sft", "pt", "config", "data", "convert", "infer", "doctor"]
     page = usage()
     assert max(map(len, page.splitlines())) <= 80
-    for later in ("infer", "plan", "submit", "rlhf", "dpo"):
+    for later in ("plan", "submit", "rlhf", "dpo"):
         assert later not in page

@@ -29,11 +29,12 @@ def task_help(task: str, width: int | None = None) -> str:
         lines += ["", title, "-" * len(title), *textwrap.wrap(note.strip(), width)]
         for option in OPTIONS.values():
             if option.section == key and option.belongs_to(task):
-                lines += _entry(option, width)
+                lines += entry(option, width)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _entry(option: Option, width: int) -> Iterator[str]:
+def entry(option: Option, width: int) -> Iterator[str]:
+    """The lines of one option."""
     column = 38 if width >= 96 else 30
     head = f"  --{option.name} {default_text(option)}".rstrip()
     text = option.help

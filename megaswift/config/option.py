@@ -6,6 +6,7 @@ Owns `option(...)` and what can be read back from a section's fields. Turning te
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
@@ -90,3 +91,24 @@ def options_of(section: str, cls: type) -> tuple[Option, ...]:
         kind = _KINDS[get_origin(inner) or inner]
         found.append(Option(f.name, section, kind, len(arms) > 1, default, f.metadata["help"], details))  # type: ignore[arg-type]
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Table:
+    """All options of a command, and every spelling of each."""
+
+    options: dict[str, Option]
+    """By canonical name."""
+    names: dict[str, str]
+    """Any spelling to the canonical name."""
+
+
+def table_of(sections: Mapping[str, type]) -> Table:
+    """The options of these sections; two that share a spelling are a programming error."""
+    options = {o.name: o for key, cls in sections.items() for o in options_of(key, cls)}
+    names: dict[str, str] = {}
+    for o in options.values():
+        for name in o.names:
+            assert name not in names, f"{name} names both {names.get(name)} and {o.name}"
+            names[name] = o.name
+    return Table(options, names)

@@ -32,7 +32,9 @@ HINTS = {
 
 
 @dataclass
-class _State:
+class State:
+    """What was understood so far, and what was wrong."""
+
     values: dict[str, Any] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     wrong: set[str] = field(default_factory=set)
@@ -44,7 +46,7 @@ class _State:
 
 def resolve(task: str | None, sources: Iterable[Source], complete: bool = False) -> Sections:
     """The checked sections of `task` (None: what the sources say, else sft). `complete`: model and dataset must be there."""
-    state = _State(task=task)
+    state = State(task=task)
     for source in sources:
         state.problems += source.problems
         _take(state, source)
@@ -58,7 +60,7 @@ def resolve(task: str | None, sources: Iterable[Source], complete: bool = False)
     return sections
 
 
-def _take(state: _State, source: Source) -> None:
+def _take(state: State, source: Source) -> None:
     first: dict[str, Given] = {}
     for given in source.givens:
         if given.name in ("task", "rlhf_type") or (NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES):
@@ -68,12 +70,13 @@ def _take(state: _State, source: Source) -> None:
         if option is None:
             state.problems.append(_unknown(given))
             continue
-        _take_value(state, option, given, first.get(option.name))
+        take_value(state, option, given, first.get(option.name))
         first.setdefault(option.name, given)
         (state.ambient.add if source.ambient else state.ambient.discard)(option.name)
 
 
-def _take_value(state: _State, option: Option, given: Given, earlier: Given | None) -> None:
+def take_value(state: State, option: Option, given: Given, earlier: Given | None) -> None:
+    """One value; `earlier`: one of the same source for the same option."""
     try:
         value = parse(option, given.value)
     except Invalid as error:
@@ -89,7 +92,7 @@ def _take_value(state: _State, option: Option, given: Given, earlier: Given | No
     state.wrong.discard(option.name)
 
 
-def _take_task(state: _State, given: Given) -> None:
+def _take_task(state: State, given: Given) -> None:
     name = str(given.value).lower()
     if given.name not in ("task", "rlhf_type"):
         state.notices.append(f"{given.label}: {name} is a task, so it is taken as rlhf_type; train_type stays full")
@@ -112,7 +115,7 @@ def _unknown(given: Given) -> Problem:
     return Problem(given.label, "is not an option", close or nearest(given.name, list(NAMES)) or "megaswift sft --help lists them all")
 
 
-def _missing(sections: Sections, state: _State) -> Iterable[Problem]:
+def _missing(sections: Sections, state: State) -> Iterable[Problem]:
     if sections.model.model is None and "model" not in state.wrong:
         yield Problem("--model", "is missing", "--model DIR, a Hugging Face model folder")
     if not sections.data.dataset and "dataset" not in state.wrong:

@@ -10,7 +10,7 @@ from megaswift.config.launch import LaunchConfig
 from megaswift.config.lora import LoraConfig
 from megaswift.config.model import ModelConfig
 from megaswift.config.optim import OptimConfig
-from megaswift.config.option import Option, options_of
+from megaswift.config.option import Option, table_of
 from megaswift.config.parallel import ParallelConfig
 from megaswift.config.train import TrainConfig
 
@@ -25,20 +25,12 @@ SECTION_ALIASES = {
     "logging": "train", "checkpoint": "train", "peft": "lora", "tuner": "lora"}
 """Other headings in a file. A heading only groups: any option may stand under any of them."""
 
-OPTIONS: dict[str, Option] = {o.name: o for key, cls in SECTIONS.items() for o in options_of(key, cls)}
+TRAINING = table_of(SECTIONS)
+
+OPTIONS: dict[str, Option] = TRAINING.options
 """Every option by its canonical name."""
 
-
-def _spellings() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for o in OPTIONS.values():
-        for name in o.names:
-            assert name not in found, f"{name} names both {found.get(name)} and {o.name}"
-            found[name] = o.name
-    return found
-
-
-NAMES: dict[str, str] = _spellings()
+NAMES: dict[str, str] = TRAINING.names
 """Any spelling to the canonical name."""
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, is_section
+from megaswift.config.option import Table
+from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_section
 from megaswift.config.values import FALSE, TRUE, example, show
 from megaswift.errors import ConfigError, Problem, nearest
 
@@ -173,7 +174,7 @@ def _plain(value: Any) -> Any:
 _FLAG = re.compile(r"^--[A-Za-z]")
 
 
-def read_command_line(argv: list[str]) -> CommandLine:
+def read_command_line(argv: list[str], table: Table = TRAINING) -> CommandLine:
     """A first word that is no flag, and --config, name files; the rest are `--name value...`, `--name=value`, `--switch`."""
     line = CommandLine()
     words = list(argv)
@@ -189,15 +190,15 @@ def read_command_line(argv: list[str]) -> CommandLine:
         values = [text] if equals else []
         while not equals and words and not _FLAG.match(words[0]):
             values.append(words.pop(0))
-        _take(line, flag, values)
+        _take(line, flag, values, table)
     if len(line.files) > 1:
         line.problems.append(Problem(" and ".join(line.files), "are two configuration files", "one file, then options that override it"))
     return line
 
 
-def _take(line: CommandLine, flag: str, values: list[str]) -> None:
+def _take(line: CommandLine, flag: str, values: list[str], table: Table) -> None:
     name = normal(flag)
-    option = OPTIONS.get(NAMES.get(name, ""))
+    option = table.options.get(table.names.get(name, ""))
     label = " ".join([flag, *values])
     if name == "config":
         line.files += values

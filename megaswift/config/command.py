@@ -1,0 +1,95 @@
+"""Commands beside training: their sections of options, read from a command line with every mistake at once, and their help page.
+
+Owns reading and help; what the options mean together is each command's own `check`. Training's configuration, which also comes from
+files and Python, is `swift.py`'s.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from megaswift.config.helptext import entry
+from megaswift.config.option import Table, table_of
+from megaswift.config.resolve import State, take_value
+from megaswift.config.source import Given, read_command_line
+from megaswift.errors import ConfigError, Problem, nearest
+
+T = TypeVar("T")
+LEGEND = ("Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
+          "A switch alone means true.")
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a command line said, typed: sections by name, and the options that were given, as they were written."""
+
+    sections: Mapping[str, Any]
+    labels: Mapping[str, str]
+
+    def given(self, name: str) -> bool:
+        """Whether the user set this option."""
+        return name in self.labels
+
+    def label(self, name: str) -> str:
+        """The option as the user wrote it."""
+        return self.labels.get(name, f"--{name}")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command's name, its help and its options."""
+
+    name: str
+    usage: str
+    sections: Mapping[str, type]
+    check: Callable[[Parsed], Iterable[Problem]]
+    hints: Mapping[str, str]
+    """Names of other toolkits that have another shape here."""
+
+    @cached_property
+    def table(self) -> Table:
+        """Its options by name."""
+        return table_of(self.sections)
+
+    def parse(self, argv: Sequence[str]) -> Parsed:
+        """The sections; ConfigError with all mistakes."""
+        line = read_command_line(list(argv), self.table)
+        state = State(problems=list(line.problems))
+        state.problems += [Problem(word, f"belongs to no option of megaswift {self.name}", f"megaswift {self.name} --help")
+                           for word in line.files]
+        first: dict[str, Given] = {}
+        for given in line.givens:
+            option = self.table.options.get(self.table.names.get(given.name, ""))
+            if option is None:
+                state.problems.append(self._unknown(given))
+                continue
+            take_value(state, option, given, first.get(option.name))
+            first.setdefault(option.name, given)
+        made = {key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
+                for key, cls in self.sections.items()}
+        parsed = Parsed(made, {n: label for n, label in state.labels.items() if state.values.get(n) is not None})
+        problems = state.problems + [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
+        if problems:
+            raise ConfigError(problems)
+        return parsed
+
+    def _unknown(self, given: Given) -> Problem:
+        close = self.hints.get(given.name) or nearest(given.name, list(self.table.names))
+        return Problem(given.label, f"is not an option of megaswift {self.name}", close or f"megaswift {self.name} --help lists them all")
+
+    def help(self, width: int | None = None) -> str:
+        """The help page, `width` columns wide (None: as wide as the terminal, at most 120)."""
+        width = min(width or shutil.get_terminal_size((100, 24)).columns, 120)
+        lines = [self.usage.rstrip(), "", *textwrap.wrap(LEGEND, width)]
+        for key, cls in self.sections.items():
+            title, _, note = (cls.__doc__ or key).strip().partition("\n\n")
+            lines += ["", title, "-" * len(title), *textwrap.wrap(" ".join(note.split()), width)]
+            for option in self.table.options.values():
+                if option.section == key:
+                    lines += entry(option, width)
+        return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,171 @@
+"""What the options of `infer`, `deploy` and `export` allow together. No torch: whatever a command line alone shows is refused at once."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from megaswift.config.command import Parsed
+from megaswift.config.inference import (
+    ExportOptions,
+    FileOptions,
+    GenerationOptions,
+    PlacementOptions,
+    ServerOptions,
+    SourceOptions,
+    WeightsOptions,
+)
+from megaswift.config.placement import AUTOMATIC, DISK, device_map, max_memory
+from megaswift.config.size import parse_size
+from megaswift.errors import Problem
+
+TOKEN_VARIABLE = "MEGASWIFT_API_KEY"
+TRANSFORMERS_ONLY = ("attn_impl", "merge_adapters", "device_map", "max_memory", "offload_folder", "max_batch_size", "max_waiting", "system",
+                     "stop")
+"""Options of `deploy` that vLLM's own server has no word for."""
+
+
+def _unused(parsed: Parsed, names: Iterable[str], why: str, fix: str = "leave it out") -> Iterator[Problem]:
+    return (Problem(parsed.label(name), why, fix) for name in names if parsed.given(name))
+
+
+def _model(options: WeightsOptions | SourceOptions) -> Iterator[Problem]:
+    if options.model is None:
+        yield Problem("--model", "is missing", "--model DIR: a Hugging Face folder, OUT of a run, or a checkpoint")
+    if options.adapters is not None and not (Path(options.adapters) / "adapter_config.json").is_file():
+        rule = "has no adapter_config.json" if Path(options.adapters).is_dir() else "no such folder"
+        yield Problem(f"--adapters {options.adapters}", rule, "a PEFT folder: OUT/adapter, OUT/checkpoints/step-N/adapter")
+
+
+def _bits(bits: int | None) -> Iterator[Problem]:
+    if bits not in (None, 4, 8):
+        yield Problem(f"--quantization_bit {bits}", "must be 4 or 8", "--quantization_bit 4")
+
+
+def _placement(parsed: Parsed) -> Iterator[Problem]:
+    options: PlacementOptions = parsed.sections["placement"]
+    weights: WeightsOptions = parsed.sections["weights"]
+    yield from _bits(options.quantization_bit)
+    placed = device_map(options.device_map)
+    if isinstance(placed, Problem):
+        yield placed
+    elif options.device_map not in AUTOMATIC:
+        yield from _unused(parsed, ["max_memory"], f"would be ignored: {parsed.label('device_map')} says where everything goes")
+        if DISK not in placed.values():  # type: ignore[union-attr]
+            yield from _unused(parsed, ["offload_folder"], f"would be ignored: {parsed.label('device_map')} puts nothing on the disk")
+    if options.max_memory is not None and isinstance(limits := max_memory(options.max_memory), Problem):
+        yield limits
+    if weights.adapters is None:
+        yield from _unused(parsed, ["merge_adapters"] * weights.merge_adapters, "there are no adapters", "--adapters DIR")
+    elif weights.merge_adapters and options.quantization_bit is not None:
+        yield Problem("--merge_adapters", f"would round the adapters to {options.quantization_bit} bits",
+                      "leave it out: adapters beside quantised weights keep their precision")
+
+
+def _generation(options: GenerationOptions, parsed: Parsed) -> Iterator[Problem]:
+    if options.temperature == 0:
+        yield from _unused(parsed, ("top_p", "top_k", "seed"), "would be ignored: --temperature 0 draws nothing", "--temperature 0.7")
+    if any(not text for text in options.stop):
+        yield Problem("--stop", "holds an empty text", '--stop "</s>"')
+
+
+def _beams(options: GenerationOptions, parsed: Parsed, chat: bool) -> Iterator[Problem]:
+    if (options.num_beams or 1) > 1:
+        fix = "--num_beams 1"
+        if chat:
+            yield Problem(parsed.label("num_beams"), "knows its answer only at the end, so there is nothing to stream", fix)
+        yield from _unused(parsed, ("stop", "logprobs"), f"does not go with {parsed.label('num_beams')}", fix)
+
+
+def _file(options: FileOptions, parsed: Parsed) -> Iterator[Problem]:
+    if options.dataset is None:
+        names = ("columns", "result_path", "per_device_eval_batch_size", "logprobs", "top_logprobs")
+        yield from _unused(parsed, names, "is for a file of prompts", "--dataset FILE.jsonl")
+        return
+    if not options.logprobs:
+        yield from _unused(parsed, ["top_logprobs"], "is for --logprobs", "--logprobs true")
+    if not Path(options.dataset).is_file():
+        yield Problem(f"--dataset {options.dataset}", "no such file", "a .jsonl, .json, .csv or .parquet file")
+    if options.result_path is None:
+        yield Problem("--result_path", "is missing", "--result_path answers.jsonl, the file to make")
+        return
+    path, label = Path(options.result_path), f"--result_path {options.result_path}"
+    if not path.absolute().parent.is_dir():
+        yield Problem(label, "its folder does not exist", f"mkdir -p {path.parent}")
+    elif path.is_dir():
+        yield Problem(label, "is a folder", f"--result_path {path / 'answers.jsonl'}")
+    elif path.exists():
+        same = Path(options.dataset).exists() and path.samefile(options.dataset)
+        yield Problem(label, "is the file of prompts" if same else "exists", "another name; nothing is overwritten")
+
+
+def check_infer(parsed: Parsed) -> Iterator[Problem]:
+    """`megaswift infer`."""
+    generation, file = parsed.sections["generation"], parsed.sections["file"]
+    yield from _model(parsed.sections["weights"])
+    yield from _placement(parsed)
+    yield from _generation(generation, parsed)
+    yield from _beams(generation, parsed, file.dataset is None)
+    yield from _file(file, parsed)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def token(options: ServerOptions) -> str | None:
+    """The token that clients must send; the flag before the environment."""
+    return options.api_key or os.environ.get(TOKEN_VARIABLE) or None
+
+
+def check_deploy(parsed: Parsed) -> Iterator[Problem]:
+    """`megaswift deploy`."""
+    server: ServerOptions = parsed.sections["server"]
+    generation: GenerationOptions = parsed.sections["generation"]
+    yield from _model(parsed.sections["weights"])
+    yield from _placement(parsed)
+    yield from _generation(generation, parsed)
+    yield from _unused(parsed, ("num_beams", "seed"), "is not for a server: answers are streamed, and requests bring their own seed")
+    if not is_loopback(server.host) and token(server) is None:
+        yield Problem(f"--host {server.host}", "others could use the model: an address beyond this machine needs a token",
+                      f"{TOKEN_VARIABLE}=... megaswift deploy ..., or --host 127.0.0.1")
+    if server.infer_backend == "vllm":
+        yield from _unused(parsed, TRANSFORMERS_ONLY, "would be ignored: vLLM decides that itself")
+        if parsed.sections["placement"].quantization_bit == 8:
+            yield Problem("--quantization_bit 8", "is not what vLLM makes of a model while loading it", "--quantization_bit 4")
+    else:
+        yield from _unused(parsed, ["tensor_parallel_size"], "is for --infer_backend vllm", "--device_map auto spreads over all GPUs")
+
+
+def check_export(parsed: Parsed) -> Iterator[Problem]:
+    """`megaswift export`."""
+    source: SourceOptions = parsed.sections["source"]
+    export: ExportOptions = parsed.sections["export"]
+    yield from _model(source)
+    yield from _bits(export.quantization_bit)
+    if not export.merge_lora and export.quantization_bit is None:
+        yield Problem("megaswift export", "has nothing to do", "--merge_lora true --adapters DIR, or --quantization_bit 4")
+    if export.merge_lora and export.quantization_bit is not None:
+        yield Problem("--merge_lora true --quantization_bit", "are two steps", "merge first, then quantise the folder that comes out")
+    if export.merge_lora and source.adapters is None:
+        yield Problem("--merge_lora true", "there are no adapters", "--adapters DIR")
+    if not export.merge_lora:
+        yield from _unused(parsed, ["adapters"], "would be ignored", "--merge_lora true")
+    if export.merge_lora:
+        yield from _unused(parsed, ["trust_remote_code"], "would be ignored: merging runs no code of the model")
+    if parse_size(export.max_shard_size) is None:
+        yield Problem(f"--max_shard_size {export.max_shard_size}", "is no size", "--max_shard_size 5GB")
+    if export.output_dir is None:
+        yield Problem("--output_dir", "is missing", "--output_dir DIR, the folder to make")
+    elif Path(export.output_dir).exists():
+        yield Problem(f"--output_dir {export.output_dir}", "exists", "another name; nothing is overwritten")
+
+

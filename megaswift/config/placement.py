@@ -1,0 +1,85 @@
+"""`--max_memory` and `--device_map`: text and files to plain values, checked without torch or a model.
+
+Whether the modules of a file exist, and the devices of this machine, is looked at where the model is known (`inference.placement`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from megaswift.config.size import parse_size
+from megaswift.errors import Problem
+
+Device = int | str
+AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+DISK = "disk"
+_DEVICE = re.compile(r"(?:cuda:|gpu:)?(\d+)|cpu|mps|disk|cuda")
+
+
+def device_of(text: Any) -> Device | None:
+    """A device as accelerate names it: a GPU's number, cpu, mps, disk; None for anything else. `cuda:1` is 1, `cuda` is 0."""
+    found = _DEVICE.fullmatch(str(text).strip().lower()) if isinstance(text, int | str) and not isinstance(text, bool) else None
+    if found is None:
+        return None
+    if found[1] is not None:
+        return int(found[1])
+    return 0 if found[0] == "cuda" else found[0]
+
+
+def max_memory(text: str) -> dict[Device, int] | Problem:
+    """`0:20GiB,cpu:64GiB` (or =, or a JSON object) to bytes by device; a Problem where it is none."""
+    label = f"--max_memory {text}"
+    example = "--max_memory 0:20GiB,cpu:64GiB"
+    try:
+        pairs = json.loads(text).items() if text.strip().startswith("{") else [re.split(r"[:=](?=[^:=]*$)", p) for p in text.split(",")]
+    except json.JSONDecodeError as error:
+        return Problem(label, f"is not JSON: {error.msg}", example)
+    found: dict[Device, int] = {}
+    for pair in pairs:
+        if len(pair) != 2:
+            return Problem(label, f"{pair[0]!r} is not DEVICE:SIZE", example)
+        device, size = device_of(pair[0]), parse_size(str(pair[1]))
+        if device is None or device == DISK:
+            return Problem(label, f"{pair[0]!r} is no device whose memory has a limit", "GPUs by number, cpu: " + example)
+        if size is None:
+            return Problem(label, f"{pair[1]!r} is no size", example)
+        if device in found:
+            return Problem(label, f"names {pair[0]} twice", example)
+        found[device] = size
+    return found
+
+
+def device_map(text: str) -> str | dict[str, Device] | Problem:
+    """A way to place (`auto`), a map of the whole model to one device, or the map of a file; a Problem where it is none."""
+    if text in AUTOMATIC:
+        return text
+    label = f"--device_map {text}"
+    one = device_of(text)
+    if one == DISK:
+        return Problem(label, "has no device that computes", "--device_map cpu --max_memory cpu:1GiB --offload_folder DIR")
+    if one is not None:
+        return {"": one}
+    return _of_file(Path(text), label)
+
+
+def _of_file(path: Path, label: str) -> dict[str, Device] | Problem:
+    example = '{"model.embed_tokens": 0, "model.layers.0": "cpu", ...}'
+    if path.suffix.lower() != ".json":
+        return Problem(label, f"is neither one of {', '.join(AUTOMATIC)}, a device, nor a .json file", "--device_map auto")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        return Problem(label, f"cannot be read: {error}", f"a JSON object: {example}")
+    if not isinstance(value, dict) or not value:
+        return Problem(label, "holds no JSON object of modules", example)
+    devices = {name: device_of(device) for name, device in value.items()}
+    wrong = [name for name, device in devices.items() if device is None]
+    if wrong:
+        return Problem(label, f"{wrong[0]}: {value[wrong[0]]!r} is no device", "a GPU's number, cpu or disk")
+    found = {name: device for name, device in devices.items() if device is not None}
+    if set(found.values()) == {DISK}:
+        return Problem(label, "has no device that computes", "at least one module on a GPU or cpu")
+    return found

@@ -1,0 +1,233 @@
+"""Prompts to answers: one call of transformers' `generate` for a batch of prompts, each with its own length, stop texts and listener.
+
+Owns what goes into that call and what is told while it runs; drawing tokens is transformers'. Who asks (terminal, file, server) knows
+requests and completions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift.config.inference import GenerationOptions
+from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.inference.text import TextStream, decode
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. Requests with equal sampling can be answered in one batch, unless they have a seed."""
+
+    temperature: float = 0.0
+    """0: the likeliest token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all."""
+    repetition_penalty: float = 1.0
+    num_beams: int = 1
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One token of an answer: log-softmax of the model's logits in float32, before temperature and penalties."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens at this position."""
+
+
+Listener = Callable[[str, Sequence[TokenLogprob]], None]
+"""Takes new text and the tokens that it is made of. Called while the answer grows, in the thread that generates."""
+
+
+@dataclass
+class Request:
+    """One answer that is wanted."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    """How many of the likeliest tokens to tell beside the chosen one's log-probability; None: tell nothing."""
+    listener: Listener | None = None
+    cancelled: bool = False
+    """Set from any thread: the answer ends with the next token."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer."""
+
+    text: str
+    tokens: int
+    """Generated, the end-of-text token included."""
+    reason: str
+    """`stop`: the model or a stop text ended it; `length`; `cancelled`."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+def sampling_of(options: GenerationOptions, own: Any, seed: int | None = None) -> Sampling:
+    """Options over the model's own generation configuration; what neither sets is off."""
+    temperature = options.temperature
+    if temperature is None:
+        temperature = (own.temperature if own.temperature is not None else 1.0) if own.do_sample else 0.0
+    if temperature == 0:
+        given = [n for n in ("top_p", "top_k") if getattr(options, n) is not None]
+        if given:
+            raise ConfigError([Problem(f"--{n} {getattr(options, n)}", "would be ignored: this model takes the likeliest token unless told "
+                                       "otherwise", "--temperature 0.7") for n in given])
+    def either(name: str, off: float) -> Any:
+        value = getattr(options, name)
+        value = getattr(own, name, None) if value is None else value
+        return off if value is None else value
+
+    drawn = {"top_p": either("top_p", 1.0), "top_k": either("top_k", 0)} if temperature else {}
+    return Sampling(float(temperature), repetition_penalty=either("repetition_penalty", 1.0), num_beams=either("num_beams", 1),
+                    seed=options.seed if seed is None else seed, **drawn)
+
+
+@dataclass
+class _Row:
+    """An answer that grows."""
+
+    request: Request
+    stream: TextStream | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """Length of the text before each token."""
+    told: int = 0
+    """Tokens whose log-probabilities the listener has."""
+    reason: str = ""
+
+    def take(self, token: int, ends: bool, logprob: TokenLogprob | None) -> None:
+        """The next token; an end-of-text token is counted, and is no text."""
+        self.ids.append(token)
+        text = ""
+        if not ends:
+            if logprob is not None:
+                self.logprobs.append(logprob)
+                self.starts.append(self.stream.length if self.stream else 0)
+            if self.stream is not None:
+                text = self.stream.add(token)
+        if ends or (self.stream is not None and self.stream.stopped):
+            self.reason = "stop"
+        elif self.request.cancelled:
+            self.reason = "cancelled"
+        elif len(self.ids) >= self.request.max_new_tokens:
+            self.reason = "length"
+        if self.reason and self.stream is not None:
+            text += self.stream.finish()
+            self.reason = "stop" if self.stream.stopped else self.reason
+            self._cut(len(self.stream.text))
+        if text and self.request.listener is not None:
+            self.request.listener(text, self.logprobs[self.told:])
+            self.told = len(self.logprobs)
+
+    def _cut(self, length: int) -> None:
+        """Forget tokens that belong to the stop text."""
+        if self.stream is not None and self.stream.stopped:
+            keep = sum(start < length for start in self.starts)
+            del self.logprobs[max(keep, self.told):]
+
+    def completion(self, tokenizer: Any, ends: frozenset[int]) -> Completion:
+        """The whole answer."""
+        ids = self.ids[:-1] if self.ids and self.ids[-1] in ends else self.ids
+        text = self.stream.text if self.stream is not None else decode(tokenizer, ids)
+        return Completion(text, len(self.ids), self.reason or "length", tuple(self.logprobs))
+
+
+class _Watch:
+    """A stopping criterion of transformers: it sees every token as soon as it is chosen."""
+
+    def __init__(self, rows: Sequence[_Row], ends: frozenset[int]) -> None:
+        self.rows, self.ends = rows, ends
+        self.logits: Tensor | None = None
+        """[b, vocabulary] of the last position, as the model gave them."""
+
+    def hook(self, module: Any, inputs: Any, outputs: Any) -> None:
+        """Keeps the logits of a forward pass until the token is chosen."""
+        self.logits = outputs.logits[:, -1].detach().float()
+
+    def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """[b]: which answers are done."""
+        chosen = ids[:, -1]
+        told = self._logprobs(chosen)
+        for i, (row, token) in enumerate(zip(self.rows, chosen.tolist(), strict=True)):
+            if not row.reason:
+                row.take(token, token in self.ends, told[i])
+        return torch.tensor([bool(row.reason) for row in self.rows], device=ids.device)
+
+    def _logprobs(self, chosen: Tensor) -> list[TokenLogprob | None]:
+        wanted = [row.request.logprobs for row in self.rows if row.request.logprobs is not None]
+        if not wanted:
+            return [None] * len(self.rows)
+        assert self.logits is not None, "the hook runs before the token is chosen"
+        scores = self.logits.log_softmax(-1)
+        own = scores.gather(1, chosen.to(scores.device)[:, None])[:, 0].tolist()
+        top = scores.topk(max(1, *wanted), dim=-1)
+        values, tokens = top.values.tolist(), top.indices.tolist()
+        return [None if (n := row.request.logprobs) is None
+                else TokenLogprob(token, own[i], tuple(zip(tokens[i][:n], values[i][:n], strict=True)))
+                for i, (row, token) in enumerate(zip(self.rows, chosen.tolist(), strict=True))]
+
+
+class Generator:
+    """A loaded model that answers batches. One at a time: callers wait for one another elsewhere."""
+
+    def __init__(self, model: Any, tokenizer: Any, device: torch.device) -> None:
+        self.model, self.tokenizer, self.device = model, tokenizer, device
+        self.own = model.generation_config
+        ends = self.own.eos_token_id
+        ends = tokenizer.eos_token_id if ends is None else ends
+        self.ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        pads = (tokenizer.pad_token_id, self.own.pad_token_id, *sorted(self.ends), 0)
+        self.pad = next(p for p in pads if p is not None)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """The answers, in the order of the requests."""
+        live = any(r.listener is not None or r.stop for r in requests)
+        rows = [_Row(r, TextStream(self.tokenizer, r.stop) if live or r.logprobs is not None else None) for r in requests]
+        watch = _Watch(rows, self.ends)
+        width = max(len(r.prompt) for r in requests)
+        ids = torch.tensor([[self.pad] * (width - len(r.prompt)) + list(r.prompt) for r in requests], device=self.device)  # [b, width]
+        mask = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in requests], device=self.device)
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        beams = sampling.num_beams > 1
+        how: dict[str, Any] = {} if beams else {"stopping_criteria": [watch]}
+        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        hook = inner.register_forward_hook(watch.hook) if any(r.logprobs is not None for r in requests) else None
+        try:
+            with torch.inference_mode():
+                out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=self._config(requests, sampling), **how)
+        except torch.OutOfMemoryError as error:
+            raise UserError(Problem("memory of the GPU", str(error).splitlines()[0],
+                                    "fewer answers at a time, fewer --max_new_tokens, or less --max_memory for this GPU")) from None
+        finally:
+            if hook is not None:
+                hook.remove()
+        if beams:
+            self._take_all(rows, out[:, width:].tolist())
+        return [row.completion(self.tokenizer, self.ends) for row in rows]
+
+    def _take_all(self, rows: Sequence[_Row], answers: Sequence[Sequence[int]]) -> None:
+        """After a beam search, whose answers are known at its end only."""
+        for row, ids in zip(rows, answers, strict=True):
+            for token in ids:
+                if not row.reason:
+                    row.take(token, token in self.ends, None)
+
+    def _config(self, requests: Sequence[Request], sampling: Sampling) -> Any:
+        from transformers import GenerationConfig
+
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k} if sampling.temperature else {}
+        return GenerationConfig(
+            max_new_tokens=max(r.max_new_tokens for r in requests), do_sample=sampling.temperature > 0, num_beams=sampling.num_beams,
+            repetition_penalty=sampling.repetition_penalty, pad_token_id=self.pad, eos_token_id=sorted(self.ends) or None, **drawn)

@@ -1,0 +1,254 @@
+"""From `--model` to a model that answers: found, placed, loaded, with its adapters. In two steps, so that mistakes cost nothing.
+
+`prepare` reads configuration and tokenizer; `load` reads weights. transformers loads and accelerate dispatches; what is ours is the way
+from a checkpoint of training to transformers' model, and saying what is wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import ERROR, getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift import log
+from megaswift.bridge.megatron_source import MegatronSource
+from megaswift.config import placement as devices
+from megaswift.config.inference import PlacementOptions, WeightsOptions
+from megaswift.config.placement import DISK
+from megaswift.errors import ConfigError, Problem, WeightsError, first_line
+from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.model_source import locate, missing_files, read_tokenizer
+from megaswift.inference import placement
+from megaswift.inference.placement import DeviceMap, Sizes
+
+REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError)
+"""What transformers raises for a model that it cannot load."""
+
+
+ADAPTER = "default"
+"""PEFT's name for the one adapter of a model, a part of its parameters' names."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All of a model but its weights."""
+
+    folder: Path
+    """config.json and tokenizer lie here; of a checkpoint, not the weights."""
+    options: WeightsOptions
+    config: Any
+    tokenizer: Any
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of prompt and answer together, where the model has a limit."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def generation(self) -> Any:
+        """The model's own generation configuration."""
+        from transformers import GenerationConfig
+
+        if (self.folder / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(self.folder)
+        return GenerationConfig.from_model_config(self.config)
+
+
+def need(package: str, why: str) -> None:
+    """ConfigError where a package of an extra is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(Problem(why, f"needs the package {package}", f"pip install {package}"))
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """transformers' refusals as ours."""
+    try:
+        yield
+    except REFUSALS as error:
+        fix = "--trust_remote_code true, if you trust the model's authors with this machine" if "trust_remote_code" in str(error) else ""
+        raise WeightsError(Problem(what, f"transformers cannot load it: {first_line(error)}", fix)) from None
+
+
+def quieten() -> None:
+    """transformers' bars and notes to developers stay off the screen; what is wrong is told by us."""
+    from transformers.utils import logging
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    getLogger("accelerate.big_modeling").setLevel(ERROR)  # says what the device map has said
+
+
+def prepare(options: WeightsOptions, chat_template: str | None) -> Prepared:
+    """Configuration and tokenizer, and everything that can be wrong without reading a weight."""
+    need("accelerate", "inference")
+    if options.adapters is not None:
+        need("peft", f"--adapters {options.adapters}")
+    quieten()
+    folder = locate(options)
+    problems = missing_files(folder, random_init=False)
+    if problems:
+        raise WeightsError(problems)
+    from transformers import AutoConfig
+
+    with _told(str(folder)):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    if find_checkpoint(folder) is not None and hasattr(config, "quantization_config"):
+        del config.quantization_config  # checkpoints hold the weights dequantised
+    return Prepared(folder, options, config, read_tokenizer(folder, options.trust_remote_code, chat_template))
+
+
+def _dtype(prepared: Prepared) -> torch.dtype:
+    wanted = prepared.options.torch_dtype
+    own = getattr(prepared.config, "dtype", None) or getattr(prepared.config.get_text_config(), "dtype", None)
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    return own if isinstance(own, torch.dtype) else torch.float32
+
+
+def _skeleton(prepared: Prepared, how: Mapping[str, Any]) -> Any:
+    """transformers' model without weights."""
+    from transformers import AutoModelForCausalLM
+
+    trust = prepared.options.trust_remote_code
+    with _told(str(prepared.folder)), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(prepared.config, trust_remote_code=trust, **how)
+    model.tie_weights()
+    return model
+
+
+def place(prepared: Prepared, options: PlacementOptions, model: Any) -> DeviceMap:
+    """Each module's device; the table of them goes to the user."""
+    sizes = Sizes(model, options.quantization_bit)
+    asked = devices.device_map(options.device_map)
+    limits = devices.max_memory(options.max_memory) if options.max_memory is not None else None
+    assert not isinstance(asked, Problem) and not isinstance(limits, Problem), "the command line was checked"
+    flag = f"--device_map {options.device_map}"
+    placed = placement.decide(sizes, asked, limits) if isinstance(asked, str) else placement.check(sizes, asked, flag)
+    log.info(f"device map\n{placement.table(sizes, placed)}")
+    on_disk = [name or "the model" for name, device in placed.items() if device == DISK]
+    if on_disk and options.offload_folder is None:
+        raise ConfigError(Problem(flag, f"{len(on_disk)} modules fit on no device ({', '.join(on_disk[:3])}, ...)",
+                                  "--offload_folder DIR to read them from disk in every step, a larger --max_memory, or "
+                                  "--quantization_bit 4"))
+    if on_disk and options.quantization_bit is not None:
+        raise ConfigError(Problem(f"--quantization_bit {options.quantization_bit}", "does not go with weights on disk",
+                                  "a larger --max_memory, or no --quantization_bit"))
+    if on_disk and prepared.options.merge_adapters:
+        raise ConfigError(Problem("--merge_adapters", "does not go with weights on disk",
+                                  "leave it out, or megaswift export --merge_lora true first"))
+    return placed
+
+
+def _quantisation(prepared: Prepared, bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
+    if bits is None:
+        return {}
+    stored = getattr(prepared.config, "quantization_config", None)
+    if stored is not None:
+        method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", "")
+        raise ConfigError(Problem(f"--quantization_bit {bits}", f"the model's weights are quantised already ({method})", "leave it out"))
+    return {"quantization_config": bits_and_bytes(bits, dtype)}
+
+
+def bits_and_bytes(bits: int, dtype: torch.dtype) -> Any:
+    """transformers' settings: NF4 that computes in `dtype`, or LLM.int8()."""
+    need("bitsandbytes", f"--quantization_bit {bits}")
+    from transformers import BitsAndBytesConfig
+
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+class _Lazy:
+    """A tensor of a checkpoint, read when transformers takes it. One at a time: the files' position is shared."""
+
+    def __init__(self, source: MegatronSource, name: str, lock: threading.Lock) -> None:
+        self.source, self.name, self.lock = source, name, lock
+
+    def __getitem__(self, where: Any) -> Tensor:
+        assert where is ..., "transformers takes whole tensors"
+        with self.lock:
+            return self.source.slice(self.name)
+
+    def get_shape(self) -> list[int]:
+        """As safetensors' slices have it."""
+        return list(self.source.shape(self.name))
+
+    def get_dtype(self) -> str:
+        """As safetensors' slices have it."""
+        return self.source.dtype_name(self.name)
+
+
+def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.device]:
+    """(the model with its weights and adapters, where its prompts go)."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = _dtype(prepared)
+    attention = prepared.options.attn_impl
+    how: dict[str, Any] = {"dtype": dtype} | ({} if attention == "auto" else {"attn_implementation": attention})
+    quantised = _quantisation(prepared, options.quantization_bit, dtype)
+    skeleton = _skeleton(prepared, how)
+    placed = place(prepared, options, skeleton)
+    how |= {**quantised, "device_map": placed, "trust_remote_code": prepared.options.trust_remote_code, "output_loading_info": True}
+    if DISK in placed.values():
+        how["offload_folder"] = options.offload_folder
+    checkpoint = find_checkpoint(prepared.folder)
+    with _told(str(prepared.options.model)):
+        if checkpoint is None:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(prepared.folder, **how)
+        else:
+            source, lock = MegatronSource(checkpoint), threading.Lock()
+            weights = {name: _Lazy(source, name, lock) for name in source.names()}
+            loaded = type(skeleton).from_pretrained(None, config=prepared.config, state_dict=weights, **how)
+            loaded[0].generation_config = prepared.generation  # from_pretrained looks for it beside files of weights only
+    model, told = loaded
+    lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
+    if lost:
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        raise WeightsError(Problem(str(prepared.options.model), f"transformers finds no weights for {', '.join(lost[:4])}{more}"))
+    return _adapted(model, prepared, placed).eval(), placement.main_device(placed)
+
+
+def _adapted(model: Any, prepared: Prepared, placed: DeviceMap) -> Any:
+    """The model with the adapters beside its weights, or in them.
+
+    PEFT would take a dispatched model apart and dispatch it again by a map of its own, and write a copy of the weights beside the model
+    for those on disk. Layers keep their hooks when adapters are put around them, so nothing of it is needed: the map is hidden meanwhile.
+    """
+    folder = prepared.options.adapters
+    if folder is None:
+        return model
+    from peft import PeftModel
+
+    vars(model).pop("hf_device_map", None)
+    with _told(f"--adapters {folder}"):
+        adapted: Any = PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True, torch_device="cpu")
+    model.hf_device_map = placed
+    _onto_devices(adapted, folder, placement.main_device(placed))
+    return adapted.merge_and_unload() if prepared.options.merge_adapters else adapted
+
+
+def _onto_devices(adapted: Any, folder: str, device: torch.device) -> None:
+    """Adapters of layers that are offloaded. PEFT puts them where their layer's weights are, and those are nowhere between two steps."""
+    from peft import load_peft_weights
+
+    homeless = [(name, module, own) for name, module in adapted.named_modules() for own, p in module.named_parameters(recurse=False)
+                if p.is_meta and f".{ADAPTER}" in f"{name}.{own}"]
+    weights = load_peft_weights(folder, device=str(device)) if homeless else {}
+    for name, module, own in homeless:
+        saved = f"{name}.{own}".replace(f".{ADAPTER}", "")
+        if saved not in weights:
+            raise WeightsError(Problem(f"--adapters {folder}", f"{name} cannot lie beside weights that are offloaded",
+                                       "megaswift export --merge_lora true first, or a larger --max_memory"))
+        setattr(module, own, torch.nn.Parameter(weights[saved], requires_grad=False))

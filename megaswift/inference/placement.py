@@ -1,0 +1,179 @@
+"""Which module goes to which device: decided on a model without weights, checked, and shown as a table before anything is loaded.
+
+The decision is accelerate's; the sizes it decides by are those that the weights will have, quantised ones included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megaswift.config.placement import DISK, Device
+from megaswift.config.size import bytes_text
+from megaswift.errors import ConfigError, Problem, nearest
+
+DeviceMap = dict[str, Device]
+CPU_SHARE = 0.9
+"""Of the free memory of the machine when the user names no limit: loading needs some beside the weights."""
+SHOWN = 4
+_NUMBERED = re.compile(r"(.+)\.(\d+)")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What each weight will take. A weight that two modules share counts with the first."""
+
+    model: nn.Module
+    """On the device `meta`."""
+    bits: int | None = None
+    """Of the weights of linear layers."""
+
+    def special(self) -> dict[str, Any]:
+        """Weights that are quantised, and accelerate's name for what they become. bitsandbytes leaves the head as it is."""
+        if self.bits is None:
+            return {}
+        from accelerate.utils import CustomDtype
+
+        kind = CustomDtype.INT4 if self.bits == 4 else torch.int8
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        return {f"{name}.weight": kind for name, m in self.model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+
+    def weights(self) -> Iterator[tuple[str, int, float]]:
+        """(name, elements, bytes) of every parameter and buffer that is saved or not."""
+        quantised = self.special()
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            each = self.bits / 8 if self.bits and name in quantised else tensor.element_size()
+            yield name, tensor.numel(), tensor.numel() * each
+
+
+def decide(sizes: Sizes, how: str, limits: Mapping[Device, int] | None) -> DeviceMap:
+    """The map that accelerate makes: auto and balanced spread evenly, balanced_low_0 spares GPU 0, sequential fills one after the other."""
+    from accelerate.utils import get_balanced_memory, get_max_memory, infer_auto_device_map
+
+    _check_devices([*limits] if limits else [], "--max_memory")
+    memory = get_max_memory(dict(limits) if limits else None)
+    if not limits and "cpu" in memory:
+        memory["cpu"] = int(memory["cpu"] * CPU_SHARE)
+    whole = sorted(getattr(sizes.model, "_no_split_modules", None) or ())
+    special = sizes.special()
+    if how != "sequential":
+        memory = get_balanced_memory(sizes.model, memory, no_split_module_classes=whole, special_dtypes=special,
+                                     low_zero=how == "balanced_low_0")
+    return dict(infer_auto_device_map(sizes.model, memory, no_split_module_classes=whole, special_dtypes=special))
+
+
+def check(sizes: Sizes, given: Mapping[str, Device], flag: str) -> DeviceMap:
+    """A map of the user's as one that names every module once; ConfigError for names it gets wrong and modules it leaves out."""
+    model = sizes.model
+    _check_devices([d for d in given.values() if d != DISK], flag)
+    known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+    problems = [Problem(f"{flag}, {name}", "is no module of this model", nearest(name, sorted(known)))
+                for name in given if name not in known]
+    full: DeviceMap = {}
+    left_out: list[str] = []
+    if not problems:
+        _spread("", model, given.get(""), given, (full, left_out))
+    if left_out:
+        more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
+        problems.append(Problem(flag, f"leaves out {', '.join(left_out[:SHOWN])}{more}", 'a device for each, or "": "cpu" for the rest'))
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    for name, module in model.named_modules():
+        inside = {d for n, d in full.items() if n.startswith(name + ".")}
+        if type(module).__name__ in whole and len(inside) > 1:
+            rule = f"is spread over {', '.join(map(str, sorted(inside, key=str)))}, but its parts add to one another"
+            problems.append(Problem(f"{flag}, {name}", rule, "one device for the whole layer"))
+    if problems:
+        raise ConfigError(problems)
+    return full
+
+
+def _spread(name: str, module: nn.Module, device: Device | None, given: Mapping[str, Device], out: tuple[DeviceMap, list[str]]) -> None:
+    """Each entry of the result stands for a module whose parts have no entry of their own, so that no two overlap."""
+    full, left_out = out
+    prefix = f"{name}." if name else ""
+    if not any(other.startswith(prefix) and other != name for other in given):
+        if device is not None:
+            full[name] = device
+        elif next(module.parameters(), None) is not None:
+            left_out.append(name)
+        elif next(module.buffers(), None) is not None:  # rotary angles: few bytes, wanted where layers are computed
+            full[name] = next(d for d in given.values() if d != DISK)
+        return
+    for child, part in module.named_children():
+        _spread(prefix + child, part, given.get(prefix + child, device), given, out)
+    for own, _ in module.named_parameters(recurse=False):
+        where = given.get(prefix + own, device)
+        if where is None:
+            left_out.append(prefix + own)
+        else:
+            full[prefix + own] = where
+
+
+def _check_devices(devices: Sequence[Device], flag: str) -> None:
+    """GPUs that this machine does not have."""
+    count = torch.cuda.device_count()
+    missing = sorted({d for d in devices if isinstance(d, int) and d >= count})
+    if missing:
+        has = f"has {count} GPUs" if count else "has no GPU"
+        raise ConfigError(Problem(f"{flag}, GPU {missing[0]}", f"this machine {has}", "cpu, or a GPU that is there"))
+
+
+def main_device(placed: Mapping[str, Device]) -> torch.device:
+    """Where offloaded layers are computed and prompts go: the first device of the map that is not only a store."""
+    for device in placed.values():
+        if device not in ("cpu", DISK):
+            return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return torch.device("cpu")
+
+
+@dataclass
+class _Row:
+    first: str
+    last: str
+    device: Device
+    elements: int
+    bytes: float
+
+    def name(self) -> str:
+        """`model.layers.0-11`."""
+        if not self.first:
+            return "(the whole model)"
+        a, b = _NUMBERED.fullmatch(self.first), _NUMBERED.fullmatch(self.last)
+        return self.first if self.first == self.last or a is None or b is None else f"{self.first}-{b[2]}"
+
+
+def table(sizes: Sizes, placed: Mapping[str, Device]) -> str:
+    """Ranges of modules with their device, parameters and bytes; then what each device holds."""
+    rows: list[_Row] = []
+    weights = list(sizes.weights())
+    for name, device in placed.items():
+        prefix = f"{name}." if name else ""
+        own = [(n, b) for key, n, b in weights if key == name or key.startswith(prefix)]
+        row = _Row(name, name, device, sum(n for n, _ in own), sum(b for _, b in own))
+        last = rows[-1] if rows else None
+        if last is not None and last.device == device and _follows(last.last, name):
+            last.last, last.elements, last.bytes = name, last.elements + row.elements, last.bytes + row.bytes
+        else:
+            rows.append(row)
+    lines = [("module", "device", "parameters", "bytes")]
+    lines += [(r.name(), _device_name(r.device), f"{r.elements:,}", bytes_text(r.bytes)) for r in rows]
+    devices = dict.fromkeys(placed.values())
+    if len(devices) > 1:
+        lines += [("in all", _device_name(d), f"{sum(r.elements for r in rows if r.device == d):,}",
+                   bytes_text(sum(r.bytes for r in rows if r.device == d))) for d in devices]
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in lines)
+
+
+def _follows(last: str, name: str) -> bool:
+    a, b = _NUMBERED.fullmatch(last), _NUMBERED.fullmatch(name)
+    return a is not None and b is not None and a[1] == b[1] and int(a[2]) + 1 == int(b[2])
+
+
+def _device_name(device: Device) -> str:
+    return f"cuda:{device}" if isinstance(device, int) else device

@@ -1,0 +1,105 @@
+"""A conversation in the terminal: answers appear token by token; Ctrl-C stops an answer, Ctrl-D ends.
+
+Owns the loop and the signals. Standard input that is no terminal is read line by line, so that a conversation can be piped in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from megaswift.inference.generator import Generator, Request, Sampling
+from megaswift.inference.prompts import PromptError, Prompts
+
+HELP = "/clear forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer, a line that ends in \\ goes on in the next"
+ASK = "> "
+
+
+@dataclass
+class Terminal:
+    """One conversation."""
+
+    generator: Generator
+    prompts: Prompts
+    sampling: Sampling
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    out: TextIO = field(default_factory=lambda: sys.stdout)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Until the input ends."""
+        if sys.stdin.isatty():
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 (arrow keys and history for input())
+            print(HELP, file=self.out)
+        while (question := self._question()) is not None:
+            if question == "/quit":
+                return
+            if question == "/clear":
+                self.messages.clear()
+                print("(the conversation is forgotten)", file=self.out)
+            elif question == "/help":
+                print(HELP, file=self.out)
+            elif question:
+                self.answer(question)
+
+    def _question(self) -> str | None:
+        lines: list[str] = []
+        while True:
+            try:
+                line = input(ASK if not lines else "  ") if sys.stdin.isatty() else _line()
+            except EOFError:
+                print(file=self.out)
+                return None
+            except KeyboardInterrupt:
+                print("\n(Ctrl-D ends)", file=self.out)
+                lines.clear()
+                continue
+            lines.append(line.removesuffix("\\"))
+            if not line.endswith("\\"):
+                return "\n".join(lines).strip()
+
+    def answer(self, question: str) -> None:
+        """Asks the model and prints what it says as it says it."""
+        messages = [*self.messages, {"role": "user", "content": question}]
+        try:
+            prompt = self.prompts.of_chat(messages)
+        except PromptError as error:
+            print(f"({error}; /clear forgets the conversation)", file=self.out)
+            return
+        request = Request(prompt, self.prompts.room(prompt, self.max_new_tokens), self.stop, listener=self._show)
+        with _ctrl_c_stops(request):
+            completion = self.generator.generate([request], self.sampling)[0]
+        ended = {"length": f"(stopped after {completion.tokens} tokens)", "cancelled": "(stopped)"}.get(completion.reason, "")
+        print(f" {ended}".rstrip(), file=self.out, flush=True)
+        self.messages = [*messages, {"role": "assistant", "content": completion.text}]
+
+    def _show(self, text: str, logprobs: Any) -> None:
+        print(text, end="", file=self.out, flush=True)
+
+
+def _line() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+@contextlib.contextmanager
+def _ctrl_c_stops(request: Request) -> Iterator[None]:
+    """The first Ctrl-C ends the answer at the next token, a second one the program."""
+    def stop(number: int, frame: Any) -> None:
+        if request.cancelled:
+            raise KeyboardInterrupt
+        request.cancelled = True
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,55 @@
+"""Text as it comes, against the text of all tokens at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megaswift.inference.text import BROKEN, TextStream, decode
+from tests.data.makers import TEXT, tokenizer
+from tests.trainers.inputs import write_model
+
+
+def streamed(tokens: Any, text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+    stream = TextStream(tokens, stop)
+    pieces = []
+    for token in tokens(text, add_special_tokens=False)["input_ids"]:
+        pieces.append(stream.add(token))
+        if stream.stopped:
+            break
+    return [*pieces, stream.finish()], stream
+
+
+@pytest.mark.parametrize("kind", ["qwen", "mistral"])
+def test_pieces_are_whole_characters_and_add_up(kind: str) -> None:
+    tokens = tokenizer(kind, "qwen2_5" if kind == "qwen" else "mistral")
+    for text in [*TEXT[:6], "née 🙂 日本  two  spaces\n\n end "]:
+        pieces, stream = streamed(tokens, text)
+        assert "".join(pieces) == stream.text == decode(tokens, tokens(text, add_special_tokens=False)["input_ids"])
+        assert not any(BROKEN in p for p in pieces)
+
+
+def test_a_special_token_between_does_not_eat_the_space_of_the_next(tmp_path: Any) -> None:
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(write_model(tmp_path / "model"))
+    ids = [tokens.convert_tokens_to_ids(t) for t in ("a", "<u>", "b", "<u>", "<u>", "c")]
+    stream = TextStream(tokens)
+    assert "".join([stream.add(i) for i in ids] + [stream.finish()]) == decode(tokens, ids)
+
+
+@pytest.mark.parametrize(("stop", "want"), [
+    (("the answer",), "Say "), (("zzz",), "Say the answer is 42 now"), (("42", "is"), "Say the answer "),
+    (("now!",), "Say the answer is 42 now"), (("now",), "Say the answer is 42 ")])
+def test_nothing_of_a_stop_text_is_given_out(stop: tuple[str, ...], want: str) -> None:
+    pieces, stream = streamed(tokenizer("qwen", "qwen2_5"), "Say the answer is 42 now", stop)
+    assert "".join(pieces) == stream.text == want and stream.stopped == (want != "Say the answer is 42 now")
+
+
+def test_an_unfinished_character_at_the_end_is_told_as_such() -> None:
+    tokens = tokenizer("qwen", "qwen2_5")
+    ids = tokens("日", add_special_tokens=False)["input_ids"]
+    assert len(ids) > 1
+    stream = TextStream(tokens)
+    assert stream.add(ids[0]) == "" and stream.finish() == BROKEN
