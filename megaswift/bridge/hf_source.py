@@ -76,6 +76,15 @@ class WeightSource(TensorSource, Protocol):
         """Close the files."""
 
 
+def _listed(name: str, index: dict[str, str] | None) -> str:
+    """Which tensors a file should hold by its index, for a message about the file: the first ones by name."""
+    there = [tensor for tensor, file in (index or {}).items() if file == name]
+    if not there:
+        return ""
+    more = f" and {len(there) - 2} more" if len(there) > 2 else ""
+    return f"; {INDEX} puts {', '.join(there[:2])}{more} there"
+
+
 class HfSource:
     """The weights of one folder. Opening it reads headers only."""
 
@@ -137,13 +146,12 @@ class HfSource:
         path = self.directory / name
         outside = self._inside(name)
         if outside:
-            here = sum(file == name for file in index.values()) if index else 0
-            problems.append(Problem(str(path), outside + (f"; {INDEX} puts {here} tensors there" if index else "")))
+            problems.append(Problem(str(path), outside + _listed(name, index)))
             return
         try:
             header = read_header(path)
         except (OSError, ValueError) as error:
-            problems.append(Problem(str(path), str(error), "download this file again"))
+            problems.append(Problem(str(path), str(error) + _listed(name, index), "download this file again"))
             return
         for tensor, stored in header.items():
             what = f"{path}, tensor {tensor}"

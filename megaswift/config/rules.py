@@ -77,6 +77,10 @@ _LORA = ("train_type",)
 _OF_ADAPTERS = ("adapters", "train_type")
 _IS_LORA, _GIVEN = "belongs to train_type lora (train_type is {train_type})", "the folder {adapters} says it itself"
 _NEW = ("lora_rank", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
+_HUB = "belongs to a hub id, and the model is a folder"
+_STREAM = ("streaming", "val_dataset")
+_ONLY_STREAMS: Test = lambda c: c.data.streaming and not c.data.val_dataset  # noqa: E731
+_NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_lora  # noqa: E731
 _NO_PP: Test = lambda c: c.parallel.pipeline_parallel_size == 1  # noqa: E731
 
 IGNORED: tuple[Ignored, ...] = (
@@ -94,7 +98,8 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("recompute_num_layers", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
     Ignored("recompute_modules", _GRANULARITY, lambda c: c.model.recompute_granularity != "selective",
             "needs recompute_granularity selective", "--recompute_granularity selective"),
-    Ignored("model_revision", ("model",), _is_folder, "belongs to a hub id, and the model is a folder", "--model ORGANISATION/NAME"),
+    Ignored("model_revision", ("model",), _is_folder, _HUB, "--model ORGANISATION/NAME"),
+    Ignored("use_hf", ("model",), _is_folder, _HUB, "--model ORGANISATION/NAME", (True,)),
     Ignored("distributed_optimizer", ("optimizer",), lambda c: c.optim.optimizer == "sgd",
             "Megatron-Core splits the state of adam only", "--optimizer adam"),
     Ignored("cp_comm_type", ("context_parallel_size",), lambda c: c.parallel.context_parallel_size == 1,
@@ -111,10 +116,10 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("per_device_eval_batch_size", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
     Ignored("data_seed", ("shuffle", "split_dataset_ratio", "dataset", "val_dataset"), _no_random_order,
             "orders and splits rows, and nothing is ordered or split", "--shuffle true"),
-    Ignored("dataset_cache_dir", ("streaming",), lambda c: c.data.streaming,
-            "nothing is kept on disk while streaming", "--streaming false"),
-    Ignored("dataset_num_proc", ("streaming",), lambda c: c.data.streaming,
-            "a stream is tokenised as it is read", "--streaming false", (1,)),
+    Ignored("dataset_cache_dir", _STREAM, _ONLY_STREAMS, "nothing is kept on disk while streaming", "--streaming false"),
+    Ignored("dataset_num_proc", _STREAM, _ONLY_STREAMS, "a stream is tokenised as it is read", "--streaming false", (1,)),
+    Ignored("dataloader_num_workers", ("streaming",), lambda c: c.data.streaming,
+            "a stream is read in order, by the process itself", "--streaming false"),
     Ignored("num_train_epochs", ("max_steps",), lambda c: c.train.max_steps is not None,
             "max_steps {max_steps} already says how long the run is", "one of the two"),
     Ignored("save_total_limit", ("save_steps",), lambda c: c.train.save_steps is None,
@@ -123,6 +128,8 @@ IGNORED: tuple[Ignored, ...] = (
             "warmup_steps {warmup_steps} already says how long the warm-up is", "one of the two"),
     *(Ignored(name, _LORA, _NO_LORA, _IS_LORA, "--train_type lora") for name in (*_NEW, "lora_dropout", "adapters", "merge_lora")),
     *(Ignored(name, _OF_ADAPTERS, _FROM_ADAPTERS, _GIVEN, "new adapters: no --adapters") for name in _NEW),
+    Ignored("export_hf", ("train_type", "merge_lora"), _NO_EXPORT,
+            "with train_type {train_type} the export is OUT/adapter, and OUT/hf with merge_lora only", "--merge_lora true"),
     Ignored("freeze_parameters", _LORA, lambda c: c.model.train_type != "full",
             "with train_type {train_type} no weight of the model trains but modules_to_save", "--train_type full"),
     Ignored("node_rank", ("nnodes",), _one_machine, "there is one machine", "--nnodes 2"),

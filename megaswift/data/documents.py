@@ -64,7 +64,9 @@ def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
     number, start, length, labels, sample, first = [], [], [], [], [], 0
     for k, (source, store) in enumerate(stores):
         if len(store) == 0:
-            raise DataError(Problem(source.name, "holds no rows"))
+            bad = store.manifest["bad"]
+            raise DataError(Problem(source.name, f"none of its {bad} rows can be read" if bad else "holds no rows",
+                                    "--strict true tells what is wrong with them" if bad else ""))
         rows = np.arange(len(store)) if source.rows is None else np.arange(source.rows) % len(store)
         offsets = np.asarray(store.offsets)
         number.append(np.full(len(rows), k, dtype=np.int32))

@@ -94,15 +94,19 @@ class StreamSource:
             items = [items[i] for i in order]
         return _Block(items, begin, end)
 
-    def _render(self, path: str, located: Located) -> Rendered | Problem | None:
-        """A row's text; what is wrong with it, to be told when its turn comes; or nothing, where such rows are skipped."""
+    def _render(self, path: str, located: Located, ahead: bool = False) -> Rendered | Problem | None:
+        """A row's text; what is wrong with it, to be told when its turn comes; or nothing, where such rows are skipped.
+
+        `ahead`: the row is only looked at, and read again when its turn comes.
+        """
         try:
             return self.encoder.render(located.row)
         except RowError as e:
             if self.encoder.spec.strict:
                 return row_problem(path, located.line, e)
-            self.counted["malformed"] += 1
-            warn(f"skipped {row_problem(path, located.line, e)}")
+            if not ahead:
+                self.counted["malformed"] += 1
+                warn(f"skipped {row_problem(path, located.line, e)} ({self.counted['malformed']} rows skipped so far)")
             return None
 
     def _tokenize(self, rendered: Sequence[tuple[Rendered | None, int]]) -> list[list[Document]]:
@@ -193,7 +197,7 @@ class StreamSource:
         for path, located, cursor in read_on(self.sources, Cursor()):
             if cursor.epoch:
                 break
-            rendered = self._render(path, located)
+            rendered = self._render(path, located, ahead=True)
             if isinstance(rendered, Problem):
                 return  # it stops the run when its turn comes
             some += [] if rendered is None else [rendered]
@@ -205,19 +209,23 @@ class StreamSource:
             raise self._useless()
 
     def check_labels(self, rows: int = 256) -> None:
-        """DataError when none of the first rows carries loss, or no row of an epoch does within max_length."""
+        """DataError when no row of an epoch carries loss within max_length; the first `rows` are told apart from longer reading."""
         seen: list[Rendered] = []
+        whole, looked, names = False, 0, ", ".join(s.name for s in self.sources)
         for path, located, cursor in read_on(self.sources, Cursor()):
-            if cursor.epoch or len(seen) >= rows:
+            whole = cursor.epoch > 0
+            if whole or looked == rows:
                 break
-            rendered = self._render(path, located)
-            if isinstance(rendered, Rendered):
-                seen.append(rendered)
-        if not any(r.spans for r in seen):
-            raise DataError(Problem(", ".join(s.name for s in self.sources), f"no token of the first {len(seen)} rows carries loss",
-                                    "rows with assistant messages, or --loss_scale all"))
+            looked += 1
+            rendered = self._render(path, located, ahead=True)
+            if isinstance(rendered, Problem):
+                return  # it stops the run when its turn comes
+            seen += [] if rendered is None else [rendered]
+        if whole and not seen:
+            raise DataError(Problem(names, f"none of its {looked} rows can be read", "--strict true tells what is wrong with them"))
+        if whole and not any(r.spans for r in seen):
+            raise DataError(Problem(names, f"no token of {looked} rows carries loss", "rows with assistant messages, or --loss_scale all"))
         self._check_usable()
-        self.counted.clear()
 
     @cached_property
     def _passes(self) -> Passes:

@@ -5,6 +5,8 @@ Works on the default process group, and is the identity without one. Owns no gro
 
 from __future__ import annotations
 
+import datetime
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +17,8 @@ from megaswift import errors
 from megaswift.errors import CheckpointError, Problem, UserError
 
 T = TypeVar("T")
+_WAITS = itertools.count()
+"""Every rank comes to the same waits in the same order."""
 
 
 def _several() -> bool:
@@ -64,8 +68,20 @@ def gather(value: T) -> list[T]:
     return values
 
 
-def on_main(work: Callable[[], T]) -> T:
-    """Does `work` on rank 0 and hands its result to all; a user's mistake found there is raised on every rank."""
+def _wait_for_main(hours: float) -> None:
+    """Returns on every rank once rank 0 is here, by the store that started the group: no collective is under way meanwhile."""
+    store, name = dist.distributed_c10d._get_default_store(), f"megaswift/{next(_WAITS)}"
+    if rank() == 0:
+        store.set(name, "done")
+    else:
+        store.wait([name], datetime.timedelta(hours=hours))
+
+
+def on_main(work: Callable[[], T], hours: float = 0.0) -> T:
+    """Does `work` on rank 0 and hands its result to all; a user's mistake found there is raised on every rank.
+
+    `hours`: for work that may take longer than a collective (--ddp_timeout). The others then wait outside of one, at most so long.
+    """
     outcome: tuple[str, Any] = ("failed", None)
     try:
         if rank() == 0:
@@ -79,6 +95,8 @@ def on_main(work: Callable[[], T]) -> T:
         outcome = (CheckpointError.__name__, [problem])
     finally:
         if _several():
+            if hours:
+                _wait_for_main(hours)
             box = [outcome]
             dist.broadcast_object_list(box, src=0)
             outcome = box[0]

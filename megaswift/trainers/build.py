@@ -89,7 +89,7 @@ class Build:
         plan, layout = batch_plan(self.cfg.train, self.layout.dp), self.layout
         return LoaderGeometry(
             dp_rank=self.context.coordinates.dp, dp_size=layout.dp, per_device=plan.per_device, accumulation=plan.accumulation,
-            doc_multiple=2 * layout.cp if layout.cp > 1 else 1, row_multiple=row_multiple(layout, bool(self.cfg.model.fp8_format)),
+            doc_multiple=2 * layout.cp if layout.cp > 1 else 1, row_multiple=row_multiple(layout, fp8_tokens(self.cfg)),
             uniform=layout.pp > 1, seed=data.data_seed(self.cfg.data, self.cfg.train))
 
     def data(self) -> tuple[BatchSource, EvalSource | None]:
@@ -172,11 +172,18 @@ class Build:
             rows_per_epoch=source.rows, start=start)
 
 
-def row_multiple(layout: Layout, fp8: bool) -> int:
-    """Rows are padded to it: 2 CP chunks of equal length, TP equal parts of each rank's share, 16 tokens a rank for FP8 products."""
+def row_multiple(layout: Layout, fp8: int) -> int:
+    """Rows are padded to it: 2 CP chunks of equal length, TP equal parts of each rank's share, `fp8` tokens a rank for FP8 products."""
     tp = layout.tp if layout.sequence_parallel else 1
     share = math.lcm(tp, 2 if layout.cp > 1 else 1)
-    return layout.cp * (math.lcm(share, 16 * tp) if fp8 else share)
+    return layout.cp * math.lcm(share, fp8 * tp)
+
+
+def fp8_tokens(cfg: SwiftConfig) -> int:
+    """Tokens of which FP8 products need a multiple (Megatron-Core's `get_fp8_align_size`); 1 without FP8."""
+    if cfg.model.fp8_format is None:
+        return 1
+    return 32 if cfg.model.fp8_recipe == "mxfp8" else 16
 
 
 def count_steps(cfg: SwiftConfig, source: Any) -> int:

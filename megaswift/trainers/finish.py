@@ -35,7 +35,7 @@ def export_adapters(engine: MegatronEngine, build: Build) -> None:
     adapters.write(engine, build.outputs.adapter, build.base)
     tell(f"wrote {build.outputs.adapter}, which PEFT loads")
     if build.cfg.lora.merge_lora:
-        agree.on_main(lambda: _merge(build))
+        agree.on_main(lambda: _merge(build), hours=24)
         tell(f"exported {build.outputs.hf}, adapters merged in")
 
 

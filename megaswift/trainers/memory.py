@@ -27,9 +27,14 @@ class OutOfMemory(UserError):
     title = "out of memory"
 
 
+SAID = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+        "Cuda failure 2 'out of memory'")
+"""How torch's CPU allocator, and the libraries that allocate beside torch's, say it in a RuntimeError."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for torch's own error on a GPU, and for a failed allocation on a CPU."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    """True for torch's own error on a GPU, for a failed allocation on a CPU, and for those of CUDA's libraries."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in SAID)
 
 
 def out_of_memory(cfg: Any, experts: int, error: BaseException) -> OutOfMemory:

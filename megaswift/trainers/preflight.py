@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.capabilities import chosen, missing_transformer_engine
 from megaswift.config.values import show
+from megaswift.data.sources import resolve
 from megaswift.data.template import read_template
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits, load_spec
@@ -137,10 +139,22 @@ def dense_options(cfg: SwiftConfig) -> list[Problem]:
 
 
 def data_problems(cfg: SwiftConfig) -> list[Problem]:
-    """A chat template that cannot be had; the data themselves are read by `megaswift.data`."""
+    """Data sets that are not there, a chat template that cannot be had; what is in them `megaswift.data` reads."""
+    problems: list[Problem] = []
+    checks: list[Callable[[], object]] = [partial(resolve, name, _later) for name in (*cfg.data.dataset, *cfg.data.val_dataset)]
     if cfg.data.chat_template is not None:
-        read_template(cfg.data.chat_template)
-    return []
+        checks.append(partial(read_template, cfg.data.chat_template))
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            problems += error.problems
+    return problems
+
+
+def _later(name: str, subset: str | None) -> tuple[Path, ...]:
+    """Ids of a hub are asked for when the data are read."""
+    return ()
 
 
 def tracker_problems(report_to: Sequence[str]) -> list[Problem]:

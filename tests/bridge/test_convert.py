@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -212,6 +213,19 @@ def test_nothing_is_replaced_unasked(folders: Path, tmp_path: Path) -> None:
     (tmp_path / "m" / "stray").write_text("")
     forth(folder, tmp_path / "m", hf_to_megatron.Options(overwrite=True))
     assert not (tmp_path / "m" / "stray").exists() and open_weights(tmp_path / "m").names()
+
+
+def test_progress_tells_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere than on a terminal: a line now and then. What an interrupted run had done does not count as speed."""
+    now = [100.0]
+    monkeypatch.setattr(conversion.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    meter = conversion.Meter(16 * 10**9, 10**9, stream)
+    meter.add(10**9)
+    assert stream.getvalue() == ""
+    now[0] += 11
+    meter.add(10 * 10**9)
+    assert stream.getvalue() == "12.0 of 16.0 GB, 1.00 GB/s, ETA 0:04\n"
 
 
 def test_a_full_disk_is_noticed_before(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

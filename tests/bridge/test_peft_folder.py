@@ -69,6 +69,28 @@ def test_peft_loads_what_we_write(variant: str, targets: tuple[str, ...], saved:
     assert all(torch.equal(t, values[name]) for name, t in again.read(plan).items())
 
 
+@pytest.mark.parametrize("options, scale", [
+    ({}, 0.5), ({"use_rslora": True}, 2.0), ({"use_dora": True, "lora_dropout": 0.25}, 0.5)], ids=str)
+def test_options_mean_what_they_mean_to_peft(options: dict[str, Any], scale: float, folders: Path, tmp_path: Path) -> None:
+    """rank 16, alpha 8: alpha / r is 1/2, alpha / sqrt(r) is 2. PEFT reads its own scale from the folder."""
+    from megaswift.config import SwiftConfig
+    from megaswift.engine.megatron.lora import plan_adapters
+
+    folder = make("dense", folders)
+    cfg = SwiftConfig(train_type="lora", lora_rank=16, lora_alpha=8, target_modules=["linear_qkv", "down_proj"], modules_to_save="lm_head",
+                      **options)
+    plan = plan_adapters(cfg.lora, plan_of(folder))
+    assert {a.scale for a in plan.adapters} == {scale} and {a.dora for a in plan.adapters} == {cfg.lora.use_dora}
+    write_adapter(tmp_path / "adapter", plan, random_values(plan).items(), str(folder))
+    loaded = peft.PeftModel.from_pretrained(base(folder), tmp_path / "adapter")
+    told, layers = loaded.peft_config["default"], [m for m in loaded.modules() if hasattr(m, "lora_A") and hasattr(m, "scaling")]
+    assert {m.scaling["default"] for m in layers} == {scale} and len(layers) == 4 * 4
+    assert (told.r, told.lora_alpha, told.use_rslora, told.use_dora, told.lora_dropout) == (
+        16, 8, cfg.lora.use_rslora, cfg.lora.use_dora, cfg.lora.lora_dropout)
+    assert not any(hasattr(m, "lora_A") for n, m in loaded.named_modules() if n.endswith(("o_proj", "up_proj")))
+    assert any("modules_to_save" in n for n, _ in loaded.named_modules())
+
+
 def made_by_peft(folder: Path, target: Path, **options: Any) -> Any:
     """PEFT's own model with random adapters, saved by PEFT."""
     model = peft.get_peft_model(base(folder), peft.LoraConfig(task_type="CAUSAL_LM", **options))

@@ -35,8 +35,15 @@ def shard_of(folder: Path, name: str) -> Path:
 
 def test_a_missing_shard(fresh: Fresh) -> None:
     folder = fresh("dense")
-    shard_of(folder, EMBEDDING).unlink()
-    assert f"{shard_of(folder, EMBEDDING)}: is missing" in refused(folder)
+    path = shard_of(folder, EMBEDDING)
+    path.unlink()
+    message = refused(folder)
+    assert f"{path}: is missing" in message and first_of(folder, path.name) in message
+
+
+def first_of(folder: Path, file: str) -> str:
+    """A tensor that the index puts into a file: messages about the file name it."""
+    return next(name for name, where in index_of(folder)["weight_map"].items() if where == file)
 
 
 @pytest.mark.parametrize("kept", [4, 60, -1])
@@ -45,7 +52,7 @@ def test_a_truncated_shard(fresh: Fresh, kept: int) -> None:
     path = shard_of(folder, EMBEDDING)
     path.write_bytes(path.read_bytes()[:kept])
     message = refused(folder)
-    assert path.name in message and "truncated" in message
+    assert path.name in message and "truncated" in message and first_of(folder, path.name) in message
 
 
 def test_a_shard_of_something_else(fresh: Fresh) -> None:
@@ -76,7 +83,8 @@ def test_a_size_that_does_not_fit_its_shape(fresh: Fresh) -> None:
 def test_an_index_that_points_outside(fresh: Fresh, where: str) -> None:
     folder = fresh("dense")
     set_index(folder, EMBEDDING, where)
-    assert "points outside its folder" in refused(folder)
+    message = refused(folder)
+    assert f"{where}: points outside its folder" in message and EMBEDDING in message
 
 
 def test_a_link_that_leads_outside(fresh: Fresh, tmp_path: Path) -> None:
@@ -84,7 +92,8 @@ def test_a_link_that_leads_outside(fresh: Fresh, tmp_path: Path) -> None:
     path = shard_of(folder, EMBEDDING)
     shutil.move(path, tmp_path / "elsewhere.safetensors")
     path.symlink_to(tmp_path / "elsewhere.safetensors")
-    assert "is a link to" in refused(folder)
+    message = refused(folder)
+    assert f"{path}: is a link to" in message and first_of(folder, path.name) in message
 
 
 def test_the_links_of_a_hub_cache_are_followed(fresh: Fresh, tmp_path: Path) -> None:

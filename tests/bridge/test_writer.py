@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import struct
@@ -15,7 +16,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megaswift.bridge import HfSource, HfWriter, TensorMeta
+from megaswift.bridge import ExportOptions, HfSource, HfWriter, TensorMeta, megatron_to_hf
+from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, plan_files
+from megaswift.bridge.merge import merge_folders
 from megaswift.errors import CheckpointError
 
 TENSORS = {
@@ -66,6 +69,15 @@ def test_shards_and_index(tmp_path: Path) -> None:
         assert sum(t.numel() * t.element_size() for t in stored.values()) <= 60 or len(stored) == 1
     assert set(HfSource(folder).names()) == set(TENSORS)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_five_gigabytes_a_file_unless_said() -> None:
+    metas = {f"t{i}": TensorMeta((600, 1_000_000), torch.bfloat16) for i in range(9)} | {"whole": TensorMeta((3, 10**9), torch.bfloat16)}
+    limits = {ExportOptions().max_shard_bytes, megatron_to_hf.Options().max_shard_bytes, MAX_SHARD_BYTES}
+    limits |= {inspect.signature(call).parameters["max_shard_bytes"].default for call in (HfWriter, merge_folders)}
+    assert limits == {5 * 10**9}
+    files = plan_files(metas, MAX_SHARD_BYTES)
+    assert [len(f.places) for f in files] == [4, 4, 1, 1] and all(f.size < 4_800_010_000 for f in files[:3])
 
 
 def test_one_file_has_no_index(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_the_part_of_a_pass_by_rows_bytes_and_files(tmp_path: Path) -> None:
     assert set(parts(Source("", (lines,), 2), Source("", (columns,)))) == {0, 1}
 
 
-def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(tmp_path: Path) -> None:
+def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "d.jsonl"
     jsonl(path, [chat(str(i), "a") for i in range(5)] + [{"messages": 3}] + [chat("x", "y")] * 3)
     s = source(tmp_path, 0, LoaderGeometry(per_device=2), streaming=True, shuffle=False)[0]
@@ -258,8 +258,24 @@ def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(tmp_path: Path
         s.next()
     assert s.state_dict() == state
     lenient = source(tmp_path, 0, LoaderGeometry(per_device=2), streaming=True, shuffle=False, strict=False)[0]
+    assert capsys.readouterr().err == ""  # the look at the first rows tells nothing of them
     assert [ids_of(lenient.next()) for _ in range(3)][2] == [4, -1]
     assert lenient.stats["malformed"] == 1
+    told = capsys.readouterr().err
+    assert told.count("d.jsonl:6: column messages") == 1 and "(1 rows skipped so far)" in told
+
+
+def test_a_stream_without_a_label_is_refused(tmp_path: Path) -> None:
+    question, answer = chat("q", "a")["messages"]
+    jsonl(tmp_path / "d.jsonl", [{"messages": [question, answer | {"loss": False}]}] * 3)
+    with pytest.raises(DataError, match="d.jsonl: no token of 3 rows carries loss"):
+        source(tmp_path, 0, LoaderGeometry(), streaming=True)
+    jsonl(tmp_path / "d.jsonl", [{"messages": 3}] * 3)
+    with pytest.raises(DataError, match="d.jsonl: none of its 3 rows can be read"):
+        source(tmp_path, 0, LoaderGeometry(), streaming=True, strict=False)
+    silent = {"messages": [question, answer | {"loss": False}]}
+    jsonl(tmp_path / "d.jsonl", [silent] * 300 + [chat("q", "a")])
+    assert source(tmp_path, 0, LoaderGeometry(), streaming=True)[0].stats["rows_read"] == 0
 
 
 def test_streamed_tokens_are_the_stored_ones(tmp_path: Path) -> None:

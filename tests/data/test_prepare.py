@@ -129,6 +129,12 @@ def test_malformed_rows_are_told_with_file_line_and_column(tmp_path: Path) -> No
     assert prepare(cfg.data, tokenizer("qwen", "qwen2_5"))[0][1].manifest["bad"] == 3
 
 
+def test_a_data_set_of_malformed_rows_alone(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "d.jsonl", [{"query": 1, "response": 2}] * 3)
+    with pytest.raises(DataError, match="d.jsonl: none of its 3 rows can be read"):
+        texts(tmp_path, path, strict=False)
+
+
 def test_at_most_ten_are_shown(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "d.jsonl", [{"query": "x", "response": i} for i in range(25)])
     with pytest.raises(DataError, match="and 15 more rows") as e:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megaswift.engine.megatron.layer_choice import only_torch, only_torch_here, pick
+from megaswift.config.sections import OPTIONS
+from megaswift.engine.megatron.layer_choice import FP8_NEEDS, fp8_problems, only_torch, only_torch_here, pick
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
 from tests.families.published import MISTRAL_7B, PUBLISHED, QWEN3_0_6B
@@ -33,6 +34,18 @@ def test_what_a_model_needs() -> None:
 def test_what_a_layout_needs(model: Any, comm: str | None, packing: bool, lacking: str) -> None:
     found = only_torch_here(model, comm, packing)
     assert [f for f in found if not f.startswith(lacking)] == [] and bool(found) == bool(lacking)
+
+
+@pytest.mark.parametrize(("recipe", "capability", "told"), [
+    ("delayed", (8, 0), "8.9 (Ada) or newer; this GPU has 8.0\n    try: --fp8_format none"), ("delayed", (8, 9), ""),
+    ("blockwise", (8, 9), "9.0 (Hopper) or newer; this GPU has 8.9\n    try: --fp8_recipe tensorwise or --fp8_recipe delayed"),
+    ("blockwise", (9, 0), ""), ("mxfp8", (9, 0), "10.0 (Blackwell) or newer; this GPU has 9.0\n    try: --fp8_recipe blockwise"),
+    ("mxfp8", (12, 0), ""),
+])
+def test_fp8_recipes_that_a_gpu_lacks(recipe: str, capability: tuple[int, int], told: str) -> None:
+    found = "".join(map(str, fp8_problems(recipe, capability)))
+    assert told in found and bool(found) == bool(told)
+    assert set(FP8_NEEDS) == set(OPTIONS["fp8_recipe"].choices)
 
 
 @pytest.mark.parametrize(("version", "torch_only"), [("0.16.1", True), ("0.19.2", False)])

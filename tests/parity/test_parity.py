@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.parity import cover
 from tests.parity.cases import Case, parse
 from tests.parity.compare import compare, table
-from tests.parity.measure import Task
+from tests.parity.measure import Task, build
 from tests.parity.pool import Pool
 from tests.parity.references import References
 
@@ -54,6 +55,38 @@ def test_without_auxiliary_losses(text: str, pool: Pool, references: References)
 def test_a_microbatch_of_padding_only(text: str, pool: Pool, references: References) -> None:
     """Ranks are filled up with empty micro-batches at the end of the data: they add nothing, and divide nothing by zero."""
     check(parse(text), pool, references)
+
+
+STRINGS = [("dense pp2", "Et|t*3L"), ("dense pp2 vpp2 tied do", "E|tt|t*2|L"), ("moe pp2 dp2 ep2 packed", "Et*3|tL")]
+MORE = [("dense tp2 sp pp4", "E|tt|tt|L"), ("moe tp2 sp pp2 vpp2", "Et|(t|)*2tL"), ("dense pp2 recompute=full", "E|t*4L")]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("text", "layout"), [*STRINGS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
+def test_stages_by_a_layout_string(text: str, layout: str, pool: Pool, references: References) -> None:
+    """Uneven stages, and some that hold the embedding or the loss alone."""
+    case = parse(text)
+    folder, recipe, want = references.of(case)
+    got = pool.run("tests.parity.measure:train", Task(case, folder, recipe, options={"pipeline_layout": layout}), case.world)[0]
+    differences = compare(got, want, recipe)
+    assert not any(d.bad for d in differences), "\n" + table(f"{case} {layout}", differences)
+
+
+def held(rank: int, world: int, task: Task) -> list[list[int]]:
+    """The numbers, from 1, of the layers in each of this rank's chunks (on the ranks)."""
+    engine, context = build(task.case, task.folder, world, **task.options)
+    found = [[layer.layer_number for layer in chunk.decoder.layers] for chunk in engine.plain]
+    torch.distributed.barrier()
+    context.close()
+    return found
+
+
+@pytest.mark.process
+def test_a_layout_string_places_the_layers(pool: Pool, references: References) -> None:
+    case = parse("dense pp2 vpp2")
+    folder, recipe, _ = references.of(case)
+    task = Task(case, folder, recipe, options={"pipeline_layout": "E|tt|t*2|L"})
+    assert pool.run("tests.parity.test_parity:held", task, case.world) == [[[], [3, 4]], [[1, 2], []]]
 
 
 @pytest.mark.process

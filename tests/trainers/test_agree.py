@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,8 @@ def _rank(rank: int, store: str, out: str) -> None:
             agree.on_main(lambda error=error: (_ for _ in ()).throw(error))
         except (DataError, CheckpointError) as caught:
             found.append([type(caught).__name__, [p.what + " " + p.rule for p in caught.problems]])
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
+    found.append(agree.on_main(lambda: time.sleep(2.5) or 5, hours=0.1))  # longer than a collective may take
     Path(out, str(rank)).write_text(repr(found))
     dist.destroy_process_group()
 
@@ -29,7 +33,7 @@ def _rank(rank: int, store: str, out: str) -> None:
 def test_two_ranks_agree(tmp_path: Path) -> None:
     mp.spawn(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     expected = repr([[3.0, 2.0**53], [1.0, 0.0], ["r0", "r1"], 7, 2, ["DataError", ["a is bad", "b too"]],
-                     ["CheckpointError", ["/disk/x No space left on device"]]])
+                     ["CheckpointError", ["/disk/x No space left on device"]], 5])
     assert [(tmp_path / r).read_text() for r in "01"] == [expected, expected]
 
 

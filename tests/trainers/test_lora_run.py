@@ -79,6 +79,31 @@ def test_a_checkpoint_without_base_weights_goes_on_elsewhere(whole: tuple[Path, 
 
 @pytest.mark.process
 @pytest.mark.slow
+def test_two_tasks_from_one_base(whole: tuple[Path, str], inputs: list[str], tmp_path: Path) -> None:
+    """A second run on other data: the base stays as it is, and PEFT holds both adapters on one model."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = Path(inputs[1])
+    before = {p.name: p.read_bytes() for p in base.iterdir()}
+    write_conversations(tmp_path / "other.jsonl", seed=9)
+    words = [inputs[0], inputs[1], "--dataset", str(tmp_path / "other.jsonl"), *inputs[4:]]
+    options = ("--train_type", "lora", "--lora_rank", 2, "--max_steps", 4, "--report_to", "none", "--target_modules", "v_proj")
+    run(words, tmp_path / "second", *options, ranks=1)
+    assert {p.name: p.read_bytes() for p in base.iterdir()} == before
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), whole[0] / "adapter", adapter_name="first")
+    first = logits(model)
+    model.load_adapter(tmp_path / "second" / "adapter", adapter_name="second")
+    model.set_adapter("second")
+    second = logits(model)
+    alone = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "second" / "adapter")
+    assert torch.equal(second, logits(alone)) and not torch.equal(first, second)
+    model.set_adapter("first")
+    assert torch.equal(logits(model), first)
+
+
+@pytest.mark.process
+@pytest.mark.slow
 def test_another_base_or_another_kind_of_training_is_refused(whole: tuple[Path, str], inputs: list[str], tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     tensors = load_file(model / "model.safetensors")

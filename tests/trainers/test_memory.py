@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -40,6 +42,27 @@ def test_a_real_failed_allocation_becomes_an_error_with_advice() -> None:
     error = memory.out_of_memory(SwiftConfig(model="m", dataset="d"), 0, caught.value)
     text = error.message()
     assert text.startswith("megaswift: out of memory\n") and "GiB)" in text and "1. --recompute_granularity selective" in text
+
+
+@pytest.mark.parametrize("words", [
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "NCCL error ... ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"])
+def test_libraries_that_allocate_beside_torch(words: str) -> None:
+    assert memory.is_out_of_memory(RuntimeError(words))
+
+
+def test_a_run_that_runs_out_ends_with_the_advice() -> None:
+    """Around the model's making and the loop; another error passes through as it is."""
+    from megaswift.trainers.session import Session
+
+    session = object.__new__(Session)
+    session.cfg, session.spec = SwiftConfig(model="m", dataset="d"), SimpleNamespace(experts=0)  # type: ignore[assignment]
+    with pytest.raises(memory.OutOfMemory, match="1. --recompute_granularity selective"), session.memory_advice():
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="size of tensor") as caught, session.memory_advice():
+        torch.zeros(2) + torch.zeros(3)
+    assert not isinstance(caught.value, memory.OutOfMemory)
 
 
 def test_the_peak_never_falls_and_grows_with_use() -> None:

@@ -34,7 +34,7 @@ def problems(cfg: SwiftConfig, world_size: int) -> list[str]:
 
 
 def test_a_good_run_passes_and_leaves_no_trace(model: Path, tmp_path: Path) -> None:
-    assert problems(SwiftConfig(task="sft", model=str(model), dataset="d.jsonl", tp=2, output_dir=str(tmp_path / "out")), 4) == []
+    assert problems(SwiftConfig(task="sft", model=str(model), dataset="d", tp=2, output_dir=str(tmp_path / "out")), 4) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -42,11 +42,14 @@ def test_problems_of_every_kind_are_told_together(model: Path, tmp_path: Path, m
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
     monkeypatch.setitem(module.TRACKERS, "wandb", "no_such_package")
-    cfg = SwiftConfig(task="sft", model=str(model), dataset="d.jsonl", tp=8, pp=1, output_dir=str(tmp_path / "out"), report_to=["wandb"],
+    cfg = SwiftConfig(task="sft", model=str(model), dataset=["a.jsonl", "d", "b.jsonl"], val_dataset="c.jsonl", tp=8, pp=1,
+                      output_dir=str(tmp_path / "out"), report_to=["wandb"],
                       chat_template="no/such/file.jinja")
     text = "\n".join(problems(cfg, 8))
-    for part in ("tp 8", "file.jinja: is neither a file nor a template", "holds another run", "no_such_package is not installed"):
+    for part in ("tp 8", "file.jinja: is neither a file nor a template", "holds another run", "no_such_package is not installed",
+                 "--dataset a.jsonl: no such file", "--dataset b.jsonl: no such file", "--dataset c.jsonl: no such file"):
         assert part in text
+    assert "--dataset d:" not in text  # an id of a hub, perhaps
 
 
 def test_nothing_to_offload_without_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +63,12 @@ def test_nothing_to_offload_without_a_gpu(model: Path, tmp_path: Path, monkeypat
 def test_a_template_below_home_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "t.jinja").write_text("{{ messages }}")
-    cfg = SwiftConfig(task="sft", model=str(model), dataset="d.jsonl", chat_template="~/t.jinja", output_dir=str(tmp_path / "out"))
+    cfg = SwiftConfig(task="sft", model=str(model), dataset="d", chat_template="~/t.jinja", output_dir=str(tmp_path / "out"))
     assert problems(cfg, 1) == []
 
 
 def test_adapters_that_have_no_place_are_named_before_anything_starts(model: Path, tmp_path: Path) -> None:
-    cfg = SwiftConfig(task="sft", model=str(model), dataset="d.jsonl", output_dir=str(tmp_path / "out"), train_type="lora",
+    cfg = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), train_type="lora",
                       target_modules=["q_proj", "k_porj", "embed_tokens", "(v_proj"], modules_to_save=["lm_heads"])
     text = "\n".join(problems(cfg, 1))
     for part in ("--target_modules k_porj: matches no linear layer", "did you mean k_proj?",
@@ -74,11 +77,11 @@ def test_adapters_that_have_no_place_are_named_before_anything_starts(model: Pat
         assert part in text
     assert "q_proj:" not in text
     assert "--adapters nowhere: no such folder" in "\n".join(problems(SwiftConfig(
-        task="sft", model=str(model), dataset="d.jsonl", output_dir=str(tmp_path / "out"), train_type="lora", adapters="nowhere"), 1))
+        task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), train_type="lora", adapters="nowhere"), 1))
 
 
 def test_four_bits_that_do_not_fit_are_told_before_anything_starts(model: Path, tmp_path: Path) -> None:
-    cfg = SwiftConfig(task="sft", model=str(model), dataset="d.jsonl", output_dir=str(tmp_path / "out"), train_type="qlora",
+    cfg = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), train_type="qlora",
                       modules_to_save=["lm_head", "o_proj"])
     text = "\n".join(problems(cfg, 1))
     assert "NF4 blocks are 64 inputs" in text and "--modules_to_save model.layers.0.self_attn.o_proj: is held in NF4" in text

@@ -23,7 +23,7 @@ from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron import schedule_pass as passes
 from megaswift.engine.megatron.aux_losses import AuxLosses
 from megaswift.engine.megatron.context import ParallelContext
-from megaswift.engine.megatron.layer_choice import only_torch, only_torch_here, pick
+from megaswift.engine.megatron.layer_choice import fp8_problems, only_torch, only_torch_here, pick
 from megaswift.engine.megatron.lora import RankAdapters, plan_adapters
 from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap
 from megaswift.engine.megatron.model_config import transformer_config
@@ -49,6 +49,8 @@ class MegatronEngine:
         self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(beyond))
         if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
             raise ConfigError(lacking)
+        if cfg.model.fp8_format and (unfit := fp8_problems(cfg.model.fp8_recipe, torch.cuda.get_device_capability())):
+            raise ConfigError(unfit)
         self.config = transformer_config(spec, cfg, self.layout, self.impl)
         self.plan = WeightPlan(family_of(spec.hf_config), spec)
         adapters = plan_adapters(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
