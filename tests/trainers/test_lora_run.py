@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megaswift.bridge.adapters import PREFIX
 from megaswift.bridge.dist_files import read_index
 from megaswift.trainers.metrics import read_lines
-from tests.trainers.inputs import write_inputs, write_model
+from tests.trainers.inputs import write_conversations, write_inputs, write_model
 from tests.trainers.test_run import finish, run, start
 
 LORA = ("--train_type", "lora", "--lora_rank", 4, "--max_steps", 4, "--report_to", "none", "--modules_to_save", "lm_head",
