@@ -29,6 +29,7 @@ from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap
 from megaswift.engine.megatron.model_config import transformer_config
 from megaswift.engine.megatron.sizes import measure
 from megaswift.engine.megatron.weights import RandomSource, RankWeights, frozen
+from megaswift.engine.objective import Objective, count, outputs_of, report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import family_of, four_bits
@@ -128,12 +129,12 @@ class MegatronEngine:
             return self._run(microbatches, loss, passes.PassSettings(self.impl, True))
 
     def _run(self, microbatches: Sequence[Batch], loss: Loss, settings: passes.PassSettings) -> StepResult:
-        counted = passes.count(microbatches, loss, self.context)
-        objective = passes.Objective(loss, counted)
+        counted = count(microbatches, loss, self.context)
+        objective = Objective(loss, counted)
         self._need(loss.needs)
         self.aux.begin(counted.microbatches)
         passes.run(self.chunks, microbatches, objective, self.context, settings)
-        total, metrics = passes.report(objective, self.context)
+        total, metrics = report(objective, self.context)
         if not settings.forward_only:
             metrics = {**metrics, **self.aux.report()}
         return StepResult(total, metrics, None, False, counted.tokens, counted.label_tokens, counted.counts)
@@ -147,9 +148,9 @@ class MegatronEngine:
         """What `needs` asks for, per micro-batch in input order, on every model-parallel rank."""
         found: list[Tensor] = []
 
-        def keep(_: object, fields: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def keep(_: Batch, fields: Tensor) -> Tensor:
             found.append(fields)
-            return fields.new_zeros(()), torch.zeros((), dtype=torch.int, device=fields.device), {}
+            return fields.new_zeros(())
 
         self._need(needs)
         with _evaluating(self):
@@ -159,7 +160,7 @@ class MegatronEngine:
                 found = [torch.empty(len(needs.fields), *b.input_ids.shape, device=self.context.device) for b in microbatches]
             for tensor in found:
                 dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
-        return [passes.outputs_of(fields, needs) for fields in found]
+        return [outputs_of(fields, needs) for fields in found]
 
     def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on rank 0; every rank iterates. Adapters are merged in."""

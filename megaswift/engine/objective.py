@@ -1,0 +1,137 @@
+"""The objective of a global batch, for any engine: counts before the forward pass, the loss callback, what is reported.
+
+A term is divided once, by its count over all data-parallel ranks and micro-batches. How a model computes its outputs is the engines'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaswift.losses.contract import FIELDS, Batch, Loss, Max, Mean, Metric, Min, Needs, Outputs, Sum
+from megaswift.parallel.layout import Coordinates, Layout
+
+
+class Context(Protocol):
+    """What of a parallel context is needed here."""
+
+    layout: Layout
+    coordinates: Coordinates
+    device: torch.device
+    groups: Any
+    """With the process groups `dp` and, where there is a pipeline, `pp`."""
+
+
+@dataclass(frozen=True)
+class GlobalCounts:
+    """Sums over data-parallel ranks and micro-batches, context-parallel replicas once."""
+
+    counts: dict[str, float]
+    tokens: int
+    label_tokens: int
+    microbatches: int
+    """Those with any token: fillers of uneven ends do not count."""
+
+
+def count(microbatches: Sequence[Batch], loss: Loss, context: Context) -> GlobalCounts:
+    """Count the global batch. Every rank needs the same names, so they come from the first micro-batch."""
+    names = sorted(loss.counts(microbatches[0]))
+    sums = torch.zeros(len(names) + 3, dtype=torch.float64)
+    for batch in microbatches:
+        found = loss.counts(batch)
+        real = [batch.tokens, batch.label_tokens, int(batch.tokens > 0)]
+        sums += torch.tensor([*(found[n] for n in names), *real], dtype=torch.float64)
+    sums = sums.to(context.device)
+    if context.layout.dp > 1:
+        dist.all_reduce(sums, group=context.groups.dp)
+    values = sums.tolist()
+    return GlobalCounts(dict(zip(names, values, strict=False)), round(values[-3]), round(values[-2]), round(values[-1]))
+
+
+def outputs_of(fields: Tensor, needs: Needs) -> Outputs:
+    """[f, b, s] as the head returns them to named fields."""
+    names = [f for f in FIELDS if f in needs.fields]
+    return Outputs(**{name: fields[i].detach() if name == "correct" else fields[i] for i, name in enumerate(names)})
+
+
+class Objective:
+    """The loss callback of one global batch; collects what is reported, per micro-batch, on the last pipeline stage."""
+
+    def __init__(self, loss: Loss, counted: GlobalCounts) -> None:
+        self.loss, self.counts = loss, counted.counts
+        self.parts: list[tuple[dict[str, Tensor], dict[str, Metric]]] = []
+
+    def __call__(self, batch: Batch, fields: Tensor) -> Tensor:
+        """The scalar to differentiate: this micro-batch's part of the global batch's objective."""
+        terms, metrics = self.loss(outputs_of(fields, self.loss.needs), batch)
+        total = fields.new_zeros(())
+        found: dict[str, Tensor] = {}
+        for term in terms:
+            value = term.weight * term.sum / (self.counts[term.denominator] or 1.0)
+            found[term.name] = value.detach()
+            total = total + value
+        self.parts.append((found, dict(metrics)))
+        return total
+
+
+def _local_sums(objective: Objective) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """(values that add up, largest, smallest) over this rank's micro-batches; means as two sums."""
+    add: dict[str, float] = {}
+    high: dict[str, float] = {}
+    low: dict[str, float] = {}
+    for terms, metrics in objective.parts:
+        for name, value in terms.items():
+            add[f"term/{name}"] = add.get(f"term/{name}", 0.0) + float(value)
+        for name, metric in metrics.items():
+            if isinstance(metric, Mean):
+                add[f"sum/{name}"] = add.get(f"sum/{name}", 0.0) + float(metric.sum)
+                add[f"count/{name}"] = add.get(f"count/{name}", 0.0) + float(metric.count)
+            elif isinstance(metric, Sum):
+                add[f"total/{name}"] = add.get(f"total/{name}", 0.0) + float(metric.value)
+            elif isinstance(metric, Max):
+                high[name] = max(high.get(name, -float("inf")), float(metric.value))
+            elif isinstance(metric, Min):
+                low[name] = min(low.get(name, float("inf")), float(metric.value))
+    return add, high, low
+
+
+def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType, context: Context) -> dict[str, float]:
+    if not values or context.layout.dp == 1:
+        return values
+    names = sorted(values)
+    tensor = torch.tensor([values[n] for n in names], dtype=torch.float64, device=context.device)
+    dist.all_reduce(tensor, op, context.groups.dp)
+    return dict(zip(names, tensor.tolist(), strict=True))
+
+
+def report(objective: Objective, context: Context) -> tuple[float, dict[str, float]]:
+    """(objective, metrics) of the global batch, on every rank: reduced on the last stage, then told to the others."""
+    layout, at = context.layout, context.coordinates
+    result: list[Any] = [None]
+    if at.pp == layout.pp - 1:
+        add, high, low = _local_sums(objective)
+        add = _reduce(add, dist.ReduceOp.SUM, context)
+        high, low = _reduce(high, dist.ReduceOp.MAX, context), _reduce(low, dist.ReduceOp.MIN, context)
+        result = [_finish(add, high, low)]
+    if layout.pp > 1:
+        dist.broadcast_object_list(result, group=context.groups.pp, group_src=layout.pp - 1, device=context.device)
+    return result[0]
+
+
+def _finish(add: dict[str, float], high: dict[str, float], low: dict[str, float]) -> tuple[float, dict[str, float]]:
+    terms = {n.removeprefix("term/"): v for n, v in add.items() if n.startswith("term/")}
+    metrics = {n.removeprefix("total/"): v for n, v in add.items() if n.startswith("total/")}
+    for name, value in add.items():
+        if name.startswith("sum/"):
+            total = add["count/" + name.removeprefix("sum/")]
+            metrics[name.removeprefix("sum/")] = value / total if total else 0.0
+    metrics.update(high)
+    metrics.update(low)
+    if len(terms) > 1:
+        metrics.update(terms)
+    return sum(terms.values()), metrics
