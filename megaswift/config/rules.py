@@ -5,40 +5,15 @@ Owns rules that need nothing but the options. What depends on model, machine or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megaswift.config.batch import batch_problems
+from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
+from megaswift.config.rule import Clash, Ignored, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.values import show
 from megaswift.errors import Problem
-
-Test = Callable[[Sections], Any]
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """`option` does nothing while `when` holds: giving it is a mistake, unless with a value that says so itself."""
-
-    option: str
-    reads: tuple[str, ...]
-    """Options that `when` looks at; the rule waits until their own mistakes are mended."""
-    when: Test
-    why: str
-    fix: str
-    neutral: tuple[Any, ...] = (None, False, 0, ())
-
-
-@dataclass(frozen=True)
-class Clash:
-    """Options that cannot go together; the first is the one to name."""
-
-    options: tuple[str, ...]
-    when: Test
-    why: str
-    fix: str
 
 
 def _no_evaluation(c: Sections) -> bool:
@@ -136,6 +111,7 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("master_addr", ("nnodes",), _one_machine, "there is one machine", "--nnodes 2"),
     Ignored("master_port", ("nnodes", "nproc_per_node"), lambda c: _one_machine(c) and c.launch.nproc_per_node is None,
             "there is one process", "--nproc_per_node 2"),
+    *ENGINE_IGNORED,
 )
 
 CLASHES: tuple[Clash, ...] = (
@@ -214,6 +190,7 @@ CLASHES: tuple[Clash, ...] = (
           "needs the address of machine 0", "--master_addr HOST (or MASTER_ADDR)"),
     Clash(("nnodes", "node_rank"), lambda c: (c.launch.nnodes or 1) > 1 and c.launch.node_rank is None,
           "needs the number of this machine", "--node_rank 0 (or NODE_RANK)"),
+    *ENGINE_CLASHES,
 )
 
 

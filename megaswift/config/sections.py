@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaswift.config.data import DataConfig
+from megaswift.config.engine import EngineConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.lora import LoraConfig
 from megaswift.config.model import ModelConfig
@@ -17,8 +18,8 @@ from megaswift.config.train import TrainConfig
 TASKS = {"sft": "supervised fine-tuning on conversations", "pt": "pretraining on plain text"}
 
 SECTIONS: dict[str, type] = {
-    "model": ModelConfig, "lora": LoraConfig, "parallel": ParallelConfig, "data": DataConfig, "train": TrainConfig, "optim": OptimConfig,
-    "launch": LaunchConfig}
+    "model": ModelConfig, "lora": LoraConfig, "engine": EngineConfig, "parallel": ParallelConfig, "data": DataConfig,
+    "train": TrainConfig, "optim": OptimConfig, "launch": LaunchConfig}
 
 SECTION_ALIASES = {
     "training": "train", "parallelism": "parallel", "datasets": "data", "dataset": "data", "optimizer": "optim", "launcher": "launch",
@@ -46,6 +47,7 @@ class Sections:
     task: str
     model: ModelConfig
     lora: LoraConfig
+    engine: EngineConfig
     parallel: ParallelConfig
     data: DataConfig
     train: TrainConfig

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, Loss, Needs, Outputs
@@ -56,6 +57,14 @@ class Engine(Protocol):
     """`megatron`, `ddp`, ... for the log."""
     vocab_size: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix products."""
+
+    @property
+    def kernels(self) -> str:
+        """For the first screen: which layers, why, and the precision."""
+
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward and one optimizer step (or a skipped one) over this rank's micro-batches."""
 
@@ -71,14 +80,26 @@ class Engine(Protocol):
     def load_hf(self, directory: Path) -> None:
         """Weights from a Hugging Face folder, each rank reading its own slices."""
 
+    def random_init(self, seed: int) -> None:
+        """Weights from the seed."""
+
+    def keep(self, directory: Path) -> None:
+        """No weights yet: a checkpoint of a run on the model in `directory` brings them."""
+
+    def export(self, folder: Path, source: Path) -> None:
+        """A Hugging Face folder, each tensor in the dtype that it has in `source`, which replaces an older one. Collective."""
+
+    def write_adapter(self, folder: Path, base: str) -> None:
+        """The PEFT folder of a run with adapters on the model named `base`. Collective."""
+
+    def describe(self, target: Path, folder: Path) -> None:
+        """The files that tell what a checkpoint is of (config.json, tokenizer, dtypes), from the model in `folder`. On one rank."""
+
     def save(self, directory: Path) -> None:
         """Sharded state: weights, optimizer, RNG of every rank. Collective."""
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`, on the same or another layout."""
-
-    def freeze(self, patterns: Sequence[str]) -> None:
-        """Only before the first step: parameters whose HF names match do not train."""
 
     def report(self) -> ParameterReport:
         """Exact sizes for the first screen."""

@@ -1,6 +1,6 @@
 """Puts the parts of a run together on a rank: tokenizer, data, engine, hooks, and the facts for the screen.
 
-Owns which part gets which option. Nothing here trains, and only this file makes an engine.
+Owns which part gets which option. Nothing here trains.
 """
 
 from __future__ import annotations
@@ -14,26 +14,22 @@ from typing import Any
 import torch
 
 from megaswift import log
-from megaswift.bridge.export import stored_dtypes
 from megaswift.bridge.fingerprint import fingerprint
-from megaswift.bridge.model_folder import write_model
-from megaswift.bridge.plan import WeightPlan
 from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_plan
 from megaswift.data import build as data
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry
-from megaswift.engine.megatron.context import ParallelContext
-from megaswift.engine.megatron.engine import MegatronEngine
+from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError, Problem
-from megaswift.families import family_of
 from megaswift.families.checkpoint_folder import MODEL
 from megaswift.families.model_source import tokenizer_of
 from megaswift.families.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.picture import picture
 from megaswift.parallel.stages import Split
-from megaswift.trainers import adapters, agree
+from megaswift.trainers import agree
 from megaswift.trainers.checkpoint import Checkpoint
+from megaswift.trainers.engines import Context, make_engine
 from megaswift.trainers.evaluation import Evaluation
 from megaswift.trainers.flops import FlopRule, peak_tflops
 from megaswift.trainers.hook import Hook
@@ -59,7 +55,7 @@ class Build:
     spec: ModelSpec
     folder: Path
     """The model's Hugging Face folder."""
-    context: ParallelContext
+    context: Context
     outputs: Outputs
     tokenizer: Any = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -100,18 +96,18 @@ class Build:
             held = replace(held, geometry=replace(held.geometry, accumulation=self.layout.pp))
         return source, held
 
-    def engine(self, fresh: bool) -> MegatronEngine:
+    def engine(self, fresh: bool) -> Engine:
         """The model; `fresh` False leaves its weights to a checkpoint, which of a run with adapters holds the adapters only."""
-        engine = MegatronEngine(self.spec, self.cfg, self.context)
-        if fresh and self.cfg.model.random_init:
+        engine = make_engine(self.cfg, self.spec, self.folder, self.context)
+        if self.cfg.model.random_init:
             engine.random_init(self.cfg.train.seed)
         elif fresh or self.adapts:
             engine.load_hf(self.folder)
-        elif not self.cfg.model.random_init:
+        else:
             engine.keep(self.folder)
         return engine
 
-    def hooks(self, engine: MegatronEngine, held: EvalSource | None) -> list[Hook]:
+    def hooks(self, engine: Engine, held: EvalSource | None) -> list[Hook]:
         """In the order of their work within a step: lines first, the checkpoint last."""
         train, outputs, task = self.cfg.train, self.outputs, self.task
         hooks: list[Hook] = [Metrics(outputs.metrics, train.logging_steps, self.speed(engine), task.count), Watch(), Progress()]
@@ -124,16 +120,15 @@ class Build:
         if self.adapts:
             facts["base"] = self.base
         checkpoint = Checkpoint(outputs.store, train.save_steps, train.save_total_limit, facts)
-        checkpoint.attach = self.attach
+        checkpoint.attach = partial(self.attach, engine)
         if self.adapts:
-            checkpoint.beside = lambda folder: adapters.write(engine, folder / "adapter", self.base)
+            checkpoint.beside = lambda folder: engine.write_adapter(folder / "adapter", self.base)
         return [*hooks, checkpoint]
 
-    def attach(self, folder: Path) -> None:
+    def attach(self, engine: Engine, folder: Path) -> None:
         """Beside the state, what turns a checkpoint into a Hugging Face folder without the one it came from."""
-        target, plan = folder / MODEL, WeightPlan(family_of(self.spec.hf_config), self.spec)
-        source = None if self.cfg.model.random_init else self.folder
-        write_model(target, self.spec.hf_config, stored_dtypes(plan, source), self.folder)
+        target = folder / MODEL
+        engine.describe(target, self.folder)
         self.write_template(target)
 
     def write_template(self, folder: Path) -> None:
@@ -146,20 +141,19 @@ class Build:
         shape = {name: getattr(self.spec, name) for name in SHAPE}
         return shape | {"base_weights": agree.on_main(lambda: fingerprint(self.folder))} if self.adapts else shape
 
-    def speed(self, engine: MegatronEngine) -> Speed:
+    def speed(self, engine: Engine) -> Speed:
         """The FLOP rule of this model on these devices."""
         rule = FlopRule(engine.report().flops_per_token_parameters, self.spec.num_layers * self.spec.product_width)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        peak = peak_tflops(device, str(engine.config.params_dtype).removeprefix("torch."))
+        peak = peak_tflops(device, str(engine.dtype).removeprefix("torch."))
         layout = self.layout
         return Speed(rule, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
 
-    def facts(self, engine: MegatronEngine, source: Any, total_steps: int, start: int) -> Facts:
+    def facts(self, engine: Engine, source: Any, total_steps: int, start: int) -> Facts:
         """For the first screen."""
         s, layout = self.spec, self.layout
         experts = f", {s.experts} experts, {s.topk} active" if s.experts else ""
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
-        kernels = f"{engine.impl} ({engine.impl_reason}), {str(engine.config.params_dtype).removeprefix('torch.')}"
         plan = batch_plan(self.cfg.train, layout.dp)
         grid = picture(layout, s.num_layers, Split.from_config(self.cfg.parallel)) if layout.world_size > 1 else ""
         processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
@@ -168,7 +162,7 @@ class Build:
             model=f"{s.family}, {s.num_layers} layers x {s.hidden_size}, {s.heads} heads ({s.kv_heads} KV), vocabulary {s.vocab_size:,}"
                   f"{experts}: {self.folder}{' (random weights)' if self.cfg.model.random_init else ''}",
             parameters=engine.report(), layout=f"{layout.describe()} on {processes} ({where})", picture=grid,
-            kernels=kernels, data=data_text(source.stats), dp=layout.dp, accumulation=plan.accumulation, total_steps=total_steps,
+            kernels=engine.kernels, data=data_text(source.stats), dp=layout.dp, accumulation=plan.accumulation, total_steps=total_steps,
             rows_per_epoch=source.rows, start=start)
 
 

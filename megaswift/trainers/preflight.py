@@ -13,13 +13,15 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.capabilities import chosen, missing_transformer_engine
+from megaswift.config.engine_rules import is_native
 from megaswift.config.values import show
 from megaswift.data.sources import resolve
 from megaswift.data.template import read_template
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.families import ModelSpec, family_of, four_bits, load_spec
 from megaswift.families.model_source import locate, missing_files
+from megaswift.families import FAMILIES, ModelSpec, family_of, four_bits, load_spec
 from megaswift.families.projections import saved, select, without_dora
+from megaswift.families.unlisted import any_spec
 from megaswift.parallel.checks import check_layout
 from megaswift.parallel.rules import Asked
 from megaswift.parallel.shape import ModelShape
@@ -73,6 +75,8 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     folder = locate(cfg.model, weights=False)
     local = Path(str(cfg.model.model)).is_dir()
     problems = missing_files(folder, cfg.model.random_init) if local else []
+    if not is_native(cfg):
+        return problems + torch_engine_problems(cfg, any_spec(folder), world_size)
     spec = load_spec(folder)
     idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
     adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []
@@ -84,16 +88,38 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     return problems + idle + adapters + unfit
 
 
+def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, world_size: int) -> list[Problem]:
+    """What the torch engine needs beside a model that transformers loads."""
+    problems = check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size))
+    if cfg.model.train_type == "lora":
+        problems += needs_package("peft", "--train_type lora")
+        problems += folder_problems(cfg.lora.adapters) if cfg.lora.adapters is not None else []
+        if cfg.lora.merge_lora and spec.family not in FAMILIES:
+            problems.append(Problem("--merge_lora true", f"knows no weights of model_type {spec.family}", "PEFT's merge_and_unload"))
+    return problems
+
+
+def needs_package(package: str, wanted: str) -> list[Problem]:
+    """Nothing where it is installed."""
+    there = importlib.util.find_spec(package) is not None
+    return [] if there else [Problem(wanted, f"needs the package {package}, which is not installed", f"pip install {package}")]
+
+
+def folder_problems(adapters: str) -> list[Problem]:
+    """What a folder of adapters lacks."""
+    folder = Path(adapters)
+    lacking = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
+    if not lacking:
+        return []
+    rule = f"has no {lacking[0]}" if folder.is_dir() else "no such folder"
+    return [Problem(f"--adapters {folder}", rule, "a folder that PEFT or a run of ours wrote (OUT/adapter)")]
+
+
 def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Targets that match nothing; an adapter folder that is none (what is in it, the bridge reads)."""
     lora, problems = cfg.lora, []
     if lora.adapters is not None:
-        folder = Path(lora.adapters)
-        lacking = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
-        if lacking:
-            rule = f"has no {lacking[0]}" if folder.is_dir() else "no such folder"
-            problems.append(Problem(f"--adapters {folder}", rule, "a folder that PEFT or a run of ours wrote (OUT/adapter)"))
-        return problems
+        return folder_problems(lora.adapters)
     family = family_of(spec.hf_config)
     for check, names in ((select, lora.target_modules), (saved, lora.modules_to_save)):
         try:

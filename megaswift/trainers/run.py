@@ -13,8 +13,10 @@ import warnings
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
+from megaswift.config.engine_rules import is_native
 from megaswift.families import load_spec
 from megaswift.families.model_source import locate
+from megaswift.families.unlisted import any_spec
 from megaswift.parallel.checks import layout_for
 from megaswift.parallel.shape import ModelShape
 from megaswift.trainers.preflight import preflight
@@ -26,13 +28,13 @@ def run(cfg: SwiftConfig) -> Path:
     """Trains as `cfg` says and returns the output directory. Every rank calls it, after `preflight`."""
     began = time.perf_counter()
     quieten()
-    from megaswift.engine.megatron.context import ParallelContext
+    from megaswift.trainers.engines import start_context
     from megaswift.trainers.session import Session
 
     folder = locate(cfg.model, weights=not cfg.model.random_init)
-    spec = load_spec(folder)
+    spec = load_spec(folder) if is_native(cfg) else any_spec(folder)
     layout = layout_for(cfg, ModelShape.of(spec), int(os.environ.get("WORLD_SIZE", "1")))
-    context = ParallelContext(layout, float(cfg.parallel.ddp_timeout), cfg.train.seed)
+    context = start_context(cfg, layout)
     finished = False
     try:
         session = Session(cfg, spec, folder, context)

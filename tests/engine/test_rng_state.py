@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megaswift.engine import rng_state as saved
 from megaswift.engine.megatron import rng_state
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.errors import Problem
@@ -39,7 +40,7 @@ def test_restored_bit_for_bit(context: ParallelContext, tmp_path: Path) -> None:
     draw()
     rng_state.write(tmp_path, 0)
     after = [draw(), draw()]
-    states = rng_state.read(tmp_path, 0)
+    states = saved.read(tmp_path, 0)
     assert not isinstance(states, Problem) and rng_state.fits(states[0])
     rng_state.restore(*states)
     assert [draw(), draw()] == after
@@ -64,7 +65,7 @@ def test_reseed_is_repeatable_and_fresh(context: ParallelContext, tmp_path: Path
 def test_other_generators_do_not_fit(context: ParallelContext, tmp_path: Path) -> None:
     """A checkpoint from a machine with another kind of device."""
     rng_state.write(tmp_path, 0)
-    states = rng_state.read(tmp_path, 0)
+    states = saved.read(tmp_path, 0)
     assert not isinstance(states, Problem)
     assert not rng_state.fits({**states[0], "cuda": torch.zeros(16, dtype=torch.uint8)})
 
@@ -73,6 +74,6 @@ def test_other_generators_do_not_fit(context: ParallelContext, tmp_path: Path) -
 def test_unreadable(content: bytes | None, context: ParallelContext, tmp_path: Path) -> None:
     """A problem that names the file."""
     if content is not None:
-        rng_state.path(tmp_path, 3).write_bytes(content)
-    found = rng_state.read(tmp_path, 3)
+        saved.path(tmp_path, 3).write_bytes(content)
+    found = saved.read(tmp_path, 3)
     assert isinstance(found, Problem) and "rng-00003.safetensors" in found.what

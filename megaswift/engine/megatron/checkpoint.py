@@ -24,6 +24,7 @@ from megaswift import log
 from megaswift.bridge import dist_files as files
 from megaswift.bridge.dist_keys import KEPT, MAIN, STATES
 from megaswift.disk import sync
+from megaswift.engine import rng_state as saved_states
 from megaswift.engine.megatron import checkpoint_boxes as boxes
 from megaswift.engine.megatron import lora_boxes, rng_state
 from megaswift.engine.megatron import optimizer_states as states
@@ -90,7 +91,7 @@ def load(engine: MegatronEngine, directory: Path) -> None:
     wanted = [_source(box, index) for box in [*boxes.weights(placed, False), *boxes.moments(placed, slices, False)]]
     items, problems = files.plan_reads(index, wanted)
     same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
-    random_states = rng_state.read(directory, engine.rank if same_layout else 0)
+    random_states = saved_states.read(directory, engine.rank if same_layout else 0)
     problems += [random_states] if isinstance(random_states, Problem) else []
     problems += _unused(engine, index, {box.key for box in wanted})
     _agree(engine, problems)

@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift.bridge.export import ExportOptions, export_hf, stored_dtypes
 from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.model_folder import write_model
 from megaswift.bridge.open import open_weights
+from megaswift.bridge.peft_folder import write_adapter
 from megaswift.bridge.plan import WeightPlan
 from megaswift.config import SwiftConfig
 from megaswift.config.capabilities import missing_transformer_engine
@@ -186,6 +189,40 @@ class MegatronEngine:
         assert self.lora is not None, "no adapters: train_type is full"
         with self.lora.off():
             yield
+
+    def export(self, folder: Path, source: Path) -> None:
+        """A Hugging Face folder from all ranks' weights, streamed; rank 0 writes. Collective."""
+        weights = self.hf_weights()
+        if self.rank == 0:
+            export_hf(folder, self.plan, weights, ExportOptions(source=source, overwrite=True))
+        else:
+            for _ in weights:
+                pass
+
+    def write_adapter(self, folder: Path, base: str) -> None:
+        """Adapters and fully trained modules in float32, as PEFT saves them; rank 0 writes. Collective."""
+        assert self.lora is not None, "no adapters: train_type is full"
+        weights = self.adapter_weights()
+        if self.rank == 0:
+            write_adapter(folder, self.lora.plan, weights, base)
+        else:
+            for _ in weights:
+                pass
+
+    def describe(self, target: Path, folder: Path) -> None:
+        """config.json, the tokenizer and each tensor's dtype. On one rank."""
+        source = None if self.cfg.model.random_init else folder
+        write_model(target, self.spec.hf_config, stored_dtypes(self.plan, source), folder)
+
+    @property
+    def kernels(self) -> str:
+        """For the first screen."""
+        return f"{self.impl} ({self.impl_reason}), {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix products."""
+        return self.config.params_dtype
 
     def report(self) -> ParameterReport:
         """Exact sizes, for the first screen."""

@@ -1,96 +1,37 @@
-"""Random states of a rank: Python, NumPy, torch, the device and Megatron's tracker, as one safetensors file a rank.
+"""Random states of a rank with those of Megatron's tracker.
 
-Owns collecting, writing and restoring them bit for bit, and seeding afresh where that is impossible (another layout).
 Megatron's own checkpoints keep one expert state for all expert-parallel ranks (Megatron-LM pull request 6858); here each rank has its own.
 """
 
 from __future__ import annotations
 
-import json
-import random
-import zlib
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-import safetensors
-import torch
 from megatron.core import tensor_parallel
-from safetensors.torch import save
 from torch import Tensor
 
+from megaswift.engine import rng_state
 from megaswift.engine.megatron.context import ParallelContext
-from megaswift.errors import Problem
-
-_TRACKER = "tracker."
-
-
-def path(directory: Path, rank: int) -> Path:
-    """The file of a rank."""
-    return directory / f"rng-{rank:05d}.safetensors"
-
-
-def _collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(states as tensors, what is left of them as plain values)."""
-    version, words, gauss = random.getstate()
-    numpy = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state(legacy=True))
-    _, keys, position, has_gauss, cached = numpy
-    tensors = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "numpy": torch.from_numpy(keys.astype(np.int64)),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
-        tensors[_TRACKER + name] = state.clone()
-    return tensors, {"python": [version, gauss], "numpy": [int(position), int(has_gauss), float(cached)]}
 
 
 def write(directory: Path, rank: int) -> Path:
     """This rank's states; returns the file, not yet flushed."""
-    tensors, plain = _collect()
-    file = path(directory, rank)
-    file.write_bytes(save(tensors, metadata={"plain": json.dumps(plain)}))
-    return file
-
-
-def read(directory: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]] | Problem:
-    """The states that `write` wrote, or what is wrong with the file."""
-    file = path(directory, rank)
-    if not file.is_file():
-        return Problem(str(file), "is missing")
-    try:
-        with safetensors.safe_open(file, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
-            plain = json.loads((opened.metadata() or {})["plain"])
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
-        return Problem(str(file), f"cannot be read ({error})")
-    return tensors, plain
+    return rng_state.write(directory, rank, tensor_parallel.get_cuda_rng_tracker().get_states())
 
 
 def fits(tensors: dict[str, Tensor]) -> bool:
-    """Whether these are states of the generators that this rank has: the same devices, the same names in Megatron's tracker."""
-    return {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in _collect()[0].items()}
+    """Whether these are states of the generators that this rank has."""
+    return rng_state.fits(tensors, tensor_parallel.get_cuda_rng_tracker().get_states())
 
 
 def restore(tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
     """Every generator of this rank back to where it stood."""
-    version, gauss = plain["python"]
-    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
-    position, has_gauss, cached = plain["numpy"]
-    np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
-    tracked = {name.removeprefix(_TRACKER): t.clone() for name, t in tensors.items() if name.startswith(_TRACKER)}
-    tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
-    if "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"])
-    torch.set_rng_state(tensors["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(rng_state.restore(tensors, plain))
 
 
 def reseed(context: ParallelContext, directory: Path) -> int:
-    """Fresh states on every rank, from the saved ones of rank 0: repeatable, and no dropout mask comes twice. Returns the seed."""
-    seed = zlib.crc32(path(directory, 0).read_bytes()) >> 1
-    random.seed(seed)
-    np.random.seed(seed)
+    """Fresh states on every rank, from the saved ones of rank 0. Returns the seed."""
+    seed = rng_state.fresh_seed(directory)
     context.seed(seed)
     return seed

@@ -1,0 +1,93 @@
+"""Random states of a rank: Python, NumPy, torch, the device and an engine's own, as one safetensors file a rank.
+
+Owns collecting, writing and restoring them bit for bit, and a seed to start afresh from where that is impossible (another layout).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import safetensors
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from megaswift.errors import Problem
+
+_OWN = "tracker."
+"""Before the names of an engine's own states."""
+NONE: Mapping[str, Tensor] = {}
+
+
+def path(directory: Path, rank: int) -> Path:
+    """The file of a rank."""
+    return directory / f"rng-{rank:05d}.safetensors"
+
+
+def _collect(own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(states as tensors, what is left of them as plain values)."""
+    version, words, gauss = random.getstate()
+    numpy = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state(legacy=True))
+    _, keys, position, has_gauss, cached = numpy
+    tensors = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    tensors |= {_OWN + name: state.clone() for name, state in own.items()}
+    return tensors, {"python": [version, gauss], "numpy": [int(position), int(has_gauss), float(cached)]}
+
+
+def write(directory: Path, rank: int, own: Mapping[str, Tensor] = NONE) -> Path:
+    """This rank's states, with the engine's `own`; returns the file, not yet flushed."""
+    tensors, plain = _collect(own)
+    file = path(directory, rank)
+    file.write_bytes(save(tensors, metadata={"plain": json.dumps(plain)}))
+    return file
+
+
+def read(directory: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]] | Problem:
+    """The states that `write` wrote, or what is wrong with the file."""
+    file = path(directory, rank)
+    if not file.is_file():
+        return Problem(str(file), "is missing")
+    try:
+        with safetensors.safe_open(file, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+            plain = json.loads((opened.metadata() or {})["plain"])
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
+        return Problem(str(file), f"cannot be read ({error})")
+    return tensors, plain
+
+
+def fits(tensors: dict[str, Tensor], own: Mapping[str, Tensor] = NONE) -> bool:
+    """Whether these are states of the generators that this rank has: the same devices, the same names in the engine's `own`."""
+    return {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in _collect(own)[0].items()}
+
+
+def restore(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, Tensor]:
+    """Every generator of this rank back to where it stood; the states that are the engine's own are returned."""
+    version, gauss = plain["python"]
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    position, has_gauss, cached = plain["numpy"]
+    np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+    if "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"])
+    torch.set_rng_state(tensors["torch"])
+    return {name.removeprefix(_OWN): t.clone() for name, t in tensors.items() if name.startswith(_OWN)}
+
+
+def fresh_seed(directory: Path) -> int:
+    """From the saved states of rank 0: repeatable, and no dropout mask comes twice. Python and NumPy have it already."""
+    seed = zlib.crc32(path(directory, 0).read_bytes()) >> 1
+    random.seed(seed)
+    np.random.seed(seed)
+    return seed

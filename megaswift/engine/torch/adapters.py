@@ -1,0 +1,32 @@
+"""PEFT's side of a model: its base, and its adapters as a folder."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+PREFIX = "model."
+"""Of the transformers model within the module that is wrapped."""
+
+
+def base(model: nn.Module) -> Any:
+    """The transformers model inside PEFT's wrapper, or itself."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if callable(inner) else model
+
+
+def write(model: Any, state: dict[str, Tensor], folder: Path, base_name: str) -> None:
+    """Adapters and fully trained modules as PEFT saves them, in float32. On one rank."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {name.removeprefix(PREFIX): tensor.contiguous() for name, tensor in state.items()}
+    tensors = get_peft_model_state_dict(model, state_dict=named)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = copy.copy(model.peft_config["default"])
+    config.base_model_name_or_path, config.inference_mode = base_name, True
+    config.save_pretrained(folder)

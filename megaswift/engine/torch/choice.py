@@ -1,0 +1,24 @@
+"""Which strategy wraps a model, and with which of its options. A new strategy is a new file and a row here."""
+
+from __future__ import annotations
+
+import torch
+
+from megaswift.config import SwiftConfig
+from megaswift.engine.torch.adapters import base
+from megaswift.engine.torch.context import TorchContext
+from megaswift.engine.torch.ddp import Replicated
+from megaswift.engine.torch.fields import FieldsModel
+from megaswift.engine.torch.model import layer_classes
+from megaswift.engine.torch.strategy import Strategy
+
+
+def wrap(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext, dtype: torch.dtype) -> Strategy:
+    """The wrapped model of an engine of this kind."""
+    if kind == "ddp":
+        return Replicated(module, cfg.optim, context)
+    from megaswift.engine.torch.fsdp import FsdpOptions, Sharded
+
+    layers = frozenset(cfg.engine.fsdp_transformer_layer_cls_to_wrap) or layer_classes(base(module.model))
+    options = FsdpOptions(layers, param_dtype=None if dtype == torch.float32 else dtype)
+    return Sharded(module, cfg.optim, context, options)

@@ -1,0 +1,52 @@
+"""The process group and random states of a run without model parallelism."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megaswift.errors import LayoutError, Problem
+from megaswift.parallel.layout import Layout
+
+
+class TorchContext:
+    """All processes of a run as data-parallel ranks. Made once a process; `close` before another is made."""
+
+    def __init__(self, layout: Layout, timeout_s: float = 600.0, seed: int = 42) -> None:
+        self.layout = layout
+        self.rank = int(os.environ.get("RANK", "0"))
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world != layout.world_size:
+            fix = f"--nproc_per_node {layout.world_size}"
+            raise LayoutError(Problem(f"{world} processes", f"the layout is for {layout.world_size}", fix))
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        if not dist.is_initialized():
+            timeout, backend = datetime.timedelta(seconds=timeout_s), "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            if world == 1:
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            else:
+                dist.init_process_group(backend, timeout=timeout)
+        self.coordinates = layout.coordinates(self.rank)
+        self.groups = SimpleNamespace(dp=dist.group.WORLD)
+        self.seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Random states for dropout; every rank draws other numbers. Weights never come from these."""
+        own = seed + 10_000 * self.rank
+        torch.manual_seed(own)
+        np.random.seed(own % 2**32)
+        random.seed(own)
+
+    def close(self) -> None:
+        """Take the process group down."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

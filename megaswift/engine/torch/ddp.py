@@ -1,0 +1,123 @@
+"""DistributedDataParallel: a whole model on every rank. Also the base of what keeps torch's own optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megaswift.config.optim import OptimConfig
+from megaswift.engine.torch.context import TorchContext
+from megaswift.engine.torch.strategy import GRADIENT, WEIGHT, clip_factor, make_optimizer, set_rates, state_names
+
+
+class Replicated:
+    """DDP over all ranks; on one process the bare model."""
+
+    kind = "ddp"
+
+    def __init__(self, module: nn.Module, optim: OptimConfig, context: TorchContext) -> None:
+        self.context, self.optim = context, optim
+        self.ranks = context.layout.world_size
+        self.module = self.wrap(module)
+        self.parameters = {name: p for name, p in self.named()}
+        self.optimizer = make_optimizer([(n, p) for n, p in self.parameters.items() if p.requires_grad], optim)
+        self.steps = 0
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """The module to call, on this rank's device."""
+        module = module.to(self.context.device)
+        self.bare = module
+        if self.ranks == 1:
+            return module
+        devices = [self.context.device] if self.context.device.type == "cuda" else None
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        no_sync_of_buffers: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+        return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, **no_sync_of_buffers)
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by name in the module that was wrapped."""
+        return self.bare.named_parameters()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """DDP averages gradients over ranks: the loss is multiplied by their number, so that they add up."""
+        wait = nullcontext() if last or not isinstance(self.module, DistributedDataParallel) else self.module.no_sync()
+        with wait:
+            (loss * self.ranks).backward()
+
+    def gradients(self) -> list[Tensor]:
+        """Of all parameters that have one."""
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def norm(self) -> float:
+        """Over all gradients, each parameter once. The same on every rank."""
+        return float(torch.nn.utils.get_total_norm(self.gradients(), foreach=False))
+
+    def step(self, lr: float, optim: OptimConfig) -> tuple[float, bool]:
+        """Clip and step, unless the norm is not finite."""
+        norm = self.norm()
+        taken = math.isfinite(norm)
+        if taken:
+            factor = clip_factor(norm, optim.max_grad_norm)
+            if factor < 1.0:
+                for gradient in self.gradients():
+                    gradient.mul_(factor)
+            set_rates(self.optimizer, lr, optim.weight_decay)
+            self.optimizer.step()
+            self.steps += 1
+        self.zero_grad()
+        return norm, taken
+
+    def zero_grad(self) -> None:
+        """Forgets gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def states(self) -> tuple[str, ...]:
+        """The optimizer's tensors for each parameter."""
+        return state_names(self.optim)
+
+    def trained(self) -> Iterator[str]:
+        """Names of the parameters that train."""
+        return (name for name, p in self.parameters.items() if p.requires_grad)
+
+    def place(self, name: str, kind: str) -> Tensor:
+        """Where this rank keeps its part."""
+        parameter = self.parameters[name]
+        if kind == WEIGHT:
+            return parameter.data
+        if kind == GRADIENT:
+            return torch.zeros_like(parameter.data) if parameter.grad is None else parameter.grad
+        state = self.optimizer.state[parameter]
+        if kind not in state:
+            for missing in self.states():
+                state[missing] = torch.zeros_like(parameter.data)
+            if "exp_avg" in state:
+                state["step"] = torch.tensor(float(self.steps))
+        return state[kind]
+
+    def full(self, name: str, kind: str) -> Tensor:
+        """The whole tensor."""
+        return self.place(name, kind)
+
+    def put(self, name: str, kind: str, tensor: Tensor) -> None:
+        """The inverse of `full`; an Adam state takes the number of steps along."""
+        self.place(name, kind).copy_(tensor)
+        state = self.optimizer.state.get(self.parameters[name], {})
+        if "step" in state:
+            state["step"].fill_(float(self.steps))
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(parameters, bytes of weights, of gradients, of optimizer states) of this rank."""
+        parts = {name: self.local(p.data) for name, p in self.parameters.items()}
+        trained = sum(parts[name].nbytes for name in self.trained())
+        return sum(p.numel() for p in parts.values()), sum(p.nbytes for p in parts.values()), trained, trained * len(self.states())
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor."""
+        return tensor

@@ -1,0 +1,185 @@
+"""The engine for models that need no model parallelism: any transformers model under DDP, FSDP2 or ZeRO, behind the engine protocol.
+
+Owns the order in which the parts are built and used. The losses, their normalisers and what is reported are the native engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaswift.bridge.hf_source import TensorMeta
+from megaswift.bridge.hf_writer import HfWriter
+from megaswift.bridge.model_folder import write_model
+from megaswift.config import SwiftConfig
+from megaswift.engine.objective import Objective, count, outputs_of, report
+from megaswift.engine.protocol import ParameterReport, StepResult
+from megaswift.engine.torch import adapters, checkpoint, model
+from megaswift.engine.torch.choice import wrap
+from megaswift.engine.torch.context import TorchContext
+from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
+from megaswift.families.spec import ModelSpec
+from megaswift.losses.contract import Batch, Loss, Needs, Outputs
+
+
+class TorchEngine:
+    """A transformers model over the ranks of a context. It exists once its weights are known: `load_hf`, `random_init` or `keep`."""
+
+    def __init__(self, spec: ModelSpec, cfg: SwiftConfig, context: TorchContext, folder: Path) -> None:
+        self.spec, self.cfg, self.context, self.kind, self.folder = spec, cfg, context, cfg.engine.engine, folder
+        self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
+        self.adapts = cfg.model.train_type != "full"
+        self.dtype = _compute_dtype(cfg, folder, context.device)
+
+    def load_hf(self, directory: Path) -> None:
+        """The weights of a Hugging Face folder."""
+        self._build(directory, weights=True)
+
+    def random_init(self, seed: int) -> None:
+        """Weights from the configured seed."""
+        self._build(self.folder, weights=False)
+
+    def keep(self, directory: Path) -> None:
+        """The model without its weights, which a checkpoint brings."""
+        self._build(directory, weights=False)
+
+    def _build(self, directory: Path, weights: bool) -> None:
+        self.fields = model.prepare(directory, self.cfg, weights)
+        self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
+        self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
+        self.strategy = wrap(self.kind, self.fields, self.cfg, self.context, self.dtype)
+
+    def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
+        """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
+        result = self.accumulate(microbatches, loss)
+        norm, taken = self.strategy.step(lr, self.cfg.optim)
+        return replace(result, grad_norm=norm, skipped=not taken)
+
+    def accumulate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
+        """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""
+        self.strategy.module.train()
+        self.strategy.zero_grad()
+        return self._run(microbatches, loss, train=True)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
+        """The numbers of `train_batch` without dropout, gradient or change of state."""
+        self.strategy.module.eval()
+        result = self._run(microbatches, loss, train=False)
+        self.strategy.module.train()
+        return result
+
+    def _run(self, microbatches: Sequence[Batch], loss: Loss, train: bool) -> StepResult:
+        counted = count(microbatches, loss, self.context)
+        objective = Objective(loss, counted)
+        self.fields.needs = loss.needs
+        for i, batch in enumerate(microbatches):
+            here = batch.to(self.context.device)
+            value = objective(here, self._fields(here))
+            if train:
+                self.strategy.backward(value, last=i == len(microbatches) - 1)
+        total, metrics = report(objective, self.context)
+        return StepResult(total, metrics, None, False, counted.tokens, counted.label_tokens, counted.counts)
+
+    def _fields(self, batch: Batch) -> Tensor:
+        """float32 [f, b, s]."""
+        extra: dict[str, Any] = dict(batch.extra)
+        if batch.cu_seqlens is not None and self.cfg.model.attn_impl == "flash":
+            bounds = batch.cu_seqlens.to(torch.int32)
+            longest = int((bounds[1:] - bounds[:-1]).max())
+            extra |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        with self._precision():
+            return self.strategy.module(batch.input_ids, batch.positions, batch.labels, batch.loss_weights != 0, extra)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Float32 weights compute in a lower precision by autocast; FSDP2 and ZeRO cast whole units themselves."""
+        if self.dtype == torch.float32 or self.kind != "ddp":
+            return nullcontext()
+        return torch.autocast(self.context.device.type, dtype=self.dtype)
+
+    @torch.no_grad()
+    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[Outputs]:
+        """What `needs` asks for, per micro-batch in input order."""
+        self.strategy.module.eval()
+        self.fields.needs = needs
+        found = [outputs_of(self._fields(batch.to(self.context.device)), needs) for batch in microbatches]
+        self.strategy.module.train()
+        return found
+
+    def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) on rank 0; every rank iterates. Not of a run with adapters: they merge on disk."""
+        assert not self.adapts, "adapters are merged by bridge.merge"
+        named = self._by_disk_name(WEIGHT)
+        return ((name, t if dtype is None else t.to(dtype)) for name, t in named.items())
+
+    def _by_disk_name(self, kind: str) -> dict[str, Tensor]:
+        state = checkpoint.whole(self, kind)
+        return model.disk_names(self.fields.model, {n.removeprefix(adapters.PREFIX): t for n, t in state.items()}) if state else {}
+
+    def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, gradient) after `accumulate`, of a run without adapters."""
+        return iter(self._by_disk_name(GRADIENT).items())
+
+    def export(self, folder: Path, source: Path) -> None:
+        """A Hugging Face folder, each tensor in the dtype that it has in `source`. Collective; rank 0 writes."""
+        weights = dict(self.hf_weights())
+        if self.rank != 0:
+            return
+        weights |= model.disk_names(self.fields.model, model.buffers(self.fields.model))
+        stored, default = model.stored_dtypes(source), model.config_dtype(source)
+        metas = {name: TensorMeta(tuple(t.shape), stored.get(name, default if t.is_floating_point() else t.dtype))
+                 for name, t in weights.items()}
+        with HfWriter(folder, metas, overwrite=True) as writer:
+            for name, tensor in weights.items():
+                writer.add(name, tensor)
+            writer.close(source)
+
+    def write_adapter(self, folder: Path, base: str) -> None:
+        """A PEFT folder with what trains. Collective; rank 0 writes."""
+        state = {name: self.strategy.full(name, WEIGHT) for name in self.strategy.trained()}
+        if self.rank == 0:
+            adapters.write(self.fields.model, {n: t.detach().cpu() for n, t in state.items()}, folder, base)
+
+    def describe(self, target: Path, folder: Path) -> None:
+        """config.json, the tokenizer and each tensor's dtype. On one rank."""
+        write_model(target, self.spec.hf_config, model.stored_dtypes(folder) or {"all": model.config_dtype(folder)}, folder)
+
+    @property
+    def kernels(self) -> str:
+        """For the first screen."""
+        attention = getattr(adapters.base(self.fields.model).config, "_attn_implementation", "")
+        return f"transformers, {attention} attention, {str(self.dtype).removeprefix('torch.')}"
+
+    def report(self) -> ParameterReport:
+        """Exact sizes, for the first screen. Collective."""
+        largest = torch.tensor(self.strategy.sizes(), dtype=torch.int64, device=self.context.device)
+        if self.layout.world_size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        own, weights, gradients, optimizer = largest.tolist()
+        total = sum(shape.numel() for shape in self.shapes.values())
+        flops = total - (0 if self.spec.tied else self.spec.vocab_size * self.spec.hidden_size)
+        if not self.adapts:
+            return ParameterReport(total, own, weights, gradients, optimizer, flops)
+        return ParameterReport(total, own, weights, gradients, optimizer, flops * 2 // 3, self.trained)
+
+    def save(self, directory: Path) -> None:
+        """Weights, optimizer and this rank's random states. Collective."""
+        checkpoint.save(self, directory)
+
+    def load(self, directory: Path) -> None:
+        """The inverse of `save`, under this or another strategy and number of ranks. Collective."""
+        checkpoint.load(self, directory)
+
+
+def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torch.dtype:
+    """`--torch_dtype`; auto: the checkpoint's on a GPU, float32 on a CPU."""
+    if cfg.model.torch_dtype != "auto":
+        return getattr(torch, cfg.model.torch_dtype)
+    return model.config_dtype(folder) if device.type == "cuda" else torch.float32

@@ -1,0 +1,61 @@
+"""What losses ask for, from the full logits of labelled positions: the plain form of `engine.megatron.head`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaswift.engine.torch.adapters import base
+from megaswift.losses.contract import FIELDS, Needs
+
+
+def fields_of(logits: Tensor, labels: Tensor, needs: Needs) -> Tensor:
+    """float32 [f, ...] from logits [..., v] and labels [...], in the order of `FIELDS`."""
+    scaled = logits.float()
+    if needs.temperature != 1.0:
+        scaled = scaled / needs.temperature
+    normaliser = scaled.logsumexp(-1)
+    values: dict[str, Tensor] = {}
+    if "logprobs" in needs.fields:
+        values["logprobs"] = scaled.gather(-1, labels[..., None]).squeeze(-1) - normaliser
+    if "entropy" in needs.fields:
+        log_p = scaled - normaliser[..., None]
+        values["entropy"] = -(log_p.exp() * log_p).sum(-1)
+    if "logsumexp" in needs.fields:
+        values["logsumexp"] = normaliser
+    if "correct" in needs.fields:
+        values["correct"] = (scaled.detach().argmax(-1) == labels).float()
+    if "mean_logit" in needs.fields:
+        values["mean_logit"] = scaled.mean(-1)
+    if "log_sum_sq" in needs.fields:
+        values["log_sum_sq"] = (2 * (scaled - normaliser[..., None])).logsumexp(-1)
+    return torch.stack([values[name] for name in FIELDS if name in needs.fields])
+
+
+class FieldsModel(nn.Module):
+    """A causal language model whose forward pass ends in fields, so that a wrapper's hooks see the head too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.needs = Needs()
+        self.chooses = "logits_to_keep" in inspect.signature(base(model).forward).parameters
+
+    def forward(self, input_ids: Tensor, positions: Tensor, labels: Tensor, labelled: Tensor, extra: dict[str, Any]) -> Tensor:
+        """float32 [f, b, s], 0 where `labelled` is False. Only columns with a label go through the head, where the model can choose.
+
+        No attention mask: rows are padded on the right, where causal attention does not look, and transformers tells packed documents
+        by their positions.
+        """
+        columns = labelled.any(0).nonzero().squeeze(1)
+        if columns.numel() == 0:
+            columns = columns.new_zeros(1)  # every rank goes through every layer
+        chosen: dict[str, Any] = {"logits_to_keep": columns} if self.chooses else {}
+        logits = self.model(input_ids=input_ids, position_ids=positions, use_cache=False, **chosen, **extra).logits
+        if not self.chooses:
+            logits = logits[:, columns]
+        found = fields_of(logits, labels[:, columns], self.needs) * labelled[:, columns]
+        return found.new_zeros(found.shape[0], *labels.shape).index_copy(2, columns, found)

@@ -1,0 +1,97 @@
+"""FSDP2 (torch's `fully_shard`): weights, gradients and optimizer states in equal parts over the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from megaswift.config.optim import OptimConfig
+from megaswift.engine.torch.context import TorchContext
+from megaswift.engine.torch.ddp import Replicated
+
+
+@dataclass(frozen=True)
+class FsdpOptions:
+    """How a model is sharded."""
+
+    layers: frozenset[str]
+    """Class names of the modules that are units."""
+    reshard: bool = True
+    """Free a unit's whole weights after the forward pass (full_shard), or keep them until the backward pass (shard_grad_op)."""
+    replicas: int = 1
+    """Copies of the sharded model (hybrid_shard: one a machine)."""
+    offload: bool = False
+    """Parts live in host memory, and the optimizer runs there."""
+    param_dtype: torch.dtype | None = None
+    """Compute precision; None: float32."""
+
+
+class Sharded(Replicated):
+    """One unit a decoder layer, and one for the rest."""
+
+    kind = "fsdp2"
+
+    def __init__(self, module: nn.Module, optim: OptimConfig, context: TorchContext, options: FsdpOptions) -> None:
+        self.options = options
+        super().__init__(module, optim, context)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Shards in place. Gradients are summed over ranks, not averaged."""
+        mesh, kind = self._mesh(), self.context.device.type
+        half = self.options.param_dtype
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=kind == "cuda") if self.options.offload else OffloadPolicy()
+        if not self.options.offload:
+            module = module.to(self.context.device)
+        units = [m for m in module.modules() if type(m).__name__ in self.options.layers]
+        for unit in (*units, module):
+            fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=self.options.reshard)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
+        self.bare = module
+        return module
+
+    def _mesh(self) -> DeviceMesh:
+        kind, replicas = self.context.device.type, self.options.replicas
+        if replicas == 1:
+            return init_device_mesh(kind, (self.ranks,), mesh_dim_names=("shard",))
+        return init_device_mesh(kind, (replicas, self.ranks // replicas), mesh_dim_names=("replicate", "shard"))
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Gradients stay in parts; they are reduced after every micro-batch, so that none is ever whole for long."""
+        cast(FSDPModule, self.module).set_is_last_backward(last)
+        loss.backward()
+
+    def norm(self) -> float:
+        """Over all parts of all ranks."""
+        total = torch.nn.utils.get_total_norm(self.gradients(), foreach=False)
+        return float(whole(total))
+
+    def full(self, name: str, kind: str) -> Tensor:
+        """The whole tensor, on every rank."""
+        return whole(self.place(name, kind).to(self.context.device))
+
+    def put(self, name: str, kind: str, tensor: Tensor) -> None:
+        """This rank's part of a whole tensor."""
+        place = self.place(name, kind)
+        if isinstance(place, DTensor):
+            whole = tensor.to(self.context.device)
+            tensor = distribute_tensor(whole, place.device_mesh, place.placements).to(place.device)
+        super().put(name, kind, tensor)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor."""
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which every rank holds a part, on every rank. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,135 @@
+"""The transformers model of a run: built, filled, adapted, frozen; and its weights under the names that files have."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megaswift.bridge.export import has_weights
+from megaswift.bridge.open import open_weights
+from megaswift.config import SwiftConfig
+from megaswift.engine.torch.fields import FieldsModel
+from megaswift.errors import ConfigError, Problem, WeightsError
+
+ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfused": "eager"}
+"""`--attn_impl` to transformers' name."""
+
+
+def build(folder: Path, cfg: SwiftConfig, weights: bool) -> nn.Module:
+    """The model in float32 on the CPU, with the folder's weights or with random ones from the seed: the same on every rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one a rank
+    trust, attention = cfg.model.trust_remote_code, ATTENTION[cfg.model.attn_impl]
+    options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    try:
+        if weights:
+            options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True}
+            return AutoModelForCausalLM.from_pretrained(folder, **options)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+        with torch.random.fork_rng():
+            torch.manual_seed(cfg.train.seed)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
+    except (OSError, ValueError, ImportError) as error:  # what transformers raises for a folder or an option that it cannot serve
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise WeightsError(Problem(f"--model {folder}", f"transformers cannot load it: {reason}")) from None
+
+
+def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
+    """PEFT's adapters on a model: those of `--adapters`, or new ones from the seed."""
+    import peft
+
+    lora = cfg.lora
+    if lora.adapters is not None:
+        return peft.PeftModel.from_pretrained(model, lora.adapters, is_trainable=True)
+    targets: Any = list(lora.target_modules)
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    elif len(targets) == 1 and re.search(r"[\\.*+?()|\[\]^$]", targets[0]):
+        targets = targets[0]  # PEFT takes a regular expression as a string
+    alpha: Any = lora.lora_alpha
+    options = peft.LoraConfig(
+        r=lora.lora_rank, lora_alpha=alpha, lora_dropout=lora.lora_dropout, use_rslora=lora.use_rslora, use_dora=lora.use_dora,
+        target_modules=targets, modules_to_save=list(lora.modules_to_save) or None, task_type="CAUSAL_LM")
+    with torch.random.fork_rng():
+        torch.manual_seed(cfg.train.seed)
+        try:
+            return peft.get_peft_model(model, options)
+        except ValueError as error:  # targets that match nothing
+            raise ConfigError(Problem(f"--target_modules {' '.join(lora.target_modules)}", str(error).splitlines()[0])) from None
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Parameters whose names match any pattern do not train."""
+    for pattern in patterns:
+        found = [p for name, p in model.named_parameters() if re.search(pattern, name)]
+        if not found:
+            like = ", ".join([name for name, _ in model.named_parameters()][:4])
+            raise ConfigError(Problem(f"--freeze_parameters {pattern}", f"matches no weight; names are like {like}"))
+        for parameter in found:
+            parameter.requires_grad_(False)
+
+
+def prepare(folder: Path, cfg: SwiftConfig, weights: bool) -> FieldsModel:
+    """Everything that is done to a model before it is wrapped."""
+    model = build(folder, cfg, weights)
+    freeze(model, cfg.model.freeze_parameters)
+    if cfg.model.recompute_granularity == "full":
+        cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if cfg.model.train_type == "lora":
+        model = adapt(model, cfg)
+    return FieldsModel(model)
+
+
+def disk_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's whole tensors by the names, and in the pieces, that checkpoints of its family have."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    kept = {name: tensor for name, tensor in state.items() if name not in tied(model)}
+    return dict(revert_weight_conversion(cast(Any, model), kept))
+
+
+def tied(model: nn.Module) -> set[str]:
+    """Names under which a tensor appears a second time."""
+    seen: dict[int, str] = {}
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if seen.setdefault(id(p), name) != name}
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds that is no parameter."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
+
+
+def layer_classes(model: nn.Module) -> frozenset[str]:
+    """Class names of decoder layers: what transformers says must stay in one piece, else the members of the longest list of modules."""
+    said: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
+    present = {type(m).__name__ for m in model.modules()}
+    named = frozenset(said) & present
+    if named:
+        return named
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    longest = max(lists, key=len, default=None)
+    return frozenset({type(longest[0]).__name__}) if longest is not None else frozenset()
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtype of each tensor in a Hugging Face folder; empty where it has no weights."""
+    if not has_weights(folder):
+        return {}
+    source = open_weights(folder)
+    return {name: source.dtype(name) for name in source.names()}
+
+
+def config_dtype(folder: Path) -> torch.dtype:
+    """What config.json says, float32 where it says nothing."""
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    return getattr(torch, name, torch.float32)

@@ -1,0 +1,81 @@
+"""What the engine asks of a way to spread a model: wrap, differentiate, step, and whole tensors in and out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megaswift.config.optim import OptimConfig
+
+WEIGHT, GRADIENT = "weight", "gradient"
+
+
+class Strategy(Protocol):
+    """A wrapped model with its optimizer. Parameters go by their names in the model that was wrapped."""
+
+    kind: str
+    module: nn.Module
+    """What is called."""
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Gradients of the sum of `loss` over ranks and calls; `last` on the last micro-batch of a step."""
+
+    def step(self, lr: float, optim: OptimConfig) -> tuple[float, bool]:
+        """(gradient norm before clipping, each parameter once; whether the step was taken). Gradients are gone after it."""
+
+    def zero_grad(self) -> None:
+        """Forgets gradients."""
+
+    def states(self) -> tuple[str, ...]:
+        """The optimizer's tensors for each parameter."""
+
+    def full(self, name: str, kind: str) -> Tensor:
+        """The whole float32 tensor: WEIGHT, GRADIENT or one of `states`. Collective."""
+
+    def put(self, name: str, kind: str, tensor: Tensor) -> None:
+        """The inverse of `full`; every rank passes the whole tensor. Collective."""
+
+    def trained(self) -> Iterator[str]:
+        """Names of the parameters that train."""
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(parameters, bytes of weights, of gradients, of optimizer states) of this rank."""
+
+    steps: int
+    """Optimizer steps taken."""
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: not to norms and biases (of stacked experts: 2-D)."""
+    return parameter.dim() > 1 and not name.endswith("bias")
+
+
+def make_optimizer(named: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW, or SGD, in two groups: with weight decay and without."""
+    groups: list[dict[str, Any]] = [{"params": [p for n, p in named if decays(n, p) == flag], "decays": flag} for flag in (True, False)]
+    groups = [g for g in groups if g["params"]]
+    if optim.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.sgd_momentum)
+    return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon)
+
+
+def set_rates(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
+    """Learning rate and weight decay of every group."""
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
+
+
+def state_names(optim: OptimConfig) -> tuple[str, ...]:
+    """What the optimizer keeps for each parameter."""
+    if optim.optimizer == "sgd":
+        return ("momentum_buffer",) if optim.sgd_momentum else ()
+    return ("exp_avg", "exp_avg_sq")
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients are multiplied by; 1 where nothing is clipped."""
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0 and math.isfinite(norm) else 1.0

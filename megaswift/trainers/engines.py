@@ -1,0 +1,49 @@
+"""The engine of a run and the process groups it lives on. Only this file names concrete engines; each is imported when it is chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megaswift.config import SwiftConfig
+from megaswift.config.engine_rules import is_native
+from megaswift.engine.protocol import Engine
+from megaswift.families.spec import ModelSpec
+from megaswift.parallel.layout import Coordinates, Layout
+
+
+class Context(Protocol):
+    """The processes of a run."""
+
+    layout: Layout
+    rank: int
+    coordinates: Coordinates
+    device: torch.device
+
+    def close(self) -> None:
+        """Takes the process groups down."""
+
+
+def start_context(cfg: SwiftConfig, layout: Layout) -> Context:
+    """Process groups and random states."""
+    seconds, seed = float(cfg.parallel.ddp_timeout), cfg.train.seed
+    if is_native(cfg):
+        from megaswift.engine.megatron.context import ParallelContext
+
+        return ParallelContext(layout, seconds, seed)
+    from megaswift.engine.torch.context import TorchContext
+
+    return TorchContext(layout, seconds, seed)
+
+
+def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> Engine:
+    """The engine, without weights yet."""
+    if is_native(cfg):
+        from megaswift.engine.megatron.engine import MegatronEngine
+
+        return MegatronEngine(spec, cfg, context)
+    from megaswift.engine.torch.engine import TorchEngine
+
+    return TorchEngine(spec, cfg, context, folder)
