@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.config.rule import Clash, Ignored, Test
-from megaswift.config.sections import Sections
+from megaswift.config.sections import OPTIONS, Sections
 
 NATIVE_ONLY = (
     "tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size", "context_parallel_size", "expert_parallel_size",
@@ -24,7 +24,8 @@ def is_native(c: Sections) -> bool:
 _NOT_NATIVE: Test = lambda c: not is_native(c)  # noqa: E731
 
 ENGINE_IGNORED: tuple[Ignored, ...] = (
-    *(Ignored(name, ("engine",), _NOT_NATIVE, "belongs to the native engine (engine is {engine})", "--engine megatron", DEFAULTS)
+    *(Ignored(name, ("engine",), _NOT_NATIVE, "belongs to the native engine (engine is {engine})", "--engine megatron",
+              (*DEFAULTS, OPTIONS[name].default))
       for name in NATIVE_ONLY),
     *(Ignored(name, ("engine",), lambda c: c.engine.engine != "fsdp2", "belongs to the engine fsdp2 (engine is {engine})",
               "--engine fsdp2") for name in FSDP_ONLY),

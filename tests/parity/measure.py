@@ -80,16 +80,15 @@ class MixedLoss:
 def build(case: Case, folder: Path, world: int, **options: Any) -> tuple[Any, Any]:
     """(engine with the folder's weights, context) on this rank."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.megatron.context import ParallelContext
-    from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
+    from megaswift.trainers.engines import make_engine, start_context
 
     cfg = SwiftConfig(task="sft", model=str(folder), **case.config(**options))
     hf_config = json.loads((folder / "config.json").read_text())
     spec = family_of(hf_config).spec(hf_config)
-    context = ParallelContext(Layout.from_config(cfg.parallel, world), timeout_s=60, seed=11)
-    engine = MegatronEngine(spec, cfg, context)
+    context = start_context(cfg.replace(ddp_timeout=60, seed=11), Layout.from_config(cfg.parallel, world))
+    engine = make_engine(cfg, spec, folder, context)
     engine.load_hf(folder)
     return engine, context
 
@@ -135,7 +134,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
         out.norms.append(result.grad_norm)
         out.aux_steps.append(result.metrics.get("aux_loss", 0.0))
         out.z_steps.append(result.metrics.get("z_loss", 0.0))
-    out.weights = full(engine.hf_weights() if engine.lora is None else engine.adapter_weights())
+    out.weights = full(engine.hf_weights() if task.options.get("train_type", "full") == "full" else engine.adapter_weights())
     torch.distributed.barrier()
     context.close()
     return out if rank == 0 else None

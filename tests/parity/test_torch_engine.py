@@ -1,0 +1,47 @@
+"""The torch engine against Hugging Face in one process: loss, gradients, steps and weights, on the micro-batches of the native engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.cases import Case, parse
+from tests.parity.compare import compare, table
+from tests.parity.measure import Task
+from tests.parity.pool import Pool
+from tests.parity.references import References
+
+pytestmark = pytest.mark.process
+
+CASES = [
+    ("ddp", "dense dp3"), ("fsdp2", "dense dp2 packed"), ("fsdp2", "moe dp2"),
+    *(pytest.param(engine, text, marks=pytest.mark.slow) for engine in ("ddp", "fsdp2") for text in (
+        "dense single", "dense dp2", "dense dp4 packed", "dense dp2 tied", "moe dp2 packed", "moe dp4", "qwen2 dp2", "gemma2 dp2 packed",
+        "gpt_oss dp2", "qwen2_moe dp2 packed", "dense dp2 recompute=full")),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(models: Path) -> References:
+    """Without auxiliary losses: transformers leaves them out unless it is asked."""
+    return References(models, aux=False)
+
+
+@pytest.mark.parametrize(("engine", "text"), CASES)
+def test_equals_hugging_face(engine: str, text: str, pool: Pool, plain: References) -> None:
+    case: Case = parse(text)
+    folder, recipe, want = plain.of(case)
+    task = Task(case, folder, recipe, options={"engine": engine, "moe_aux_loss_coeff": None, "moe_z_loss_coeff": None})
+    got = pool.run("tests.parity.measure:train", task, case.world)[0]
+    differences = compare(got, want, recipe)
+    assert not any(d.bad for d in differences), table(f"{engine}, {case}", differences)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_sees_a_label_that_is_dropped(engine: str, pool: Pool, plain: References) -> None:
+    case = parse("dense dp2")
+    folder, recipe, want = plain.of(case)
+    options = {"engine": engine}
+    got = pool.run("tests.parity.measure:train", Task(case, folder, recipe, 1, "mask", options), case.world)[0]
+    assert any(d.bad for d in compare(got, want, recipe))
