@@ -9,7 +9,6 @@ One tensor at a time is whole, on its way to rank 0.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from megaswift import log
 from megaswift.bridge.hf_source import HfSource, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
+from megaswift.disk import sync
 from megaswift.engine import rng_state
 from megaswift.engine.torch.strategy import WEIGHT
 from megaswift.errors import CheckpointError, Problem, UserError
@@ -51,9 +51,7 @@ def save(engine: TorchEngine, directory: Path) -> None:
             (directory / FACTS).write_text(json.dumps(_facts(engine), indent=1) + "\n", encoding="utf-8")
             written.append(directory / FACTS)
         for path in [*written, directory]:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            sync(path)
     except UserError as error:
         problem = error.problems[0]
     except OSError as error:
