@@ -38,9 +38,12 @@ class Trainer:
         if problems:
             raise ConfigError(problems)
 
+        from megaswift.trainers.engine_choice import settle
         from megaswift.trainers.run import preflight, run
 
-        preflight(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        cfg = settle(cfg, world)
+        preflight(cfg, world)
         return run(cfg)
 
 

@@ -53,8 +53,10 @@ def _go(task: str, words: list[str]) -> int:
         for notice in cfg.notices:
             log.info(notice)
 
+    from megaswift.trainers.engine_choice import settle
     from megaswift.trainers.run import preflight, run
 
+    cfg = settle(cfg, world)
     preflight(cfg, world)
     if not worker and local.wants_torchrun(cfg.launch):
         script = Path(__file__).with_name(f"{task}.py")

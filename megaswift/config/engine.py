@@ -9,6 +9,7 @@ from megaswift.config.option import option
 ENGINES = ("auto", "megatron", "ddp", "fsdp2")
 SPELLINGS = {"native": "megatron", "mcore": "megatron", "fsdp": "fsdp2"}
 FSDP_WORDS = ("full_shard", "shard_grad_op", "hybrid_shard", "offload", "auto_wrap")
+"""transformers' words. auto_wrap changes nothing: decoder layers are always the units."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,9 @@ class EngineConfig:
     """Engine"""
 
     engine: str = option(
-        "megatron", "What spreads the model: Megatron-Core, or torch for models that need no model parallelism",
-        aliases=("distributed_strategy",), choices=ENGINES, spellings=SPELLINGS)
-    fsdp: tuple[str, ...] = option(
-        (), "How fsdp2 shards; unset: full_shard", choices=FSDP_WORDS, metavar="WORD...")
+        "megatron", "What spreads the model; auto: by layout, size and devices", aliases=("distributed_strategy",),
+        choices=ENGINES, spellings=SPELLINGS)
+    use_fsdp: bool = option(False, "The same as engine fsdp2")
+    fsdp: tuple[str, ...] = option((), "How fsdp2 shards; unset: full_shard", choices=FSDP_WORDS, metavar="WORD...")
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] = option(
-        (), "Class names of the modules that fsdp2 shards one by one; unset: the decoder layers", metavar="CLASS...")
+        (), "Classes of modules that fsdp2 shards; unset: the decoder layers", metavar="CLASS...")

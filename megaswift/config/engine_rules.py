@@ -1,39 +1,55 @@
-"""Which options belong to which engine: those of another one would be ignored, and are refused."""
+"""Which engine a configuration asks for, and which options belong to which: those of another one would be ignored, and are refused."""
 
 from __future__ import annotations
 
 from megaswift.config.rule import Clash, Ignored, Test
 from megaswift.config.sections import OPTIONS, Sections
 
+NATIVE, AUTO = "megatron", "auto"
+AXES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
 NATIVE_ONLY = (
-    "tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size", "context_parallel_size", "expert_parallel_size",
-    "expert_tensor_parallel_size", "sequence_parallel", "first_stage_layers", "last_stage_layers", "pipeline_layout", "cp_comm_type",
-    "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm", "tp_comm_overlap", "transformer_impl",
+    *AXES, "virtual_pipeline_parallel_size", "sequence_parallel", "first_stage_layers", "last_stage_layers", "pipeline_layout",
+    "cp_comm_type", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm", "tp_comm_overlap", "transformer_impl",
     "recompute_method", "recompute_num_layers", "recompute_modules", "fp8_format", "fp8_recipe", "moe_aux_loss_coeff", "moe_z_loss_coeff",
     "moe_token_dispatcher_type", "moe_grouped_gemm", "precision_aware_optimizer", "optimizer_cpu_offload")
 FSDP_ONLY = ("fsdp", "fsdp_transformer_layer_cls_to_wrap")
-DEFAULTS = (None, False, 0, (), 1)
-"""Values that ask for nothing, whatever the engine."""
+ASKED_BY = {"use_fsdp": "fsdp2", "fsdp": "fsdp2"}
+"""Options that name an engine by being given."""
+READS = ("engine", *ASKED_BY)
+
+
+def engine_of(c: Sections) -> str:
+    """The engine that is asked for, by its name or by an option that means one."""
+    if "engine" in c.given:
+        return c.engine.engine
+    return next((kind for name, kind in ASKED_BY.items() if c.value(name)), c.engine.engine)
 
 
 def is_native(c: Sections) -> bool:
     """Whether Megatron-Core spreads the model."""
-    return c.engine.engine == "megatron"
+    return engine_of(c) == NATIVE
 
 
-_NOT_NATIVE: Test = lambda c: not is_native(c)  # noqa: E731
+def splits_model(c: Sections) -> bool:
+    """Whether any axis but data parallelism is asked for."""
+    return any(c.value(name) > 1 for name in AXES)
+
+
+_TORCH: Test = lambda c: engine_of(c) not in (NATIVE, AUTO)  # noqa: E731
+_NO_FSDP: Test = lambda c: engine_of(c) != "fsdp2"  # noqa: E731
 
 ENGINE_IGNORED: tuple[Ignored, ...] = (
-    *(Ignored(name, ("engine",), _NOT_NATIVE, "belongs to the native engine (engine is {engine})", "--engine megatron",
-              (*DEFAULTS, OPTIONS[name].default))
+    *(Ignored(name, READS, _TORCH, "belongs to the native engine", "--engine megatron", (None, False, 0, (), OPTIONS[name].default))
       for name in NATIVE_ONLY),
-    *(Ignored(name, ("engine",), lambda c: c.engine.engine != "fsdp2", "belongs to the engine fsdp2 (engine is {engine})",
-              "--engine fsdp2") for name in FSDP_ONLY),
+    *(Ignored(name, READS, _NO_FSDP, "belongs to the engine fsdp2 (engine is {engine})", "--engine fsdp2") for name in FSDP_ONLY),
 )
 
 ENGINE_CLASHES: tuple[Clash, ...] = (
-    Clash(("recompute_granularity", "engine"), lambda c: not is_native(c) and c.model.recompute_granularity == "selective",
+    Clash(("use_fsdp", "engine"), lambda c: c.engine.use_fsdp and engine_of(c) != "fsdp2", "engine is {engine}", "one of the two"),
+    Clash(("fsdp",), lambda c: len({"full_shard", "shard_grad_op", "hybrid_shard"} & set(c.engine.fsdp)) > 1,
+          "names more than one way to shard", "--fsdp full_shard"),
+    Clash(("recompute_granularity", *READS), lambda c: _TORCH(c) and c.model.recompute_granularity == "selective",
           "needs the native engine; transformers recomputes whole layers", "--recompute_granularity full"),
-    Clash(("train_type", "engine"), lambda c: not is_native(c) and c.model.train_type == "qlora",
+    Clash(("train_type", *READS), lambda c: _TORCH(c) and c.model.train_type == "qlora",
           "needs the native engine in this version", "--engine megatron"),
 )

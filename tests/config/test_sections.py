@@ -33,7 +33,7 @@ def test_promised_aliases(alias: str, name: str) -> None:
     assert NAMES[alias] == name
 
 
-def _other_value(name: str) -> object:
+def other_value(name: str) -> object:
     """A legal value of an option that is not its default."""
     o = OPTIONS[name]
     if o.kind == "bool":
@@ -53,7 +53,8 @@ NEEDS = {
     "per_device_eval_batch_size": {"val_dataset": "v"}, "streaming": {"max_steps": 3}, "save_total_limit": {"save_steps": 1},
     "node_rank": {"nnodes": 3, "master_addr": "h"}, "nnodes": {"node_rank": 1, "master_addr": "h"},
     "master_addr": {"nnodes": 2, "node_rank": 1}, "master_port": {"nproc_per_node": 2}, "min_lr": {"lr": 0.5},
-    "overlap_p2p_comm": {"pp": 2, "vpp": 2}} | {
+    "overlap_p2p_comm": {"pp": 2, "vpp": 2}, "fsdp": {"engine": "fsdp2"}, "fsdp_transformer_layer_cls_to_wrap": {"engine": "fsdp2"},
+    "optimizer_cpu_offload": {}} | {
     name: {"train_type": "lora"} for name in ("lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules",
                                               "modules_to_save", "adapters", "merge_lora")} | {
     name: {"pp": 2} for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")}
@@ -66,7 +67,7 @@ REFUSED = ("tp_comm_overlap",)
 @pytest.mark.parametrize("spelling", sorted(n for n, option in NAMES.items() if option not in REFUSED))
 def test_every_spelling_sets_its_option(spelling: str) -> None:
     name = NAMES[spelling]
-    value = _other_value(name)
+    value = other_value(name)
     cfg = SwiftConfig(task="sft", **{spelling: value}, **NEEDS.get(name, {}))
     expected = tuple(value) if isinstance(value, list) else value
     assert cfg.value(name) == expected

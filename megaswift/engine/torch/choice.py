@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from megaswift.config import SwiftConfig
@@ -20,5 +22,8 @@ def wrap(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext
     from megaswift.engine.torch.fsdp import FsdpOptions, Sharded
 
     layers = frozenset(cfg.engine.fsdp_transformer_layer_cls_to_wrap) or layer_classes(base(module.model))
-    options = FsdpOptions(layers, param_dtype=None if dtype == torch.float32 else dtype)
+    words, machines = cfg.engine.fsdp, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    options = FsdpOptions(
+        layers, reshard="shard_grad_op" not in words, replicas=machines if "hybrid_shard" in words else 1, offload="offload" in words,
+        param_dtype=None if dtype == torch.float32 else dtype)
     return Sharded(module, cfg.optim, context, options)

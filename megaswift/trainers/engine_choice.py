@@ -1,0 +1,51 @@
+"""`--engine auto`: which engine serves a run, by its axes, the model's size and what is installed. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from megaswift import log
+from megaswift.config import SwiftConfig
+from megaswift.config.engine_rules import AUTO, NATIVE, engine_of, splits_model
+from megaswift.families import FAMILIES
+from megaswift.families.spec import ModelSpec
+from megaswift.families.unlisted import any_spec
+from megaswift.trainers.model_source import locate
+
+SMALL, MIDDLE = 1e9, 7e9
+"""Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth sharding."""
+
+
+def settle(cfg: SwiftConfig, world_size: int) -> SwiftConfig:
+    """The configuration with its engine named; `auto` and the options that mean one are resolved, and it is said which and why."""
+    asked = engine_of(cfg)
+    if asked != AUTO:
+        return cfg if cfg.engine.engine == asked else cfg.replace(engine=asked)
+    kind, why = choose(any_spec(locate(cfg.model, weights=False)), splits_model(cfg), world_size)
+    log.info(f"engine {kind}: {why}")
+    return cfg.replace(engine=kind)
+
+
+def choose(spec: ModelSpec, axes: bool, world_size: int) -> tuple[str, str]:
+    """(engine, reason)."""
+    size = parameters(spec)
+    text = f"{size / 1e9:.3g} B parameters"
+    if axes:
+        return NATIVE, "a model-parallel axis is set"
+    if spec.family in FAMILIES and spec.experts and size > MIDDLE:
+        return NATIVE, f"{text} in {spec.experts} experts a layer"
+    if size < SMALL or world_size == 1:
+        return "ddp", text if size < SMALL else f"{text} on one process"
+    if importlib.util.find_spec("deepspeed") is None:
+        return "fsdp2", f"{text}, and deepspeed is not installed"
+    return ("zero2", f"{text}: gradients and optimizer states in parts") if size <= MIDDLE else ("fsdp2", f"{text}: weights in parts too")
+
+
+def parameters(spec: ModelSpec) -> int:
+    """Of the matrices of a gated transformer of these sizes: near enough to choose by."""
+    attention = 2 * spec.hidden_size * (spec.attention_width + spec.kv_width)
+    total = 0
+    for expert_layer in spec.moe_layers:
+        width = spec.experts * spec.expert_ffn + spec.shared_ffn if expert_layer else spec.ffn
+        total += attention + 3 * spec.hidden_size * width
+    return total + spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
