@@ -8,9 +8,9 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import AUTO, NATIVE, engine_of, splits_model
 from megaswift.families import FAMILIES
+from megaswift.families.model_source import locate
 from megaswift.families.spec import ModelSpec
 from megaswift.families.unlisted import any_spec
-from megaswift.trainers.model_source import locate
 
 SMALL, MIDDLE = 1e9, 7e9
 """Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth sharding."""

@@ -18,8 +18,8 @@ from megaswift.config.values import show
 from megaswift.data.sources import resolve
 from megaswift.data.template import read_template
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.families.model_source import locate, missing_files
 from megaswift.families import FAMILIES, ModelSpec, family_of, four_bits, load_spec
+from megaswift.families.model_source import locate, missing_files
 from megaswift.families.projections import saved, select, without_dora
 from megaswift.families.unlisted import any_spec
 from megaswift.parallel.checks import check_layout

@@ -53,7 +53,7 @@ def test_problems_of_every_kind_are_told_together(model: Path, tmp_path: Path, m
 
 
 def test_nothing_to_offload_without_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = SwiftConfig(task="sft", model=str(model), dataset="d.jsonl", output_dir=str(tmp_path / "out"), optimizer_cpu_offload=True)
+    cfg = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), optimizer_cpu_offload=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert ["--optimizer_cpu_offload true: there is no CUDA device" in text for text in problems(cfg, 1)] == [True]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
