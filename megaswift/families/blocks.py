@@ -5,8 +5,8 @@ Owns attention and MLP tables; a family file puts them together and adds what is
 
 from __future__ import annotations
 
-from megaswift.families.rules import QKV, Copy, GatedMLP, RowParallel, Rule, Scope, Vocab
-from megaswift.families.rules_fused import ColumnVector, Fused
+from megaswift.families.rules import QKV, ColumnParallel, Copy, GatedMLP, RowParallel, Rule, Scope, Vocab
+from megaswift.families.rules_fused import Fused
 
 M = "decoder.layers.{L}."
 H = "model.layers.{L}."
@@ -37,8 +37,8 @@ QK_NORM: tuple[Rule, ...] = (
 )
 
 QK_NORM_WIDE: tuple[Rule, ...] = (
-    ColumnVector(M + "self_attention.q_layernorm.weight", (A + "q_norm.weight",), "attention_width"),
-    ColumnVector(M + "self_attention.k_layernorm.weight", (A + "k_norm.weight",), "kv_width"),
+    ColumnParallel(M + "self_attention.q_layernorm.weight", (A + "q_norm.weight",), ("attention_width",)),
+    ColumnParallel(M + "self_attention.k_layernorm.weight", (A + "k_norm.weight",), ("kv_width",)),
 )
 """Norms over all heads together: a rank has the weights of its heads."""
 

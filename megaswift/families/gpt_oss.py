@@ -7,8 +7,7 @@ from megaswift.families.config_rows import Group, MustBe, Reading, Row, Unused
 from megaswift.families.config_tables import AUXILIARY_IF_ASKED, EXPERTS_EVERYWHERE, head_dim, kv_heads, rope
 from megaswift.families.config_windows import alternating, every_other
 from megaswift.families.family import FAMILIES, Family
-from megaswift.families.rules import Copy
-from megaswift.families.rules_fused import ColumnVector
+from megaswift.families.rules import ColumnParallel, Copy
 from megaswift.families.rules_stacked import Interleaved, StackedCopy, StackedDown
 
 ROPE = rope(150000.0)
@@ -39,7 +38,7 @@ FAMILIES.register("gpt_oss", Family(
     ),
     weights=(
         *EMBEDDING, *ATTENTION,
-        ColumnVector(M + "self_attention.core_attention.softmax_offset", (A + "sinks",), "heads"),
+        ColumnParallel(M + "self_attention.core_attention.softmax_offset", (A + "sinks",), ("heads",)),
         Copy(M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"),
         Copy(M + "mlp.router.weight", (MLP + "router.weight",), ("experts", "hidden_size"), "moe"),
         Copy(M + "mlp.router.bias", (MLP + "router.bias",), ("experts",), "moe"),

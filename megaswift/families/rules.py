@@ -109,6 +109,12 @@ def even(total: int, tp: int, what: str) -> int:
     return total // tp
 
 
+def share(total: int, cut: Cut, what: str) -> tuple[int, int]:
+    """(start, stop) of a rank's even part of `total` rows or columns."""
+    n = even(total, cut.tp, what)
+    return cut.rank * n, (cut.rank + 1) * n
+
+
 def sizes(spec: ModelSpec, names: Sequence[str]) -> tuple[int, ...]:
     """Sizes by the names of ModelSpec's properties."""
     return tuple(getattr(spec, name) for name in names)
@@ -137,49 +143,40 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class ColumnParallel:
-    """[out, in], cut along the output."""
+class _Even:
+    """One tensor of `dims`, cut evenly along one of them."""
 
     megatron: str
     hf: tuple[str]
-    dims: tuple[str, str]
+    dims: tuple[str, ...]
     scope: Scope = "layer"
     when: str = ""
-    shard: ClassVar[Shard] = "column"
+    along: ClassVar[int]
     stacked: ClassVar[bool] = False
     buffer: ClassVar[bool] = False
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
-        """[out, in]."""
+        """[*dims]."""
         return [sizes(spec, self.dims)]
 
     def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
-        """A range of rows."""
-        n = even(getattr(spec, self.dims[0]), cut.tp, self.dims[0])
-        return [Piece(0, cut.rank * n, (cut.rank + 1) * n)]
+        """A range of rows or columns."""
+        width = self.dims[self.along]
+        return [Piece(0, *share(getattr(spec, width), cut, width))]
 
 
-@dataclass(frozen=True)
-class RowParallel:
+class ColumnParallel(_Even):
+    """[out, in], cut along the output; also vectors [out]: norms over all heads together, attention sinks."""
+
+    shard: ClassVar[Shard] = "column"
+    along = 0
+
+
+class RowParallel(_Even):
     """[out, in], cut along the input: attention's output projection, the second MLP layer."""
 
-    megatron: str
-    hf: tuple[str]
-    dims: tuple[str, str]
-    scope: Scope = "layer"
-    when: str = ""
     shard: ClassVar[Shard] = "row"
-    stacked: ClassVar[bool] = False
-    buffer: ClassVar[bool] = False
-
-    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
-        """[out, in]."""
-        return [sizes(spec, self.dims)]
-
-    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
-        """A range of columns."""
-        n = even(getattr(spec, self.dims[1]), cut.tp, self.dims[1])
-        return [Piece(0, cut.rank * n, (cut.rank + 1) * n)]
+    along = 1
 
 
 @dataclass(frozen=True)
@@ -207,8 +204,8 @@ class QKV:
     def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
         """Three ranges for each of this rank's groups, or the part of a group that falls to it."""
         d, q = spec.head_dim, even(spec.heads, spec.kv_heads, "attention heads") * spec.head_dim
-        rows = even(spec.kv_heads * (q + 2 * d), cut.tp, "rows of queries, keys and values")
-        first, end, at, found = cut.rank * rows, (cut.rank + 1) * rows, 0, []
+        first, end = share(spec.kv_heads * (q + 2 * d), cut, "rows of queries, keys and values")
+        at, found = 0, []
         for group in range(spec.kv_heads):
             for source, width in ((0, q), (1, d), (2, d)):
                 low, high = max(first - at, 0), min(end - at, width)
@@ -238,8 +235,8 @@ class GatedMLP:
 
     def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
         """One range of each."""
-        n = even(getattr(spec, self.inner), cut.tp, self.inner)
-        return [Piece(source, cut.rank * n, (cut.rank + 1) * n) for source in (0, 1)]
+        part = share(getattr(spec, self.inner), cut, self.inner)
+        return [Piece(source, *part) for source in (0, 1)]
 
 
 @dataclass(frozen=True)
@@ -260,5 +257,4 @@ class Vocab:
 
     def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
         """This rank's rows, those of the padding included: a piece may reach beyond the HF tensor."""
-        n = even(cut.padded_vocab or spec.vocab_size, cut.tp, "padded vocabulary")
-        return [Piece(0, cut.rank * n, (cut.rank + 1) * n)]
+        return [Piece(0, *share(cut.padded_vocab or spec.vocab_size, cut, "padded vocabulary"))]

@@ -1,4 +1,4 @@
-"""Rules of few families: projections that Hugging Face keeps below one another in a single tensor, and vectors cut by heads.
+"""Rule of few families: projections that Hugging Face keeps below one another in a single tensor.
 
 `rules` has those that most families use.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar
 
-from megaswift.families.rules import Cut, Piece, Rule, Scope, Shard, even
+from megaswift.families.rules import Cut, Piece, Rule, Scope, Shard
 from megaswift.families.spec import ModelSpec
 
 
@@ -53,26 +53,3 @@ class Fused:
         first = [0, *accumulate(s[0] for s in self.parts.shapes(spec))]
         return [replace(p, source=0, start=first[p.source] + p.start, stop=first[p.source] + p.stop)
                 for p in self.parts.pieces(spec, cut)]
-
-
-@dataclass(frozen=True)
-class ColumnVector:
-    """[width], each rank with its even part."""
-
-    megatron: str
-    hf: tuple[str]
-    width: str
-    scope: Scope = "layer"
-    when: str = ""
-    shard: ClassVar[Shard] = "column"
-    stacked: ClassVar[bool] = False
-    buffer: ClassVar[bool] = False
-
-    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
-        """[width]."""
-        return [(getattr(spec, self.width),)]
-
-    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
-        """A range of it."""
-        n = even(getattr(spec, self.width), cut.tp, self.width)
-        return [Piece(0, cut.rank * n, (cut.rank + 1) * n)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megaswift.families.rules import Cut, Piece, Scope, Shard, even
+from megaswift.families.rules import Cut, Piece, Scope, Shard, share
 from megaswift.families.spec import ModelSpec
 
 
@@ -39,9 +39,8 @@ class Interleaved:
 
     def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
         """Every second column, twice."""
-        n = even(spec.expert_ffn, cut.tp, "expert_ffn")
-        first, stop = 2 * n * cut.rank, 2 * n * (cut.rank + 1)
-        return [Piece(0, first + part, stop - 1 + part, 2, _expert(cut), self.matrix) for part in (0, 1)]
+        first, stop = share(spec.expert_ffn, cut, "expert_ffn")
+        return [Piece(0, 2 * first + part, 2 * stop - 1 + part, 2, _expert(cut), self.matrix) for part in (0, 1)]
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ class StackedDown:
 
     def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
         """A range of the inner width."""
-        n = even(spec.expert_ffn, cut.tp, "expert_ffn")
-        return [Piece(0, cut.rank * n, (cut.rank + 1) * n, 1, _expert(cut), True)]
+        return [Piece(0, *share(spec.expert_ffn, cut, "expert_ffn"), 1, _expert(cut), True)]
 
 
 @dataclass(frozen=True)
