@@ -2,7 +2,8 @@
 
 Owns reading with `pread` into memory of the caller's: a mapped page would count as this process's memory until the file is unmapped,
 and a converter may not grow with the model. Parts that are no runs of bytes (columns) are copied out of a mapping that lives no longer
-than the copy. What the bytes mean (safetensors, torch_dist) belongs to the sources.
+than the copy; `mapped` is for tensors of which a caller wants one part and then another. What the bytes mean (safetensors, torch_dist)
+belongs to the sources.
 """
 
 from __future__ import annotations
@@ -36,6 +37,26 @@ def data_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+def _mapping(descriptor: int, dtype: torch.dtype, first: int, stop: int) -> Tensor:
+    """Bytes [first, stop) of a file as a vector: a mapping that ends with it."""
+    page = first - first % mmap.ALLOCATIONGRANULARITY
+    if os.fstat(descriptor).st_size < stop:
+        raise OSError(f"ends before byte {stop}")
+    access = {"prot": mmap.PROT_READ | mmap.PROT_WRITE, "flags": mmap.MAP_PRIVATE}  # torch warns of memory it may not write to
+    pages = mmap.mmap(descriptor, stop - page, offset=page, **access)
+    return torch.frombuffer(pages, dtype=dtype, count=(stop - first) // dtype.itemsize, offset=first - page)
+
+
+def mapped(stored: FileTensor) -> Tensor:
+    """The tensor, none of it read yet, over a mapping that ends with it and with all views of it."""
+    count = math.prod(stored.shape)
+    if not count:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    with stored.file.open("rb") as file:
+        flat = _mapping(file.fileno(), stored.dtype, stored.offset, stored.offset + count * stored.dtype.itemsize)
+    return flat.view(stored.shape)
 
 
 class OpenFiles:
@@ -74,15 +95,7 @@ class OpenFiles:
             return
         last = [c + n - 1 for c, n in zip(corner, extent, strict=True)]
         first, end = (stored.offset + width * sum(i * s for i, s in zip(at, strides, strict=True)) for at in (corner, last))
-        page = first - first % mmap.ALLOCATIONGRANULARITY
-        descriptor = self.descriptor(stored.file)
-        if os.fstat(descriptor).st_size < end + width:
-            raise OSError(f"ends before byte {end + width}")
-        access = {"prot": mmap.PROT_READ | mmap.PROT_WRITE, "flags": mmap.MAP_PRIVATE}  # torch warns of memory it may not write to
-        with mmap.mmap(descriptor, end + width - page, offset=page, **access) as mapped:
-            span = torch.frombuffer(mapped, dtype=stored.dtype, count=(end + width - first) // width, offset=first - page)
-            out.copy_(span.as_strided(extent, strides))
-            del span
+        out.copy_(_mapping(self.descriptor(stored.file), stored.dtype, first, end + width).as_strided(extent, strides))
         self.bytes_read += out.numel() * width
 
     def region(self, stored: FileTensor, corner: Sequence[int], extent: Sequence[int]) -> Tensor:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megaswift.bridge.adapters import HALVES, MAGNITUDE, PREFIX, Adapter, AdapterPlan, AdapterSettings, Half, by_pattern
+from megaswift.bridge.file_tensor import FileTensor, mapped
 from megaswift.bridge.plan import SHOWN, WeightPlan
+from megaswift.bridge.safetensors_header import DTYPES, Damaged, Stored, read_header
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.projections import WEIGHT, Projection, in_part, projections, without_dora
 
@@ -50,11 +51,11 @@ class PeftFolder:
         if problems:
             raise WeightsError(problems)
         try:
-            self._file = safe_open(self.directory / TENSORS, framework="pt")
-            self._keys = {key.removeprefix(PREFIX): key for key in self._file.keys()}  # noqa: SIM118 (not a mapping)
-        except (OSError, SafetensorError) as error:
+            header = read_header(self.directory / TENSORS)
+        except (OSError, Damaged) as error:
             old = "; pickles (*.bin) are not read" if (self.directory / "adapter_model.bin").exists() else ""
             raise WeightsError(Problem(str(self.directory / TENSORS), f"cannot be read ({error}){old}", "save it as safetensors")) from None
+        self._stored: dict[str, Stored] = {key.removeprefix(PREFIX): stored for key, stored in header.items()}
 
     def _config(self) -> dict[str, Any]:
         path = self.directory / CONFIG
@@ -117,7 +118,7 @@ class PeftFolder:
 
     def _tensors(self, known: Mapping[str, Projection]) -> dict[str, Read]:
         """How to read each tensor; stacks of experts taken apart."""
-        found: dict[str, Read] = {name: partial(self._read, key) for name, key in self._keys.items()}
+        found: dict[str, Read] = {name: partial(self._read, name) for name in self._stored}
         stacks = sorted({name.rsplit(".lora_", 1)[0] for name in found if ".experts.lora_" in name or ".experts.base_layer.lora_" in name})
         apart: dict[str, Read] = {}
         for stack in stacks:
@@ -126,11 +127,15 @@ class PeftFolder:
         self._unstacked = {name.rsplit(".lora_", 1)[0] for name in apart}
         return {**found, **apart}
 
-    def _read(self, key: str) -> Tensor:
+    def _read(self, name: str) -> Tensor:
+        """The tensor over a mapping of its own: one of the whole file would count as this process's memory until the end."""
+        stored, what = self._stored[name], f"{self.directory / TENSORS}, tensor {name}"
+        if stored.dtype not in DTYPES:
+            raise WeightsError(Problem(what, f"has dtype {stored.dtype}, which cannot be read"))
         try:
-            return self._file.get_tensor(key)
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(Problem(f"{self.directory / TENSORS}, tensor {key}", f"cannot be read: {error}")) from None
+            return mapped(FileTensor(self.directory / TENSORS, stored.start, DTYPES[stored.dtype], stored.shape))
+        except OSError as error:
+            raise WeightsError(Problem(what, f"cannot be read: {error}")) from None
 
     def read(self, plan: AdapterPlan) -> Mapping[str, Tensor]:
         """All tensors of the plan by name, and of the modules that are saved whole; each is read when it is asked for."""

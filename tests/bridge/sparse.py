@@ -1,4 +1,4 @@
-"""Hugging Face folders that take no room: their tensors are holes in sparse files, read as zeros."""
+"""Hugging Face and PEFT folders that take no room: their tensors are holes in sparse files, read as zeros."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 import torch
 
+from megaswift.bridge.adapters import PREFIX, AdapterPlan, AdapterSettings
 from megaswift.bridge.hf_source import INDEX, TensorMeta
-from megaswift.bridge.hf_writer import index_of, plan_files
+from megaswift.bridge.hf_writer import HfFile, index_of, plan_file, plan_files
+from megaswift.bridge.peft_folder import CONFIG, TENSORS, config_of
 from megaswift.bridge.plan import WeightPlan
-from megaswift.families import family_of
+from megaswift.families import family_of, read_config
+from megaswift.families.projections import projections
 from tests.parity.models import BASE
 
 
@@ -26,12 +29,29 @@ def write_sparse(folder: Path, shard_bytes: int = 1 << 30, **sizes: int) -> int:
     metas = WeightPlan(family, family.spec(fields)).hf_tensors(torch.bfloat16)
     files = plan_files(metas, shard_bytes)
     for file in files:
-        with (folder / file.name).open("wb") as out:
-            out.write(file.header)
-            out.truncate(file.size)
+        _write(folder, file)
     if len(files) > 1:
         (folder / INDEX).write_text(json.dumps(index_of(files, metas)))
     return max(size_of(meta) for meta in metas.values())
+
+
+def write_sparse_adapter(folder: Path, base: Path, rank: int) -> int:
+    """Adapters of this rank on every linear layer of the base model, float32, and its output layer as a whole; their bytes."""
+    folder.mkdir(parents=True)
+    fields = read_config(base)
+    family = family_of(fields)
+    weights = WeightPlan(family, family.spec(fields))
+    plan = AdapterPlan(weights, projections(family, weights.spec), AdapterSettings(rank), ["lm_head.weight"])
+    file = plan_file(TENSORS, {PREFIX + name: TensorMeta(shape, torch.float32) for name, shape in plan.shapes().items()})
+    _write(folder, file)
+    (folder / CONFIG).write_text(json.dumps(config_of(plan, str(base))))
+    return file.size
+
+
+def _write(folder: Path, file: HfFile) -> None:
+    with (folder / file.name).open("wb") as out:
+        out.write(file.header)
+        out.truncate(file.size)
 
 
 def size_of(meta: TensorMeta) -> int:
