@@ -65,6 +65,18 @@ def _infer(argv: list[str]) -> int:
     return infer(argv)
 
 
+def _deploy(argv: list[str]) -> int:
+    from megaswift.deploy import main as deploy
+
+    return deploy(argv)
+
+
+def _export(argv: list[str]) -> int:
+    from megaswift.export import main as export
+
+    return export(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from megaswift.doctor import main as doctor
 
@@ -83,6 +95,8 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "data": ("data show: samples as tokens with their loss mask, lengths, packing", _data),
     "convert": ("weights: Hugging Face to Megatron and back, verify, merge adapters", _convert),
     "infer": ("answers: a conversation in the terminal, or a file of prompts", _infer),
+    "deploy": ("a server for OpenAI's API over a model", _deploy),
+    "export": ("a model's folder with adapters merged in, or quantised", _export),
     "doctor": ("versions and devices of this machine", _doctor),
 }
 

@@ -147,7 +147,8 @@ def test_a_forbidden_import_is_found(rule, file: str, text: str, tmp_path: Path)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("arguments", [["--help"], ["sft", "--help"], ["config", "--schema"], ["convert", "--help"], ["infer", "--help"]])
+@pytest.mark.parametrize("arguments", [
+    ["--help"], ["sft", "--help"], ["config", "--schema"], ["convert", "--help"], ["infer", "--help"], ["deploy", "--help"]])
 def test_help_needs_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys, runpy; from megaswift.cli import main\n"

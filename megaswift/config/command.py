@@ -6,12 +6,13 @@ files and Python, is `swift.py`'s.
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from megaswift.config.helptext import entry
 from megaswift.config.option import Table, table_of
@@ -19,7 +20,7 @@ from megaswift.config.resolve import State, take_value
 from megaswift.config.source import Given, read_command_line
 from megaswift.errors import ConfigError, Problem, nearest
 
-T = TypeVar("T")
+SECRET = re.compile(r"api|key|token$")
 LEGEND = ("Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
           "A switch alone means true.")
 
@@ -38,6 +39,14 @@ class Parsed:
     def label(self, name: str) -> str:
         """The option as the user wrote it."""
         return self.labels.get(name, f"--{name}")
+
+
+def _without_secrets(problems: Iterable[Problem], givens: Iterable[Given]) -> list[Problem]:
+    """Messages land in logs: the values of --api_key, misspelled too, stay out of them."""
+    hidden = sorted((str(g.value) for g in givens if g.value and SECRET.search(g.name)), key=len, reverse=True)
+    for secret in hidden:
+        problems = [Problem(*(part.replace(secret, "***") for part in (p.what, p.rule, p.fix))) for p in problems]
+    return list(problems)
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ class Command:
         parsed = Parsed(made, {n: label for n, label in state.labels.items() if state.values.get(n) is not None})
         problems = state.problems + [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(_without_secrets(problems, line.givens))
         return parsed
 
     def _unknown(self, given: Given) -> Problem:

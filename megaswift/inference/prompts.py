@@ -46,6 +46,15 @@ class Prompts:
             raise PromptError(f"the chat template refuses this conversation ({error})") from None
         return self._checked(ids)
 
+    def of_any(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """Tokens of a text, or tokens as they are."""
+        if isinstance(prompt, str):
+            return self.of_text(prompt)
+        wrong = [t for t in prompt if not 0 <= t < len(self.tokenizer)]
+        if wrong:
+            raise PromptError(f"{wrong[0]} is no token of this model; there are {len(self.tokenizer)}")
+        return self._checked(prompt)
+
     def of_text(self, text: str) -> tuple[int, ...]:
         """Tokens of a text that goes on."""
         return self._checked(self.tokenizer(text)["input_ids"])
@@ -67,4 +76,4 @@ def _text(parts: Sequence[Any]) -> str:
     other = sorted({str(p.get("type")) if isinstance(p, Mapping) else "?" for p in parts} - {"text"})
     if other:
         raise PromptError(f"parts of type {', '.join(other)} are not read; text is")
-    return "".join(str(p["text"]) for p in parts)
+    return "".join(str(p.get("text", "")) for p in parts)

@@ -85,6 +85,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_it(open_model: tuple[Prepared, Generat
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_the_command_with_a_pipe(model: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "megaswift", "infer", "--model", str(model), "--max_new_tokens", str(NEW)], input="1+2?\n",
                           capture_output=True, text=True, timeout=300, cwd=ROOT)

@@ -1,0 +1,122 @@
+"""`megaswift deploy`: a model behind OpenAI's HTTP API, on this machine unless a token guards it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaswift import log
+from megaswift.commands import HELP
+from megaswift.config.command import Command
+from megaswift.config.inference import (
+    ConversationOptions,
+    DeployConfig,
+    GenerationOptions,
+    PlacementOptions,
+    ServerOptions,
+    WeightsOptions,
+)
+from megaswift.config.inference_rules import check_deploy, token
+from megaswift.errors import ConfigError, Problem
+
+USAGE = """\
+megaswift deploy: a server for OpenAI's API (chat, completions, models) over transformers or vLLM
+
+  megaswift deploy --model DIR                                    http://127.0.0.1:8000/v1, for this machine only
+  MEGASWIFT_API_KEY=... megaswift deploy --model DIR --host 0.0.0.0"""
+HINTS = {"tp": "--tensor_parallel_size with --infer_backend vllm", "max_num_seqs": "--max_batch_size", "api_keys": "--api_key",
+         "bf16": "--torch_dtype bfloat16", "load_in_4bit": "--quantization_bit 4", "backend": "--infer_backend"}
+COMMAND = Command("deploy", USAGE, {
+    "weights": WeightsOptions, "placement": PlacementOptions, "generation": GenerationOptions, "conversation": ConversationOptions,
+    "server": ServerOptions}, check_deploy, HINTS)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns the exit code, or raises a UserError."""
+    if not argv or any(a in HELP for a in argv):
+        print(COMMAND.help())
+        return 0 if argv else 2
+    cfg = DeployConfig(**COMMAND.parse(argv).sections)
+    return _vllm(cfg) if cfg.server.infer_backend == "vllm" else _transformers(cfg)
+
+
+def model_name(cfg: DeployConfig) -> str:
+    """What clients call the model: the last part of its path, where that says something."""
+    if cfg.server.served_model_name is not None:
+        return cfg.server.served_model_name
+    parts = [p for p in Path(str(cfg.weights.model)).absolute().parts if p not in ("hf", "model", "checkpoints")]
+    return parts[-1]
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """The address is taken before the model is loaded, so that a port in use costs nothing."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host.strip("[]"), port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(Problem(f"--host {host} --port {port}", f"cannot be listened on: {error.strerror or error}",
+                                  "--port 0 takes any free port")) from None
+    return listener
+
+
+def _transformers(cfg: DeployConfig) -> int:
+    from megaswift.inference.generator import Generator, sampling_of
+    from megaswift.inference.load import load, need, prepare
+    from megaswift.inference.prompts import Prompts
+
+    for package in ("fastapi", "uvicorn"):
+        need(package, "megaswift deploy")
+    listener = _listening(cfg.server.host, cfg.server.port)
+    prepared = prepare(cfg.weights, cfg.conversation.chat_template)
+    sampling_of(cfg.generation, prepared.generation)  # tells at once what would be ignored
+    model, device = load(prepared, cfg.placement)
+    # The tokenizers library refuses to encode and decode with one tokenizer in two threads at a time.
+    generator = Generator(model, copy.deepcopy(prepared.tokenizer), device)
+    import uvicorn
+
+    from megaswift.inference.queueing import Line
+    from megaswift.inference.serving import Served, app_of
+
+    line = Line.before(generator, cfg.server.max_batch_size, cfg.server.max_waiting)
+    prompts = Prompts(prepared, cfg.conversation.system)
+    served = Served(model_name(cfg), prompts, line, cfg.generation, prepared.generation, int(time.time()))
+    secret = token(cfg.server)
+    host, port = listener.getsockname()[:2]
+    log.info(f"serving {served.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+             f" ({'with a token' if secret else 'without a token, for this machine only'})")
+    try:
+        uvicorn.Server(uvicorn.Config(app_of(served, secret), log_level="warning", access_log=False)).run(sockets=[listener])
+    except KeyboardInterrupt:  # how a server is ended
+        log.info("stopped")
+    finally:
+        line.close()
+    return 0
+
+
+def _vllm(cfg: DeployConfig) -> int:
+    import importlib.util
+
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(Problem("--infer_backend vllm", "vLLM is not installed here", "pip install vllm (it needs a GPU), or "
+                                  "--infer_backend transformers"))
+    from megaswift.families.checkpoint_folder import find_checkpoint
+    from megaswift.families.model_source import locate
+    from megaswift.inference import vllm_server
+
+    folder = locate(cfg.weights)
+    if find_checkpoint(folder) is not None:
+        raise ConfigError(Problem(f"--model {cfg.weights.model}", "is a checkpoint, and vLLM reads Hugging Face folders",
+                                  f"megaswift convert megatron-to-hf {cfg.weights.model} DST"))
+    words = vllm_server.command(cfg, folder, model_name(cfg))
+    try:
+        return subprocess.run(words, env=vllm_server.environment(os.environ, token(cfg.server)), check=False).returncode
+    except KeyboardInterrupt:
+        return 0

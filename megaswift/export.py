@@ -1,0 +1,52 @@
+"""`megaswift export`: a model's folder made from another: adapters merged in, or linear layers quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaswift import log
+from megaswift.commands import HELP
+from megaswift.config.command import Command
+from megaswift.config.inference import ExportConfig, ExportOptions, SourceOptions, WeightsOptions
+from megaswift.config.inference_rules import check_export
+from megaswift.config.size import parse_size
+
+USAGE = """\
+megaswift export: a model's folder from another
+
+  megaswift export --model DIR --adapters OUT/adapter --merge_lora true --output_dir MERGED
+  megaswift export --model DIR --quantization_bit 4 --output_dir SMALL"""
+HINTS = {"to_hf": "megaswift convert megatron-to-hf SRC DST", "to_mcore": "megaswift convert hf-to-megatron SRC DST",
+         "quant_method": "--quantization_bit: bitsandbytes it is"}
+COMMAND = Command("export", USAGE, {"source": SourceOptions, "export": ExportOptions}, check_export, HINTS)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns the exit code, or raises a UserError."""
+    if not argv or any(a in HELP for a in argv):
+        print(COMMAND.help())
+        return 0 if argv else 2
+    cfg = ExportConfig(**COMMAND.parse(argv).sections)
+    target = Path(str(cfg.export.output_dir))
+    log.info(f"made {_merge(cfg, target) if cfg.export.merge_lora else _quantise(cfg, target)}")
+    return 0
+
+
+def _merge(cfg: ExportConfig, target: Path) -> Path:
+    from megaswift.bridge.merge import merge_folders
+    from megaswift.families.model_source import locate
+
+    shard = parse_size(cfg.export.max_shard_size)
+    assert shard is not None and cfg.source.adapters is not None, "the command line was checked"
+    return merge_folders(locate(cfg.source), cfg.source.adapters, target, shard)
+
+
+def _quantise(cfg: ExportConfig, target: Path) -> Path:
+    from megaswift.inference.export import quantise
+
+    source, bits = cfg.source, cfg.export.quantization_bit
+    assert bits is not None, "the command line was checked"
+    weights = WeightsOptions(model=source.model, use_hf=source.use_hf, model_revision=source.model_revision,
+                             trust_remote_code=source.trust_remote_code)
+    return quantise(weights, bits, target, cfg.export.max_shard_size)

@@ -1,0 +1,37 @@
+"""`megaswift export --quantization_bit`: a model's folder with its linear layers quantised by bitsandbytes, as transformers saves it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megaswift.bridge.model_folder import copy_side_files
+from megaswift.config.inference import PlacementOptions, WeightsOptions
+from megaswift.errors import CheckpointError, ConfigError, Problem, first_line
+from megaswift.inference.load import load, prepare
+
+
+def quantise(weights: WeightsOptions, bits: int, target: Path, max_shard_size: str) -> Path:
+    """Loads the model with quantised layers and saves it; `target` appears whole or not at all."""
+    prepared = prepare(weights, None)
+    model, _ = load(prepared, PlacementOptions(quantization_bit=bits))
+    stage = target.with_name(f".{target.name}.exporting")
+    shutil.rmtree(stage, ignore_errors=True)
+    try:
+        _save(model, bits, stage, max_shard_size)
+        copy_side_files(prepared.folder, stage)
+        stage.rename(target)
+    except OSError as error:
+        raise CheckpointError(Problem(str(target), f"cannot be written: {error}", "free space, or another --output_dir")) from None
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    return target
+
+
+def _save(model: Any, bits: int, stage: Path, max_shard_size: str) -> None:
+    try:
+        model.save_pretrained(stage, max_shard_size=max_shard_size)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(Problem(f"--quantization_bit {bits}", f"transformers cannot save it on this device: {first_line(error)}",
+                                  "a machine with a GPU, or quantise when loading: --quantization_bit of infer and deploy")) from None

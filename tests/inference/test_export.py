@@ -1,0 +1,60 @@
+"""`megaswift export`: merged as PEFT merges, quantised as transformers saves it; nothing is overwritten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from megaswift.errors import ConfigError
+from megaswift.export import main
+from tests.inference.models import adapters, folder
+
+IDS = torch.arange(4, 40)[None]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder(tmp_path_factory.mktemp("export") / "model")
+
+
+def logits(loaded: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return loaded.eval()(IDS).logits
+
+
+def test_merged_as_peft_merges(model: Path, tmp_path: Path) -> None:
+    adapter = adapters(tmp_path / "adapter", model)
+    out = tmp_path / "merged"
+    assert main(["--model", str(model), "--adapters", str(adapter), "--merge_lora", "true", "--output_dir", str(out)]) == 0
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
+    want, found = logits(theirs), logits(AutoModelForCausalLM.from_pretrained(out))
+    assert float((want - found).abs().max()) < 1e-5 * max(1.0, float(want.abs().max()))
+    with pytest.raises(ConfigError, match="exists"):
+        main(["--model", str(model), "--adapters", str(adapter), "--merge_lora", "true", "--output_dir", str(out)])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_as_transformers_quantises(model: Path, tmp_path: Path, bits: int) -> None:
+    out = tmp_path / "small"
+    assert main(["--model", str(model), "--quantization_bit", str(bits), "--output_dir", str(out)]) == 0
+    config = BitsAndBytesConfig(load_in_8bit=True) if bits == 8 else BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, device_map="cpu")
+    loaded = AutoModelForCausalLM.from_pretrained(out, device_map="cpu")
+    assert torch.equal(logits(loaded), logits(theirs))
+    sizes = [sum(f.stat().st_size for f in path.glob("*.safetensors")) for path in (out, model)]
+    assert sizes[0] < 0.6 * sizes[1] and (out / "tokenizer.json").is_file()
+    assert not list(tmp_path.glob(".small*"))
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ConfigError) as caught:
+        main(["--model", "x", "--merge_lora", "true", "--quantization_bit", "4"])
+    for part in ("are two steps", "there are no adapters", "--output_dir: is missing"):
+        assert part in str(caught.value)
+    with pytest.raises(ConfigError, match="has nothing to do"):
+        main(["--model", "x", "--output_dir", "y"])
