@@ -4,14 +4,15 @@ An adapter adds scale x B A x to a linear layer's W x (Hu et al. 2021, arXiv:210
 Face module. One of DoRA (arXiv:2402.09353) has magnitudes m [out] beside them and makes each row of W + scale x B A as long as its m
 says; they lie on ranks as B's rows do. Megatron joins several modules in one layer; which rows of its output belong to which module
 follows from the pieces of the base weight's rule, so nothing is said twice. A column-parallel layer cuts B by rows, a row-parallel one A
-by columns; the other matrix is on every rank. Pure: no ranks, no files, no modules.
+by columns; the other matrix is on every rank. Experts that share a parameter have an A and B each like any other; that they are one
+tensor in a folder, with gate and up in alternating rows, is `Stored`'s affair. Pure: no ranks, no files, no modules.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -100,9 +101,12 @@ class Adapter:
 
     def ranges(self, half: Half, tp: int, rank: int) -> list[tuple[int, int]]:
         """Which columns of A, or which rows of B and M, a rank holds, in its order."""
+        whole = self.shape(half)[dim_of_half(half)]
         if not self.sharded(half):
-            return [(0, self.shape(half)[dim_of_half(half)])]
-        return [(p.start, p.stop) for p in self.entry.pieces(Cut(tp, rank)) if p.source == self.projection.source]
+            return [(0, whole)]
+        mine = [p for p in self.entry.pieces(Cut(tp, rank)) if p.source == self.projection.source]
+        first = [p.start % p.stride * (whole // p.stride) + p.start // p.stride for p in mine]  # alternating rows, one kind after the other
+        return [(start, start + p.length) for start, p in zip(first, mine, strict=True)]
 
     def local_shape(self, half: Half, tp: int, rank: int) -> tuple[int, ...]:
         """Shape of a rank's part."""
@@ -127,11 +131,33 @@ class Adapter:
                 at += stop - start
         return whole
 
+    def rows(self, b: Tensor) -> Tensor:
+        """B with its rows in Hugging Face's order."""
+        return alternating(b, self.projection.alternating)
+
     @torch.no_grad()
-    def merged(self, weight: Tensor, a: Tensor, b: Tensor, m: Tensor | None) -> Tensor:
-        """The weight with this adapter in it, float32 [out, in]."""
-        found = (b.float() @ a.float()).mul_(self.scale).add_(weight.float())
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor, m: Tensor | None = None) -> Tensor:
+        """The weight with this adapter in it, float32 [out, in]; of an expert in a stack [in, out]."""
+        change = (self.rows(b).float() @ a.float()).mul_(self.scale)
+        found = (change.t() if self.projection.stack else change).add_(weight.float())
         return found if m is None else found.mul_(row_scale(m, found.square().sum(1))[:, None])
+
+
+def alternating(rows: Tensor, kinds: int) -> Tensor:
+    """[gates; ups] to gate, up, gate, up, ..."""
+    return rows if kinds == 1 else rows.unflatten(0, (kinds, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def one_by_one(rows: Tensor, kinds: int) -> Tensor:
+    """The inverse."""
+    return rows if kinds == 1 else rows.unflatten(0, (-1, kinds)).transpose(0, 1).flatten(0, 1)
+
+
+def merged(adapters: Sequence[Adapter], weight: Tensor, halves: Sequence[Sequence[Tensor]]) -> Tensor:
+    """A Hugging Face tensor with its adapters in it, float32: one, or one for each expert of a stack [experts, in, out]."""
+    if not adapters[0].projection.stack:
+        return adapters[0].merged(weight, *halves[0])
+    return torch.stack([a.merged(w, *h) for a, w, h in zip(adapters, weight, halves, strict=True)])
 
 
 def row_scale(m: Tensor, squares: Tensor) -> Tensor:
@@ -156,6 +182,47 @@ def output_order(adapters: Sequence[Adapter], tp: int, rank: int) -> list[tuple[
     return [(by_source.get(p.source), p.length) for p in entry.pieces(Cut(tp, rank))]
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of an adapter folder, as PEFT has it: one module's, or a stack's of all experts."""
+
+    name: str
+    half: Half
+    adapters: tuple[Adapter, ...]
+    """One, or every expert's in order."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """A stack's are A [experts x r, in] and B [out, r x experts]."""
+        shape, dim = list(self.adapters[0].shape(self.half)), 1 - dim_of_half(self.half)
+        if len(self.adapters) > 1:
+            shape[dim] *= len(self.adapters)
+        return tuple(shape)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The tensor from those of its adapters: A expert by expert, B's columns rank by rank (PEFT's `ParamWrapper`)."""
+        if self.half == "A":
+            return torch.cat(list(parts))
+        rows = [a.rows(part) for a, part in zip(self.adapters, parts, strict=True)]
+        return rows[0] if len(rows) == 1 else torch.stack(rows, -1).flatten(1)
+
+
+def _stored(adapters: Sequence[Adapter]) -> Iterator[Stored]:
+    """PEFT wraps the module of stacks once for each, the first one innermost, and names it by that."""
+    stacks: dict[str, list[Adapter]] = {}
+    for a in adapters:
+        stacks.setdefault(a.projection.weight, []).append(a)
+    for stack, found in stacks.items():
+        first = found[0]
+        if not first.projection.stack:
+            yield from (Stored(first.name(half), half, (first,)) for half in first.halves)
+            continue
+        home = stack.rpartition(".")[0]
+        same = [s for s in stacks if s.rpartition(".")[0] == home]
+        wrapped = home + ".base_layer" * (len(same) - 1 - same.index(stack))
+        yield from (Stored(f"{wrapped}.lora_{half}.weight", half, tuple(found)) for half in HALVES)
+
+
 class AdapterPlan:
     """All adapters of a model, in the order of the weight table."""
 
@@ -169,13 +236,19 @@ class AdapterPlan:
         self.by_layer: dict[str, list[Adapter]] = {}
         for adapter in self.adapters:
             pieces = adapter.entry.pieces(Cut())
-            assert all(not p.at and not p.transposed and p.stride == 1 for p in pieces), f"{adapter.module} is no plain matrix"
+            plain = all(not p.at and not p.transposed and p.stride == 1 for p in pieces)
+            assert plain or adapter.projection.stack, f"{adapter.module} is no plain matrix"
             self.by_layer.setdefault(adapter.projection.megatron, []).append(adapter)
         self.by_module: dict[str, Adapter] = {a.module: a for a in self.adapters}
+        self.by_weight: dict[str, list[Adapter]] = {}
+        """Hugging Face tensor -> its adapter, or those of the experts in it."""
+        for adapter in self.adapters:
+            self.by_weight.setdefault(adapter.projection.weight, []).append(adapter)
+        self.stored: tuple[Stored, ...] = tuple(_stored(self.adapters))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name (without PEFT's prefix) -> shape of every tensor of the adapter folder."""
-        found: dict[str, tuple[int, ...]] = {a.name(half): a.shape(half) for a in self.adapters for half in a.halves}
+        found: dict[str, tuple[int, ...]] = {s.name: s.shape for s in self.stored}
         return found | {name: self.plan.hf_shapes[name] for name in self.saved}
 
     @property

@@ -8,14 +8,14 @@ unchanged, bit by bit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megaswift.bridge import hf_work
-from megaswift.bridge.adapters import Adapter, AdapterPlan, row_scale
+from megaswift.bridge.adapters import HALVES, Adapter, AdapterPlan, row_scale
 from megaswift.bridge.conversion import bands, stamps
 from megaswift.bridge.hf_source import TensorMeta, WeightSource
 from megaswift.bridge.hf_work import HfFolder
@@ -26,13 +26,15 @@ from megaswift.bridge.plan import WeightPlan
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import family_of, load_spec
 from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.families.projections import WEIGHT
 
 
 def blocks(source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """The merged tensor of this name in row-major order, in the dtype it has in `source`."""
     shape, dtype = source.shape(name), source.dtype(name)
-    adapter = plan.by_module.get(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
+    adapter = next(iter(plan.by_weight.get(name, ())), None)
+    if adapter is not None and adapter.projection.stack:
+        yield from _stack(source, name, plan.by_weight[name], tensors)
+        return
     saved = tensors[name] if name in plan.saved else None
     a, b = (tensors[adapter.name(half)].float() for half in ("A", "B")) if adapter is not None else (None, None)
     factors = _row_scale(source, name, adapter, tensors) if adapter is not None and adapter.dora else None
@@ -46,6 +48,17 @@ def blocks(source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[
             rows, columns = where
             block = (b[rows] @ a[:, columns]).mul_(adapter.scale).add_(source.slice(name, where).float())
             yield (block if factors is None else block.mul_(factors[rows, None])).to(dtype).contiguous()
+
+
+def _stack(source: WeightSource, name: str, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Experts that share a parameter [experts, in, out]."""
+    for where in bands([(0, n) for n in source.shape(name)], torch.float32.itemsize):
+        experts, rows, columns = where
+        block = source.slice(name, where).float()
+        for adapter, into in zip(adapters[experts], block, strict=True):
+            a, b = (tensors[adapter.name(half)].float() for half in HALVES)
+            into.addmm_(a[:, rows].t(), adapter.rows(b)[columns].t(), alpha=adapter.scale)
+        yield block.to(source.dtype(name)).contiguous()
 
 
 def _row_scale(source: WeightSource, name: str, adapter: Adapter, tensors: Mapping[str, Tensor]) -> Tensor:

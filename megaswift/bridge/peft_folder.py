@@ -1,15 +1,15 @@
 """PEFT's adapter folder: adapter_config.json and adapter_model.safetensors, read and written without PEFT.
 
 Owns the two files' meaning: names with PEFT's prefix, ranks and scales by module, and what other kinds of adapters are refused.
-Experts stand in it one by one, under the names that their weights have on disk; the stacked form that PEFT writes for transformers'
-fused experts is taken apart when it is read.
+Experts stand in it as their weights do on disk: one by one, or stacked where they share a parameter (gpt_oss). The stacked form that PEFT
+writes for transformers' fused experts is taken apart when it is read (`expert_stacks`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaswift.bridge.adapters import HALVES, MAGNITUDE, PREFIX, Adapter, AdapterPlan, AdapterSettings, Half, by_pattern
+from megaswift.bridge.expert_stacks import Read, parameter_of, stacks, taken_apart
 from megaswift.bridge.file_tensor import FileTensor, mapped
 from megaswift.bridge.plan import SHOWN, WeightPlan
 from megaswift.bridge.safetensors_header import DTYPES, Damaged, Stored, read_header
 from megaswift.errors import CheckpointError, Problem, WeightsError
-from megaswift.families.projections import WEIGHT, Projection, in_part, projections, without_dora
+from megaswift.families.projections import WEIGHT, Projection, end_of, in_part, projections, without_dora
 
-Read = Callable[[], Tensor]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 REFUSED: Mapping[str, str] = {
     "lora_bias": "has biases", "fan_in_fan_out": "is for transposed layers",
@@ -113,17 +113,19 @@ class PeftFolder:
     def _with_ranks(self, ranks: Mapping[str, int]) -> AdapterSettings:
         """What differs from module to module. PEFT's patterns name a stack by its parameter, not by the experts in it."""
         s = self.settings
-        alphas = {m: alpha for m in self._unstacked if (alpha := by_pattern(s.alphas, _stack_of(m), s.alpha)) != s.alpha}
+        alphas = {m: alpha for m in self._unstacked if (alpha := by_pattern(s.alphas, parameter_of(m), s.alpha)) != s.alpha}
         return replace(s, ranks={m: r for m, r in ranks.items() if r != s.rank}, alphas={**s.alphas, **alphas})
 
     def _tensors(self, known: Mapping[str, Projection]) -> dict[str, Read]:
         """How to read each tensor; stacks of experts taken apart."""
         found: dict[str, Read] = {name: partial(self._read, name) for name in self._stored}
-        stacks = sorted({name.rsplit(".lora_", 1)[0] for name in found if ".experts.lora_" in name or ".experts.base_layer.lora_" in name})
         apart: dict[str, Read] = {}
-        for stack in stacks:
-            a, b = (found.pop(f"{stack}.lora_{half}.weight") for half in HALVES)
-            apart.update(_unstack(stack.removesuffix(".base_layer"), a, b, known))
+        for stack in stacks(found):
+            names = [f"{stack}.lora_{half}.weight" for half in HALVES]
+            if all(name in found for name in names):
+                experts = dict(taken_apart(stack, found[names[0]], found[names[1]], known))
+                found = {name: read for name, read in found.items() if not experts or name not in names}
+                apart.update(experts)
         self._unstacked = {name.rsplit(".lora_", 1)[0] for name in apart}
         return {**found, **apart}
 
@@ -158,38 +160,6 @@ class Tensors(Mapping[str, Tensor]):
         return len(self.readers)
 
 
-def _stack_of(module: str) -> str:
-    """`mlp.experts.3.up_proj` to the parameter that PEFT's patterns name: `mlp.experts.gate_up_proj`."""
-    experts, _, leaf = module.rpartition(".")
-    return f"{experts.rpartition('.')[0]}.{'down_proj' if leaf in ('down_proj', 'w2') else 'gate_up_proj'}"
-
-
-def _unstack(experts: str, a: Read, b: Read, known: Mapping[str, Projection]) -> Iterator[tuple[str, Read]]:
-    """A [E x r, in] (expert by expert) and B [out, r x E] (rank by rank) of fused experts to one A and B for each expert's module.
-
-    Gate and up share A in this form: both get a copy. A layout of PEFT's `ParamWrapper`.
-    """
-    modules = {m: p for m, p in known.items() if m.startswith(_disk(experts, known) + ".")}
-    count = 1 + max((int(m.split(".")[-2]) for m in modules), default=0)
-    out, width = b().shape[0], a().shape[1]
-    for module, projection in modules.items():
-        expert, down = int(module.split(".")[-2]), projection.megatron.endswith("linear_fc2")
-        if down == (projection.shape == (out, width)):
-            rows = slice(projection.source * projection.shape[0], (projection.source + 1) * projection.shape[0])
-            yield f"{module}.lora_A.weight", partial(_of_experts, a, (count, -1, width), (expert,))
-            yield f"{module}.lora_B.weight", partial(_of_experts, b, (out, -1, count), (rows, slice(None), expert))
-
-
-def _of_experts(read: Read, shape: tuple[int, ...], where: tuple[int | slice, ...]) -> Tensor:
-    return read().view(shape)[where]
-
-
-def _disk(experts: str, known: Mapping[str, Projection]) -> str:
-    """transformers calls Mixtral's block `mlp` in memory and `block_sparse_moe` on disk."""
-    other = experts.replace(".mlp.", ".block_sparse_moe.")
-    return experts if any(m.startswith(experts + ".") for m in known) else other
-
-
 def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
     path = str(directory / CONFIG)
     if config.get("peft_type") != "LORA":
@@ -204,23 +174,36 @@ def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def config_of(plan: AdapterPlan, base: str) -> dict[str, Any]:
-    """adapter_config.json, with every module that PEFT has to find."""
-    s = plan.settings
+    """adapter_config.json, with every module and parameter that PEFT has to find.
+
+    Where experts have adapters, dropout is left out: PEFT has none for parameters, and does not load a folder that asks for it.
+    """
+    s, parameters = plan.settings, _parameters(plan)
+    name = {a.module: a.projection.stack or a.module for a in plan.adapters}
+    dropout = 0.0 if any(a.entry.expert is not None for a in plan.adapters) else s.dropout
     whole = [name.removesuffix(WEIGHT) for name in plan.saved if name.endswith(WEIGHT)]
     alpha = int(s.alpha) if float(s.alpha).is_integer() else s.alpha
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": None, "inference_mode": True,
-        "r": s.rank, "lora_alpha": alpha, "lora_dropout": s.dropout, "use_rslora": s.rslora, "use_dora": s.dora, "bias": "none",
+        "r": s.rank, "lora_alpha": alpha, "lora_dropout": dropout, "use_rslora": s.rslora, "use_dora": s.dora, "bias": "none",
         "fan_in_fan_out": False, "init_lora_weights": True, "target_modules": _targets(plan), "modules_to_save": whole or None,
-        "rank_pattern": dict(s.ranks), "alpha_pattern": dict(s.alphas),
+        "rank_pattern": {name[m]: rank for m, rank in s.ranks.items()}, "alpha_pattern": {name.get(m, m): x for m, x in s.alphas.items()},
+        **({"target_parameters": parameters} if parameters else {}),
     }
 
 
 def _targets(plan: AdapterPlan) -> list[str]:
     """Last names of modules where they say exactly which, else whole names."""
-    leaves = {a.projection.leaf for a in plan.adapters}
-    alike = {p.module for p in projections(plan.plan.family, plan.plan.spec) if p.leaf in leaves}
-    return sorted(leaves if alike == set(plan.by_module) else plan.by_module)
+    mine = {a.module: a.projection.leaf for a in plan.adapters if not a.projection.stack}
+    alike = {p.module for p in projections(plan.plan.family, plan.plan.spec) if p.leaf in mine.values() and not p.stack}
+    return sorted(set(mine.values()) if alike == mine.keys() else mine)
+
+
+def _parameters(plan: AdapterPlan) -> list[str]:
+    """The same for experts that share a parameter: its name without the layer, or the whole one."""
+    mine = {a.projection.stack: end_of(a.projection.stack) for a in plan.adapters if a.projection.stack}
+    alike = {p.stack for p in projections(plan.plan.family, plan.plan.spec) if p.stack and end_of(p.stack) in mine.values()}
+    return sorted(set(mine.values()) if alike == mine.keys() else mine)
 
 
 def write_adapter(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[str, Tensor]], base: str) -> Path:

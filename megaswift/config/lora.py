@@ -21,6 +21,7 @@ class LoraConfig:
     use_dora: bool = option(False, "Train magnitudes apart from directions (DoRA, arXiv:2402.09353)")
     target_modules: tuple[str, ...] = option(
         ("all-linear",), "Where: all-linear, Hugging Face or Megatron names, regular expressions", aliases=("target_regex",))
+    target_parameters: tuple[str, ...] = option((), "Where among experts that share one parameter (gpt_oss), by PEFT's names")
     modules_to_save: tuple[str, ...] = option((), "Modules that train fully beside the adapters, as lm_head")
     adapters: str | None = option(
         None, "A PEFT folder to go on from, in place of new adapters", aliases=("adapter_name_or_path", "resume_lora"), metavar="DIR")

@@ -51,7 +51,7 @@ _FROM_ADAPTERS: Test = lambda c: c.model.train_type != "full" and c.lora.adapter
 _LORA = ("train_type",)
 _OF_ADAPTERS = ("adapters", "train_type")
 _IS_LORA, _GIVEN = "belongs to train_type lora (train_type is {train_type})", "the folder {adapters} says it itself"
-_NEW = ("lora_rank", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
+_NEW = ("lora_rank", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
 _HUB = "belongs to a hub id, and the model is a folder"
 _STREAM = ("streaming", "val_dataset")
 _ONLY_STREAMS: Test = lambda c: c.data.streaming and not c.data.val_dataset  # noqa: E731

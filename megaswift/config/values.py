@@ -143,6 +143,8 @@ def _in_range(option: Option, value: float) -> float:
 
 def _list(option: Option, raw: Any) -> tuple[str, ...]:
     items = list(raw) if isinstance(raw, list | tuple) else [raw]
+    if len(items) == 1 and str(items[0]).strip().lower() in UNSET[:2]:  # a flag's words come as a list
+        return ()
     if option.choices:  # names never hold a comma or a blank, paths may
         items = [part for item in items for part in (item.replace(",", " ").split() if isinstance(item, str) else [item])]
         items = [i for i in items if not (isinstance(i, str) and i.strip().lower() in UNSET)]

@@ -1,7 +1,8 @@
 """The projections of a model that may carry an adapter, by their Hugging Face module names, and what a user's names mean among them.
 
-Owns the expansion of a family's weight table to modules and the matching of `--target_modules` and `--modules_to_save`. Pure: names
-and shapes, no tensors, no torch; adapters themselves are laid out by the bridge.
+Owns the expansion of a family's weight table to modules and the matching of `--target_modules`, `--target_parameters` and
+`--modules_to_save`. Experts that Hugging Face keeps in one parameter (gpt_oss) are a projection each here. Pure: names and shapes, no
+tensors, no torch; adapters themselves are laid out by the bridge.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from megaswift.errors import ConfigError, Problem, nearest
 from megaswift.families.family import Family
-from megaswift.families.rules import Rule
+from megaswift.families.rules import Cut, Rule
 from megaswift.families.spec import ModelSpec
 
 ALL = "all-linear"
@@ -23,21 +24,35 @@ _PATTERN = re.compile(r"[\\^$*+?|()\[\]{}]")
 
 @dataclass(frozen=True)
 class Projection:
-    """One linear layer of the Hugging Face model."""
+    """One linear layer of the Hugging Face model, or of one expert of those that share a parameter."""
 
     module: str
-    """`model.layers.0.self_attn.q_proj`."""
+    """`model.layers.0.self_attn.q_proj`; of such an expert a name of ours, `model.layers.0.mlp.experts.3.gate_up_proj`."""
     megatron: str
     """Megatron's module, which may hold several: `decoder.layers.0.self_attention.linear_qkv`."""
     source: int
     """Its number among the Hugging Face tensors of Megatron's weight."""
     shape: tuple[int, int]
     """[out, in]."""
+    stack: str = ""
+    """The parameter [experts, in, out] that holds this matrix of every expert: `model.layers.0.mlp.experts.gate_up_proj`."""
+    alternating: int = 1
+    """How many matrices take turns in the parameter's columns (gate and up: 2); here they stand one after the other."""
 
     @property
     def leaf(self) -> str:
         """`q_proj`."""
         return self.module.rsplit(".", 1)[-1]
+
+    @property
+    def weight(self) -> str:
+        """The Hugging Face tensor that holds the matrix."""
+        return self.stack or self.module + WEIGHT
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a user may call it: a parameter goes by its own name only, as in PEFT."""
+        return (self.stack,) if self.stack else (self.module, self.megatron)
 
 
 def _expand(family: Family, spec: ModelSpec) -> Iterator[tuple[Rule, int | None, int | None]]:
@@ -57,9 +72,9 @@ def _name(pattern: str, layer: int | None, expert: int | None) -> str:
 
 
 def adaptable(rule: Rule) -> bool:
-    """Whether the rule is about a linear layer of both sides: no norm, router, bias or embedding, no stack of experts in one tensor."""
+    """Whether the rule is about a linear layer: no norm, router, bias or embedding."""
     leaf = rule.megatron.removesuffix(WEIGHT).rsplit(".", 1)[-1]
-    return rule.megatron.endswith(WEIGHT) and leaf.startswith("linear_") and not rule.stacked
+    return rule.megatron.endswith(WEIGHT) and leaf.startswith("linear_")
 
 
 def projections(family: Family, spec: ModelSpec) -> Iterator[Projection]:
@@ -69,49 +84,83 @@ def projections(family: Family, spec: ModelSpec) -> Iterator[Projection]:
             continue
         megatron = _name(rule.megatron, layer, expert).removesuffix(WEIGHT)
         for source, (name, shape) in enumerate(zip(rule.hf, rule.shapes(spec), strict=True)):
-            if name.endswith(WEIGHT) and len(shape) == 2:
+            if rule.stacked:
+                yield _of_stack(rule, spec, _name(name, layer, expert), (megatron, expert))
+            elif name.endswith(WEIGHT) and len(shape) == 2:
                 yield Projection(_name(name, layer, expert).removesuffix(WEIGHT), megatron, source, (shape[0], shape[1]))
 
 
-def _matches(name: str, projection: Projection) -> bool:
-    both = (projection.module, projection.megatron)
+def _of_stack(rule: Rule, spec: ModelSpec, stack: str, where: tuple[str, int | None]) -> Projection:
+    """One expert's matrix in a parameter [experts, in, out]."""
+    megatron, expert = where
+    [(_, width, out)], piece = rule.shapes(spec), rule.pieces(spec, Cut(expert=expert))[0]
+    assert piece.transposed and expert is not None, f"{stack}: experts as [in, out] are what is known of stacks"
+    home, _, leaf = stack.rpartition(".")
+    return Projection(f"{home}.{expert}.{leaf}", megatron, 0, (out, width), stack, piece.stride)
+
+
+def _matches(name: str, names: Sequence[str]) -> bool:
     if _PATTERN.search(name):
-        return any(re.fullmatch(name, m) for m in both)
-    return any(m == name or m.endswith("." + name) for m in both)
+        return any(re.fullmatch(name, m) for m in names)
+    return any(m == name or m.endswith("." + name) for m in names)
 
 
-def select(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[Projection]:
-    """The projections that `names` mean; a ConfigError for each name that means none.
+def select(family: Family, spec: ModelSpec, names: Sequence[str], parameters: Sequence[str] = ()) -> list[Projection]:
+    """The projections that `--target_modules` and `--target_parameters` mean; a ConfigError for each name that means none.
 
-    `all-linear` is every projection. A name with a character of regular expressions must match a whole module name, any other name
-    is a module or the end of one, as PEFT reads them; Hugging Face's and Megatron's names do.
+    `all-linear` is every module. A name with a character of regular expressions must match a whole module name, any other name
+    is a module or the end of one, as PEFT reads them; Hugging Face's and Megatron's names do. `parameters` are the same for experts
+    that share one.
     """
     known = list(projections(family, spec))
+    modules, stacks = [p for p in known if not p.stack], [p for p in known if p.stack]
     chosen: dict[str, Projection] = {}
-    problems = []
-    for name in names:
+    problems = [] if names or parameters else [Problem("--target_modules none", "leaves nothing to adapt", ALL)]
+    for option, name, among in [*(("modules", n, modules) for n in names), *(("parameters", n, stacks) for n in parameters)]:
         try:
-            found = known if name == ALL else [p for p in known if _matches(name, p)]
+            found = among if (option, name) == ("modules", ALL) else [p for p in among if _matches(name, p.names)]
         except re.error as error:
-            problems.append(Problem(f"--target_modules {name}", f"is no regular expression: {error}", ALL))
+            problems.append(Problem(f"--target_{option} {name}", f"is no regular expression: {error}", ALL))
             continue
         chosen.update({p.module: p for p in found})
         if not found:
-            problems.append(_no_target(name, known, family, spec))
+            problems.append(_no_target(name, known, family, spec) if option == "modules" else _no_parameter(name, known))
     if problems:
         raise ConfigError(problems)
     return [p for p in known if p.module in chosen]
 
 
 def without_dora(chosen: Sequence[Projection], label: str) -> list[Problem]:
-    """What keeps DoRA from these projections: experts, each of which sees other tokens on other ranks."""
+    """What keeps DoRA from these projections: PEFT refuses it for parameters, and transformers keeps the experts of all families so."""
     experts = list(dict.fromkeys(p.leaf for p in chosen if ".experts." in p.megatron))
-    rule = f"is not there for experts, and {', '.join(experts)} of experts are among the targets"
+    rule = ("is not there for experts (PEFT has DoRA for modules, transformers keeps experts in stacked parameters), and "
+            f"{', '.join(experts)} of experts are among the targets")
     return [Problem(label, rule, "--target_modules for attention alone, or plain LoRA")] if experts else []
 
 
+def _no_parameter(name: str, known: Sequence[Projection]) -> Problem:
+    what, ends = f"--target_parameters {name}", list(dict.fromkeys(end_of(p.stack) for p in known if p.stack))
+    if ends:
+        close = nearest(name, [*ends, *(end.rsplit(".", 1)[-1] for end in ends)])
+        return Problem(what, "matches no experts that share a parameter", f"{close or ends[0]}; there are {', '.join(ends)}")
+    modules = list(dict.fromkeys(p.leaf for p in known if ".experts." in p.megatron))
+    rule = "is for experts that share one parameter in the model's files; "
+    if not modules:
+        return Problem(what, rule + "this model has no experts", "leave it out")
+    return Problem(what, rule + "in this model each has its own", f"--target_modules {' '.join(modules)}")
+
+
+def end_of(stack: str) -> str:
+    """A parameter's name without its layer: `mlp.experts.gate_up_proj`."""
+    return ".".join(stack.split(".")[-3:])
+
+
 def _no_target(name: str, known: Sequence[Projection], family: Family, spec: ModelSpec) -> Problem:
-    leaves = list(dict.fromkeys(leaf for p in known for leaf in (p.leaf, p.megatron.rsplit(".", 1)[-1])))
+    stacks = [end_of(p.stack) for p in known if p.stack and _matches(name, (p.stack, p.megatron))]
+    if stacks:
+        what = "is no module but a parameter that holds all experts"
+        return Problem(f"--target_modules {name}", what, f"--target_parameters {stacks[0]}")
+    leaves = list(dict.fromkeys(leaf for p in known if not p.stack for leaf in (p.leaf, p.megatron.rsplit(".", 1)[-1])))
     for rule, layer, expert in _expand(family, spec):
         modules = [_name(hf, layer, expert).removesuffix(WEIGHT) for hf in rule.hf]
         if any(m == name or m.endswith("." + name) for m in modules) and not adaptable(rule):
@@ -151,7 +200,7 @@ def in_part(family: Family, spec: ModelSpec, chosen: Collection[str]) -> Iterato
         if (inside and outside) or (inside and rule.stacked):
             others = ", ".join(n.removesuffix(WEIGHT).rsplit(".", 1)[-1] for n in outside) or "all experts"
             yield Problem(f"--modules_to_save {inside[0].removesuffix(WEIGHT)}", f"is one parameter with {others} in Megatron",
-                          "its target_modules entry: an adapter of high rank")
+                          f"its target_{'parameters' if rule.stacked else 'modules'} entry: an adapter of high rank")
             return
 
 

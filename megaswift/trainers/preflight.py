@@ -20,7 +20,7 @@ from megaswift.data.template import read_template
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.families import FAMILIES, ModelSpec, family_of, four_bits, load_spec
 from megaswift.families.model_source import locate, missing_files
-from megaswift.families.projections import saved, select, without_dora
+from megaswift.families.projections import Projection, saved, select, without_dora
 from megaswift.families.unlisted import any_spec
 from megaswift.parallel.checks import check_layout
 from megaswift.parallel.rules import Asked
@@ -121,15 +121,18 @@ def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     if lora.adapters is not None:
         return folder_problems(lora.adapters)
     family = family_of(spec.hf_config)
-    for check, names in ((select, lora.target_modules), (saved, lora.modules_to_save)):
-        try:
-            check(family, spec, names)
-            if check is saved and cfg.model.train_type == "qlora":
-                problems += four_bits.cannot_train(family, saved(family, spec, names))
-        except UserError as error:
-            problems += error.problems
-    if lora.use_dora and not problems:
-        problems += without_dora(select(family, spec, lora.target_modules), "--use_dora true")
+    targets: list[Projection] = []
+    try:
+        targets = select(family, spec, lora.target_modules, lora.target_parameters)
+    except UserError as error:
+        problems += error.problems
+    try:
+        whole = saved(family, spec, lora.modules_to_save)
+        problems += four_bits.cannot_train(family, whole) if cfg.model.train_type == "qlora" else []
+    except UserError as error:
+        problems += error.problems
+    if lora.use_dora:
+        problems += without_dora(targets, "--use_dora true")
     if lora.use_dora and cfg.model.train_type == "qlora":
         problems.append(four_bits.NO_DORA)
     return problems

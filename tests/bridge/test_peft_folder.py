@@ -23,7 +23,7 @@ from megaswift.errors import WeightsError
 from megaswift.families.projections import ALL, select
 from megaswift.families.rules import dim_of
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
-from tests.parity.lora import ALPHA, ATTENTION, MLP, RANK, Adapted, make_adapter, read_adapter
+from tests.parity.lora import ALPHA, ATTENTION, MLP, RANK, Adapted, made_by_peft, make_adapter, read_adapter
 from tests.sources import ROOT
 
 IDS = torch.tensor([[5, 17, 80, 3, 44, 9, 101, 7, 7, 23]])
@@ -44,6 +44,10 @@ def base(folder: Path) -> Any:
 def random_values(plan: AdapterPlan) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in plan.shapes().items()}
+
+
+GPT_OSS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "r": 4, "lora_alpha": 6,
+           "rank_pattern": {"gate_up_proj": 2}, "alpha_pattern": {"experts.down_proj": 3}}
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -91,23 +95,15 @@ def test_options_mean_what_they_mean_to_peft(options: dict[str, Any], scale: flo
     assert any("modules_to_save" in n for n, _ in loaded.named_modules())
 
 
-def made_by_peft(folder: Path, target: Path, **options: Any) -> Any:
-    """PEFT's own model with random adapters, saved by PEFT."""
-    model = peft.get_peft_model(base(folder), peft.LoraConfig(task_type="CAUSAL_LM", **options))
-    generator = torch.Generator().manual_seed(8)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.data = torch.randn(p.shape, generator=generator) * 0.1
-    model.save_pretrained(target)
-    return model
-
-
 @pytest.mark.parametrize("variant, options", [
     ("dense", {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}),
     ("llama", {"target_modules": ["q_proj", "up_proj"], "r": 4, "use_rslora": True, "rank_pattern": {"q_proj": 6},
                "alpha_pattern": {"layers.1.self_attn.q_proj": 3}, "modules_to_save": ["lm_head"]}),
     ("moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "r": 2}),
-], ids=["dense", "patterns", "stacked experts"])
+    ("mixtral", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"], "r": 2}),
+    ("gpt_oss", {**GPT_OSS, "target_modules": "all-linear"}),
+    ("gpt_oss", {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj"], "r": 3}),
+], ids=["dense", "patterns", "stacked experts", "one stack", "gpt_oss", "one stack of gpt_oss"])
 def test_what_peft_writes_is_merged_as_by_peft(variant: str, options: dict[str, Any], folders: Path, tmp_path: Path) -> None:
     folder = make(variant, folders)
     model = made_by_peft(folder, tmp_path / "adapter", **options)
@@ -118,6 +114,38 @@ def test_what_peft_writes_is_merged_as_by_peft(variant: str, options: dict[str, 
     ours, theirs = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     assert all(float((t - theirs[n]).abs().max()) < 1e-6 for n, t in ours.items())
+
+
+@pytest.mark.parametrize("targets, parameters", [
+    (("all-linear",), ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")), ((), ("down_proj",)),
+    (("q_proj",), (r".*layers\.[02]\.mlp\.experts\.(gate_up|down)_proj",)),
+])
+def test_stacks_of_experts_are_written_as_peft_does(targets: tuple[str, ...], parameters: tuple[str, ...], folders: Path,
+                                                    tmp_path: Path) -> None:
+    """Names, shapes and what they do: PEFT computes the same from its own folder and from ours, and what we read comes back."""
+    folder = make("gpt_oss", folders)
+    weights = plan_of(folder)
+    chosen = select(weights.family, weights.spec, targets, parameters)
+    plan = AdapterPlan(weights, chosen, AdapterSettings(RANK, ALPHA, dropout=0.1))
+    stacks = sorted({p.stack for p in chosen if p.stack})
+    theirs = made_by_peft(folder, tmp_path / "theirs", r=RANK, lora_alpha=ALPHA, target_parameters=stacks,
+                          target_modules="all-linear" if targets == (ALL,) else list(targets))
+    values = read_adapter(tmp_path / "theirs")
+    assert plan.shapes() == {name: tuple(t.shape) for name, t in values.items()}
+    write_adapter(tmp_path / "ours", plan, values.items(), str(folder))
+    assert close(logits(peft.PeftModel.from_pretrained(base(folder), tmp_path / "ours")), logits(theirs))
+    again = PeftFolder(tmp_path / "ours")
+    read = again.read(again.plan(weights))
+    assert all(torch.equal(s.join([read[a.name(s.half)] for a in s.adapters]), values[s.name]) for s in plan.stored)
+
+
+def test_dropout_on_experts_does_not_keep_peft_from_loading(folders: Path, tmp_path: Path) -> None:
+    """PEFT refuses it for parameters, which Mixtral's experts become on loading."""
+    folder = make("mixtral", folders)
+    weights = plan_of(folder)
+    plan = AdapterPlan(weights, select(weights.family, weights.spec, ("w1", "w2", "w3")), AdapterSettings(RANK, ALPHA, dropout=0.1))
+    write_adapter(tmp_path / "a", plan, random_values(plan).items(), str(folder))
+    peft.PeftModel.from_pretrained(base(folder), tmp_path / "a")
 
 
 def test_merging_keeps_dtypes_and_what_has_no_adapter(folders: Path, tmp_path: Path) -> None:
@@ -135,16 +163,18 @@ def test_merging_keeps_dtypes_and_what_has_no_adapter(folders: Path, tmp_path: P
             assert torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype
 
 
-@pytest.mark.parametrize("variant", ["dense", "qwen3-tiny-heads", "moe", "mixtral"])
+@pytest.mark.parametrize("variant", ["dense", "qwen3-tiny-heads", "moe", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_shards_of_the_product_are_products_of_shards(variant: str, ranks: int, folders: Path, tmp_path: Path) -> None:
     """On each rank, the base shard and the rank's parts of A and B give the shard of the merged weight; the parts join again."""
     folder = make(variant, folders)
     weights, source = opened(folder)
     leaves = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "w1", "w2")
-    plan = AdapterPlan(weights, select(weights.family, weights.spec, [x for x in leaves if _has(weights, x)]), AdapterSettings(RANK, ALPHA))
-    values = random_values(plan)
-    write_adapter(tmp_path / "a", plan, values.items(), "base")
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if variant == "gpt_oss" else []
+    chosen = select(weights.family, weights.spec, [x for x in leaves if _has(weights, x)], stacks)
+    plan = AdapterPlan(weights, chosen, AdapterSettings(RANK, ALPHA))
+    write_adapter(tmp_path / "a", plan, random_values(plan).items(), "base")
+    values = PeftFolder(tmp_path / "a").read(plan)
     merge_folders(folder, tmp_path / "a", tmp_path / "merged")
     _, changed = opened(tmp_path / "merged")
     for adapters in plan.by_layer.values():
@@ -170,7 +200,7 @@ def test_shards_of_the_product_are_products_of_shards(variant: str, ranks: int, 
 
 
 def _has(weights: Any, leaf: str) -> bool:
-    return any(name.removesuffix(".weight").endswith("." + leaf) for name in weights.hf_shapes)
+    return any(name.endswith(f".{leaf}.weight") for name in weights.hf_shapes)
 
 
 def test_folders_that_do_not_fit_are_refused_by_name(folders: Path, tmp_path: Path) -> None:

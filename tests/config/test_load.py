@@ -139,6 +139,14 @@ def test_lists(tmp_path: Path) -> None:
     assert cfg.data.dataset == ("a", "b,c", "d") and cfg.train.report_to == ("tensorboard", "wandb")
 
 
+def test_a_list_is_emptied_by_none_on_the_command_line_too(tmp_path: Path) -> None:
+    lora = ["--train_type", "lora", "--target_parameters", "a"]
+    file = write(tmp_path, "target_modules: []\ntrain_type: lora\ntarget_parameters: a\n")
+    want = load("sft", [file]).lora
+    assert want.target_modules == () and want.target_parameters == ("a",)
+    assert load("sft", [*lora, "--target_modules", "none"]).lora == want == load("sft", [file, "--target_modules=None"]).lora
+
+
 def test_numbers_as_people_write_them() -> None:
     cfg = load("sft", ["--max_steps", "1e3", "--min_lr=0", "--seed", "9007199254740993", "--system", "- be brief"])
     assert cfg.train.max_steps == 1000 and cfg.train.seed == 9007199254740993 and cfg.data.system == "- be brief"

@@ -56,7 +56,7 @@ NEEDS = {
     "overlap_p2p_comm": {"pp": 2, "vpp": 2}, "fsdp": {"engine": "fsdp2"}, "fsdp_transformer_layer_cls_to_wrap": {"engine": "fsdp2"},
     "optimizer_cpu_offload": {}} | {
     name: {"train_type": "lora"} for name in ("lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules",
-                                              "modules_to_save", "adapters", "merge_lora")} | {
+                                              "target_parameters", "modules_to_save", "adapters", "merge_lora")} | {
     name: {"pp": 2} for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")}
 
 

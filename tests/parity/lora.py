@@ -156,6 +156,43 @@ class LoraOracle(Oracle):
         return {n: t.detach().float() for n, t in self.model.tensors.items()}
 
 
-def reference(folder: Path, recipe: Recipe, adapter: Path, steps: Sequence[Sequence[Batch]]) -> Reference:
+class PeftOracle(Oracle):
+    """The oracle on PEFT's own layers, in float64 as the other one."""
+
+    def __init__(self, folder: Path, recipe: Recipe, adapter: Path) -> None:
+        from peft import PeftModel
+
+        super().__init__(folder, recipe)
+        self.model.set_experts_implementation("eager")
+        self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True).double().train()
+        self.tensors = {n.removeprefix(PREFIX).replace(".default", ""): p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = adamw(self.tensors.items(), recipe)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By name in the adapter's folder."""
+        return {n: torch.zeros_like(t).float() if t.grad is None else t.grad.float() for n, t in self.tensors.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """By name in the adapter's folder."""
+        return {n: t.detach().float() for n, t in self.tensors.items()}
+
+
+def made_by_peft(model: Path, folder: Path, **options: Any) -> Any:
+    """PEFT's own model with random adapters, saved by PEFT."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    made = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    generator = torch.Generator().manual_seed(8)
+    for p in made.parameters():
+        if p.requires_grad:
+            p.data = torch.randn(p.shape, generator=generator) * 0.1
+    made.save_pretrained(folder)
+    return made
+
+
+def reference(folder: Path, recipe: Recipe, adapter: Path, steps: Sequence[Sequence[Batch]],
+              kind: type[LoraOracle | PeftOracle] = LoraOracle) -> Reference:
     """What the model with the adapters computes."""
-    return LoraOracle(folder, recipe, adapter).trajectory(steps)
+    return kind(folder, recipe, adapter).trajectory(steps)

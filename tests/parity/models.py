@@ -120,6 +120,7 @@ VARIANTS |= {
 }
 VARIANTS |= {  # rows of whole blocks of 64, on two ranks too
     "dense-nf4": ("qwen3", {**BASE, "intermediate_size": 128}), "moe-nf4": ("qwen3_moe", {**MOE, "moe_intermediate_size": 128}),
+    "gpt_oss-nf4": ("gpt_oss", {**GPT_OSS, "intermediate_size": 128}),
     "mla-nf4": ("deepseek_v3", {**DEEPSEEK_MOE, **LATENT, "intermediate_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 64,
                                 "kv_lora_rank": 64, "v_head_dim": 16}),
 }

@@ -15,13 +15,15 @@ from torch import Tensor
 from tests.parity import lora
 from tests.parity.oracle import Oracle, Recipe
 
+EXPERTS = re.compile(r".*\.mlp\.experts\.(gate_up|down)_proj")
+"""gpt_oss: [experts, in, out]."""
 LINEAR = re.compile(r".*\.layers\.\d+\..*proj(_with_mqa)?\.weight")
 BLOCK = 64
 
 
 def through(weight: Tensor) -> Tensor:
     """What is left of a weight [out, in] after NF4, no double quantisation; float32."""
-    packed, state = bitsandbytes.functional.quantize_4bit(weight.contiguous(), blocksize=BLOCK, quant_type="nf4")
+    packed, state = bitsandbytes.functional.quantize_4bit(weight.float().contiguous(), blocksize=BLOCK, quant_type="nf4")
     return bitsandbytes.functional.dequantize_4bit(packed, state)
 
 
@@ -29,9 +31,15 @@ def round_trip(model: Path, folder: Path) -> Path:
     """A copy of a model folder with NF4's values as its linear weights."""
     shutil.copytree(model, folder)
     for file in folder.glob("*.safetensors"):
-        changed = {name: through(t) if LINEAR.fullmatch(name) else t for name, t in load_file(file).items()}
-        save_file(changed, file, metadata={"format": "pt"})
+        save_file({name: rounded(name, t) for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
     return folder
+
+
+def rounded(name: str, tensor: Tensor) -> Tensor:
+    """What NF4 leaves of a model's tensor: blocks run along a linear layer's inputs."""
+    if EXPERTS.fullmatch(name):
+        return torch.stack([through(w.t()).t() for w in tensor]).contiguous()
+    return through(tensor) if LINEAR.fullmatch(name) else tensor
 
 
 class PeftOracle(Oracle):

@@ -119,10 +119,15 @@ def test_new_adapters_change_nothing_and_load_in_peft(pool: Pool, references: Re
 
 
 def test_experts_and_lacking_magnitudes_are_refused(references: References, tmp_path: Path) -> None:
+    import peft
+
     from megaswift.config.lora import LoraConfig
     from megaswift.engine.megatron.lora import plan_adapters
 
     moe, dense = references.model("moe"), references.model("dense")
+    config = peft.LoraConfig(use_dora=True, target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    with pytest.raises(ValueError, match="does not work with use_dora=True"):  # what our message says of PEFT
+        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(moe), config)
     with pytest.raises(ConfigError, match="--use_dora true: is not there for experts"):
         plan_adapters(LoraConfig(use_dora=True), plan_of(moe))
     with pytest.raises(WeightsError, match="use_dora: is not there for experts"):

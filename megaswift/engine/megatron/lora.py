@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megaswift.bridge.adapters import Adapter, AdapterPlan, AdapterSettings, Half
+from megaswift.bridge.adapters import Adapter, AdapterPlan, AdapterSettings, Half, merged
 from megaswift.bridge.peft_folder import PeftFolder, adapter_values
 from megaswift.bridge.plan import WeightPlan
 from megaswift.config.lora import LoraConfig
@@ -32,7 +32,7 @@ def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
         return AdapterPlan(weights, [a.projection for a in plan.adapters], replace(plan.settings, dropout=cfg.lora_dropout), plan.saved)
     settings = AdapterSettings(cfg.lora_rank, cfg.lora_alpha, cfg.use_rslora, cfg.lora_dropout, cfg.use_dora)
     family, spec = weights.family, weights.spec
-    chosen = select(family, spec, cfg.target_modules)
+    chosen = select(family, spec, cfg.target_modules, cfg.target_parameters)
     if unfit := without_dora(chosen, "--use_dora true") if cfg.use_dora else []:
         raise ConfigError(unfit)
     return AdapterPlan(weights, chosen, settings, saved(family, spec, cfg.modules_to_save))
@@ -147,11 +147,11 @@ class RankAdapters:
 
     def stream(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """(name without PEFT's prefix, whole tensor on the CPU) on rank 0; collective, every rank iterates to the end."""
-        for adapter in self.plan.adapters:
-            for half in adapter.halves:
-                found = self.gather(adapter, half, value)
-                if found is not None:
-                    yield adapter.name(half), found
+        for stored in self.plan.stored:
+            parts = [self.gather(adapter, stored.half, value) for adapter in stored.adapters]
+            found = [part for part in parts if part is not None]
+            if found:
+                yield stored.name, stored.join(found)
         saved = set(self.plan.saved)
         for group in self.weights.plan.groups:
             if saved & set(group.entries[0].hf):
@@ -160,16 +160,13 @@ class RankAdapters:
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of the model with its adapters, in the engine's dtype: what rollouts sample from. Collective."""
         for group in self.weights.plan.groups:
-            found = (self.plan.by_module.get(name.removesuffix(WEIGHT)) for name in group.entries[0].hf)
-            mine = {adapter.module + WEIGHT: adapter for adapter in found if adapter is not None}
-            halves = {name: [self.gather(one, half, lambda p: p.data) for half in one.halves] for name, one in mine.items()}
+            mine = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}
+            halves: dict[str, list[list[Tensor]]] = {}
+            for name, adapters in mine.items():
+                found = [[self.gather(one, half, lambda p: p.data) for half in one.halves] for one in adapters]
+                halves[name] = [[t for t in one if t is not None] for one in found]  # only rank 0 gets tensors
             for name, tensor in self.weights.stream_group(group, lambda p: p.data):
-                if name in mine:
-                    a, b, *m = halves[name]
-                    assert a is not None and b is not None, "only rank 0 gets tensors"
-                    yield name, mine[name].merged(tensor, a, b, m[0] if m else None).to(tensor.dtype)
-                else:
-                    yield name, tensor
+                yield name, merged(mine[name], tensor, halves[name]).to(tensor.dtype) if name in mine else tensor
 
     def gather(self, adapter: Adapter, half: Half, value: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """One half whole, on rank 0; None elsewhere."""

@@ -57,13 +57,19 @@ def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     alpha: Any = lora.lora_alpha
     options = peft.LoraConfig(
         r=lora.lora_rank, lora_alpha=alpha, lora_dropout=lora.lora_dropout, use_rslora=lora.use_rslora, use_dora=lora.use_dora,
-        target_modules=targets, modules_to_save=list(lora.modules_to_save) or None, task_type="CAUSAL_LM")
+        target_modules=targets, target_parameters=list(lora.target_parameters) or None,
+        modules_to_save=list(lora.modules_to_save) or None, task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(cfg.train.seed)
         try:
-            return peft.get_peft_model(model, options)
-        except ValueError as error:  # targets that match nothing
-            raise ConfigError(Problem(f"--target_modules {' '.join(lora.target_modules)}", str(error).splitlines()[0])) from None
+            made = peft.get_peft_model(model, options)
+        except ValueError as error:  # targets that match nothing; dropout and DoRA on parameters
+            name = "parameters" if lora.target_parameters else "modules"
+            given = " ".join(lora.target_parameters or lora.target_modules)
+            raise ConfigError(Problem(f"--target_{name} {given}", str(error).splitlines()[0])) from None
+    if lora.target_parameters and not made.base_model.targeted_parameter_names:
+        raise ConfigError(Problem(f"--target_parameters {' '.join(lora.target_parameters)}", "matches no parameter of this model"))
+    return made
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

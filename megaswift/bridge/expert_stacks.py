@@ -1,0 +1,66 @@
+"""Stacks of experts in PEFT's folders, taken apart: A [experts x r, in] and B [out, r x experts] for a parameter that holds all experts.
+
+Owns which experts' projections a stack is about and what part of it each one's A and B are. How a stack is put together is
+`adapters.Stored`'s affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+from torch import Tensor
+
+from megaswift.bridge.adapters import HALVES, one_by_one
+from megaswift.families.projections import Projection
+
+Read = Callable[[], Tensor]
+
+
+def stacks(names: Iterable[str]) -> list[str]:
+    """What stands before `.lora_A.weight` in the names of stacked tensors: PEFT's wrapped modules of experts."""
+    return sorted({n.rsplit(".lora_", 1)[0] for n in names if ".experts.lora_" in n or ".experts.base_layer.lora_" in n})
+
+
+def taken_apart(stack: str, a: Read, b: Read, known: Mapping[str, Projection]) -> Iterator[tuple[str, Read]]:
+    """(name, how to read it) of an A and B for each expert's module; nothing where the stack fits none of the model's.
+
+    The module's name does not say which of its parameters a stack is for; shapes do: [2 f, h] is never [h, f]. Where gate and up are
+    two modules here, both get a copy of the A that they share in this form.
+    """
+    (rows_a, width), (out, columns_b) = a().shape, b().shape
+    layers: dict[str, list[Projection]] = {}
+    for module, projection in known.items():
+        if module.startswith(_on_disk(stack.removesuffix(".base_layer"), known) + "."):
+            layers.setdefault(projection.megatron, []).append(projection)
+    fitting = [found for found in layers.values() if (sum(p.shape[0] for p in found), found[0].shape[1]) == (out, width)]
+    if not fitting or rows_a != columns_b or rows_a % len(fitting):
+        return
+    for expert, found in enumerate(fitting):
+        first = 0
+        for p in found:
+            rows = slice(first, first + p.shape[0])
+            first = rows.stop
+            yield f"{p.module}.lora_{HALVES[0]}.weight", partial(_expert_a, a, len(fitting), expert)
+            yield f"{p.module}.lora_{HALVES[1]}.weight", partial(_expert_b, b, (len(fitting), expert), rows, p.alternating)
+
+
+def _expert_a(read: Read, experts: int, expert: int) -> Tensor:
+    return read().unflatten(0, (experts, -1))[expert]
+
+
+def _expert_b(read: Read, which: tuple[int, int], rows: slice, alternating: int) -> Tensor:
+    experts, expert = which
+    return one_by_one(read().unflatten(1, (-1, experts))[rows, :, expert], alternating)
+
+
+def parameter_of(module: str) -> str:
+    """`mlp.experts.3.up_proj` to the parameter that PEFT's patterns name: `mlp.experts.gate_up_proj`."""
+    experts, _, leaf = module.rpartition(".")
+    return f"{experts.rpartition('.')[0]}.{'down_proj' if leaf in ('down_proj', 'w2') else 'gate_up_proj'}"
+
+
+def _on_disk(experts: str, known: Mapping[str, Projection]) -> str:
+    """transformers calls Mixtral's block `mlp` in memory and `block_sparse_moe` on disk."""
+    other = experts.replace(".mlp.", ".block_sparse_moe.")
+    return experts if any(m.startswith(experts + ".") for m in known) else other
