@@ -19,8 +19,8 @@ from tests.parity.references import References
 
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 LAYOUTS = ["tp2 sp dp2 ep2 do"]
-LATER = ["single", "pp2 ep2 dp2 recompute=full", "tp2 sp ep2", "dp2 ep4 tp2 sp", "dp2 do", "pp2 vpp2", "tp2 sp pp2", "packed cp2", "tp2 sp cp2 packed",
-         "pp2 ep2 dp2 do", "ep2 dp2 recompute=moe", "dp2 ep2 allgather"]
+LATER = ["single", "pp2 ep2 dp2 recompute=full", "tp2 sp ep2", "dp2 ep4 tp2 sp", "dp2 do", "pp2 vpp2", "tp2 sp pp2",
+         "packed cp2", "tp2 sp cp2 packed", "pp2 ep2 dp2 do", "ep2 dp2 recompute=moe", "dp2 ep2 allgather"]
 
 
 def prepared(text: str, references: References, folder: Path, modules: str | list[str] = "all-linear",
