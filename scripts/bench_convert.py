@@ -3,8 +3,9 @@
     python scripts/bench_convert.py --sizes 1 4 16 --folder /some/disk
 
 For each size (GB of bfloat16 weights, random bytes): `cp -r --reflink=never` and sync, HF -> checkpoint, the copy again, checkpoint -> HF.
-All read from the page cache if the machine's memory holds the files, as the copy does; each is on disk when its time ends. Imports and
-the making of the files are not counted. Peak memory is that of the converting process, which each conversion has to itself.
+All read from the page cache if the machine's memory holds the files, as the copy does; each is on disk when its time ends. Where memory
+does not hold twice the files, what is left of them in the cache depends on what ran before: `--cold` reads all from the disk. Imports
+and the making of the files are not counted. Peak memory is that of the converting process, which each conversion has to itself.
 """
 
 from __future__ import annotations
@@ -55,6 +56,15 @@ def copy(source: Path, target: Path) -> None:
     os.sync()
 
 
+def forget(folder: Path) -> None:
+    """Puts the files out of the page cache."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def timed(work: Callable[[Path, Path], object], source: Path, target: Path) -> float:
     """Seconds."""
     os.sync()
@@ -86,13 +96,17 @@ def convert(way: str, source: Path, target: Path) -> tuple[float, int]:
     return seconds, peak
 
 
-def bench(gigabytes: float, folder: Path) -> None:
+def bench(gigabytes: float, folder: Path, cold: bool) -> None:
     """Prints the rows of one size."""
     hf, megatron, back, other = (folder / name for name in ("hf", "megatron", "back", "copy"))
     size = write_model(hf, gigabytes)
     for way, source, target in (("hf-to-megatron", hf, megatron), ("megatron-to-hf", megatron, back)):
+        if cold:
+            forget(source)
         plain = timed(copy, source, other)
         shutil.rmtree(other)
+        if cold:
+            forget(source)
         seconds, peak = convert(way, source, target)
         print(ROW.format(f"{size / 1e9:.2f}", "cp + sync", f"{plain:.1f}", f"{size / plain / 1e9:.2f}", "", ""))
         share, memory = f"{plain / seconds:.0%}", f"{peak / 2**20:.0f} MiB"
@@ -108,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 4], metavar="GB")
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: a temporary folder)")
+    parser.add_argument("--cold", action="store_true", help="read the source from the disk, not from the page cache")
     given = parser.parse_args()
     if given.folder is not None:
         given.folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +132,7 @@ def main() -> None:
             raise SystemExit(f"{max(given.sizes)} GB need {need / 1e9:.0f} GB of disk, and {free / 1e9:.0f} GB are free")
         print(ROW.format("GB", "", "seconds", "GB/s", "of copy", "peak memory"))
         for size in sorted(given.sizes):
-            bench(size, Path(scratch))
+            bench(size, Path(scratch), given.cold)
 
 
 if __name__ == "__main__":
