@@ -46,7 +46,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
             if problems:
                 errors.append(kind(problems))
 
-    collect(lambda: missing_transformer_engine(cfg), ConfigError)
+    collect(lambda: missing_transformer_engine(cfg) if is_native(cfg) else [], ConfigError)
     collect(lambda: device_problems(cfg), ConfigError)
     collect(lambda: model_problems(cfg, world_size), UserError)
     collect(lambda: data_problems(cfg), ConfigError)
