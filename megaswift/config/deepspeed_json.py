@@ -1,0 +1,248 @@
+"""A user's DeepSpeed JSON made one with the run: "auto" filled in, what contradicts the run told. Pure, no torch, no DeepSpeed.
+
+Owns the presets of the six kinds (`configs/deepspeed/*.json` are these, written out), the meaning of "auto", and the list of what the
+torch engine serves. Batch sizes, clipping, learning rate and optimizer are the run's own, so the file may repeat them, not change
+them; a key that would be ignored is a mistake. What DeepSpeed itself is then given is made by `megaswift.engine.torch.zero_config`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaswift.config.batch import accumulation
+from megaswift.config.sections import Sections
+from megaswift.errors import ConfigError, Problem, nearest
+
+KINDS = {
+    "zero0": (0, False, False), "zero1": (1, False, False), "zero2": (2, False, False), "zero3": (3, False, False),
+    "zero2_offload": (2, True, False), "zero3_offload": (3, True, True),
+}
+"""Kind: stage, whether the optimizer is kept on the CPU, whether the weights are too."""
+
+SERVED = (
+    "zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "memory_breakdown",
+    "dump_state", "log_level", "disable_python_gc", "aio",
+)
+"""Sections and keys that have an effect, or repeat what the run says."""
+
+INSTEAD = {
+    "amp": "bf16", "torch_autocast": "bf16", "activation_checkpointing": "--recompute_granularity",
+    "tensorboard": "--report_to tensorboard", "wandb": "--report_to wandb",
+    "pipeline": "--engine megatron with --pp", "tensor_parallel": "--engine megatron with --tp",
+    "sequence_parallel_size": "--engine megatron with --cp", "prescale_gradients": "leave it out: gradients are summed, then divided once",
+    "gradient_predivide_factor": "leave it out: gradients are summed, then divided once",
+    "gradient_allreduce_op": "leave it out: gradients are summed, then divided once",
+}
+"""What does the work of a key that is not served."""
+
+NOT_SERVED = {
+    "zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False, "zero_quantized_gradients": False,
+    "zero_hpz_partition_size": 1, "mics_shard_size": -1, "zenflow": None, "compute_grad_norm": True, "round_robin_gradients": False,
+}
+"""Keys of `zero_optimization` that change numbers or the layout that checkpoints read, with the only value that goes."""
+
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+SCHEDULER_NUMBERS = ("warmup_num_steps", "total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_min_ratio", "cos_min_ratio")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the run says, in place of "auto"."""
+
+    per_device: int
+    accumulation: int
+    world: int | None
+    """Processes; None: not known yet."""
+    learning_rate: float
+    betas: tuple[float, float]
+    epsilon: float
+    weight_decay: float
+    clip: float
+    schedule: str
+    dtype: str
+    """float32 or bfloat16."""
+    hidden_size: int | None = None
+    """Of the model; None: DeepSpeed's own bucket sizes stand in for "auto"."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A configuration without "auto", and everything that is wrong with it."""
+
+    kind: str
+    config: dict[str, Any]
+    problems: tuple[Problem, ...] = ()
+
+
+def facts_of(cfg: Sections, world: int | None, dtype: str, hidden_size: int | None) -> Facts:
+    """What `cfg` says, on `world` processes, in the precision that the run takes."""
+    train, o = cfg.train, cfg.optim
+    return Facts(train.per_device_train_batch_size, accumulation(train, world or 1), world, o.learning_rate, (o.adam_beta1, o.adam_beta2),
+                 o.adam_epsilon, o.weight_decay, o.max_grad_norm, o.lr_scheduler_type, dtype, hidden_size)
+
+
+def preset(kind: str) -> dict[str, Any]:
+    """The configuration of a kind, with "auto" where the run decides."""
+    stage, optimizer, weights = KINDS[kind]
+    zero: dict[str, Any] = {"stage": stage}
+    if stage:
+        zero |= {"reduce_bucket_size": "auto", "contiguous_gradients": True, "overlap_comm": stage != 1}
+    if stage == 3:
+        zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if optimizer else {}
+    zero |= {"offload_param": {"device": "cpu", "pin_memory": True}} if weights else {}
+    autos = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {"zero_optimization": zero, "bf16": {"enabled": "auto"}, **dict.fromkeys(autos, "auto")}
+
+
+def offloads(config: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a configuration keeps (the optimizer, the weights) off the device."""
+    zero = config.get("zero_optimization") or {}
+    optimizer, weights = ((zero.get(f"offload_{part}") or {}).get("device", "none") != "none" for part in ("optimizer", "param"))
+    return optimizer, weights
+
+
+def kind_of(config: Mapping[str, Any]) -> str | None:
+    """The kind that a configuration belongs to; None where it belongs to none. At stage 3 either part may be offloaded."""
+    stage, (optimizer, weights) = (config.get("zero_optimization") or {}).get("stage", 0), offloads(config)
+    kind = f"zero{stage}" + "_offload" * (optimizer or weights)
+    return kind if kind in KINDS and (stage == 3 or not weights) else None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; ConfigError where there is none."""
+    what = f"--deepspeed {path}"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(Problem(what, f"cannot be read: {error.strerror}", f"one of {', '.join(KINDS)}, or a JSON file")) from error
+    except ValueError as error:
+        raise ConfigError(Problem(what, f"is not JSON: {error}", "configs/deepspeed/zero2.json is one")) from error
+    if not isinstance(found, dict):
+        raise ConfigError(Problem(what, "holds no JSON object", "configs/deepspeed/zero2.json holds one"))
+    return found
+
+
+def missing(kind: str) -> list[Problem]:
+    """The problem that DeepSpeed is not installed, where it is not."""
+    if importlib.util.find_spec("deepspeed") is not None:
+        return []
+    return [Problem(f"--engine {kind}", "deepspeed is not installed", "pip install 'megaswift[deepspeed]', or --engine fsdp2")]
+
+
+def fill(given: Mapping[str, Any], facts: Facts, label: str) -> Filled:
+    """`given` without "auto", and what is wrong with it; `label` is how the user named the file."""
+    config = json.loads(json.dumps(given))
+    zero = config.setdefault("zero_optimization", {})
+    problems = [*_unserved(config, zero, label), *_numbers(config, facts, label), *_precision(config, facts, label),
+                *_optimizer(config, facts, label)]
+    for name, size in _sizes(facts).items():
+        if zero.get(name) == "auto":
+            zero.pop(name) if size is None else zero.update({name: size})
+    for path in _autos(config):
+        problems.append(Problem(f'{label}: "{path}": "auto"', "the run has no value for it", "a value, or leave it out"))
+    kind = kind_of(config)
+    if kind is None and not problems:
+        fix = "configs/deepspeed has one each"
+        problems.append(Problem(f'{label}: "stage": {zero.get("stage")}', f"with this offload is none of {', '.join(KINDS)}", fix))
+    return Filled(kind or "zero0", config, tuple(problems))
+
+
+def _sizes(facts: Facts) -> dict[str, int | None]:
+    """Bucket sizes in elements for "auto", by the hidden size h: one h x h matrix a bucket, norms and biases stay whole."""
+    h = facts.hidden_size
+    square = None if h is None else h * h
+    return {
+        "reduce_bucket_size": square, "allgather_bucket_size": square,
+        "stage3_prefetch_bucket_size": None if square is None else square * 9 // 10,
+        "stage3_param_persistence_threshold": None if h is None else 10 * h,
+    }
+
+
+def _unserved(config: Mapping[str, Any], zero: Mapping[str, Any], label: str) -> Iterator[Problem]:
+    for name in config:
+        if name not in SERVED:
+            fix = INSTEAD.get(name) or nearest(name, SERVED) or "leave it out"
+            yield Problem(f'{label}: "{name}"', "would be ignored: the torch engine does not serve it", fix)
+    for name, only in NOT_SERVED.items():
+        if name in zero and zero[name] != only:
+            rule = "is not served: it changes numbers, or the layout that checkpoints read"
+            yield Problem(f'{label}: "{name}": {zero[name]}', rule, "leave it out")
+    for part in ("optimizer", "param"):
+        if (device := (zero.get(f"offload_{part}") or {}).get("device", "none")) not in ("none", "cpu"):
+            yield Problem(f'{label}: "offload_{part}": "device": "{device}"', "is not served", '"cpu"')
+
+
+def _numbers(config: dict[str, Any], facts: Facts, label: str) -> Iterator[Problem]:
+    rows = facts.per_device * facts.accumulation
+    yield from _agree(config, "train_batch_size", facts.world and rows * facts.world, "--global_batch_size", label)
+    yield from _agree(config, "train_micro_batch_size_per_gpu", facts.per_device, "--per_device_train_batch_size", label)
+    yield from _agree(config, "gradient_accumulation_steps", facts.accumulation, "--gradient_accumulation_steps", label)
+    yield from _agree(config, "gradient_clipping", facts.clip, "--max_grad_norm", label)
+
+
+def _agree(section: dict[str, Any], name: str, value: Any, flag: str, label: str) -> Iterator[Problem]:
+    """Fills in `name`, or tells that it says something else than the run."""
+    found = section.get(name)
+    if found == "auto":
+        section.pop(name) if value is None else section.update({name: value})
+    elif found is not None and value is not None and not _same(found, value):
+        shown = " ".join(str(x) for x in found) if isinstance(found, list) else found
+        yield Problem(f'{label}: "{name}": {found}', f"the run says {value}", f'{flag} {shown}, or "auto" in the file')
+
+
+def _same(found: Any, value: Any) -> bool:
+    pairs = list(zip(found, value, strict=False)) if isinstance(found, list) else [(found, value)]
+    return all(isinstance(a, int | float) and math.isclose(a, b, rel_tol=1e-9) for a, b in pairs)
+
+
+def _precision(config: dict[str, Any], facts: Facts, label: str) -> Iterator[Problem]:
+    half = facts.dtype == "bfloat16"
+    if (config.pop("fp16", None) or {}).get("enabled") is True:
+        yield Problem(f'{label}: "fp16"', "float16 is not served: its gradients need a loss scale", '"bf16": {"enabled": "auto"}')
+    section = config.setdefault("bf16", {})
+    found = section.setdefault("enabled", "auto")
+    if found == "auto":
+        section["enabled"] = half
+    elif bool(found) != half:
+        other = "bfloat16" if found else "float32"
+        yield Problem(f'{label}: "bf16": {{"enabled": {json.dumps(found)}}}', f"the run computes in {facts.dtype}",
+                      f'--torch_dtype {other}, or "auto" in the file')
+
+
+def _optimizer(config: dict[str, Any], facts: Facts, label: str) -> Iterator[Problem]:
+    """Optimizer and schedule are the run's; the file's are compared and then left out."""
+    section = config.pop("optimizer", None) or {}
+    params = dict(section.get("params") or {})
+    if (kind := section.get("type", "AdamW")) not in ("Adam", "AdamW", "auto") or params.pop("adam_w_mode", True) is False:
+        yield Problem(f'{label}: "optimizer": "{kind}"', "the run's optimizer is AdamW", '"AdamW", or leave the section out')
+    names = {"lr": (facts.learning_rate, "--learning_rate"), "betas": (facts.betas, "--adam_beta1 and --adam_beta2"),
+             "eps": (facts.epsilon, "--adam_epsilon"), "weight_decay": (facts.weight_decay, "--weight_decay")}
+    for name, (value, flag) in names.items():
+        yield from _agree(params, name, value, flag, label)
+    section = config.pop("scheduler", None) or {}
+    kind, params = section.get("type"), dict(section.get("params") or {})
+    if kind is not None and SCHEDULES.get(kind) != facts.schedule:
+        fix = f"--lr_scheduler_type {SCHEDULES[kind]}" if kind in SCHEDULES else "--lr_scheduler_type"
+        yield Problem(f'{label}: "scheduler": "{kind}"', f"the run's schedule is {facts.schedule}", f"{fix}, or leave the section out")
+    for name, value in params.items():
+        if value != "auto" and name in SCHEDULER_NUMBERS:
+            fix = '"auto", with --warmup_steps, --max_steps and --min_lr'
+            yield Problem(f'{label}: "{name}": {value}', "the schedule is the run's own", fix)
+
+
+def _autos(node: Any, path: str = "") -> Iterator[str]:
+    """Where "auto" is still written."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _autos(value, f"{path}{key}.")
+        elif value == "auto":
+            yield path + key

@@ -1,0 +1,178 @@
+"""DeepSpeed ZeRO as a strategy of the torch engine: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload.
+
+Owns one backward pass, one step and the proof that the stage asked for is the stage that runs. DeepSpeed shards; the numbers are the
+engine's: gradients are summed over ranks and micro-batches, the norm is over all parameters once, a step with a gradient that is
+not finite leaves weights and moments as they were. Faults of DeepSpeed 0.19.8 that are gone round here:
+
+- Stage 2 with offload in bfloat16: a skipped step keeps the gradient buffer, with what was not finite in it, and every later step
+  is then skipped too. It is dropped here.
+- Stage 3, and offload at any stage: a parameter that takes no part in a step is stepped with its gradient of the step before. The
+  buffers are zeroed after each step.
+- Offload: a parameter that takes no part in the *last* micro-batch of a step loses its gradient of the others; `backward` completes
+  the gradients itself.
+- bfloat16: weights are rounded before the fp32 masters are made from them. What that loses is written back into the masters.
+- Stage 0 computes no gradient norm unless it clips, never checks it, and keeps it nowhere; `step` does it.
+
+At stages 2 and 3 DeepSpeed reduces gradients while the backward pass runs, in the order in which they come. So every trained parameter
+must take part on every rank alike; a rank without a label still runs the backward pass of zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megaswift.config.deepspeed_json import KINDS, kind_of, offloads
+from megaswift.config.optim import OptimConfig
+from megaswift.engine.torch import zero_config
+from megaswift.engine.torch.strategy import WEIGHT, make_optimizer, set_rates
+from megaswift.engine.torch.zero_tensors import MOMENTS, WholeTensors, get_steps, set_steps, shards, start_states
+from megaswift.errors import ConfigError, Problem
+
+_OPTIMIZERS = {1: ("DeepSpeedZeroOptimizer", "BF16_Optimizer"), 2: ("DeepSpeedZeroOptimizer",), 3: ("DeepSpeedZeroOptimizer_Stage3",)}
+
+
+class ZeroStrategy:
+    """A module, its gradients and its optimizer under DeepSpeed. torch.distributed is initialised, over the world, before.
+
+    `config`: a DeepSpeed configuration without "auto" (`megaswift.config.deepspeed_json.fill`).
+    """
+
+    def __init__(self, module: nn.Module, optim: OptimConfig, config: Mapping[str, Any], device: torch.device) -> None:
+        if optim.optimizer != "adam":
+            raise ConfigError(Problem(f"--optimizer {optim.optimizer}", "ZeRO steps AdamW", "--optimizer adam"))
+        self.kind = kind_of(config) or ""
+        self.stage, (self._offload, self._offload_weights) = KINDS[self.kind][0], offloads(config)
+        self._world = dist.get_world_size()
+        self._names = dict(module.named_parameters())
+        exact = _finer_than_bfloat16(module) if (config.get("bf16") or {}).get("enabled") and self.stage else {}
+        deepspeed = zero_config.load(device.type)
+        settings = zero_config.for_engine(config, self._world, device.type)
+        optimizer = make_optimizer([(n, p) for n, p in self._names.items() if p.requires_grad], optim)
+        self.module, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+        self._inner, self._zero = optimizer, self.module.optimizer
+        self._undo = float(self._world) if self.module.gradient_average else 1.0
+        self._micro = 0
+        self._check()
+        start_states(self._zero, optimizer)
+        self._tensors = WholeTensors(deepspeed, self.module, optimizer)
+        for name, tensor in exact.items():
+            self.put(name, WEIGHT, tensor)
+
+    def _check(self) -> None:
+        """DeepSpeed falls back in silence in places: what was asked for must be what runs."""
+        name, stage = type(self._zero).__name__, int(self.module.zero_optimization_stage())
+        assert stage == self.stage, f"ZeRO stage {stage} runs, {self.stage} was asked for"
+        assert self._zero is self._inner if stage == 0 else name in _OPTIMIZERS[stage], f"{name} at stage {stage}"
+        offload = getattr(self._zero, "offload_optimizer", getattr(self._zero, "cpu_offload", False))
+        found = (bool(offload), bool(getattr(self._zero, "offload_param", False)))
+        assert found == (self._offload, self._offload_weights), f"(optimizer, weights) offloaded: {found}"
+        if name == "DeepSpeedZeroOptimizer":
+            assert self._zero.partition_gradients == (stage == 2), "gradients are partitioned at stage 2 only"
+        if stage:
+            whole = sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in self._names.values() if p.requires_grad)
+            own, slack = sum(s.numel() for s in shards(self._zero)), 64 * len(self._names)
+            assert own <= whole / self._world + slack, f"a shard of {own} of {whole} parameters on {self._world} ranks"
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Adds the gradients of `loss`, a scalar that is already divided by the global count. `last`: they are summed over ranks."""
+        finish = last and self._offload and self._micro > 0
+        self.module.set_gradient_accumulation_boundary(last and not finish)
+        self.module.backward(loss * self._undo, scale_wrt_gas=False)
+        if finish:
+            self._zero.finalize_gradient_accumulation_boundary()
+            self.module.set_gradient_accumulation_boundary(True)
+        self._micro += 1
+
+    @torch.no_grad()
+    def step(self, lr: float, optim: OptimConfig) -> tuple[float, bool]:
+        """(gradient norm before clipping, whether the step was taken). Gradients are gone afterwards."""
+        self._micro = 0
+        set_rates(self._zero, lr, optim.weight_decay)
+        norm = self._clip_whole(optim.max_grad_norm) if self.stage == 0 else 0.0
+        if not math.isfinite(norm):
+            self.module.zero_grad()
+            return norm, False
+        if self.stage:
+            self._zero.clip_grad = optim.max_grad_norm
+        self.module.step()
+        if self.stage == 0:
+            return norm, True
+        taken = bool(self.module.was_step_applied())
+        self._forget(taken)
+        return float(self.module.get_global_grad_norm()), taken
+
+    def _clip_whole(self, clip: float) -> float:
+        gradients = [p.grad for p in self._names.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if clip > 0 and bool(torch.isfinite(norm)):
+            torch.nn.utils.clip_grads_with_norm_(list(self._names.values()), clip, norm)
+        return float(norm)
+
+    def _forget(self, taken: bool) -> None:
+        """Drops what DeepSpeed would add to the next step's gradients."""
+        if self.stage == 3:
+            self._zero.grad_partitions_flat_buffer.zero_()
+        if self._offload:
+            sums = getattr(self._zero, "accumulated_grads_in_cpu", {}).values()
+            for gradient in (*sums, *(s.grad for s in shards(self._zero) if s.grad is not None)):
+                gradient.zero_()
+        if not taken and hasattr(self._zero, "all_grad_tensors"):
+            for group in self._zero.averaged_gradients:
+                self._zero.averaged_gradients[group] = self._zero.all_grad_tensors[group] = None
+
+    def zero_grad(self) -> None:
+        """Forgets gradients, of a backward pass that no step followed too."""
+        self.module.zero_grad()
+        if self.stage and self._micro:
+            self._zero.zero_grad()
+            self._forget(taken=False)
+            if hasattr(self._zero, "all_grad_tensors"):
+                self._zero.micro_step_id = -1  # as at the start: the next micro-batch is the first
+            if self._offload:
+                self._zero.reset_cpu_buffers()
+        self._micro = 0
+
+    def states(self) -> tuple[str, ...]:
+        """The optimizer's tensors for each parameter."""
+        return MOMENTS
+
+    def trained(self) -> Iterator[str]:
+        """Names of the parameters that train."""
+        return (name for name, p in self._names.items() if p.requires_grad)
+
+    def full(self, name: str, kind: str) -> Tensor:
+        """The whole float32 tensor: weight, gradient (after the last backward of a step), exp_avg or exp_avg_sq. Collective."""
+        return self._tensors.get(self._names[name], kind)
+
+    def put(self, name: str, kind: str, tensor: Tensor) -> None:
+        """The inverse of `full` for weights and moments; every rank passes the full tensor. Collective."""
+        self._tensors.put(self._names[name], kind, tensor)
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(parameters, bytes of weights, of gradients, of moments and fp32 masters) of this rank, from its own buffers."""
+        return self._tensors.sizes(self.module.module)
+
+    @property
+    def steps(self) -> int:
+        """Adam's step count."""
+        return get_steps(self._zero, self._inner)
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        set_steps(self._zero, self._inner, value)
+
+    def close(self) -> None:
+        """Removes DeepSpeed's hooks from the module."""
+        self.module.destroy()
+
+
+def _finer_than_bfloat16(module: nn.Module) -> dict[str, Tensor]:
+    """Copies on the CPU of trained weights that bfloat16 cannot hold: none of a bfloat16 checkpoint, or of a partitioned model."""
+    whole = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "ds_tensor")}
+    return {n: p.cpu().clone() for n, p in whole.items() if p.dtype == torch.float32 and not torch.equal(p, p.bfloat16().float())}

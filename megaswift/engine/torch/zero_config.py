@@ -1,0 +1,84 @@
+"""What DeepSpeed is told, and how it is loaded: the engine sums gradients and divides once, so DeepSpeed must divide nothing.
+
+Owns every setting that the numbers of a step depend on, and the preparation of DeepSpeed for a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+_LOCAL_RANK = "LOCAL_RANK"
+
+
+def load(device_type: str) -> Any:
+    """The deepspeed module, on `device_type` (cpu or cuda). The first call in a process decides.
+
+    On a CPU DeepSpeed 0.19.8 compiles a shared-memory all-reduce when its communication starts, which only inference uses; it takes a
+    compiler and half a minute, so it is marked as not to be had (`deepspeed.ops.__compatible_ops__`, filled by the first look at it).
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device_type)
+    os.environ.setdefault(_LOCAL_RANK, "0")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed = importlib.import_module("deepspeed")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    found = deepspeed.get_accelerator().device_name()
+    fix = f"set DS_ACCELERATOR={device_type} before deepspeed is imported"
+    assert found == device_type, f"DeepSpeed runs on {found}, the engine on {device_type}: {fix}"
+    if device_type == "cpu":
+        deepspeed.ops.__compatible_ops__ = {}
+    return deepspeed
+
+
+def for_engine(config: Mapping[str, Any], world: int, device_type: str) -> dict[str, Any]:
+    """The configuration that DeepSpeed gets for a resolved one (`megaswift.config.deepspeed_json.fill`).
+
+    - Batch sizes are one row a process: a loss comes divided by the global count, so DeepSpeed must not divide by micro-batches.
+    - Ranks are summed (`gradient_allreduce_op`), not averaged. ZeRO-3 can only average, which the strategy undoes.
+    - Clipping is set on the optimizer at each step, and done by the strategy at stage 0, where DeepSpeed keeps no norm.
+    - bfloat16: fp32 accumulation and communication of gradients. Stage 0 cannot do that in DeepSpeed's bf16 section (weights and
+      gradients would be bfloat16 throughout), so it computes under autocast from fp32 weights.
+    """
+    made = copy.deepcopy(dict(config))
+    zero = made.setdefault("zero_optimization", {"stage": 0})
+    stage = int(zero.get("stage", 0))
+    made |= {"train_batch_size": world, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+    made |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    made.setdefault("steps_per_print", 2**31)
+    made.setdefault("communication_data_type", "fp32")
+    made["data_types"] = {"grad_accum_dtype": "fp32", **made.get("data_types", {})}
+    if stage < 3:
+        made["gradient_allreduce_op"] = "sum"
+    half = bool((made.get("bf16") or {}).get("enabled"))
+    if half and stage == 0:
+        made.pop("bf16")
+        made["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    elif half:
+        made["bf16"]["check_grad_overflow"] = True
+    if device_type == "cpu":
+        for section in (zero.get("offload_optimizer"), zero.get("offload_param")):
+            if section:
+                section["pin_memory"] = False
+    return made
+
+
+@contextmanager
+def sharded_init(config: Mapping[str, Any], world: int, device_type: str) -> Iterator[None]:
+    """Models that transformers makes inside (`from_pretrained`, `from_config`) are partitioned as they are made: stage 3 only.
+
+    No device then holds the whole model. transformers 5.23 reads the checkpoint on rank 0 and hands each tensor out; in bfloat16 the fp32
+    masters start from bfloat16 weights. Outside, models are made whole and partitioned by the strategy.
+    """
+    load(device_type).init_distributed()  # before the configuration is read, which else takes the world to be one process
+    integration = importlib.import_module("transformers.integrations.deepspeed")
+    kept = integration.HfDeepSpeedConfig(for_engine(config, world, device_type))
+    try:
+        yield
+    finally:
+        integration.unset_hf_deepspeed_config()
+        del kept

@@ -1,0 +1,121 @@
+"""DeepSpeed files: "auto" is filled from the run, contradictions and keys without effect are told, presets are what configs/ holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.config.deepspeed_json import KINDS, Facts, facts_of, fill, kind_of, offloads, preset, read
+from megaswift.errors import ConfigError
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "deepspeed"
+FACTS = Facts(4, 8, 2, 2e-5, (0.9, 0.95), 1e-8, 0.1, 1.0, "cosine", "bfloat16", 1024)
+LABEL = "--deepspeed f.json"
+TRANSFORMERS_ZERO3: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 100,
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
+}
+"""The shape of file that users of transformers have."""
+
+
+def wrong(given: dict[str, Any], facts: Facts = FACTS) -> str:
+    return "\n".join(str(p) for p in fill(given, facts, LABEL).problems)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_presets(kind: str) -> None:
+    assert json.loads((FOLDER / f"{kind}.json").read_text()) == preset(kind)
+    filled = fill(preset(kind), FACTS, LABEL)
+    assert (filled.kind, filled.problems) == (kind, ())
+    assert "auto" not in json.dumps(filled.config)
+    assert kind_of(filled.config) == kind
+
+
+def test_auto_is_filled() -> None:
+    filled = fill(TRANSFORMERS_ZERO3, FACTS, LABEL)
+    assert (filled.kind, filled.problems) == ("zero3", ())
+    assert filled.config["train_batch_size"] == 64
+    assert filled.config["gradient_clipping"] == 1.0
+    assert filled.config["bf16"] == {"enabled": True}
+    zero = filled.config["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (1024 * 1024, 943718)
+    assert zero["stage3_param_persistence_threshold"] == 10240
+    assert not {"optimizer", "scheduler", "fp16"} & filled.config.keys(), "these are the run's own"
+    assert TRANSFORMERS_ZERO3["train_batch_size"] == "auto", "the user's dictionary has been changed"
+
+
+def test_auto_without_a_known_size_is_deepspeeds_own() -> None:
+    filled = fill(TRANSFORMERS_ZERO3, replace(FACTS, hidden_size=None, world=None), LABEL)
+    assert filled.problems == ()
+    assert not {"reduce_bucket_size", "stage3_prefetch_bucket_size"} & filled.config["zero_optimization"].keys()
+    assert "train_batch_size" not in filled.config
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"train_batch_size": 32}, ("train_batch_size", "64", "--global_batch_size 32")),
+    ({"train_micro_batch_size_per_gpu": 1}, ("the run says 4", "--per_device_train_batch_size 1")),
+    ({"gradient_accumulation_steps": 2}, ("the run says 8", "--gradient_accumulation_steps 2")),
+    ({"gradient_clipping": 0.3}, ("the run says 1.0", "--max_grad_norm 0.3")),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, ("--learning_rate 0.0001",)),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999]}}}, ("--adam_beta1 and --adam_beta2 0.9 0.999",)),
+    ({"optimizer": {"type": "Lamb"}}, ("the run's optimizer is AdamW",)),
+    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ("the run's optimizer is AdamW",)),
+    ({"scheduler": {"type": "WarmupLR"}}, ("the run's schedule is cosine", "--lr_scheduler_type constant")),
+    ({"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7}}}, ("--warmup_steps",)),
+    ({"bf16": {"enabled": False}}, ("the run computes in bfloat16", "--torch_dtype float32")),
+    ({"fp16": {"enabled": True}}, ("float16 is not served",)),
+    ({"amp": {"enabled": True}}, ("would be ignored", "bf16")),
+    ({"gradient_cliping": 1.0}, ("would be ignored", "did you mean gradient_clipping?")),
+    ({"prescale_gradients": True}, ("gradients are summed",)),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, ("is not served",)),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ("nvme", "is not served")),
+    ({"zero_optimization": {"stage": 3, "sub_group_size": "auto"}}, ("sub_group_size", "the run has no value")),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, ("with this offload is none of",)),
+    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ("with this offload is none of",)),
+    ({"zero_optimization": {"stage": 4}}, ("with this offload is none of",)),
+])  # fmt: skip
+def test_contradictions_are_told(change: dict[str, Any], words: tuple[str, ...]) -> None:
+    text = wrong({**TRANSFORMERS_ZERO3, **change})
+    assert all(word in text for word in words), text
+    assert len(fill({**TRANSFORMERS_ZERO3, **change}, FACTS, LABEL).problems) == 1, text
+
+
+@pytest.mark.parametrize("part", ["optimizer", "param"])
+def test_stage_3_may_offload_one_part(part: str) -> None:
+    filled = fill({"zero_optimization": {"stage": 3, f"offload_{part}": {"device": "cpu"}}}, FACTS, LABEL)
+    assert (filled.kind, filled.problems, offloads(filled.config)) == ("zero3_offload", (), (part == "optimizer", part == "param"))
+
+
+def test_values_that_agree_are_no_mistake() -> None:
+    same = {"train_batch_size": 64, "gradient_clipping": 1, "bf16": {"enabled": True},
+            "optimizer": {"type": "Adam", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}}
+    assert wrong({**TRANSFORMERS_ZERO3, **same}) == ""
+
+
+def test_facts_come_from_the_configuration() -> None:
+    cfg = SwiftConfig(learning_rate=3e-5, global_batch_size=16, per_device_train_batch_size=2, max_grad_norm=0.7)
+    facts = facts_of(cfg, 4, "float32", 64)
+    assert (facts.per_device, facts.accumulation, facts.world, facts.learning_rate, facts.clip) == (2, 2, 4, 3e-5, 0.7)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_a_file_that_is_none(text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "f.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"f\.json"):
+        read(file)

@@ -1,0 +1,108 @@
+"""What the rank processes of the ZeRO tests do (tests.parity.pool starts them)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaswift.config.deepspeed_json import Facts, fill, preset
+from megaswift.config.optim import OptimConfig
+from megaswift.engine.torch.zero import ZeroStrategy
+from megaswift.engine.torch.zero_config import sharded_init
+from tests.engine.torch.zero_model import HIDDEN, Fields, count, rows
+
+OPTIM = OptimConfig(learning_rate=1e-3, adam_epsilon=1e-6)
+
+
+def facts(world: int, dtype: str = "float32") -> Facts:
+    return Facts(2, 1, world, 1e-3, (0.9, 0.95), 1e-6, 0.1, 0.5, "cosine", dtype, HIDDEN)
+
+
+def started(kind: str, world: int, dtype: str = "float32", frozen: tuple[str, ...] = ()) -> ZeroStrategy:
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    module = Fields(frozen)
+    filled = fill(preset(kind), facts(world, dtype), "preset")
+    assert not filled.problems, filled.problems
+    return ZeroStrategy(module, OPTIM, filled.config, torch.device("cpu"))
+
+
+def sharded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A model from a folder that is partitioned while it is read, then some steps."""
+    from transformers import AutoModelForCausalLM
+
+    dist.init_process_group("gloo")
+    config = fill(preset(job["kind"]), facts(world), "preset").config
+    module = Fields()
+    with sharded_init(config, world, "cpu"):
+        module.model = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float32)
+    held = sum(p.numel() for p in module.model.parameters())
+    strategy = ZeroStrategy(module, OPTIM, config, torch.device("cpu"))
+    passes(strategy, 0, rank, world, job)
+    gradients = everything(strategy, "gradient")["gradient"]
+    strategy.step(1e-3, replace(OPTIM, max_grad_norm=job["clip"]))
+    return {"held": held, "gradients": gradients, "final": everything(strategy, "weight")["weight"]}
+
+
+def passes(strategy: ZeroStrategy, step: int, rank: int, world: int, job: dict[str, Any]) -> None:
+    """Forward and backward of one step's micro-batches on this rank."""
+    micro = job["micro"]
+    batches = rows(step, world, micro)
+    for m, r in enumerate(batches[rank]):
+        extra = job["uses"][step * micro + m] if job.get("uses") else True
+        fields = strategy.module(r.ids, r.labels, extra)
+        loss = -(fields * r.weights).sum() / count(batches)
+        strategy.backward(loss * float("inf") if step in job.get("broken", ()) and rank == 0 and m == 0 else loss, last=m == micro - 1)
+
+
+def everything(strategy: ZeroStrategy, *kinds: str) -> dict[str, dict[str, torch.Tensor]]:
+    names, trained = [n for n, _ in Fields().named_parameters()], set(strategy.trained())
+    return {kind: {n: strategy.full(n, kind) for n in names if n in trained or kind == "weight"} for kind in kinds}
+
+
+def train(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Some steps; every step's norm and gradients, and the weights and moments at the end."""
+    strategy = started(job["kind"], world, job.get("dtype", "float32"))
+    norms, taken, gradients, states = [], [], [], []
+    for step in range(job["steps"]):
+        if job.get("abandons"):
+            passes(strategy, 5, rank, world, {"micro": 1})
+        strategy.zero_grad()
+        passes(strategy, step, rank, world, job)
+        gradients.append(everything(strategy, "gradient")["gradient"])
+        sizes = strategy.sizes()
+        norm, done = strategy.step(1e-3, replace(OPTIM, max_grad_norm=job["clip"]))
+        norms.append(norm)
+        taken.append(done)
+        if job.get("states"):
+            states.append(everything(strategy, "weight", "exp_avg", "exp_avg_sq"))
+    return {"norms": norms, "taken": taken, "gradients": gradients if rank == 0 else None, "states": states, "sizes": sizes,
+            "final": everything(strategy, "weight", "exp_avg", "exp_avg_sq"), "steps": strategy.steps,
+            "held": held(strategy), "optimizer": type(strategy.module.optimizer).__name__}
+
+
+def held(strategy: ZeroStrategy) -> int:
+    """Weights in this rank's module, in elements, counted apart from `sizes`."""
+    return sum(p.numel() for p in strategy.module.module.parameters())
+
+
+def round_trip(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Writes random weights and moments, reads them back, steps once; the same for a job that resumes from what it read."""
+    strategy = started(job["kind"], world, job.get("dtype", "float32"), job.get("frozen", ()))
+    for kind, tensors in job["state"].items():
+        for name, tensor in tensors.items():
+            if kind == "weight" or name in set(strategy.trained()):
+                strategy.put(name, kind, tensor)
+    strategy.steps = 7
+    read = everything(strategy, "weight", "exp_avg", "exp_avg_sq")
+    r = rows(0, world, 1)[0][0]
+    strategy.module.eval()
+    with torch.no_grad():
+        fields = strategy.module(r.ids, r.labels)
+    strategy.module.train()
+    passes(strategy, 0, rank, world, {"micro": 1})
+    strategy.step(1e-3, OPTIM)
+    return {"read": read, "fields": fields, "steps": strategy.steps, "after": everything(strategy, "weight")["weight"]}
