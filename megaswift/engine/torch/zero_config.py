@@ -19,8 +19,8 @@ _LOCAL_RANK = "LOCAL_RANK"
 def load(device_type: str) -> Any:
     """The deepspeed module, on `device_type` (cpu or cuda). The first call in a process decides.
 
-    On a CPU DeepSpeed 0.19.8 compiles a shared-memory all-reduce when its communication starts, which only inference uses; it takes a
-    compiler and half a minute, so it is marked as not to be had (`deepspeed.ops.__compatible_ops__`, filled by the first look at it).
+    On a CPU DeepSpeed 0.19.8 compiles a shared-memory all-reduce when its communication starts, which only inference uses; it needs a
+    compiler on the machine, so it is marked as not to be had (`deepspeed.ops.__compatible_ops__`, filled by the first look at it).
     """
     os.environ.setdefault("DS_ACCELERATOR", device_type)
     os.environ.setdefault(_LOCAL_RANK, "0")
