@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from megaswift.config.option import option
 
-ENGINES = ("auto", "megatron", "ddp", "fsdp2")
-SPELLINGS = {"native": "megatron", "mcore": "megatron", "fsdp": "fsdp2"}
+ZERO = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+ENGINES = ("auto", "megatron", "ddp", *ZERO, "fsdp2")
+SPELLINGS = {"native": "megatron", "mcore": "megatron", "fsdp": "fsdp2", "deepspeed": "zero2"}
 FSDP_WORDS = ("full_shard", "shard_grad_op", "hybrid_shard", "offload", "auto_wrap")
 """transformers' words. auto_wrap changes nothing: decoder layers are always the units."""
 
@@ -19,6 +20,8 @@ class EngineConfig:
     engine: str = option(
         "megatron", "What spreads the model; auto: by layout, size and devices", aliases=("distributed_strategy",),
         choices=ENGINES, spellings=SPELLINGS)
+    deepspeed: str | None = option(
+        None, "The same as engine zero2 and so on, or a DeepSpeed JSON file", metavar="zero2|FILE")
     use_fsdp: bool = option(False, "The same as engine fsdp2")
     fsdp: tuple[str, ...] = option((), "How fsdp2 shards; unset: full_shard", choices=FSDP_WORDS, metavar="WORD...")
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] = option(

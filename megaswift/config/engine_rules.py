@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from megaswift.config.deepspeed_json import Filled, facts_of, fill, kind_of, preset, read
+from megaswift.config.engine import ZERO
 from megaswift.config.rule import Clash, Ignored, Test
 from megaswift.config.sections import OPTIONS, Sections
+from megaswift.errors import ConfigError
 
 NATIVE, AUTO = "megatron", "auto"
 AXES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
@@ -13,16 +18,35 @@ NATIVE_ONLY = (
     "recompute_method", "recompute_num_layers", "recompute_modules", "fp8_format", "fp8_recipe", "moe_aux_loss_coeff", "moe_z_loss_coeff",
     "moe_token_dispatcher_type", "moe_grouped_gemm", "precision_aware_optimizer", "optimizer_cpu_offload")
 FSDP_ONLY = ("fsdp", "fsdp_transformer_layer_cls_to_wrap")
-ASKED_BY = {"use_fsdp": "fsdp2", "fsdp": "fsdp2"}
-"""Options that name an engine by being given."""
-READS = ("engine", *ASKED_BY)
+READS = ("engine", "deepspeed", "use_fsdp", "fsdp")
+"""Options that name an engine, the last three by being given."""
 
 
 def engine_of(c: Sections) -> str:
     """The engine that is asked for, by its name or by an option that means one."""
     if "engine" in c.given:
         return c.engine.engine
-    return next((kind for name, kind in ASKED_BY.items() if c.value(name)), c.engine.engine)
+    if c.engine.deepspeed is not None:
+        return zero_kind(c.engine.deepspeed)
+    return "fsdp2" if c.engine.use_fsdp or c.engine.fsdp else c.engine.engine
+
+
+def zero_kind(deepspeed: str) -> str:
+    """What `--deepspeed` names: a kind, or a file of that kind. What is wrong with a file is told by `zero_config`."""
+    if deepspeed in ZERO:
+        return deepspeed
+    try:
+        return kind_of(read(Path(deepspeed))) or "zero2"
+    except ConfigError:
+        return "zero2"
+
+
+def zero_config(c: Sections, world: int, dtype: str, hidden_size: int) -> Filled:
+    """DeepSpeed's configuration of a run in this precision, without "auto", and what is wrong with the user's file."""
+    named = c.engine.deepspeed
+    own = None if named is None or named in ZERO else Path(named)
+    label = "--deepspeed" if own is None else own.name
+    return fill(preset(engine_of(c)) if own is None else read(own), facts_of(c, world, dtype, hidden_size), label)
 
 
 def is_native(c: Sections) -> bool:
@@ -45,6 +69,8 @@ ENGINE_IGNORED: tuple[Ignored, ...] = (
 )
 
 ENGINE_CLASHES: tuple[Clash, ...] = (
+    Clash(("deepspeed", "engine"), lambda c: c.engine.deepspeed is not None and engine_of(c) != zero_kind(c.engine.deepspeed),
+          "engine is {engine}", "one of the two"),
     Clash(("use_fsdp", "engine"), lambda c: c.engine.use_fsdp and engine_of(c) != "fsdp2", "engine is {engine}", "one of the two"),
     Clash(("fsdp",), lambda c: len({"full_shard", "shard_grad_op", "hybrid_shard"} & set(c.engine.fsdp)) > 1,
           "names more than one way to shard", "--fsdp full_shard"),
@@ -52,4 +78,5 @@ ENGINE_CLASHES: tuple[Clash, ...] = (
           "needs the native engine; transformers recomputes whole layers", "--recompute_granularity full"),
     Clash(("train_type", *READS), lambda c: _TORCH(c) and c.model.train_type == "qlora",
           "needs the native engine in this version", "--engine megatron"),
+    Clash(("optimizer", *READS), lambda c: engine_of(c) in ZERO and c.optim.optimizer != "adam", "ZeRO steps AdamW", "--optimizer adam"),
 )

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.capabilities import chosen, missing_transformer_engine
-from megaswift.config.engine_rules import is_native
+from megaswift.config.deepspeed_json import missing
+from megaswift.config.engine import ZERO
+from megaswift.config.engine_rules import engine_of, is_native, zero_config
 from megaswift.config.values import show
 from megaswift.data.sources import resolve
 from megaswift.data.template import read_template
@@ -91,6 +93,10 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
 def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, world_size: int) -> list[Problem]:
     """What the torch engine needs beside a model that transformers loads."""
     problems = check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size))
+    if (kind := engine_of(cfg)) in ZERO:
+        dtype = cfg.model.torch_dtype  # auto depends on the device: what the file says of it is then checked on the ranks
+        problems += missing(kind)
+        problems += [p for p in zero_config(cfg, world_size, dtype, spec.hidden_size).problems if dtype != "auto" or "bf16" not in p.what]
     if cfg.model.train_type == "lora":
         problems += needs_package("peft", "--train_type lora")
         problems += folder_problems(cfg.lora.adapters) if cfg.lora.adapters is not None else []

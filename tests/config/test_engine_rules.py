@@ -17,6 +17,7 @@ from megaswift.trainers.engine_choice import choose, parameters, settle
 from tests.config.test_rules import problems
 from tests.config.test_sections import NEEDS, other_value
 from tests.parity.models import VARIANTS, config
+from tests.sources import ROOT
 from tests.trainers.inputs import write_model
 
 
@@ -46,8 +47,8 @@ def test_options_of_fsdp(name: str) -> None:
 
 
 CLASHING = [
-    "--use_fsdp true --engine ddp", "--fsdp full_shard,shard_grad_op", "--engine ddp --recompute_granularity selective",
-    "--engine ddp --train_type qlora"]
+    "--deepspeed zero3 --engine ddp", "--use_fsdp true --engine ddp", "--fsdp full_shard,shard_grad_op", "--engine ddp --recompute_granularity selective",
+    "--engine ddp --train_type qlora", "--engine zero1 --optimizer sgd"]
 
 
 def test_contradictions() -> None:
@@ -60,7 +61,10 @@ def test_contradictions() -> None:
 
 @pytest.mark.parametrize(("options", "kind"), [
     ({}, "megatron"), ({"use_fsdp": True}, "fsdp2"), ({"fsdp": "full_shard auto_wrap"}, "fsdp2"), ({"engine": "fsdp"}, "fsdp2"),
-    ({"training": {"distributed_strategy": "ddp"}}, "ddp"), ({"engine": "native"}, "megatron")])
+    ({"training": {"distributed_strategy": "ddp"}}, "ddp"),
+    ({"training": {"distributed_strategy": "deepspeed"}}, "zero2"), ({"deepspeed": "zero3"}, "zero3"),
+    ({"deepspeed": str(ROOT / "configs/deepspeed/zero3_offload.json")}, "zero3_offload"),
+    ({"engine": "native"}, "megatron")])
 def test_spellings(options: dict[str, object], kind: str) -> None:
     cfg = SwiftConfig(**options)
     assert engine_of(cfg) == kind

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megaswift.config.engine import ZERO
 from tests.parity.cases import Case, parse
 from tests.parity.compare import compare, table
 from tests.parity.measure import Task
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.process
 
 CASES = [
     ("ddp", "dense dp3"), ("fsdp2", "dense dp2 packed"), ("fsdp2", "moe dp2"),
+    *(pytest.param(engine, "moe dp2", marks=pytest.mark.slow) for engine in ZERO),
     *(pytest.param(engine, text, marks=pytest.mark.slow) for engine in ("ddp", "fsdp2") for text in (
         "dense single", "dense dp2", "dense dp4 packed", "dense dp2 tied", "moe dp2 packed", "moe dp4", "qwen2 dp2", "gemma2 dp2 packed",
         "gpt_oss dp2", "qwen2_moe dp2 packed", "deepseek_v3 dp2")),

@@ -7,18 +7,29 @@ import os
 import torch
 
 from megaswift.config import SwiftConfig
+from megaswift.config.engine import ZERO
+from megaswift.config.engine_rules import zero_config
 from megaswift.engine.torch.adapters import base
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import Replicated
 from megaswift.engine.torch.fields import FieldsModel
 from megaswift.engine.torch.model import layer_classes
 from megaswift.engine.torch.strategy import Strategy
+from megaswift.errors import ConfigError
 
 
 def wrap(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext, dtype: torch.dtype) -> Strategy:
     """The wrapped model of an engine of this kind."""
     if kind == "ddp":
         return Replicated(module, cfg.optim, context)
+    if kind in ZERO:
+        from megaswift.engine.torch.zero import ZeroStrategy
+
+        name, hidden = str(dtype).removeprefix("torch."), base(module.model).config.hidden_size
+        filled = zero_config(cfg, context.layout.world_size, name, hidden)
+        if filled.problems:
+            raise ConfigError(filled.problems)
+        return ZeroStrategy(module, cfg.optim, filled.config, context.device)
     from megaswift.engine.torch.fsdp import FsdpOptions, Sharded
 
     layers = frozenset(cfg.engine.fsdp_transformer_layer_cls_to_wrap) or layer_classes(base(module.model))
