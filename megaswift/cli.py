@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from megaswift.commands import HELP, no_command
 from megaswift.config.sections import TASKS
-from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.errors import UserError
 from megaswift.refusal import refuse
 from megaswift.stdout import reader_may_leave
 from megaswift.version import __version__
@@ -47,7 +47,7 @@ def _data(argv: list[str]) -> int:
 
         return show(argv[1:], tokenizer_for)
     if argv and argv[0] not in HELP:
-        raise ConfigError(Problem(f"megaswift data {argv[0]}", "is no command", "megaswift data show DATASET --model DIR"))
+        raise no_command("megaswift data", argv[0], ("show",))
     print("megaswift data show DATASET --model DIR     samples as tokens with their loss mask; lengths and packing (show --help)")
     return 0 if argv else 2
 

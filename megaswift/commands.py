@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megaswift.errors import ConfigError, Problem, nearest
+from megaswift.errors import Problem, UserError, nearest
 
 HELP = ("-h", "--help")
 
 
-def no_command(program: str, word: str, commands: Iterable[str]) -> ConfigError:
+def no_command(program: str, word: str, commands: Iterable[str]) -> UserError:
     """The mistake of asking `program` for `word`."""
     known = list(commands)
-    return ConfigError(Problem(f"{program} {word}", f"is no command; commands are {', '.join(known)}",
+    return UserError(Problem(f"{program} {word}", f"is no command; commands are {', '.join(known)}",
                                nearest(word, known) or f"{program} --help"))

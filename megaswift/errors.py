@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 EXIT_USER_ERROR = 2
 
@@ -90,3 +91,13 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """`did you mean X?` for a name near a known one, else the empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else ""
+
+
+def beside(path: Path) -> str:
+    """What to say of a path that is not there: a neighbour of nearly that name, else where the path stops being there."""
+    there = next(p for p in path.absolute().parents if p.is_dir())
+    try:
+        names = [p.name for p in there.iterdir()] if there == path.absolute().parent else []
+    except OSError:  # may be entered, not listed
+        names = []
+    return nearest(path.name, names) or f"look in {there}"

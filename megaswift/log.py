@@ -21,3 +21,9 @@ def warn(text: str) -> None:
     """A line that should not be missed, from rank 0 only."""
     if is_main():
         print(f"megaswift: warning: {text}", file=sys.stderr, flush=True)
+
+
+def amount(count: float, noun: str, form: str = ",") -> str:
+    """`1 row`, `2,000 rows`, `1 process`: a number and what it counts; `form` is the number's format."""
+    text = format(count, form)
+    return f"{text} {noun}" if text == "1" else f"{text} {noun}{'es' if noun.endswith('s') else 's'}"

@@ -37,7 +37,8 @@ HEAVY = "import sys; heavy = {'torch', 'yaml', 'numpy', 'transformers', 'megatro
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("words", [["--help"], ["sft", "--help"], ["pt", "-h"], ["infer", "--help"], ["config", "--schema"], ["--version"]])
+@pytest.mark.parametrize("words", [["--help"], ["sft", "--help"], ["pt", "-h"], ["infer", "--help"], ["config", "--schema"], ["--version"],
+                                   ["data", "show", "--help"]])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
     code, out, err = ran("-c", f"import megaswift.cli; code = megaswift.cli.main({words}); {HEAVY}; raise SystemExit(code)")
     assert code == 0 and out.rstrip().endswith("heavy []"), err

@@ -97,9 +97,10 @@ def _stored(docs: Documents, data: Any, train: Any, where: tuple[LoaderGeometry,
     rows = make_rows(docs, data.packing, data.max_length, shape)
     if len(rows) < geometry.global_batch:
         packed = f", packed into {len(rows)}" if data.packing else ""
+        fits = "1" if len(rows) == 1 else f"{len(rows)} or less"
         raise DataError(Problem(
-            ", ".join(data.dataset), f"{len(docs)} rows{packed}, fewer than one global batch of {geometry.global_batch}",
-            f"--global_batch_size {len(rows)} or less, more data, or {data.dataset[0]}#{geometry.global_batch} to repeat rows"))
+            ", ".join(data.dataset), f"{log.amount(len(docs), 'row')}{packed}, fewer than one global batch of {geometry.global_batch}",
+            f"--global_batch_size {fits}, more data, or {data.dataset[0]}#{geometry.global_batch} to repeat rows"))
     return StoredSource(rows, geometry, shape, Order(len(rows), data.shuffle, data_seed(data, train)), data.dataloader_num_workers)
 
 

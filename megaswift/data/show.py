@@ -11,19 +11,18 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TextIO
 
 from megaswift.config import SwiftConfig, load
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
 from megaswift.config.source import normal, read_command_line
-from megaswift.data.build import documents
-from megaswift.data.collate import Shape
-from megaswift.data.documents import Documents
-from megaswift.data.loader import make_rows
 from megaswift.errors import DataError, Problem
-from megaswift.log import info
+from megaswift.log import amount, info
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from megaswift.data.documents import Documents
 
 USAGE = """\
 megaswift data show DATASET... --model DIR [options]
@@ -141,6 +140,8 @@ def sample_text(texts: Sequence[str], mask: Sequence[int], colour: bool) -> str:
 
 def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
     """Text bars over at most BARS equal classes."""
+    import numpy as np
+
     low, high = int(values.min()), int(values.max())
     step = max(1, -(-(high - low + 1) // BARS))
     counts = np.bincount((values - low) // step)
@@ -165,11 +166,16 @@ def summary(docs: Documents, held: Documents | None, max_length: int, packing: b
 
 def packed(docs: Documents, max_length: int) -> list[str]:
     """How full packed rows are, beside rows of one sample."""
+    import numpy as np
+
+    from megaswift.data.collate import Shape
+    from megaswift.data.loader import make_rows
+
     rows = make_rows(docs, True, max_length, Shape())
     assert rows.packing is not None
     tokens, plain = int(docs.length.sum()), len(docs) * int(docs.length.max())
     filled = np.add.reduceat(docs.length[rows.packing.documents], rows.packing.offsets[:-1])
-    line = (f"packed into {len(rows):,} rows of {max_length:,}: {100 * tokens / (len(rows) * max_length):.2f}% filled "
+    line = (f"packed into {amount(len(rows), 'row')} of {max_length:,}: {100 * tokens / (len(rows) * max_length):.2f}% filled "
             f"(one sample a row, padded to the longest: {100 * tokens / plain:.1f}%)")
     return [line, *histogram(np.diff(rows.packing.offsets), "samples a packed row"), *histogram(filled, "tokens a packed row")]
 
@@ -184,8 +190,14 @@ def main(argv: Sequence[str], tokenizer_for: Callable[[SwiftConfig], Any]) -> in
     _check(cfg, words)
     for notice in cfg.notices:
         info(notice)
+    from megaswift.data.sources import resolve
+
     first, count = _number(own, "first"), _number(own, "samples")
+    for name in cfg.data.dataset:
+        resolve(name, lambda *_: ())  # of paths; a hub is asked later
     tokenizer = tokenizer_for(cfg)
+    from megaswift.data.build import documents  # brings torch; help and mistakes are answered without
+
     docs, held = documents(cfg.data, cfg.train, tokenizer, cfg.task)
     if count and first >= len(docs):
         raise DataError(Problem(f"--first {first}", f"there are {len(docs)} samples, counted from 0", f"--first {len(docs) - 1}"))

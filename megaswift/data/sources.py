@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift.data import readers
-from megaswift.errors import DataError, Problem
+from megaswift.errors import DataError, Problem, beside
 
 KIND_OF = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "txt",
            ".text": "txt", ".md": "txt"}
@@ -96,7 +96,7 @@ def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) 
                                     "one of " + ", ".join(sorted(KIND_OF))))
         return Source(spec, (path,), rows)
     if path.suffix.lower() in KIND_OF or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise DataError(Problem(f"--dataset {spec}", "no such file or folder", str(path.absolute().parent) + "/..."))
+        raise DataError(Problem(f"--dataset {spec}", "no such file or folder", beside(path)))
     return Source(spec, from_hub(name, subset), rows)
 
 

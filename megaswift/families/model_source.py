@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from megaswift.config import SwiftConfig
 from megaswift.data.template import read_template
 from megaswift.data.tokenizer import load_tokenizer
-from megaswift.errors import Problem, WeightsError, first_line
+from megaswift.errors import Problem, WeightsError, beside, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
 
 CONFIG_FILES = (
@@ -41,13 +41,13 @@ class Named(Protocol):
 def locate(model: Named, weights: bool = True) -> Path:
     """The folder of the model. `weights` False: configuration and tokenizer are enough."""
     name = str(model.model)
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_dir():
         return _folder(path, name)
     if path.exists():
         raise WeightsError(Problem(f"--model {name}", "is a file", f"the folder it lies in: {path.parent}"))
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
-        raise WeightsError(Problem(f"--model {name}", "no such folder"))
+        raise WeightsError(Problem(f"--model {name}", "no such folder", beside(path)))
     return _fetch(model, name, (*CONFIG_FILES, *(WEIGHT_FILES if weights else ())))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from megaswift.config.swift import SwiftConfig
 from megaswift.errors import LayoutError, Problem
+from megaswift.log import amount
 from megaswift.parallel.layout import FLAGS, Layout
 from megaswift.parallel.rules import Asked, broken
 from megaswift.parallel.shape import ModelShape
@@ -38,7 +39,7 @@ def check_layout(shape: ModelShape, asked: Asked) -> list[Problem]:
         near = nearest_layout(shape, asked)
         if near is not None:
             last = problems[-1]
-            text = f"nearest layout that works on {asked.world_size} processes: {describe(near, asked)}"
+            text = f"nearest layout that works on {amount(asked.world_size, 'process')}: {describe(near, asked)}"
             problems[-1] = replace(last, fix="\n         ".join(filter(None, (last.fix, text))))
     return problems
 

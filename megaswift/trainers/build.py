@@ -156,7 +156,7 @@ class Build:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
         plan = batch_plan(self.cfg.train, layout.dp)
         grid = picture(layout, s.num_layers, Split.from_config(self.cfg.parallel)) if layout.world_size > 1 else ""
-        processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
+        processes = log.amount(layout.world_size, "process")
         return Facts(
             title=self.task.title,
             model=f"{s.family}, {s.num_layers} layers x {s.hidden_size}, {s.heads} heads ({s.kv_heads} KV), vocabulary {s.vocab_size:,}"

@@ -76,7 +76,7 @@ def draw(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.spines["bottom"].set_color(GRID)
     axes[2].set_xlabel("optimizer step", color=INK, fontsize=9)
-    axes[2].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes[2].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     figure.align_ylabels(axes)
     fresh = picture.with_name(picture.name + ".new")
     figure.savefig(fresh, format="png")

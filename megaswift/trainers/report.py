@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
+from megaswift.log import amount
 from megaswift.trainers.charts import Points, Series, line_chart
 from megaswift.trainers.curves import column, limits, smooth, smoothing_window
 from megaswift.trainers.metrics import read_lines
@@ -90,7 +91,7 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     found = [(f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "nan", "training loss, first and last line")]
     if evals and evals[-1]["loss"] is not None:
         found.append((f"{evals[-1]['loss']:.4g}", f"evaluation loss at step {evals[-1]['step']:,}"))
-    found.append((f"{last['step']:,}", f"optimizer steps, {last['epoch']:.3g} epochs"))
+    found.append((f"{last['step']:,}", f"optimizer step{'s'[:last['step'] - 1]}, {amount(last['epoch'], 'epoch', '.3g')}"))
     found.append((f"{sum(line['tokens'] for line in lines):,}", f"tokens, {sum(line['label_tokens'] for line in lines):,} with a label"))
     if speeds:
         found.append((f"{speeds[len(speeds) // 2]:,.0f}", "tokens per second (median)"))

@@ -12,6 +12,7 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.config.size import bytes_text
 from megaswift.engine.protocol import ParameterReport
+from megaswift.log import amount
 from megaswift.trainers.schedule import warmup_steps
 
 Rows = list[tuple[str, str]]
@@ -57,7 +58,7 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
         ("kernels", facts.kernels),
         ("data", facts.data),
         ("batch", f"{train.per_device_train_batch_size} per device x {facts.accumulation} accumulation x {facts.dp} data-parallel"
-                  f" = {batch:,} rows a step, at most {batch * cfg.data.max_length:,} tokens"),
+                  f" = {amount(batch, 'row')} a step, at most {batch * cfg.data.max_length:,} tokens"),
         ("steps", steps_text(cfg, facts)),
         ("optimizer", optimizer_text(cfg, facts.total_steps)),
         ("output", output_text(train)),
@@ -76,7 +77,8 @@ def steps_text(cfg: SwiftConfig, facts: Facts) -> str:
     text = f"{facts.total_steps:,}"
     if facts.rows_per_epoch:
         rows_a_step = facts.dp * facts.accumulation * cfg.train.per_device_train_batch_size
-        text += f" = {facts.total_steps * rows_a_step / facts.rows_per_epoch:.4g} epochs of {facts.rows_per_epoch:,} rows"
+        epochs = amount(facts.total_steps * rows_a_step / facts.rows_per_epoch, "epoch", ".4g")
+        text += f" = {epochs} of {amount(facts.rows_per_epoch, 'row')}"
     return text + (f", going on after step {facts.start:,}" if facts.start else "")
 
 
@@ -121,7 +123,7 @@ def data_text(stats: Mapping[str, Any]) -> str:
         if name in ("fill", "padded_fill"):
             words.append(f"{label} {value:.1%}")
         elif value and name not in ("global_batch", "documents") and float(value).is_integer():
-            words.append(f"{int(value):,} {label}")
+            words.append(amount(int(value), label.removesuffix("s")) if label.endswith("s") else f"{int(value):,} {label}")
         elif name == "documents" and value != stats.get("rows"):
-            words.append(f"{int(value):,} documents")
+            words.append(amount(int(value), "document"))
     return ", ".join(words) or "read as it comes"

@@ -132,3 +132,11 @@ def test_help_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     Path(model, "tokenizer_config.json").unlink()
     Path(model, "config.json").write_text('{"model_type": "qwen3"}')
     assert "has no tokenizer" in refused(data, "--model", model)
+
+
+def test_missing_files_name_a_neighbour_before_the_tokenizer_is_read(tmp_path: Path) -> None:
+    rows(tmp_path / "train.jsonl")
+    (tmp_path / "qwen3").mkdir()
+    assert "did you mean train.jsonl?" in refused(str(tmp_path / "trian.jsonl"), "--model", str(tmp_path))
+    assert f"look in {tmp_path}\n" in refused(str(tmp_path / "far" / "off.jsonl"), "--model", str(tmp_path)) + "\n"
+    assert "did you mean qwen3?" in refused(str(tmp_path / "train.jsonl"), "--model", str(tmp_path / "qwen-3"))

@@ -63,6 +63,16 @@ def test_odd_runs_are_drawn_too(tmp_path: Path, losses: list[float]) -> None:
     assert colours(files[2]).std() > 5
 
 
+def test_steps_are_whole_numbers_on_the_axis_of_a_single_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k)))
+    curves.draw(*write_run(tmp_path, [2.0]), "t")
+    low, high = drawn[0].axes[2].get_xlim()
+    assert [t for t in drawn[0].axes[2].get_xticks() if low <= t <= high] == [1]
+
+
 def test_a_spike_does_not_move_the_median() -> None:
     values = [2.0] * 10 + [50.0] + [1.0] * 10
     smoothed = curves.smooth(values, 6)

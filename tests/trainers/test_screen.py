@@ -47,6 +47,13 @@ def test_host_memory_is_told_apart() -> None:
         "; 3.0 MiB of optimizer state in host memory")
 
 
+def test_one_is_said_in_the_singular() -> None:
+    data = data_text({"rows": 1.0, "documents": 3.0, "tokens": 9.0})
+    facts = Facts("t", "m", ParameterReport(1, 1, 1, 1, 1, 1), "l", "", "k", data, 1, 1, 1, 1)
+    said = dict(rows(SwiftConfig(task="sft", max_length=8), facts))
+    assert said["data"] == "1 row, 3 documents, 9 tokens" and said["steps"] == "1 = 1 epoch of 1 row" and "= 1 row a step" in said["batch"]
+
+
 def test_warm_up_is_the_schedule_s_own() -> None:
     assert ", 2 warm-up steps," in optimizer_text(SwiftConfig(warmup_ratio=0.1), 14)
     assert ", 3 warm-up steps," in optimizer_text(SwiftConfig(warmup_steps=3), 14)
