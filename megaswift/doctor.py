@@ -8,7 +8,9 @@ import platform
 from collections.abc import Iterator
 from importlib import metadata
 
+from megaswift.commands import HELP
 from megaswift.config.capabilities import has_transformer_engine
+from megaswift.errors import Problem, UserError
 from megaswift.version import __version__
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "pyyaml",
@@ -17,6 +19,11 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "tok
 
 def main(argv: list[str]) -> int:
     """Prints the report; takes no options."""
+    if argv and argv[0] not in HELP:
+        raise UserError(Problem(f"megaswift doctor {argv[0]}", "doctor takes no options", "megaswift doctor"))
+    if argv:
+        print("megaswift doctor     versions and devices of this machine; no options")
+        return 0
     print("\n".join(report()))
     return 0
 

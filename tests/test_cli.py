@@ -109,6 +109,14 @@ def test_unknown_commands() -> None:
     assert code == 2 and "did you mean sft?" in err
     assert ran("-m", "megaswift")[0] == 2
     assert ran("-m", "megaswift", "data", "shw")[0] == 2
+    code, _, err = ran("-m", "megaswift", "doctor", "--verbose")
+    assert code == 2 and "takes no options" in err
+
+
+@pytest.mark.process
+def test_help_of_a_command_by_the_word() -> None:
+    code, out, _ = ran("-m", "megaswift", "help", "data")
+    assert code == 0 and out.startswith("megaswift data show DATASET")
 
 
 @pytest.mark.process

@@ -15,9 +15,11 @@ from typing import Any
 from megaswift.config.option import Table
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_section
 from megaswift.config.values import FALSE, TRUE, example, show
-from megaswift.errors import ConfigError, Problem, nearest
+from megaswift.errors import ConfigError, Problem, beside, nearest
 
 ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
+"""Of files that are no configuration, whatever is in them."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,12 @@ def normal(name: str) -> str:
 def read_file(path: str) -> Source:
     """A configuration file; every entry with its line."""
     file = Path(path)
-    if file.is_dir() or not file.exists():
-        raise ConfigError(Problem(path, "is a folder" if file.is_dir() else "no such file", "a YAML or JSON file: megaswift sft run.yaml"))
+    if file.is_dir():
+        raise ConfigError(Problem(path, "is a folder; the first word without a flag is a YAML or JSON file of options", f"--model {path}"))
+    if file.suffix.lower() in DATA_SUFFIXES:
+        raise ConfigError(Problem(path, "is no configuration (a YAML or JSON file of options)", f"--dataset {path}"))
+    if not file.exists():
+        raise ConfigError(Problem(path, "no such file", f"a YAML or JSON file of options; {beside(file)}"))
     try:
         text = file.read_text(encoding="utf-8")
         pairs = list(_json_pairs(text) if file.suffix.lower() == ".json" else _yaml_pairs(text))
@@ -95,7 +101,7 @@ def read_file(path: str) -> Source:
         if section and not is_section(normal(section), {}):
             if (section, "") not in seen:
                 fix = nearest(section, [*SECTIONS, *NAMES])
-                problems.append(Problem(f"{path}{line} {section}:", f"is no section; sections are {', '.join(SECTIONS)}", fix))
+                problems.append(Problem(f"{path}{line} {section}", f"is no section; sections are {', '.join(SECTIONS)}", fix))
             seen.add((section, ""))
         elif (section, name) in seen:
             problems.append(Problem(label, "stands twice in the file", "remove one of the two"))
@@ -174,6 +180,11 @@ def _plain(value: Any) -> Any:
 _FLAG = re.compile(r"^--[A-Za-z]")
 
 
+def _stray(word: str, rule: str, fix: str) -> Problem:
+    """A word that no flag takes; what looks like data was meant for --dataset."""
+    return Problem(word, rule, f"--dataset {word}" if Path(word).suffix.lower() in DATA_SUFFIXES else fix)
+
+
 def read_command_line(argv: list[str], table: Table = TRAINING) -> CommandLine:
     """A first word that is no flag, and --config, name files; the rest are `--name value...`, `--name=value`, `--switch`."""
     line = CommandLine()
@@ -183,8 +194,7 @@ def read_command_line(argv: list[str], table: Table = TRAINING) -> CommandLine:
     while words:
         word = words.pop(0)
         if not _FLAG.match(word):
-            fix = "--name value; the configuration file comes first or after --config"
-            line.problems.append(Problem(word, "belongs to no option", fix))
+            line.problems.append(_stray(word, "belongs to no option", "--name value; the configuration file comes first or after --config"))
             continue
         flag, equals, text = word.partition("=")
         values = [text] if equals else []
@@ -218,5 +228,5 @@ def _take(line: CommandLine, flag: str, values: list[str], table: Table) -> None
         line.problems += [Problem(v, f"belongs to no option ({flag} is a switch)", f"{flag} true") for v in values]
     else:
         line.givens.append(Given(name, values[0] if values else None, " ".join([flag, *values[:1]])))
-        line.problems += [Problem(v, f"belongs to no option ({flag} takes one value)", f'quotes around text with spaces: {flag} "a b"')
+        line.problems += [_stray(v, f"belongs to no option ({flag} takes one value)", f'quotes around text with spaces: {flag} "a b"')
                           for v in values[1:]]

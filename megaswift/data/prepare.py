@@ -96,6 +96,14 @@ def _store(root: Path, source: Source, spec: EncodeSpec, processes: int) -> Path
     return target
 
 
+def _alike(problems: list[Problem]) -> list[Problem]:
+    """The same mistake of several rows as one."""
+    rows: dict[str, list[str]] = {}
+    for p in problems:
+        rows.setdefault(p.rule, []).append(p.what)
+    return [Problem(whats[0] + (f" and {len(whats) - 1} more like it" if len(whats) > 1 else ""), rule) for rule, whats in rows.items()]
+
+
 def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, int]) -> None:
     spec, processes = how
     began = time.monotonic()
@@ -113,9 +121,10 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
     reports = [r for r in (read_report(scratch, i) for i in range(len(parts))) if r is not None]
     bad = sum(r.bad for r in reports)
     if bad and spec.strict:
-        told = [p for r in reports for p in r.problems][:SHOWN]
-        if bad > len(told):
-            told.append(Problem(f"and {bad - len(told)} more rows", "malformed too", "--strict false skips such rows and counts them"))
+        shown = [p for r in reports for p in r.problems][:SHOWN]
+        told = _alike(shown)
+        if bad > len(shown):
+            told.append(Problem(f"and {bad - len(shown)} more rows", "malformed too", "--strict false skips such rows and counts them"))
         else:
             told[-1] = Problem(told[-1].what, told[-1].rule, "mend the row, or --strict false to skip such rows and count them")
         raise DataError(told)

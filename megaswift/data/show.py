@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from megaswift.config import SwiftConfig, load
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
 from megaswift.config.source import normal, read_command_line
-from megaswift.errors import DataError, Problem
+from megaswift.errors import DataError, Problem, nearest
 from megaswift.log import amount, info
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         elif leading:
             (files if is_configuration(word) else datasets).append(word)
         else:
+            name = word.partition("=")[0].lstrip("-")
+            if word.startswith("--") and normal(name) not in NAMES and (close := nearest(name, list(own))):
+                raise DataError(Problem(word, "is not an option", close))
             rest.append(word)
     return own, [*files, *rest, *(["--dataset", *datasets] if datasets else [])]
 
@@ -103,7 +106,7 @@ def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
 
 def _number(own: dict[str, str], name: str) -> int:
     if not own[name].isdigit():
-        raise DataError(Problem(f"--{name} {own[name]}", "is not a whole number", f"--{name} 3"))
+        raise DataError(Problem(f"--{name} {own[name]}", "must be a whole number, 0 or more", f"--{name} 3"))
     return int(own[name])
 
 

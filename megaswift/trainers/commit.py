@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.disk import sync
-from megaswift.errors import CheckpointError, Problem
+from megaswift.errors import CheckpointError, Problem, nearest
 from megaswift.families.checkpoint_folder import MARKER, POINTER, STEP
 
 FORMAT = 1
@@ -197,7 +197,8 @@ def select(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
         return found, notes
     path = Path(wanted)
     if not path.is_dir():
-        raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", "is not a folder", _others(output)))
+        fix = nearest(wanted, ["latest"]) or _others(output)
+        raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", "is not a folder", fix))
     for root in (path, path / "checkpoints"):
         if not STEP.fullmatch(root.name) and (inner := Store(root).latest()) is not None:
             return inner, []

@@ -90,7 +90,7 @@ def optimizer_text(cfg: SwiftConfig, total_steps: int) -> str:
     if o.lr_scheduler_type != "constant":
         parts[0] += f" to {o.min_lr:g}"
     if warmup:
-        parts.append(f"{warmup:,} warm-up steps")
+        parts.append(amount(warmup, "warm-up step"))
     parts.append(f"weight decay {o.weight_decay:g}")
     parts.append(f"gradients clipped to {o.max_grad_norm:g}" if o.max_grad_norm else "gradients not clipped")
     return ", ".join(parts)

@@ -138,3 +138,4 @@ class Session:
         curves.draw(out.metrics, out.evaluation, out.curves, title)
         story = report.Story(title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v})
         report.write(out.report, self.cfg, story, (out.metrics, out.evaluation))
+        log.info(f"what happened, with curves: {out.report}")

@@ -93,6 +93,8 @@ def test_all_mistakes_at_once_each_as_written(tmp_path: Path) -> None:
     (["--columns", "q"], "must be pairs FROM=TO"),
     (["--config"], "--config: has no value"),
     (["a.yaml", "--config", "b.yaml"], "no such file"),
+    (["d.jsonl", "--model", "DIR"], "d.jsonl: is no configuration (a YAML or JSON file of options)\n    try: --dataset d.jsonl"),
+    (["--model", "DIR", "d.jsonl"], "d.jsonl: belongs to no option (--model takes one value)\n    try: --dataset d.jsonl"),
 ])
 def test_wrong_flags(argv: list[str], part: str) -> None:
     assert part in refused(*argv)
@@ -102,7 +104,7 @@ def test_wrong_flags(argv: list[str], part: str) -> None:
     ("lr: 1\nlr: 2\n", ":2 lr: 2: stands twice in the file"),
     ("lr: 1\nlearning_rate: 2\n", ":1 lr: 1 says otherwise (both set learning_rate)"),
     ("optim: {lr: 1}\nlr: 2\n", "says otherwise"),
-    ("paralel:\n  tp: 2\n  pp: 2\n", "paralel:: is no section; sections are model"),
+    ("paralel:\n  tp: 2\n  pp: 2\n", "paralel: is no section; sections are model"),
     ("lr: [1, 2]\n", "takes one value"),
     ("packing: 3\n", "must be true or false"),
     ("max_steps: true\n", "must be a number"),
@@ -119,7 +121,7 @@ def test_wrong_files(tmp_path: Path, text: str, part: str) -> None:
 def test_wrong_json_says_where(tmp_path: Path) -> None:
     assert "run.json:2: is not JSON" in refused(write(tmp_path, '{"lr": 1,\n lr: 2}', "run.json"))
     assert "stands twice" in refused(write(tmp_path, '{"lr": 1, "lr": 2}', "run.json"))
-    assert "no such file" in refused(str(tmp_path / "none.yaml"))
+    assert "did you mean run.json?" in refused(str(tmp_path / "run.jsn"))
     assert "is a folder" in refused(str(tmp_path))
 
 

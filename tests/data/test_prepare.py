@@ -142,6 +142,14 @@ def test_at_most_ten_are_shown(tmp_path: Path) -> None:
     assert len(e.value.problems) == 11
 
 
+def test_the_same_mistake_of_several_rows_is_told_once(tmp_path: Path) -> None:
+    mixed = jsonl(tmp_path / "mixed.jsonl", [{"query": "x", "response": 1}, {"text": "t"}] * 2)
+    with pytest.raises(DataError) as e:
+        texts(tmp_path, mixed)
+    assert [p.what for p in e.value.problems] == [f"{mixed}:1 and 1 more like it", f"{mixed}:2 and 1 more like it"]
+    assert "is for megaswift pt, not for sft" in str(e.value) and "--strict false" in str(e.value)
+
+
 def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text('query,response\n"two\nlines",b\nonly\n')
     with pytest.raises(DataError, match=r"d.csv:4: column \(row\): 1 cells; expected 2"):

@@ -125,6 +125,8 @@ def test_help_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "--model DIR" in refused(data)
     assert "no such folder" in refused(data, "--model", str(tmp_path / "nowhere"))
     assert "whole number" in refused(data, "--model", model, "--samples", "x")
+    assert "--samples -1: must be a whole number, 0 or more" in refused(data, "--model", model, "--samples", "-1")
+    assert "did you mean samples?" in refused(data, "--model", model, "--smaples", "2")
     assert "there are 8 samples" in refused(data, "--model", model, "--first", "8", "--dataset_cache_dir", str(tmp_path / "c"))
     Path(model, "tokenizer.json").write_text("{")
     assert "cannot be read" in refused(data, "--model", model)

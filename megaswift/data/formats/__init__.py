@@ -56,7 +56,8 @@ def recognise(row: Row, task: str) -> Format:
         return usable[0]
     if fitting:
         f = fitting[0]
-        raise RowError(", ".join(f.required), f"the format {f.name} is for {' and '.join(f.tasks)}, not for {task}",
-                       "; ".join(f"{g.name}: {g.columns()}" for g in FORMATS if task in g.tasks))
+        names = sorted({g.name for g in FORMATS if task in g.tasks})
+        raise RowError(", ".join(f.required), f"the format {f.name} is for megaswift {' and '.join(f.tasks)}, not for {task}",
+                       f"a row of {' or '.join(names)}")
     raise RowError(", ".join(row) or "(none)", "these columns are of no known format", f"one of {known_formats()} "
                    "(rename columns with --columns)")
