@@ -31,8 +31,8 @@ def column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def smoothing_window(count: int) -> int:
-    """Points in the median: about a thirtieth of the curve, 1 (none) for short ones."""
-    return max(1, count // 30)
+    """Points in the median: about a thirtieth of the curve, 1 (none) for short ones; odd, as many on either side of each."""
+    return max(1, count // 30) | 1
 
 
 def limits(values: Sequence[float]) -> tuple[float, float] | None:
