@@ -149,7 +149,7 @@ class Build:
         layout = self.layout
         return Speed(rule, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
 
-    def facts(self, engine: Engine, source: Any, total_steps: int, start: int) -> Facts:
+    def facts(self, engine: Engine, source: Any, held: EvalSource | None, total_steps: int, start: int) -> Facts:
         """For the first screen."""
         s, layout = self.spec, self.layout
         experts = f", {s.experts} experts, {s.topk} active" if s.experts else ""
@@ -162,8 +162,8 @@ class Build:
             model=f"{s.family}, {s.num_layers} layers x {s.hidden_size}, {s.heads} heads ({s.kv_heads} KV), vocabulary {s.vocab_size:,}"
                   f"{experts}: {self.folder}{' (random weights)' if self.cfg.model.random_init else ''}",
             parameters=engine.report(), layout=f"{layout.describe()} on {processes} ({where})", picture=grid,
-            kernels=engine.kernels, data=data_text(source.stats), dp=layout.dp, accumulation=plan.accumulation, total_steps=total_steps,
-            rows_per_epoch=source.rows, start=start)
+            kernels=engine.kernels, data=data_text(source.stats, 0 if held is None else len(held.data)), dp=layout.dp,
+            accumulation=plan.accumulation, total_steps=total_steps, rows_per_epoch=source.rows, start=start)
 
 
 def row_multiple(layout: Layout, fp8: int) -> int:

@@ -115,8 +115,8 @@ def render(title: str, table: Rows) -> str:
     return "\n".join(lines)
 
 
-def data_text(stats: Mapping[str, Any]) -> str:
-    """What the data source says of itself, in its own order."""
+def data_text(stats: Mapping[str, Any], held: int = 0) -> str:
+    """What the data source says of itself, in its own order, and the rows of evaluation."""
     words = []
     for name, value in stats.items():
         label = name.replace("_", " ")
@@ -126,4 +126,4 @@ def data_text(stats: Mapping[str, Any]) -> str:
             words.append(amount(int(value), label.removesuffix("s")) if label.endswith("s") else f"{int(value):,} {label}")
         elif name == "documents" and value != stats.get("rows"):
             words.append(amount(int(value), "document"))
-    return ", ".join(words) or "read as it comes"
+    return (", ".join(words) or "read as it comes") + (f"; {amount(held, 'row')} for evaluation" if held else "")

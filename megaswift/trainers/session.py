@@ -85,7 +85,7 @@ class Session:
             with self.timed("resume"):
                 manifest = restore(loop, resume, b.model_facts())
                 build.changed(manifest["config"], cfg.to_dict())
-        facts = b.facts(engine, source, total, loop.step)
+        facts = b.facts(engine, source, held, total, loop.step)
         self.rows = screen.rows(cfg, facts)
         if agree.rank() == 0:
             log.info(screen.render(facts.title, self.rows))

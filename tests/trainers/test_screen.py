@@ -48,10 +48,11 @@ def test_host_memory_is_told_apart() -> None:
 
 
 def test_one_is_said_in_the_singular() -> None:
-    data = data_text({"rows": 1.0, "documents": 3.0, "tokens": 9.0})
+    data = data_text({"rows": 1.0, "documents": 3.0, "tokens": 9.0}, 1)
     facts = Facts("t", "m", ParameterReport(1, 1, 1, 1, 1, 1), "l", "", "k", data, 1, 1, 1, 1)
     said = dict(rows(SwiftConfig(task="sft", max_length=8), facts))
-    assert said["data"] == "1 row, 3 documents, 9 tokens" and said["steps"] == "1 = 1 epoch of 1 row" and "= 1 row a step" in said["batch"]
+    assert said["data"] == "1 row, 3 documents, 9 tokens; 1 row for evaluation"
+    assert said["steps"] == "1 = 1 epoch of 1 row" and "= 1 row a step" in said["batch"]
 
 
 def test_warm_up_is_the_schedule_s_own() -> None:
