@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megaswift.cli import main
 from megaswift.convert import convert, size
-from megaswift.errors import ConfigError
+from megaswift.errors import UserError
 from tests.bridge.folders import make, tensors_of
 from tests.sources import ROOT
 
@@ -42,7 +42,7 @@ def test_sizes(text: str, value: int) -> None:
     (["megatron-to-hf", "a", "b", "--dtype", "int8"], "invalid choice"),
 ])
 def test_mistakes(words: list[str], told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         convert(words)
     assert told in str(caught.value)
 
