@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [--python PYTHON] [--tier fast|default|slow|gpu] [pytest arguments]
 #
-# fast: no processes, under a minute. default: fast, then those that start processes. slow: the minutes-long ones only.
+# fast: no processes and nothing long, under a minute. default: fast, then those that start processes. slow: the minutes-long ones only.
 # Paths and other arguments go to pytest: bash scripts/test.sh tests/config -k alias
 set -euo pipefail
 
@@ -22,11 +22,12 @@ env=$(bash scripts/setup_env.sh "${setup[@]}")
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 # $1: marks; the rest for pytest. Code 5 (nothing matched) is an error only where no tier runs anything.
-ran=0
+ran=0 workers=()
+[ $# -gt 0 ] || [ "$tier" = gpu ] || workers=(-n 2 --dist loadfile)  # two at a time, where nothing was picked by hand
 run() {
   local marks=$1 code=0; shift
   echo "== $("$env/bin/python" --version), tests marked: $marks"
-  "$env/bin/python" -m pytest -q --durations=15 --durations-min=1 -m "$marks" "$@" || code=$?
+  "$env/bin/python" -m pytest -q "${workers[@]}" --durations=15 --durations-min=1 -m "$marks" "$@" || code=$?
   case $code in 0) ran=1 ;; 5) ;; *) exit "$code" ;; esac
 }
 case "$tier" in

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ import pytest
 
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.metrics import Metrics, Speed, read_lines
-from megaswift.trainers.trackers import TensorBoard, WandB, numbers, trackers
+from megaswift.trainers.trackers import TensorBoard, numbers, trackers
+from tests.sources import ROOT
 from tests.trainers.tiny import tiny_loop
 
 
@@ -67,16 +71,29 @@ def sent(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_steps_that_a_resumed_run_repeats_arrive_in_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service refuses a smaller step than its last one. One session stands for the run that goes on under the same id."""
-    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_CONSOLE", "off")):
-        monkeypatch.setenv(name, value)
-    hook, loop = WandB(tmp_path, {"lr": 0.1}), tiny_loop(4)
-    hook.on_start(loop)
-    for step in (1, 2, 3, 4, 3, 4, 5):
-        hook.on_log(loop, {"step": step, "loss": 10.0 * step, "mfu": None})
-    hook.on_evaluate(loop, {"step": 5, "loss": 7.0})
-    hook.close()
+RESUMED = """
+import sys
+from pathlib import Path
+from megaswift.trainers.trackers import WandB
+from tests.trainers.tiny import tiny_loop
+
+hook, loop = WandB(Path(sys.argv[1]), {"lr": 0.1}), tiny_loop(4)
+hook.on_start(loop)
+for step in (1, 2, 3, 4, 3, 4, 5):
+    hook.on_log(loop, {"step": step, "loss": 10.0 * step, "mfu": None})
+hook.on_evaluate(loop, {"step": 5, "loss": 7.0})
+hook.close()
+"""
+
+
+@pytest.mark.process
+def test_steps_that_a_resumed_run_repeats_arrive_in_weights_and_biases(tmp_path: Path) -> None:
+    """The service refuses a smaller step than its last one. One session stands for the run that goes on under the same id.
+
+    In a process of its own: the package keeps a service and settings for the whole process.
+    """
+    environ = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", RESUMED, str(tmp_path)], cwd=ROOT, env=environ, check=True, timeout=240)
     found = sent(tmp_path)
     assert [(r["step"], r["train/loss"]) for r in found if "train/loss" in r] == [(s, 10.0 * s) for s in (1, 2, 3, 4, 3, 4, 5)]
     assert [(r["step"], r["eval/loss"]) for r in found if "eval/loss" in r] == [(5, 7.0)]
