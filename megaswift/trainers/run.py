@@ -50,6 +50,6 @@ def run(cfg: SwiftConfig) -> Path:
 def quieten() -> None:
     """Keeps the libraries' notes to developers (optional packages, renamed functions) off the user's screen; -W and PYTHONWARNINGS win."""
     if not sys.warnoptions:
-        for module in ("megatron", "torch.distributed", "torch.nn.modules"):
+        for module in ("megatron", "torch.distributed", "torch.nn.modules", "transformers", "peft"):
             warnings.filterwarnings("ignore", module=rf"{module}\..*", category=UserWarning)
             warnings.filterwarnings("ignore", module=rf"{module}\..*", category=FutureWarning)
