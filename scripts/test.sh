@@ -22,17 +22,18 @@ env=$(bash scripts/setup_env.sh "${setup[@]}")
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 # $1: marks; the rest for pytest. Code 5 (nothing matched) is an error only where no tier runs anything.
-ran=0 workers=()
-[ $# -gt 0 ] || [ "$tier" = gpu ] || workers=(-n 2 --dist loadfile)  # two at a time, where nothing was picked by hand
+ran=0
 run() {
   local marks=$1 code=0; shift
   echo "== $("$env/bin/python" --version), tests marked: $marks"
-  "$env/bin/python" -m pytest -q "${workers[@]}" --durations=15 --durations-min=1 -m "$marks" "$@" || code=$?
+  "$env/bin/python" -m pytest -q --durations=15 --durations-min=1 -m "$marks" "$@" || code=$?
   case $code in 0) ran=1 ;; 5) ;; *) exit "$code" ;; esac
 }
+# Two at a time, unless tests were picked by hand; those with processes fill the cores by themselves.
+fast() { local pair=(); [ $# -gt 0 ] || pair=(-n 2); run "not process and not slow and not gpu" "${pair[@]}" "$@"; }
 case "$tier" in
-  fast) run "not process and not slow and not gpu" "$@" ;;
-  default) run "not process and not slow and not gpu" "$@"; run "process and not slow and not gpu" "$@" ;;
+  fast) fast "$@" ;;
+  default) fast "$@"; run "process and not slow and not gpu" "$@" ;;
   slow) run "slow and not gpu" "$@" ;;
   gpu) run "gpu" "$@" ;;
 esac
