@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.swift import is_worker
+from megaswift.config.worker import is_worker
 from megaswift.entry import other_processes
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import local

@@ -1,6 +1,6 @@
 """What every training command does: parse, check, then start torchrun or train in this process.
 
-Owns the order of these and the exit codes. Workers of torchrun come through here too; how a mistake is told is `refusal.py`.
+Owns the order of these and the exit codes. Workers of any launcher come through here too; how a mistake is told is `refusal.py`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megaswift import log
 from megaswift.commands import HELP
 from megaswift.config import SwiftConfig, load
-from megaswift.config.swift import is_worker
+from megaswift.config.worker import COUNTS, accelerate_engines, accelerate_notices, is_worker, started, without_local_rank
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.launchers import local
 from megaswift.refusal import leave, refuse
@@ -33,7 +33,7 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
             print(task_help(task))
         return 0
     try:
-        return _go(task, words)
+        return _go(task, without_local_rank(words, os.environ))
     except UserError as error:
         code = refuse(error, os.environ)
     except KeyboardInterrupt:  # before the loop, which saves its state; nothing is lost
@@ -50,7 +50,8 @@ def _go(task: str, words: list[str]) -> int:
     if other:
         raise ConfigError(other)
     if not worker or "MEGASWIFT_CHECKED" not in os.environ:
-        for notice in cfg.notices:
+        alone = not local.wants_torchrun(cfg.launch)
+        for notice in (*cfg.notices, *accelerate_notices(os.environ, alone, "torch_dtype" in cfg.given)):
             log.info(notice)
 
     from megaswift.trainers.engine_choice import settle
@@ -59,18 +60,23 @@ def _go(task: str, words: list[str]) -> int:
     cfg = settle(cfg, world)
     preflight(cfg, world)
     if not worker and local.wants_torchrun(cfg.launch):
-        script = Path(__file__).with_name(f"{task}.py")
-        environ = {**local.environment(cfg.launch, os.environ), "MEGASWIFT_CHECKED": "1"}
-        return local.start(local.command(cfg.launch, script, words), environ)
+        return start_torchrun(cfg, words, {**os.environ, "MEGASWIFT_CHECKED": "1"})
     run(cfg)
     return 0
 
 
+def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The run of this command line by torchrun's workers; torchrun's exit code."""
+    script = Path(__file__).with_name(f"{cfg.task}.py")
+    return local.start(local.command(cfg.launch, script, words), local.environment(cfg.launch, environ))
+
+
 def other_processes(cfg: SwiftConfig) -> list[Problem]:
-    """Launch options that say otherwise than the torchrun that started this worker."""
-    found = []
-    for name, variable in (("nproc_per_node", "LOCAL_WORLD_SIZE"), ("nnodes", "GROUP_WORLD_SIZE")):
-        wanted, real = cfg.value(name), os.environ.get(variable)
-        if wanted is not None and real is not None and wanted != int(real):
-            found.append(Problem(f"--{name} {wanted}", f"torchrun was started with {real}", f"leave it out, or torchrun --{name} {wanted}"))
+    """Options that say otherwise than the launcher that started this worker, and launcher's options that would have no effect."""
+    found = accelerate_engines(os.environ)
+    for name in COUNTS:
+        wanted, real = cfg.value(name), started(name, os.environ)
+        if wanted is not None and real is not None and wanted != real:
+            fix = "leave it out here, and say it to torchrun, accelerate or deepspeed"
+            found.append(Problem(f"--{name} {wanted}", f"the launcher was started with {real}", fix))
     return found

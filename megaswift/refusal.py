@@ -1,6 +1,6 @@
 """How a process ends on a user's mistake: one message, exit code 2, no traceback.
 
-Rank 0 speaks at once. Another rank waits: when rank 0 met the same mistake, torchrun ends the others meanwhile; when it
+Rank 0 speaks at once. Another rank waits: when rank 0 met the same mistake, the launcher ends the others meanwhile; when it
 did not, the mistake is this rank's alone (a malformed row, too little memory), and the first such rank of the machine speaks.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from megaswift.config.worker import is_worker
 from megaswift.errors import EXIT_USER_ERROR, UserError
 
 PATIENCE_SECONDS = 5.0
@@ -54,8 +55,8 @@ def _say(text: str) -> None:
 
 
 def _marker(environ: Mapping[str, str]) -> Path | None:
-    """A file that the ranks of one machine and one attempt share: they are children of one torchrun. None without torchrun."""
-    if "LOCAL_RANK" not in environ:
+    """A file that the ranks of one machine and one attempt share: they are children of one launcher. None without one."""
+    if not is_worker(environ):
         return None
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     run = "".join(c for c in environ.get("TORCHELASTIC_RUN_ID", "") if c.isalnum())

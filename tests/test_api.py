@@ -27,12 +27,13 @@ def test_options_of_train_are_checked() -> None:
 
 
 def test_launch_options_that_are_not_followed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     trainer = Trainer("NO_SUCH_DIR", SwiftConfig(nproc_per_node=2))
     with pytest.raises(ConfigError, match="--nproc_per_node 2: the Python API starts no processes"):
         trainer.train("d.jsonl")
     assert launch_problems(SwiftConfig()) == launch_problems(SwiftConfig(nproc_per_node=1)) == []
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

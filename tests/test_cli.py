@@ -167,7 +167,7 @@ def test_under_torchrun_one_message_from_rank_0() -> None:
 def test_torchrun_and_its_flags_must_agree() -> None:
     code, _, err = ran("-m", "megaswift.sft", "--nproc_per_node", "4", "--model", "m", "--dataset", "d", LOCAL_RANK="0", RANK="0",
                        WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    assert code == 2 and "--nproc_per_node 4: torchrun was started with 1" in err
+    assert code == 2 and "--nproc_per_node 4: the launcher was started with 1" in err
 
 
 SPEAK = """

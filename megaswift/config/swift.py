@@ -11,6 +11,7 @@ from megaswift.config.resolve import resolve
 from megaswift.config.rules import ignored_names
 from megaswift.config.sections import OPTIONS, SECTIONS, Sections
 from megaswift.config.source import Source, from_environment, from_mapping, read_command_line, read_file
+from megaswift.config.worker import is_worker
 
 
 @dataclass(frozen=True, init=False)
@@ -61,11 +62,6 @@ class SwiftConfig(Sections):
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
-
-
-def is_worker(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun started this process. (RANK and WORLD_SIZE alone do not say so: some clusters count machines with them.)"""
-    return "LOCAL_RANK" in environ
 
 
 def load(task: str | None, argv: Sequence[str], complete: bool = False, environ: Mapping[str, str] | None = None) -> SwiftConfig:

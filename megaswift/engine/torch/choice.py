@@ -9,6 +9,7 @@ import torch
 from megaswift.config import SwiftConfig
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import zero_config
+from megaswift.config.worker import started
 from megaswift.engine.torch.adapters import base
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import Replicated
@@ -33,7 +34,7 @@ def wrap(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext
     from megaswift.engine.torch.fsdp import FsdpOptions, Sharded
 
     layers = frozenset(cfg.engine.fsdp_transformer_layer_cls_to_wrap) or layer_classes(base(module.model))
-    words, machines = cfg.engine.fsdp, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    words, machines = cfg.engine.fsdp, started("nnodes", os.environ) or 1
     options = FsdpOptions(
         layers, reshard="shard_grad_op" not in words, replicas=machines if "hybrid_shard" in words else 1, offload="offload" in words,
         param_dtype=None if dtype == torch.float32 else dtype)

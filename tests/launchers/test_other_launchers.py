@@ -1,0 +1,137 @@
+"""One run as users start it: by scripts/run_distributed.py, accelerate and DeepSpeed's launcher, on two processes of a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaswift.config.worker import COUNTS, IDENTITY
+from megaswift.trainers.metrics import read_lines
+from tests.trainers.inputs import write_inputs
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT, SFT = str(ROOT / "scripts/run_distributed.py"), str(ROOT / "megaswift/sft.py")
+ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch", "--mixed_precision", "no", "--dynamo_backend", "no"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run's configuration; no step count, which the command lines say."""
+    folder = tmp_path_factory.mktemp("inputs")
+    words = write_inputs(folder, "1e-3")
+    options = {name.lstrip("-"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    path = folder / "run.json"
+    path.write_text(json.dumps(options | {"engine": "ddp", "report_to": "none", "split_dataset_ratio": 0}))
+    return str(path)
+
+
+def start(words: list[str], folder: Path, **environ: str) -> tuple[int, str]:
+    """Exit code and what was printed; nothing of it lives on. No accelerate configuration of the user's is read."""
+    launched = (*IDENTITY, *(n for names in COUNTS.values() for n in names), "NPROC_PER_NODE", "NNODES", "MASTER_ADDR", "MASTER_PORT")
+    clean = {k: v for k, v in os.environ.items() if k not in launched}
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, *words], env=clean | own | environ, cwd=folder, text=True, start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        text = process.communicate(timeout=240)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, text
+
+
+def losses(words: list[str], folder: Path, processes: int = 2) -> list[float]:
+    """Of the run's two steps, after a look at the first screen."""
+    code, text = start([*words, "--max_steps", "2", "--output_dir", str(folder / "out")], folder)
+    assert code == 0, text[-3000:]
+    assert f"DP{processes} on {processes} process" in text and text.count("megaswift: supervised fine-tuning") == 1, text
+    lines = read_lines(folder / "out/metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2]
+    return [line["loss"] for line in lines]
+
+
+def reference(file: str) -> float:
+    """The first step's loss: that of Hugging Face's model over the first eight rows, in one process, plain torch."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = json.loads(Path(file).read_text())
+    model = AutoModelForCausalLM.from_pretrained(options["model"])
+    tokenizer = AutoTokenizer.from_pretrained(options["model"])
+    rows = [json.loads(line)["messages"] for line in Path(options["dataset"]).read_text().splitlines()[:8]]
+    total, count = 0.0, 0
+    for row in rows:
+        made = tokenizer.apply_chat_template(row, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = torch.tensor(made["input_ids"]), torch.tensor(made["assistant_masks"], dtype=torch.bool)
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        each = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")[mask[1:]]
+        total, count = total + float(each.sum()), count + each.numel()
+    return total / count
+
+
+@pytest.mark.process
+def test_run_distributed(file: str, tmp_path: Path) -> None:
+    """The first step's loss is Hugging Face's over the first eight rows: both processes had their half of them."""
+    words = [SCRIPT, "--nproc_per_node", "2", "--nnodes", "1", "--config", file, "--algorithm", "sft", "--shuffle", "false"]
+    assert losses(words, tmp_path)[0] == pytest.approx(reference(file), rel=1e-5)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "accelerate-module", "deepspeed"])
+def test_every_launcher_starts_the_same_run(launcher: str, file: str, tmp_path: Path) -> None:
+    """As above; DeepSpeed's launcher puts `--local_rank=N` before the file."""
+    port = str(free_port())
+    words = {
+        "torchrun": [SCRIPT, "--use_torchrun", "--nproc-per-node", "2", "--config", file, "--algorithm", "sft"],
+        "accelerate": [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", port, SFT, file],
+        "accelerate-module": [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", port, "-m", "megaswift.sft", file],
+        "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port, SFT, file],
+    }[launcher]
+    if launcher == "deepspeed":
+        deepspeed_here()
+    assert losses([*words, "--shuffle", "false"], tmp_path)[0] == pytest.approx(reference(file), rel=1e-5)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_accelerate_with_cpu_is_one_process_and_says_so(file: str, tmp_path: Path) -> None:
+    """accelerate 1.15 starts its script once under --cpu (more only through mpirun), whatever --num_processes says."""
+    words = [*ACCELERATE, "--cpu", "--num_processes", "2", SFT, file, "--max_steps", "1", "--output_dir", "out"]
+    code, text = start(words, tmp_path)
+    assert code == 0 and "accelerate started one process" in text and "DP1 on 1 process" in text, text[-3000:]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["accelerate", "deepspeed"])
+def test_a_mistake_is_told_once(launcher: str, tmp_path: Path) -> None:
+    port = str(free_port())
+    words = [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", port]
+    if launcher == "deepspeed":
+        deepspeed_here()
+        words = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
+    code, text = start([*words, SFT, "--lr", "abc"], tmp_path)
+    assert code == (2 if launcher == "deepspeed" else 1)  # accelerate and torchrun: always 1
+    assert text.count("megaswift: the configuration is wrong") == 1 and "[rank" not in text, text
+
+
+def deepspeed_here() -> None:
+    """Skips without DeepSpeed, and on a GPU machine: its launcher overwrites CUDA_VISIBLE_DEVICES, and there may be one GPU for two."""
+    pytest.importorskip("deepspeed")
+    if torch.cuda.is_available():
+        pytest.skip("a machine with GPUs")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

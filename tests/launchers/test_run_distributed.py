@@ -1,0 +1,70 @@
+"""scripts/run_distributed.py: what it makes of its options, and what it refuses. That it trains is test_other_launchers.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaswift import entry
+from megaswift.config.sections import TASKS
+from megaswift.launchers import local
+from scripts import run_distributed
+
+KNOWN = f"tasks are {', '.join(TASKS)}"
+FILE = "model: DIR\ndataset: d.jsonl\nlr: 1e-4\n"
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NPROC_PER_NODE", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(FILE)
+
+
+@pytest.mark.parametrize("line, parts", [
+    ("--config run.yaml", [f"--algorithm: is missing; {KNOWN}"]),
+    ("--config run.yaml --algorithm sfft", [f"--algorithm sfft: is not a task; {KNOWN}", "did you mean sft?"]),
+    ("--algorithm nosuch", ["(2 problems)", f"--algorithm nosuch: is not a task; {KNOWN}", "--config: is missing"]),
+    ("--config none.yaml --algorithm sft --use_torchrun", ["none.yaml: no such file"]),
+    ("--config none.yaml --algorithm sft", ["none.yaml: no such file"]),
+    ("--config run.yaml --algorithm sft --use_torchrun --lr x --nnodes 0", ["(2 problems)", "--lr x", "--nnodes 0"]),
+])
+def test_mistakes_end_with_2(line: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = run_distributed.main(line.split())
+    except SystemExit as left:  # entry.main ends the process itself
+        code = left.code
+    err = capsys.readouterr().err
+    assert code == 2 and all(part in err for part in parts), err
+
+
+def test_without_use_torchrun_it_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(entry, "main", lambda task, words: seen.append((task, words)) or 7)
+    line = "--lr 3 --nnodes=1 --algorithm pt --min_lr -1 --nproc_per_node 2 --config run.yaml --dataset a b"
+    assert run_distributed.main(line.split()) == 7
+    words = ["run.yaml", "--nproc_per_node", "2", "--nnodes", "1", "--lr", "3", "--min_lr", "-1", "--dataset", "a", "b"]
+    assert seen == [("pt", words)]
+
+
+def test_with_use_torchrun_one_process_is_torchrun_s_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(local, "start", lambda command, environ: seen.append((command, environ)) or 1)
+    assert run_distributed.main(["--use_torchrun", "--config", "run.yaml", "--algorithm", "sft", "--lr", "1e-5"]) == 1
+    ((command, environ),) = seen
+    assert command[:5] == [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    assert command[-4:] == [str(Path(entry.__file__).with_name("sft.py")), "run.yaml", "--lr", "1e-5"]
+    assert "MEGASWIFT_CHECKED" not in environ and environ["PATH"] == os.environ["PATH"]
+
+
+def test_a_worker_starts_no_torchrun_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(entry, "main", lambda task, words: seen.append(words) or 0)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    assert run_distributed.main(["--use_torchrun", "--config", "run.yaml", "--algorithm", "sft"]) == 0
+    assert seen == [["run.yaml"]]
