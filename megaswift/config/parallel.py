@@ -33,12 +33,17 @@ class ParallelConfig:
         aliases=("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"))
     pipeline_layout: str | None = option(
         None, "Custom stages in Megatron's syntax: 'Et*3|(t|)*4tL'", aliases=("pipeline_model_parallel_layout",), metavar="LAYOUT")
-    cp_comm_type: str = option(
-        "p2p", "How cp ranks exchange keys and values", choices=("p2p", "a2a", "all_gather"),
-        spellings={"allgather": "all_gather"})
+    cp_comm_type: str | None = option(
+        None, "How cp ranks exchange keys and values; unset: p2p, all_gather on torch layers", choices=("p2p", "a2a", "all_gather"),
+        spellings={"allgather": "all_gather"}, metavar="TYPE")
     distributed_optimizer: bool = option(True, "Split the optimizer state over the dp ranks", aliases=("use_distributed_optimizer",))
     overlap_grad_reduce: bool | None = option(None, "Reduce gradients during the backward pass; unset: on a GPU")
     overlap_param_gather: bool | None = option(None, "Gather parameters in the forward (needs overlap_grad_reduce); unset: on a GPU")
     overlap_p2p_comm: bool | None = option(None, "Overlap the pipeline's messages with work; unset: with vpp > 1")
     tp_comm_overlap: bool = option(False, "Overlap tp messages with products; not served by this version")
     ddp_timeout: int = option(600, "A collective that takes longer ends the run", minimum=1, unit="seconds")
+
+    @property
+    def cp_exchange(self) -> str:
+        """`cp_comm_type`, or what Transformer Engine's layers take where it is not set."""
+        return self.cp_comm_type or "p2p"

@@ -38,7 +38,7 @@ class Asked(Axes):
         """What a configuration asks for on `world_size` processes; LayoutError when the layout string cannot be read."""
         p = cfg.parallel
         return cls(world_size, **asked_axes(p), sequence_parallel=p.sequence_parallel, split=Split.from_config(p), dp=p.data_parallel_size,
-                   cp_comm_type=p.cp_comm_type, max_length=cfg.data.max_length, train=cfg.train)
+                   cp_comm_type=p.cp_exchange, max_length=cfg.data.max_length, train=cfg.train)
 
     @property
     def layout(self) -> Layout:

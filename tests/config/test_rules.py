@@ -169,5 +169,7 @@ def test_what_needs_transformer_engine() -> None:
 def test_torch_layers_ignore_no_option_in_silence() -> None:
     cfg = SwiftConfig(transformer_impl="torch", cp=2, cp_comm_type="a2a")
     assert [p.what for p in missing_transformer_engine(cfg, installed=True)] == ["--cp_comm_type a2a"]
-    assert missing_transformer_engine(SwiftConfig(transformer_impl="torch", cp=2, cp_comm_type="p2p"), installed=True) == []
+    cfg = SwiftConfig(transformer_impl="torch", cp=2, cp_comm_type="p2p")  # asked for, and not what the torch layers do
+    assert [p.what for p in missing_transformer_engine(cfg, installed=True)] == ["--cp_comm_type p2p"]
+    assert missing_transformer_engine(SwiftConfig(transformer_impl="torch", cp=2), installed=True) == []
     assert missing_transformer_engine(SwiftConfig(transformer_impl="torch", cp=2), installed=True) == []

@@ -48,7 +48,7 @@ class MegatronEngine:
     def __init__(self, spec: ModelSpec, cfg: SwiftConfig, context: ParallelContext) -> None:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
-        comm = cfg.parallel.cp_comm_type if self.layout.cp > 1 else None
+        comm = cfg.parallel.cp_exchange if self.layout.cp > 1 else None
         beyond = only_torch(spec) + only_torch_here(spec, comm, cfg.data.packing) + ["weights in NF4"] * (cfg.model.train_type == "qlora")
         self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(beyond))
         if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
@@ -217,7 +217,9 @@ class MegatronEngine:
     @property
     def kernels(self) -> str:
         """For the first screen."""
-        return f"{self.impl} ({self.impl_reason}), {str(self.dtype).removeprefix('torch.')}"
+        exchange = "all_gather" if self.impl == "torch" else self.cfg.parallel.cp_exchange
+        joined = f", keys and values by {exchange}" if self.layout.cp > 1 else ""
+        return f"{self.impl} ({self.impl_reason}), {str(self.dtype).removeprefix('torch.')}{joined}"
 
     @property
     def dtype(self) -> torch.dtype:

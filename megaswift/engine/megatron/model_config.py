@@ -64,7 +64,7 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
         "tp_comm_overlap": p.tp_comm_overlap,
     }
     if layout.cp > 1:
-        fields["cp_comm_type"] = p.cp_comm_type
+        fields["cp_comm_type"] = p.cp_exchange
     return fields
 
 

@@ -14,7 +14,6 @@ from megaswift.config.deepspeed_json import KINDS
 from tests.engine.torch.zero_model import Fields, Plain, adam, rows
 from tests.parity.pool import Pool
 
-pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.process
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3", "deepspeed",
            "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer", "tests.engine.torch.zero_ranks")
