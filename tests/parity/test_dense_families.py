@@ -10,16 +10,16 @@ import pytest
 from tests.parity.cases import parse
 from tests.parity.pool import Pool
 from tests.parity.references import References
+from tests.parity.test_families import variant_cases
 from tests.parity.test_parity import check
 
 pytestmark = pytest.mark.process
-LAYOUTS = ("tp2 sp pp2", "packed cp2", *(pytest.param(text, marks=pytest.mark.slow) for text in (
-    "single", "tp4", "tp2 pp2 vpp2 recompute=full", "cp2 recompute=selective packed", "dp2 do")))
+LATER = ("single", "tp4", "tp2 pp2 vpp2 recompute=full", "cp2 recompute=selective packed", "dp2 do")
+PACKED = ("gemma3_text", "glm4", "phi3-longrope")
 VARIANTS = ("phi3", "phi3-longrope", "gemma2", "gemma3_text", "olmo2", "glm4", "granite", "smollm3", "seed_oss", "olmo3", "exaone4")
 
 
-@pytest.mark.parametrize("text", LAYOUTS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "text"), variant_cases(VARIANTS, PACKED, LATER))
 def test_variant_trains(variant: str, text: str, pool: Pool, references: References) -> None:
     """Every feature of the family at once."""
     check(parse(text, model=variant), pool, references)

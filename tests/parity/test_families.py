@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,19 @@ def test_dynamic_rope_within_its_length(pool: Pool, references: References) -> N
     score(case, references.model(case.variant), pool)
 
 
-@pytest.mark.parametrize("text", [pytest.param("single", marks=pytest.mark.slow), "tp2 sp pp2", "packed cp2"])
-@pytest.mark.parametrize("variant", VARIANTS)
+PACKED = ("llama3-rope", "mistral-window", "moe-mixed")
+"""Variants that the default run sees under packed CP too."""
+
+
+def variant_cases(variants: Sequence[str], packed: Sequence[str], slow: Sequence[str]) -> list[Any]:
+    """(variant, layout): by default one layout a variant, of some also packed CP; the others are the slow tier's."""
+    later = pytest.mark.slow
+    found: list[Any] = [(variant, "tp2 sp pp2") for variant in variants]
+    found += [pytest.param(v, "packed cp2", marks=() if v in packed else later) for v in variants]
+    return found + [pytest.param(v, text, marks=later) for v in variants for text in slow]
+
+
+@pytest.mark.parametrize(("variant", "text"), variant_cases(VARIANTS, PACKED, ("single",)))
 def test_variant_trains(variant: str, text: str, pool: Pool, references: References) -> None:
     """Rope scaling, sliding windows, biases, mixed dense and MoE layers, odd head sizes: gradients and three steps."""
     check(parse(text, model=variant), pool, references)
