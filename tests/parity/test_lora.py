@@ -24,7 +24,8 @@ LAYOUTS = [
     "moe tp2 sp dp2 ep2 etp2 do", "moe tp2 sp etp2 recompute=moe",
 ]
 LATER = ["dense tp2 sp", "dense pp2", "dense dp2 do", "dense tp4", "dense tp2 sp recompute=full", "moe dp2 ep2", "gemma2 tp2 sp",
-         "olmo2 pp2", "dense tp2", "dense cp2", "qwen3-tiny-heads tp4 sp", "dense tied pp2", "moe single", "moe tp2 sp", "mixtral tp2 ep2 sp",
+         "olmo2 pp2", "dense tp2", "dense cp2", "qwen3-tiny-heads tp4 sp", "dense tied pp2", "moe single", "moe tp2 sp",
+         "mixtral tp2 ep2 sp",
          "granite pp2", "granite tp2", "glm4_moe dp2 ep2", "deepseek_v2 tp2 sp"]
 FAMILIES = ["phi3 tp2", "qwen2_moe tp2 sp", "deepseek_v3-dense tp2"]
 """Fused tensors on disk, norms after projections, scaled residuals, shared experts, latent attention."""
