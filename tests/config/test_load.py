@@ -44,11 +44,15 @@ def test_flags_override_the_file_under_any_spelling(tmp_path: Path) -> None:
     assert "max_steps" not in cfg.given
 
 
+RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+"""What every launcher sets."""
+
+
 def test_launch_from_the_environment_stands_between_file_and_flags(tmp_path: Path) -> None:
     path = write(tmp_path, "nproc_per_node: 2\nnnodes: 1\n")
     cfg = load("sft", [path, "--nnodes", "1"], environ={"NPROC_PER_NODE": "4", "NNODES": "9"})
     assert (cfg.launch.nproc_per_node, cfg.launch.nnodes) == (4, 1)
-    worker = load("sft", [path], environ={"NPROC_PER_NODE": "4", "LOCAL_RANK": "0", "MASTER_PORT": "1"})
+    worker = load("sft", [path], environ={"NPROC_PER_NODE": "4", **RANKS, "MASTER_PORT": "1"})
     assert (worker.launch.nproc_per_node, worker.launch.master_port) == (2, None)
 
 
