@@ -111,6 +111,12 @@ class Layout(Axes):
         """Ranks in one group of `axes`: `tp`, `dp-cp`, `etp-ep`."""
         return prod(getattr(self, axis) for axis in _grid_of(axes)[1])
 
+    def check_processes(self, count: int) -> None:
+        """LayoutError where this many processes are not what the layout is for."""
+        if count != self.world_size:
+            fix = f"--nproc_per_node {self.world_size}"
+            raise LayoutError(Problem(f"{count} processes", f"the layout is for {self.world_size}", fix))
+
     def coordinates(self, rank: int) -> Coordinates:
         """Where `rank` stands."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"

@@ -15,7 +15,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megaswift.engine.megatron import device as _device
-from megaswift.errors import LayoutError, Problem
 from megaswift.parallel.layout import Layout
 
 
@@ -26,9 +25,7 @@ class ParallelContext:
         self.layout = layout
         self.rank = int(os.environ.get("RANK", "0"))
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        if world != layout.world_size:
-            fix = f"--nproc_per_node {layout.world_size}"
-            raise LayoutError(Problem(f"{world} processes", f"the layout is for {layout.world_size}", fix))
+        layout.check_processes(world)
         self._start(timeout_s, store)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megaswift.errors import LayoutError, Problem
 from megaswift.parallel.layout import Layout
 
 
@@ -22,9 +21,7 @@ class TorchContext:
         self.layout = layout
         self.rank = int(os.environ.get("RANK", "0"))
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        if world != layout.world_size:
-            fix = f"--nproc_per_node {layout.world_size}"
-            raise LayoutError(Problem(f"{world} processes", f"the layout is for {layout.world_size}", fix))
+        layout.check_processes(world)
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
