@@ -30,10 +30,10 @@ run() {
   case $code in 0) ran=1 ;; 5) ;; *) exit "$code" ;; esac
 }
 # Two at a time, unless tests were picked by hand; those with processes fill the cores by themselves.
-fast() { local pair=(); [ $# -gt 0 ] || pair=(-n 2); run "not process and not slow and not gpu" "${pair[@]}" "$@"; }
+alone() { local marks=$1 pair=(); shift; [ $# -gt 0 ] || pair=(-n 2); run "$marks" "${pair[@]}" "$@"; }
 case "$tier" in
-  fast) fast "$@" ;;
-  default) fast "$@"; run "process and not slow and not gpu" "$@" ;;
+  fast) alone "not process and not wide and not slow and not gpu" "$@" ;;
+  default) alone "not process and not slow and not gpu" "$@"; run "process and not slow and not gpu" "$@" ;;
   slow) run "slow and not gpu" "$@" ;;
   gpu) run "gpu" "$@" ;;
 esac

@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_step.py"
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_contenders_see_the_same_batches() -> None:
     """The first loss of megaswift, the plain loop and TRL is one number; the second shows that the optimizers agree."""
     small = ["--size", "tiny", "--rows", "2", "--length", "64", "--steps", "1", "--warmup", "1", "--threads", "1"]

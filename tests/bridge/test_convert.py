@@ -36,7 +36,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert not different, different[:5]
 
 
-@pytest.mark.process
+@pytest.mark.wide
 @pytest.mark.parametrize(("variant", "dtype"), [(v, d) for v in ALL for d in DTYPES if d == "bfloat16" or v in EVERY_DTYPE])
 def test_bitwise(variant: str, dtype: str, folders: Path, tmp_path: Path) -> None:
     folder = make(variant, folders, DTYPES[dtype])
@@ -47,7 +47,7 @@ def test_bitwise(variant: str, dtype: str, folders: Path, tmp_path: Path) -> Non
     assert ours == theirs
 
 
-@pytest.mark.process
+@pytest.mark.wide
 def test_small_blocks_change_nothing(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors in many parts: rows, and parts of rows."""
     monkeypatch.setattr(conversion.bands, "__defaults__", (100,))

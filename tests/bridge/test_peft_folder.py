@@ -163,7 +163,7 @@ def test_merging_keeps_dtypes_and_what_has_no_adapter(folders: Path, tmp_path: P
             assert torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype
 
 
-@pytest.mark.process
+@pytest.mark.wide
 @pytest.mark.parametrize("variant", ["dense", "qwen3-tiny-heads", "moe", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_shards_of_the_product_are_products_of_shards(variant: str, ranks: int, folders: Path, tmp_path: Path) -> None:

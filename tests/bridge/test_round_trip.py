@@ -36,7 +36,7 @@ def round_trip(plan: WeightPlan, source: HfSource, tp: int, etp: int) -> dict[st
     return out
 
 
-@pytest.mark.process
+@pytest.mark.wide
 @pytest.mark.parametrize("variant", ALL)
 def test_bitwise(variant: str, folders: Path) -> None:
     folder = make(variant, folders)
@@ -49,7 +49,7 @@ def test_bitwise(variant: str, folders: Path) -> None:
             assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), (name, tp)
 
 
-@pytest.mark.process
+@pytest.mark.wide
 @pytest.mark.parametrize("variant", ONE_A_FAMILY)
 def test_export_loads_in_transformers_with_equal_logits(variant: str, folders: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -71,7 +71,7 @@ def test_equal_in_other_files(verify: Any, folders: Path, fresh: Fresh) -> None:
     assert {r["name"]: (r["sha256_a"], r["sha256_b"]) for r in report["tensors"]} == {n: (sha(t), sha(t)) for n, t in theirs.items()}
 
 
-@pytest.mark.process
+@pytest.mark.wide
 @pytest.mark.parametrize("case", [
     (flip, UP, "different", "different: 1 elements, max abs diff "),
     (lambda t: t[UP].__setitem__((0, 0), torch.nan), UP, "different", "max abs diff nan"),

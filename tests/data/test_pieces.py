@@ -71,7 +71,7 @@ def hard_text(rng: random.Random) -> Rendered:
     return Rendered(text, tuple(zip(edges[::2], edges[1::2], strict=True)))
 
 
-@pytest.mark.process
+@pytest.mark.wide
 @pytest.mark.parametrize("name", PATTERNS)
 def test_pieces_are_whole_texts_over_hard_strings(name: str) -> None:
     tok, rng = made(name), random.Random(name)
@@ -108,7 +108,7 @@ def hard_chat(rng: random.Random) -> dict[str, Any]:
     return {"messages": messages, "tools": rng.choice([None, TOOLS])}
 
 
-@pytest.mark.process
+@pytest.mark.wide
 @pytest.mark.parametrize(("kind", "name"), CHATS)
 @pytest.mark.parametrize("loss_scale", ["default", "last_round"])
 def test_pieces_are_whole_texts_over_hard_conversations(kind: str, name: str, loss_scale: str) -> None:

@@ -12,7 +12,7 @@ from megaswift.families import FAMILIES, ModelSpec, family_of
 from tests.families.published import LLAMA_3_1_8B, MISTRAL_7B, MIXTRAL_8X7B, PUBLISHED, QWEN2_5_7B, QWEN3_30B_A3B
 
 
-@pytest.mark.process
+@pytest.mark.wide
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_of_the_model_card(name: str) -> None:
     config, parameters = PUBLISHED[name]

@@ -17,7 +17,7 @@ from tests.parity.models import config
 KEYS = {"dense": (*cover.AXES, *cover.SWITCHES), "moe": (*cover.AXES, *cover.MOE_SWITCHES)}
 
 
-@pytest.mark.process
+@pytest.mark.wide
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_every_pair_occurs(model: str) -> None:
     """Any two choices that some legal case combines are combined in a case of the default run."""

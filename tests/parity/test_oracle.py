@@ -48,7 +48,7 @@ def test_clipping_and_adamw_are_torchs_own(references: References) -> None:
         assert torch.allclose(new, want, atol=1e-7)
 
 
-@pytest.mark.process
+@pytest.mark.wide
 @pytest.mark.parametrize("model", ["dense", "moe"])
 @pytest.mark.parametrize("layout", ["packed", "packed cp2", "packed cp8", "packed tp2 cp4"])
 def test_padding_and_packing_move_nothing(model: str, layout: str, references: References) -> None:
@@ -97,7 +97,7 @@ def test_balancing_loss_is_the_libraries() -> None:
     assert float(z_loss(logits)) == pytest.approx(float(z_loss_func(logits, 1.0)))
 
 
-@pytest.mark.process
+@pytest.mark.wide
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_disk_names(variant: str, references: References) -> None:
     """The oracle's names and tensors are those that transformers writes."""

@@ -46,6 +46,7 @@ def near(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_one_curve_and_one_export(inputs: list[str], tmp_path: Path) -> None:
     """FSDP2 on 2 ranks, which goes on from a checkpoint as DDP, against Megatron TP2."""
     native, fsdp = tmp_path / "native", tmp_path / "fsdp2"

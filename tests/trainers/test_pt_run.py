@@ -47,6 +47,7 @@ def ran(*words: object, **environ: str) -> str:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_from_a_config_alone_by_the_python_api(tmp_path: Path) -> None:
     """The last evaluation is what transformers computes with the export, on documents that end with the end-of-text token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
