@@ -110,6 +110,7 @@ def held_out(inputs: list[str], out: Path) -> list[list[dict[str, str]]]:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_every_layout_is_evaluated_on_the_same_rows(inputs: list[str], tmp_path: Path) -> None:
     """11 rows, of which two global batches of 4 are asked for: one rank takes 2 x 4, two ranks 2 x (2 x 2)."""
     alone = inputs[:inputs.index("--per_device_train_batch_size")]
