@@ -7,11 +7,11 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megaswift import log
-from megaswift.commands import HELP
 from megaswift.config.command import Command
 from megaswift.config.inference import (
     ConversationOptions,
@@ -38,10 +38,11 @@ COMMAND = Command("deploy", USAGE, {
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit code, or raises a UserError."""
-    if not argv or any(a in HELP for a in argv):
-        print(COMMAND.help())
-        return 0 if argv else 2
-    cfg = DeployConfig(**COMMAND.parse(argv).sections)
+    return COMMAND.run(argv, _main)
+
+
+def _main(sections: Mapping[str, Any]) -> int:
+    cfg = DeployConfig(**sections)
     return _vllm(cfg) if cfg.server.infer_backend == "vllm" else _transformers(cfg)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megaswift import log
-from megaswift.commands import HELP
 from megaswift.config.command import Command
 from megaswift.config.inference import ExportConfig, ExportOptions, SourceOptions, WeightsOptions
 from megaswift.config.inference_rules import check_export
@@ -24,10 +24,11 @@ COMMAND = Command("export", USAGE, {"source": SourceOptions, "export": ExportOpt
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit code, or raises a UserError."""
-    if not argv or any(a in HELP for a in argv):
-        print(COMMAND.help())
-        return 0 if argv else 2
-    cfg = ExportConfig(**COMMAND.parse(argv).sections)
+    return COMMAND.run(argv, _main)
+
+
+def _main(sections: Mapping[str, Any]) -> int:
+    cfg = ExportConfig(**sections)
     target = Path(str(cfg.export.output_dir))
     log.info(f"made {_merge(cfg, target) if cfg.export.merge_lora else _quantise(cfg, target)}")
     return 0

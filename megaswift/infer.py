@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megaswift import log
-from megaswift.commands import HELP
 from megaswift.config.command import Command
 from megaswift.config.inference import (
     ConversationOptions,
@@ -38,10 +38,11 @@ COMMAND = Command("infer", USAGE, {
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit code, or raises a UserError."""
-    if not argv or any(a in HELP for a in argv):
-        print(COMMAND.help())
-        return 0 if argv else 2
-    cfg = InferConfig(**COMMAND.parse(argv).sections)
+    return COMMAND.run(argv, _main)
+
+
+def _main(sections: Mapping[str, Any]) -> int:
+    cfg = InferConfig(**sections)
     try:
         return _run(cfg)
     except KeyboardInterrupt:

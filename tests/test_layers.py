@@ -12,7 +12,7 @@ import pytest
 from tests.sources import ROOT, Source, sources
 
 LAYERS = {
-    "errors": 0, "registry": 0, "log": 0, "disk": 0, "version": 0, "config": 1,
+    "errors": 0, "commands": 0, "registry": 0, "log": 0, "disk": 0, "version": 0, "config": 1,
     "parallel": 2, "losses": 2, "data": 2, "families": 2, "launchers": 2,
     "bridge": 3, "engine": 4, "inference": 5, "trainers": 6,
 }  # fmt: skip

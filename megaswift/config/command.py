@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megaswift.commands import HELP
 from megaswift.config.helptext import entry
 from megaswift.config.option import Table, table_of
 from megaswift.config.resolve import State, take_value
@@ -64,6 +65,13 @@ class Command:
     def table(self) -> Table:
         """Its options by name."""
         return table_of(self.sections)
+
+    def run(self, argv: Sequence[str], work: Callable[[Mapping[str, Any]], int]) -> int:
+        """Help where it is asked for, else `work` on the sections; returns the exit code."""
+        if not argv or any(word in HELP for word in argv):
+            print(self.help())
+            return 0 if argv else 2
+        return work(self.parse(argv).sections)
 
     def parse(self, argv: Sequence[str]) -> Parsed:
         """The sections; ConfigError with all mistakes."""

@@ -11,7 +11,7 @@ ATTENTION = {"flash": "flash_attention_2", "flash_attn": "flash_attention_2", "f
 
 
 @dataclass(frozen=True)
-class WeightsOptions:
+class SourceOptions:
     """Model"""
 
     model: str | None = option(
@@ -20,13 +20,19 @@ class WeightsOptions:
     use_hf: bool = option(True, "Hub ids are Hugging Face's; false: ModelScope's")
     model_revision: str | None = option(None, "Branch, tag or commit of a hub id", metavar="REV")
     trust_remote_code: bool = option(False, "Run Python code that comes with the model's folder")
+    adapters: str | None = option(None, "PEFT folder of adapters on the model: OUT/adapter", aliases=("adapter",), metavar="DIR")
+
+
+@dataclass(frozen=True)
+class WeightsOptions(SourceOptions):
+    """Model"""
+
     torch_dtype: str = option(
         "auto", "Precision of the weights; auto: the checkpoint's", aliases=("dtype", "model_dtype"),
         choices=("auto", "float32", "bfloat16", "float16"), spellings=DTYPES)
     attn_impl: str = option(
         "auto", "Attention of transformers; auto: its choice for the model", aliases=("attn_implementation",),
         choices=("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"), spellings=ATTENTION)
-    adapters: str | None = option(None, "PEFT folder of adapters on the model: OUT/adapter", aliases=("adapter",), metavar="DIR")
     merge_adapters: bool = option(False, "Add the adapters to the weights once, instead of computing them beside in every step")
 
 
@@ -109,19 +115,6 @@ class ExportOptions:
         metavar="BITS")
     output_dir: str | None = option(None, "The folder to make; it must not exist", metavar="DIR")
     max_shard_size: str = option("5GB", "Largest file")
-
-
-@dataclass(frozen=True)
-class SourceOptions:
-    """Model"""
-
-    model: str | None = option(
-        None, "Hugging Face folder, OUT of a run, a checkpoint, or a hub id", aliases=("model_id_or_path", "model_name_or_path"),
-        metavar="DIR")
-    use_hf: bool = option(True, "Hub ids are Hugging Face's; false: ModelScope's")
-    model_revision: str | None = option(None, "Branch, tag or commit of a hub id", metavar="REV")
-    trust_remote_code: bool = option(False, "Run Python code that comes with the model's folder")
-    adapters: str | None = option(None, "PEFT folder of adapters on the model: OUT/adapter", aliases=("adapter",), metavar="DIR")
 
 
 @dataclass(frozen=True)
