@@ -43,6 +43,13 @@ def write_inputs(folder: Path, lr: str = "1e-2", **sizes: int) -> list[str]:
             "--per_device_train_batch_size", "4", "--lr", lr]
 
 
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """[1, 36, V] of the same tokens each time, in evaluation mode."""
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(4, 40)[None]).logits
+        return found
+
+
 def write_conversations(path: Path, rows: int = 48, seed: int = 0) -> Path:
     """Sums of one-digit numbers."""
     draw = random.Random(seed)

@@ -11,16 +11,10 @@ from safetensors.torch import load_file
 
 from megaswift.bridge.adapters import MAGNITUDE
 from megaswift.trainers.metrics import read_lines
-from tests.trainers.inputs import write_inputs
+from tests.trainers.inputs import logits, write_inputs
 from tests.trainers.test_run import finish, run, start
 
 DORA = ("--train_type", "lora", "--use_dora", "true", "--lora_rank", 4, "--max_steps", 4, "--report_to", "none")
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(torch.arange(4, 40)[None]).logits
-        return found
 
 
 @pytest.mark.process

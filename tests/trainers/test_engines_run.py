@@ -29,7 +29,7 @@ def curve(out: Path) -> list[dict[str, Any]]:
     return [{k: line[k] for k in ("loss", "grad_norm", "token_accuracy")} for line in read_lines(out / "metrics.jsonl")]
 
 
-def close(out: Path, other: Path) -> None:
+def assert_close(out: Path, other: Path) -> None:
     """Fails where two runs differ by more than rounding."""
     mine, theirs = curve(out), curve(other)
     assert len(mine) == len(theirs) == 4
@@ -53,7 +53,7 @@ def test_one_curve_and_one_export(inputs: list[str], tmp_path: Path) -> None:
     run(inputs, native, *STEPS, "--tp", 2)
     text = run(inputs, fsdp, *STEPS, "--engine", "fsdp2")
     assert "transformers, sdpa attention, float32" in text and "DP2 on 2 processes" in text and "Warning" not in text
-    close(fsdp, native)
+    assert_close(fsdp, native)
     exported = [load_file(out / "hf" / "model.safetensors") for out in (fsdp, native)]
     assert near(*exported) < 1e-4
     assert {p.name for p in (fsdp / "hf").iterdir()} == {p.name for p in (native / "hf").iterdir()}
@@ -76,7 +76,7 @@ def test_lora_is_the_same_run(engine: str, inputs: list[str], tmp_path: Path) ->
     native, out = tmp_path / "native", tmp_path / engine
     run(inputs, native, *STEPS, *start, "--pp", 2)
     run(inputs, out, *STEPS, *start, "--engine", engine)
-    close(out, native)
+    assert_close(out, native)
     adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (out, native)]
     assert near(*adapters) < 1e-4
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs[1]), out / "adapter").eval()
@@ -93,4 +93,4 @@ def test_lora_is_the_same_run(engine: str, inputs: list[str], tmp_path: Path) ->
 def test_ways_to_shard(options: tuple[str, ...], inputs: list[str], tmp_path: Path) -> None:
     run(inputs, tmp_path / "ddp", *STEPS, "--engine", "ddp", *(o for o in options if "--fsdp" not in options))
     run(inputs, tmp_path / "fsdp", *STEPS, "--engine", "fsdp2", *options)
-    close(tmp_path / "fsdp", tmp_path / "ddp")
+    assert_close(tmp_path / "fsdp", tmp_path / "ddp")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megaswift.bridge.adapters import PREFIX
 from megaswift.bridge.dist_files import read_index
 from megaswift.trainers.metrics import read_lines
-from tests.trainers.inputs import write_conversations, write_inputs, write_model
+from tests.trainers.inputs import logits, write_conversations, write_inputs, write_model
 from tests.trainers.test_run import finish, run, start
 
 LORA = ("--train_type", "lora", "--lora_rank", 4, "--max_steps", 4, "--report_to", "none", "--modules_to_save", "lm_head",
@@ -31,11 +30,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def whole(inputs: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("lora") / "out"
     return out, run(inputs, out, *LORA, "--tp", 2, "--save_steps", 2, "--merge_lora", "true")
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(torch.arange(4, 40)[None]).logits
 
 
 @pytest.mark.process

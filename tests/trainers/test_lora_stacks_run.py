@@ -7,22 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from megaswift.trainers.metrics import read_lines
 from tests.parity.models import build
-from tests.trainers.inputs import write_conversations, write_model
+from tests.trainers.inputs import logits, write_conversations, write_model
 from tests.trainers.test_run import finish, run, start
 
 OPTIONS = ("--train_type", "lora", "--max_steps", 4, "--report_to", "none", "--per_device_train_batch_size", 4, "--lr", 1e-2)
 EXPERTS = ("--lora_rank", 4, "--target_modules", "none", "--target_parameters", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(torch.arange(4, 40)[None]).logits
-        return found
 
 
 @pytest.mark.process
