@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from megaswift.config.option import option
 
 SFT = ("sft",)
+PAIRS = ("dpo", "orpo", "cpo", "simpo", "rm")
+"""Tasks whose unit is a pair of answers to one prompt, one chosen and one rejected."""
+EXAMPLES = ("kto", "bco")
+"""Tasks whose unit is one answer with a label: desirable or not."""
+PREFERENCES = PAIRS + EXAMPLES
+CHATS = SFT + PREFERENCES
+"""Tasks of conversations."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +28,8 @@ class DataConfig:
         2048, "Longest sequence", aliases=("seq_length", "max_seq_length", "cutoff_len"), minimum=1, unit="tokens")
     truncation_strategy: str = option(
         "delete", "What happens to longer rows; split: pt only", choices=("raise", "delete", "left", "right", "split"))
-    packing: bool = option(False, "Put several short rows in one sequence, apart in attention and positions")
-    system: str | None = option(None, "System message for rows without one", tasks=SFT, metavar="TEXT")
+    packing: bool | None = option(None, "Short rows share one sequence, each apart; unset: off, on for preferences")
+    system: str | None = option(None, "System message for rows without one", tasks=CHATS, metavar="TEXT")
     loss_scale: str = option(
         "default", "Which text carries loss: the assistant's turns, the last round, all",
         choices=("default", "last_round", "all"), tasks=SFT)
@@ -32,6 +39,6 @@ class DataConfig:
     data_seed: int | None = option(None, "Seed of row order and held-out split; unset: seed", minimum=0, metavar="SEED")
     dataset_num_proc: int = option(1, "Processes that tokenise", aliases=("preprocessing_num_workers",), minimum=1, unit="processes")
     dataloader_num_workers: int = option(0, "Threads that read batches ahead", minimum=0, unit="threads")
-    chat_template: str | None = option(None, "Jinja file or text in place of the tokenizer's template", tasks=SFT, metavar="FILE")
+    chat_template: str | None = option(None, "Jinja file or text in place of the tokenizer's template", tasks=CHATS, metavar="FILE")
     strict: bool = option(True, "A malformed row stops the run; false: it is skipped and counted")
     dataset_cache_dir: str | None = option(None, "Where tokenised data is kept; unset: below ~/.cache", metavar="DIR")

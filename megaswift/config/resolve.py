@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megaswift.config.data import PREFERENCES
 from megaswift.config.option import Option
 from megaswift.config.rules import check
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
@@ -51,6 +52,8 @@ def resolve(task: str | None, sources: Iterable[Source], complete: bool = False)
         state.problems += source.problems
         _take(state, source)
     given = frozenset(name for name in state.labels if state.values.get(name) is not None and name not in state.ambient)
+    if state.values.get("packing") is None:
+        state.values["packing"] = state.task in PREFERENCES
     parts = {key: cls(**{n: v for n, v in state.values.items() if OPTIONS[n].section == key}) for key, cls in SECTIONS.items()}
     sections = Sections(task=state.task or "sft", **parts, given=given, notices=tuple(state.notices))
     problems = [*state.problems, *check(sections, state.labels, frozenset(state.wrong))]

@@ -11,16 +11,19 @@ from functools import partial
 from typing import Any
 
 from megaswift import log
+from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES
 from megaswift.data import hub
 from megaswift.data.cache import cache_root
 from megaswift.data.collate import Shape
 from megaswift.data.documents import Documents, gather, hold_out, truncate
 from megaswift.data.encode import Encoder, EncodeSpec, encode_spec
-from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, StoredSource, make_rows
+from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, RowData, StoredSource, make_rows
 from megaswift.data.order import Order
 from megaswift.data.prepare import prepare
 from megaswift.data.sources import resolve
 from megaswift.data.stream import StreamOptions, StreamSource
+from megaswift.data.unit_batches import UnitRows
+from megaswift.data.units import CUT_CAUSES, Units, gather_units, hold_out_units, truncate_units
 from megaswift.errors import DataError, Problem
 
 
@@ -31,7 +34,7 @@ def data_seed(data: Any, train: Any) -> int:
 
 def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple[Documents, Documents | None]:
     """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
-    _check_split(data, task)
+    check_task(data, task)
     docs = truncate(gather(prepare(data, tokenizer, task)), data.max_length, data.truncation_strategy)
     _tell(docs, data, data.dataset)
     if data.val_dataset:
@@ -39,7 +42,26 @@ def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple
     return hold_out(docs, data.split_dataset_ratio, data_seed(data, train))
 
 
-def _check_split(data: Any, task: str) -> None:
+def units(data: Any, train: Any, tokenizer: Any, task: str) -> tuple[Units, Units | None]:
+    """(training, evaluation) pairs or labelled answers of a task of preferences, cut to length."""
+    check_task(data, task)
+    made = truncate_units(gather_units(prepare(data, tokenizer, task)), data.max_length, data.truncation_strategy)
+    _tell(made.docs, data, data.dataset)
+    if data.val_dataset:
+        return made, _held_out_units(data, tokenizer, task)
+    return hold_out_units(made, data.split_dataset_ratio, data_seed(data, train))
+
+
+def kind_of(task: str) -> str:
+    """What a task's global batch counts: `rows`, `pairs` or `examples`."""
+    return "pairs" if task in PAIRS else "examples" if task in EXAMPLES else "rows"
+
+
+def check_task(data: Any, task: str) -> None:
+    """DataError for options that the task's data cannot serve."""
+    if data.streaming and task in PREFERENCES:
+        raise DataError(Problem("--streaming true", f"the data of {task} are tokenised before training: whether a row is of use is known "
+                                "when its answers are tokens", "--streaming false; tokens are kept on disk and mapped into memory"))
     if data.truncation_strategy != "split":
         return
     if task != "pt":
@@ -60,6 +82,9 @@ def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
         if docs.counted.get(what):
             log.warn(f"{where}{docs.counted[what]} of {docs.counted['rows']} rows {what} "
                      + ("(no tokens)" if what == "empty" else f"(longer than --max_length {data.max_length})"))
+    for what in CUT_CAUSES:
+        if docs.counted.get(what):
+            log.warn(f"{where}{docs.counted[what]} of {docs.counted['rows']} rows skipped with {what} (--max_length {data.max_length})")
     silent = int((docs.labels == 0).sum())
     if silent:
         log.warn(f"{where}{silent} of {len(docs)} rows have no token that carries loss")
@@ -71,35 +96,53 @@ def _held_out(data: Any, tokenizer: Any, task: str) -> Documents:
     return held
 
 
+def _held_out_units(data: Any, tokenizer: Any, task: str) -> Units:
+    held = truncate_units(gather_units(prepare(data, tokenizer, task, val=True)), data.max_length, data.truncation_strategy)
+    _tell(held.docs, data, data.val_dataset)
+    return held
+
+
 def shape_of(tokenizer: Any, geometry: LoaderGeometry) -> Shape:
     """Padding as the geometry asks for; the padding id is the tokenizer's, or its end of text."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return Shape(geometry.doc_multiple, geometry.row_multiple, 0 if pad is None else int(pad))
 
 
-def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft") -> tuple[BatchSource, EvalSource | None]:
-    """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch at a time."""
+def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft",
+          prompt_labels: bool = False) -> tuple[BatchSource, EvalSource | None]:
+    """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch at a time.
+
+    `prompt_labels`: of preferences, prompts carry labels too (ORPO).
+    """
     shape = shape_of(tokenizer, geometry)
     per_device = train.per_device_eval_batch_size or geometry.per_device
     apart = replace(geometry, per_device=per_device, accumulation=1)
+    check_task(data, task)
     if data.streaming:
-        _check_split(data, task)
-        held = _held_out(data, tokenizer, task) if data.val_dataset else None
+        kept = _held_out(data, tokenizer, task) if data.val_dataset else None
+        held: RowData | None = None if kept is None else make_rows(kept, data.packing, data.max_length, shape)
         source: BatchSource = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape))
     else:
-        docs, held = documents(data, train, tokenizer, task)
-        source = _stored(docs, data, train, (geometry, shape))
-    return source, None if held is None else EvalSource(make_rows(held, data.packing, data.max_length, shape), apart, shape)
+        if task in PREFERENCES:
+            some, others = units(data, train, tokenizer, task)
+            rows: list[RowData] = [UnitRows(u, data.packing is not False, prompt_labels) for u in (some, others) if u is not None]
+        else:
+            docs, apart_docs = documents(data, train, tokenizer, task)
+            rows = [make_rows(d, data.packing, data.max_length, shape) for d in (docs, apart_docs) if d is not None]
+        source, held = _stored(rows[0], data, train, (geometry, shape)), rows[1] if len(rows) > 1 else None
+    return source, None if held is None else EvalSource(held, apart, shape)
 
 
-def _stored(docs: Documents, data: Any, train: Any, where: tuple[LoaderGeometry, Shape]) -> StoredSource:
+def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, Shape]) -> StoredSource:
     geometry, shape = where
-    rows = make_rows(docs, data.packing, data.max_length, shape)
     if len(rows) < geometry.global_batch:
-        packed = f", packed into {len(rows)}" if data.packing else ""
+        count, unit = len(rows.docs), "row"
+        if isinstance(rows, UnitRows):
+            count, unit = len(rows), "pair" if rows.units.width == 2 else "example"
+        packed = f", packed into {len(rows)}" if count != len(rows) else ""
         fits = "1" if len(rows) == 1 else f"{len(rows)} or less"
         raise DataError(Problem(
-            ", ".join(data.dataset), f"{log.amount(len(docs), 'row')}{packed}, fewer than one global batch of {geometry.global_batch}",
+            ", ".join(data.dataset), f"{log.amount(count, unit)}{packed}, fewer than one global batch of {geometry.global_batch}",
             f"--global_batch_size {fits}, more data, or {data.dataset[0]}#{geometry.global_batch} to repeat rows"))
     return StoredSource(rows, geometry, shape, Order(len(rows), data.shuffle, data_seed(data, train)), data.dataloader_num_workers)
 

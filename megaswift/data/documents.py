@@ -60,22 +60,25 @@ class Documents:
 
 
 def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
-    """All rows of the data sets in order, each taken as often as its `#rows` says."""
-    number, start, length, labels, sample, first = [], [], [], [], [], 0
+    """All rows of the data sets in order, each taken as often as its `#rows` says; both documents of a pair are one row."""
+    number, start, length, labels, sample, first, total = [], [], [], [], [], 0, 0
     for k, (source, store) in enumerate(stores):
         if len(store) == 0:
             bad = store.manifest["bad"]
-            raise DataError(Problem(source.name, f"none of its {bad} rows can be read" if bad else "holds no rows",
+            useless = f"none of its {bad} rows can be read" if not store.manifest["causes"] else f"no row is of use; {store.skipped}"
+            raise DataError(Problem(source.name, useless if bad else "holds no rows",
                                     "--strict true tells what is wrong with them" if bad else ""))
-        rows = np.arange(len(store)) if source.rows is None else np.arange(source.rows) % len(store)
+        units = len(store) // store.width
+        taken = np.arange(units) if source.rows is None else np.arange(source.rows) % units
+        rows = (taken[:, None] * store.width + np.arange(store.width)).ravel()
         offsets = np.asarray(store.offsets)
         number.append(np.full(len(rows), k, dtype=np.int32))
         start.append(offsets[rows])
         length.append(offsets[rows + 1] - offsets[rows])
         labels.append(np.asarray(store.labels)[rows])
-        sample.append(rows + first)
-        first += len(store)
-    total = sum(map(len, sample))
+        sample.append(rows // store.width + first)
+        first += units
+        total += len(taken)
     return Documents(tuple(s for _, s in stores), np.concatenate(number), np.concatenate(start), np.concatenate(length),
                      np.concatenate(labels), np.concatenate(sample).astype(np.int64), {"rows": total})
 
@@ -85,9 +88,8 @@ def truncate(docs: Documents, max_length: int, strategy: str) -> Documents:
     long = np.flatnonzero(docs.length > max_length)
     counted = dict(docs.counted)
     if len(long) and strategy == "raise":
-        raise DataError([_too_long(docs, int(i), max_length) for i in long[:10]])
-    start, length = docs.start.copy(), docs.length.copy()
-    out = replace(docs, start=start, length=length, counted=counted)
+        raise too_long(docs, long, max_length)
+    out = replace(docs, counted=counted)
     if strategy == "delete":
         counted["deleted"] = len(long)
         out = out.take(np.flatnonzero(docs.length <= max_length))
@@ -96,10 +98,7 @@ def truncate(docs: Documents, max_length: int, strategy: str) -> Documents:
         out = _split(out, max_length)
     elif strategy in ("left", "right"):
         counted["truncated"] = len(long)
-        if strategy == "left":
-            start[long] += length[long] - max_length
-        length[long] = max_length
-        out = replace(out, labels=_relabelled(out, long))
+        out = cut(out, long, max_length, strategy)
     empty = int((out.length < 1).sum())
     if empty:
         counted["empty"] = empty
@@ -109,6 +108,21 @@ def truncate(docs: Documents, max_length: int, strategy: str) -> Documents:
         raise DataError(Problem(f"--max_length {max_length}", f"no row is left of {len(docs)}: the longest has {longest} tokens",
                                 f"--max_length {longest}, or --truncation_strategy right (or split, for pt)"))
     return out
+
+
+def cut(docs: Documents, which: np.ndarray, size: int, strategy: str) -> Documents:
+    """The first `size` tokens of some documents (`right`), or the last (`left`)."""
+    start, length = docs.start.copy(), docs.length.copy()
+    if strategy == "left":
+        start[which] += length[which] - size
+    length[which] = size
+    out = replace(docs, start=start, length=length)
+    return replace(out, labels=_relabelled(out, which))
+
+
+def too_long(docs: Documents, long: np.ndarray, max_length: int) -> DataError:
+    """The first of the documents that are longer than allowed, with file and line."""
+    return DataError([_too_long(docs, int(i), max_length) for i in long[:10]])
 
 
 def _too_long(docs: Documents, i: int, max_length: int) -> Problem:
@@ -134,15 +148,20 @@ def _relabelled(docs: Documents, cut: np.ndarray) -> np.ndarray:
     return labels
 
 
-def hold_out(docs: Documents, ratio: float, seed: int) -> tuple[Documents, Documents | None]:
-    """(training, evaluation) documents: `ratio` of the rows, chosen at random, leave training; both keep the file's order."""
-    if ratio <= 0:
-        return docs, None
-    rows = np.unique(docs.sample)
+def held_out(sample: np.ndarray, ratio: float, seed: int) -> np.ndarray:
+    """bool, one for each of these row numbers: `ratio` of the rows, chosen at random, is held out."""
+    rows = np.unique(sample)
     count = round(len(rows) * ratio)
     if not 0 < count < len(rows):
         raise DataError(Problem(
             f"--split_dataset_ratio {ratio}", f"leaves {len(rows) - count} of {len(rows)} rows for training, {count} for evaluation",
             "a ratio that leaves rows on both sides"))
-    held = np.isin(docs.sample, np.random.default_rng([seed, 7]).permutation(rows)[:count])
+    return np.isin(sample, np.random.default_rng([seed, 7]).permutation(rows)[:count])
+
+
+def hold_out(docs: Documents, ratio: float, seed: int) -> tuple[Documents, Documents | None]:
+    """(training, evaluation) documents: the held-out rows leave training; both keep the file's order."""
+    if ratio <= 0:
+        return docs, None
+    held = held_out(docs.sample, ratio, seed)
     return docs.take(np.flatnonzero(~held)), docs.take(np.flatnonzero(held))

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
+from megaswift.config.data import PREFERENCES
 from megaswift.data.chat import ChatRenderer, Rendered, Templates, templates_of
 from megaswift.data.cuts import cuts_of
-from megaswift.data.formats import recognise
+from megaswift.data.formats import sample_of
 from megaswift.data.pieces import PieceEncoder
 from megaswift.data.readers import Located
 from megaswift.data.sample import RowError, Sample, with_system
@@ -42,6 +43,8 @@ class EncodeSpec:
     columns: dict[str, str] = field(default_factory=dict)
     """File column -> canonical column."""
     strict: bool = True
+    begin: list[int] = field(default_factory=list)
+    """Tokens before a plain prompt of preferences: what the tokenizer itself puts before a text."""
 
 
 @dataclass
@@ -54,6 +57,10 @@ class Encoded:
     lines: np.ndarray
     problems: list[Problem]
     bad: int = 0
+    values: np.ndarray | None = None
+    """float32, one a unit: margins or labels of preferences."""
+    causes: dict[str, int] = field(default_factory=dict)
+    """Of the bad rows: units that could be read and are of no use."""
 
 
 def encode_spec(data: Any, tokenizer: Any, task: str) -> EncodeSpec:
@@ -65,10 +72,19 @@ def encode_spec(data: Any, tokenizer: Any, task: str) -> EncodeSpec:
     if task == "pt" and tokenizer.eos_token_id is None:
         raise DataError(Problem(f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
                                 "has no end-of-text token (eos_token) to put after a document"))
+    plain = task == "pt" or (task in PREFERENCES and not tokenizer.chat_template and data.chat_template is None)
     return EncodeSpec(
         task=task, tokenizer=backend.to_str(), eos_id=tokenizer.eos_token_id,
-        templates=templates_of(tokenizer, data.chat_template) if task == "sft" else None,
+        templates=None if plain else templates_of(tokenizer, data.chat_template),
+        begin=_before(tokenizer) if task in PREFERENCES else [],
         loss_scale=data.loss_scale, system=data.system, columns=dict(data.columns), strict=data.strict)
+
+
+def _before(tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer puts before a text."""
+    bare = tokenizer("x", add_special_tokens=False)["input_ids"]
+    full = tokenizer("x")["input_ids"]
+    return list(full[: full.index(bare[0])]) if bare else []
 
 
 def token_range(encoding: Encoding, begin: int, end: int, length: int) -> tuple[int, int]:
@@ -103,24 +119,34 @@ class Encoder:
         self._tokenizer.no_truncation()
         self._tokenizer.post_processor = processors.Sequence([])  # adds nothing here, but would trim white space off the offsets
         self._chat = ChatRenderer(spec.templates, spec.loss_scale) if spec.templates is not None else None
-        self._end = spec.eos_id if self._chat is None else None
+        self._end = spec.eos_id if spec.task == "pt" else None
         cuts = cuts_of(self._tokenizer)
         self._pieces = PieceEncoder(self._tokenizer, cuts, token_range) if cuts is not None else None
 
-    def sample(self, row: Any) -> Sample:
-        """The sample of a row, with the run's column names and system message."""
+    def token_text(self, token: int | None) -> str:
+        """A token as it stands in texts; nothing where there is none."""
+        return "" if token is None else str(self._tokenizer.id_to_token(token))
+
+    def named(self, row: Any) -> dict[str, Any]:
+        """A row under the run's column names."""
         if isinstance(row, RowError):
             raise row
-        if self.spec.columns:
-            row = {self.spec.columns.get(k, k): v for k, v in row.items()}
-        return with_system(recognise(row, self.spec.task).parse(row), self.spec.system)
+        return {self.spec.columns.get(k, k): v for k, v in row.items()} if self.spec.columns else row
+
+    def sample(self, row: Any) -> Sample:
+        """The sample of a row, with the run's column names and system message."""
+        return with_system(sample_of(self.named(row), self.spec.task), self.spec.system)
 
     def render(self, row: Any) -> Rendered:
         """The text of a row and its loss spans."""
-        sample = self.sample(row)
+        return self.rendered(self.sample(row))
+
+    def rendered(self, sample: Sample) -> Rendered:
+        """The text of a sample and its loss spans."""
         if sample.text is not None:
             return Rendered(sample.text, ((0, len(sample.text)),))
-        assert self._chat is not None
+        if self._chat is None:
+            raise RowError("messages", "the tokenizer has no chat template", "--chat_template FILE.jinja (or the template itself)")
         return self._chat.render(sample)
 
     def tokenize(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

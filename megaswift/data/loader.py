@@ -84,6 +84,26 @@ class BatchSource(Protocol):
         """Rows, documents and fill."""
 
 
+class RowData(Protocol):
+    """Numbered rows that global batches are made of, whatever a row holds."""
+
+    @property
+    def docs(self) -> Documents:
+        """The documents of all rows."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def read(self, row: int) -> Any:
+        """What a row holds, never empty."""
+
+    def batches(self, rows: Sequence[Sequence[Any]], shape: Shape, uniform: bool) -> list[Batch]:
+        """Tensors of a step's micro-batches. An empty row is one without weight."""
+
+    def stats(self, shape: Shape) -> dict[str, float]:
+        """Numbers beside rows, documents and tokens."""
+
+
 @dataclass
 class Rows:
     """Numbered rows, each one document or a pack of them."""
@@ -98,6 +118,18 @@ class Rows:
         """The documents of a row."""
         which = [row] if self.packing is None else self.packing.row(row).tolist()
         return [(*self.docs.read(i), int(self.docs.sample[i])) for i in which]
+
+    def batches(self, rows: Sequence[Sequence[list[Document]]], shape: Shape, uniform: bool) -> list[Batch]:
+        """Tensors of a step's micro-batches."""
+        return batches(rows, self.packing is not None, shape, uniform)
+
+    def stats(self, shape: Shape) -> dict[str, float]:
+        """`fill` real tokens over all, `padded_fill` with the padding of documents counted as filled."""
+        if self.packing is None:
+            return {}
+        space = float(len(self) * self.packing.capacity)
+        return {"fill": float(self.docs.length.sum()) / space,
+                "padded_fill": float(padded(self.docs.length, shape.doc_multiple).sum()) / space}
 
 
 def make_rows(docs: Documents, packing: bool, max_length: int, shape: Shape) -> Rows:
@@ -122,7 +154,7 @@ def batches(rows: Sequence[Sequence[list[Document]]], packed: bool, shape: Shape
 class StoredSource:
     """Batches from token stores: endless, in a known order."""
 
-    data: Rows
+    data: RowData
     geometry: LoaderGeometry
     shape: Shape
     order: Order
@@ -149,7 +181,7 @@ class StoredSource:
     def _make(self, start: int) -> list[Batch]:
         numbers = self.order.slice(start, start + self.geometry.global_batch)
         rows = [[self.data.read(int(i)) for i in micro] for micro in self.geometry.own(numbers)]
-        return batches(rows, self.data.packing is not None, self.shape, self.geometry.uniform)
+        return self.data.batches(rows, self.shape, self.geometry.uniform)
 
     def next(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch."""
@@ -192,15 +224,11 @@ class StoredSource:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Rows, documents, tokens; `fill` real tokens over all, `padded_fill` with the padding of documents counted as filled."""
+        """Rows, documents, tokens, and how full rows are."""
         docs, geometry = self.data.docs, self.geometry
-        tokens = float(docs.length.sum())
-        stats = {"rows": float(self.rows), "documents": float(len(docs)), "tokens": tokens, "label_tokens": float(docs.labels.sum()),
-                 "global_batch": float(geometry.global_batch)} | {k: float(v) for k, v in docs.counted.items() if k != "rows"}
-        if self.data.packing is not None:
-            space = float(self.rows * self.data.packing.capacity)
-            stats |= {"fill": tokens / space, "padded_fill": float(padded(docs.length, self.shape.doc_multiple).sum()) / space}
-        return stats
+        return {"rows": float(self.rows), "documents": float(len(docs)), "tokens": float(docs.length.sum()),
+                "label_tokens": float(docs.labels.sum()), "global_batch": float(geometry.global_batch),
+                **{k: float(v) for k, v in docs.counted.items() if k != "rows"}, **self.data.stats(self.shape)}
 
 
 @dataclass(frozen=True)
@@ -210,7 +238,7 @@ class EvalSource:
     Which rows these are does not depend on the ranks: a limit counts rows, not batches.
     """
 
-    data: Rows
+    data: RowData
     geometry: LoaderGeometry
     shape: Shape
 
@@ -221,4 +249,4 @@ class EvalSource:
             numbers: list[int | None] = list(range(start, min(count, start + size)))
             numbers += [None] * (size - len(numbers))
             rows = [[[] if i is None else self.data.read(i) for i in micro] for micro in self.geometry.own(numbers)]
-            yield batches(rows, self.data.packing is not None, self.shape, self.geometry.uniform)
+            yield self.data.batches(rows, self.shape, self.geometry.uniform)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -20,14 +21,16 @@ from typing import Any
 from megaswift import log
 from megaswift.data import hub
 from megaswift.data.cache import build_once, cache_root, is_builder, publish_alias, read_alias, wait_for
-from megaswift.data.encode import SHOWN, Encoder, EncodeSpec, encode_spec
+from megaswift.data.encode import SHOWN, EncodeSpec, encode_spec
+from megaswift.data.encode_units import encoder_for
 from megaswift.data.sources import Part, Source, parts_of, resolve
 from megaswift.data.store import TokenStore, merge, read_report, write_piece
 from megaswift.errors import DataError, Problem
 
 WORKER_BYTES = 2 << 20
 """Input that is worth the start of another process (about a second)."""
-_CODE = ("chat.py", "turns.py", "encode.py", "cuts.py", "pieces.py", "sample.py", "readers.py", "sources.py", "store.py", "formats")
+_CODE = ("chat.py", "turns.py", "encode.py", "encode_units.py", "preference.py", "cuts.py", "pieces.py", "sample.py", "readers.py",
+         "sources.py", "store.py", "formats")
 
 
 @cache
@@ -77,7 +80,7 @@ def prepare(data: Any, tokenizer: Any, task: str = "sft", val: bool = False) -> 
         source = resolve(name, partial(hub.fetch, root))
         store = TokenStore(_store(root, source, spec, data.dataset_num_proc))
         if store.manifest["bad"]:
-            log.warn(f"{name}: {store.manifest['bad']} malformed rows skipped (--strict false)")
+            log.warn(f"{name}: {store.skipped} (--strict false)")
         stores.append((source, store))
     return stores
 
@@ -112,7 +115,7 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
     if count > 1:
         _run_workers(scratch, spec, parts, count)
     else:
-        encoder = Encoder(spec)
+        encoder = encoder_for(spec)
         for i, part in enumerate(parts):
             piece = encoder.encode_part(part)
             write_piece(scratch, i, piece)
@@ -128,13 +131,13 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
         else:
             told[-1] = Problem(told[-1].what, told[-1].rule, "mend the row, or --strict false to skip such rows and count them")
         raise DataError(told)
-    facts = {"bad": bad, "source": source.name}
+    facts = {"bad": bad, "causes": dict(sum((Counter(r.causes) for r in reports), Counter())), "source": source.name}
     if _dated(spec):
         facts["content"] = "dated"  # other tokens tomorrow, and a run that goes on then has the same data
     merge(scratch, [p.path for p in parts], target, facts)
     seconds = time.monotonic() - began
     manifest = json.loads((target / "manifest.json").read_text())
-    rows = manifest["rows"]
+    rows = manifest.get("units", manifest["rows"])
     log.info(f"{source.name}: {rows:,} rows, {manifest['tokens']:,} tokens in {seconds:.1f} s ({rows / max(seconds, 1e-9):,.0f} rows/s)")
 
 

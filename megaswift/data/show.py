@@ -35,7 +35,7 @@ first word; what it says of training is left aside), the options of the section 
 
   --samples N   samples to show (default 3)
   --first N     number of the first one, from 0 (default 0)
-  --task pt     plain text instead of conversations (default sft)
+  --task TASK   pt: plain text; dpo, orpo, cpo, simpo, rm: pairs; kto: labelled answers (default sft: conversations)
 """
 MODEL_OPTIONS = ("model", "use_hf", "model_revision", "trust_remote_code")
 ORDER_OPTIONS = ("shuffle", "dataloader_num_workers")
@@ -199,16 +199,54 @@ def main(argv: Sequence[str], tokenizer_for: Callable[[SwiftConfig], Any]) -> in
     for name in cfg.data.dataset:
         resolve(name, lambda *_: ())  # of paths; a hub is asked later
     tokenizer = tokenizer_for(cfg)
-    from megaswift.data.build import documents  # brings torch; help and mistakes are answered without
+    from megaswift.data.build import kind_of  # brings torch; help and mistakes are answered without
 
-    docs, held = documents(cfg.data, cfg.train, tokenizer, cfg.task)
-    if count and first >= len(docs):
-        raise DataError(Problem(f"--first {first}", f"there are {len(docs)} samples, counted from 0", f"--first {len(docs) - 1}"))
-    out = sys.stdout
-    for i in range(first, min(len(docs), first + count)):
-        ids, mask = docs.read(i)
-        print(f"--- sample {i} (row {docs.sample[i]}): {len(ids)} tokens, {int(docs.labels[i])} carry loss", file=out)
-        print(sample_text(pieces(tokenizer, ids.tolist()), mask.tolist(), coloured(out)) + "\n", file=out)
-    show_packing = cfg.data.packing or "packing" not in cfg.given
-    print("\n".join(summary(docs, held, cfg.data.max_length, show_packing)), file=out)
+    show = show_rows if kind_of(cfg.task) == "rows" else show_units
+    print("\n".join(show(cfg, cfg.task, tokenizer, range(first, first + count))))
     return 0
+
+
+def _shown(which: range, count: int, of: str) -> range:
+    if which and which.start >= count:
+        raise DataError(Problem(f"--first {which.start}", f"there are {count} {of}, counted from 0", f"--first {count - 1}"))
+    return range(which.start, min(which.stop, count))
+
+
+def show_rows(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
+    """Some samples of SFT or pretraining, then statistics of all."""
+    from megaswift.data.build import documents
+
+    docs, held = documents(cfg.data, cfg.train, tokenizer, task)
+    lines = []
+    for i in _shown(which, len(docs), "samples"):
+        lines += [f"--- sample {i} (row {docs.sample[i]}): {_counts(docs, i)}", _document(docs, i, tokenizer) + "\n"]
+    show_packing = bool(cfg.data.packing) or "packing" not in cfg.given
+    return lines + summary(docs, held, cfg.data.max_length, show_packing)
+
+
+def show_units(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
+    """Some pairs or labelled answers, each of their documents, then statistics of all documents."""
+    from megaswift.data.build import kind_of, units
+
+    made, held = units(cfg.data, cfg.train, tokenizer, task)
+    kind, docs, lines = kind_of(task), made.docs, []
+    for i in _shown(which, len(made), kind):
+        value = made.values[i]
+        pairs = kind == "pairs"
+        names = ("chosen", "rejected") if pairs else ("desirable" if value else "undesirable",)
+        lines.append(f"--- {kind[:-1]} {i} (row {docs.sample[i * made.width]})" + f", margin {value:g}" * bool(pairs and value == value))
+        for name, k in zip(names, range(i * made.width, (i + 1) * made.width), strict=True):
+            lines += [f"{name}: {_counts(docs, k)}", _document(docs, k, tokenizer) + "\n"]
+    lines.append(f"{len(made):,} {kind}, {len(docs):,} documents" if kind == "pairs" else
+                 f"{len(made):,} examples, {int(made.values.sum()):,} of them desirable")
+    lines += [] if held is None else [f"for evaluation: {len(held):,} {kind}"]
+    return lines + summary(docs, None, cfg.data.max_length, packing=False)
+
+
+def _counts(docs: Documents, i: int) -> str:
+    return f"{docs.length[i]} tokens, {docs.labels[i]} carry loss"
+
+
+def _document(docs: Documents, i: int, tokenizer: Any) -> str:
+    ids, mask = docs.read(i)
+    return sample_text(pieces(tokenizer, ids.tolist()), mask.tolist(), coloured(sys.stdout))

@@ -2,7 +2,8 @@
 
     tokens.bin int32 [all tokens]   mask.bin uint8 [all tokens]   rows.npy int64 [rows + 1] offsets
     labels.npy int64 [rows]: tokens with a label   lines.npy int64 [rows]: place in the file
-    manifest.json: counts, files, and `content`, a hash of tokens and mask
+    values.npy float32 [units]: margins or labels, of preferences alone; a unit is one row here, or two (chosen, rejected)
+    manifest.json: counts, files, and `content`, a hash of tokens, mask and values
 
 Owns the files' layout. A folder under its final name is complete: it is built under another name and renamed. Who builds it,
 and when, belongs to `prepare.py`.
@@ -32,7 +33,9 @@ def write_piece(folder: Path, number: int, piece: Encoded) -> None:
     piece.tokens.tofile(f"{base}.tokens")
     piece.mask.tofile(f"{base}.mask")
     np.save(f"{base}.rows.npy", np.stack([piece.lengths, _labels(piece.mask, piece.lengths), piece.lines]))
-    report = {"bad": piece.bad, "problems": [[p.what, p.rule, p.fix] for p in piece.problems]}
+    if piece.values is not None:
+        np.save(f"{base}.values.npy", piece.values)
+    report = {"bad": piece.bad, "causes": piece.causes, "problems": [[p.what, p.rule, p.fix] for p in piece.problems]}
     base.with_suffix(".done").write_text(json.dumps(report))
 
 
@@ -50,6 +53,7 @@ class PieceReport:
 
     bad: int
     problems: list[Problem]
+    causes: dict[str, int]
 
 
 def read_report(folder: Path, number: int) -> PieceReport | None:
@@ -58,7 +62,7 @@ def read_report(folder: Path, number: int) -> PieceReport | None:
     if not path.exists():
         return None
     report = json.loads(path.read_text())
-    return PieceReport(report["bad"], [Problem(*p) for p in report["problems"]])
+    return PieceReport(report["bad"], [Problem(*p) for p in report["problems"]], report["causes"])
 
 
 def merge(folder: Path, paths: list[str], target: Path, facts: dict[str, Any]) -> None:
@@ -82,6 +86,11 @@ def merge(folder: Path, paths: list[str], target: Path, facts: dict[str, Any]) -
     np.save(new / "rows.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     np.save(new / "labels.npy", labels)
     np.save(new / "lines.npy", lines)
+    values = [np.load(path) for path in sorted(folder.glob("piece-*.values.npy"))]
+    if values:
+        np.save(new / "values.npy", joined := np.concatenate(values))
+        digests["values"] = hashlib.blake2b(joined.tobytes(), digest_size=16)
+        facts = {"units": len(joined)} | facts
     (new / "manifest.json").write_text(json.dumps({"version": VERSION, "rows": len(lengths), "tokens": int(lengths.sum()),
                                                    "labels": int(labels.sum()), "files": files,
                                                    "content": "-".join(d.hexdigest() for d in digests.values())} | facts, indent=1))
@@ -100,9 +109,23 @@ class TokenStore:
         self.offsets: np.ndarray = np.load(folder / "rows.npy", mmap_mode="r")
         self.labels: np.ndarray = np.load(folder / "labels.npy", mmap_mode="r")
         self.lines: np.ndarray = np.load(folder / "lines.npy", mmap_mode="r")
+        self.values: np.ndarray | None = np.load(folder / "values.npy") if "units" in self.manifest else None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def width(self) -> int:
+        """Rows a unit."""
+        return len(self) // len(self.values) if self.values is not None and len(self.values) else 1
+
+    @property
+    def skipped(self) -> str:
+        """What was left out while reading, and why."""
+        causes = self.manifest["causes"]
+        other = self.manifest["bad"] - sum(causes.values())
+        told = [f"{other} malformed"] * bool(other) + [f"{count} with {cause}" for cause, count in sorted(causes.items())]
+        return f"{self.manifest['bad']} rows skipped: {', '.join(told)}" if causes else f"{other} malformed rows skipped"
 
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, mask) of row i."""

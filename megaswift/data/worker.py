@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from megaswift.data.chat import Templates
-from megaswift.data.encode import Encoder, EncodeSpec
+from megaswift.data.encode import EncodeSpec
+from megaswift.data.encode_units import encoder_for
 from megaswift.data.sources import Part
 from megaswift.data.store import write_piece
 from megaswift.errors import UserError
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> int:
     spec = EncodeSpec(**text["spec"], templates=None if templates is None else Templates(**templates))
     parts = [Part(**p) for p in text["parts"]]
     try:
-        encoder = Encoder(spec)
+        encoder = encoder_for(spec)
         for i in range(number, len(parts), of):
             piece = encoder.encode_part(parts[i])
             write_piece(job.parent, i, piece)

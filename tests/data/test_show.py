@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megaswift.data import show
-from megaswift.errors import UserError
+from megaswift.errors import DataError, UserError
 from megaswift.families.model_source import tokenizer_for
-from tests.data.makers import chat, jsonl, tokenizer
+from tests.data.makers import chat, config, jsonl, tokenizer
 
 
 def test_masks_in_brackets_and_in_colour() -> None:
@@ -142,3 +142,16 @@ def test_missing_files_name_a_neighbour_before_the_tokenizer_is_read(tmp_path: P
     assert "did you mean train.jsonl?" in refused(str(tmp_path / "trian.jsonl"), "--model", str(tmp_path))
     assert f"look in {tmp_path}\n" in refused(str(tmp_path / "far" / "off.jsonl"), "--model", str(tmp_path)) + "\n"
     assert "did you mean qwen3?" in refused(str(tmp_path / "train.jsonl"), "--model", str(tmp_path / "qwen-3"))
+
+
+def test_pairs_and_labelled_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = {**chat("hello", "Paris"), "rejected_response": "you", "margin": 2}
+    paired = ("--- pair 1 (row 1), margin 2", "chosen: ", "is|<|im_end|>]", "rejected: ", "you|<|im_end|>]", "3 pairs, 6 documents")
+    labelled = ("--- example 1 (row 1)", "undesirable: ", "is|<|im_end|>]", "3 examples, 0 of them desirable")
+    for task, row, parts in (("dpo", pair, paired), ("kto", {**chat("hello", "Paris"), "label": False}, labelled)):
+        cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [row] * 3))
+        text = "\n".join(show.show_units(cfg, task, tokenizer("qwen", "qwen2_5"), range(1, 2)))
+        for part in parts:
+            assert part in text
+        with pytest.raises(DataError, match="there are 3 (pairs|examples), counted from 0"):
+            show.show_units(cfg, task, tokenizer("qwen", "qwen2_5"), range(3, 4))

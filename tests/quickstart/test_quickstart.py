@@ -40,7 +40,7 @@ def test_no_held_out_question_is_trained_on_but_every_answer_is() -> None:
 @pytest.mark.process
 def test_the_generator_writes_the_bundled_files(tmp_path: Path) -> None:
     python(QUICK / "make_data.py", tmp_path)
-    for name in ("train.jsonl", "heldout.jsonl"):
+    for name in ("train.jsonl", "heldout.jsonl", "preference/train.jsonl", "preference/heldout.jsonl"):
         assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes()
 
 

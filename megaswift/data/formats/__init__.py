@@ -1,4 +1,4 @@
-"""The data formats: each file beside this one turns a row of one format into a `Sample`.
+"""The data formats: each file beside this one turns a row of one format into a `Sample`, or of preferences into a `Unit`.
 
 To add one: a file here that registers a `Format`. A row's format is the first, in order of `rank`, whose columns the row has
 and whose `detect` agrees; nothing else is to be touched.
@@ -6,10 +6,11 @@ and whose `detect` agrees; nothing else is to be touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaswift.data.preference import Unit
 from megaswift.data.sample import RowError, Sample
 from megaswift.registry import Registry
 
@@ -26,38 +27,52 @@ class Format:
 
     name: str
     required: tuple[str, ...]
-    parse: Callable[[Row], Sample]
+    parse: Callable[[Row], Sample | Unit]
     optional: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ("sft",)
     detect: Callable[[Row], bool] = _any_row
     """For formats that share a column: a look at the value."""
     rank: int = 0
-    """Formats of a lower rank are asked first."""
+    """Formats of a lower rank are asked first. Below 0: the columns leave no doubt, and for other tasks the row is refused."""
+
+    beside: tuple[str, ...] = ()
+    """For messages: the columns of another format that this one reads too, or one of that sort."""
 
     def columns(self) -> str:
         """The columns for a message: required ones, then [optional ones]."""
-        return ", ".join(self.required) + (f" [{', '.join(self.optional)}]" if self.optional else "")
+        return ", ".join((*self.beside, *self.required)) + (f" [{', '.join(self.optional)}]" if self.optional else "")
 
 
 FORMATS: Registry[Format] = Registry("data format", __name__)
 
 
-def known_formats() -> str:
-    """All formats with their columns, for a message."""
-    return "; ".join(f"{f.name}: {f.columns()}" for f in sorted(FORMATS, key=lambda f: (f.rank, f.name)))
+def _ordered(formats: Iterable[Format]) -> list[Format]:
+    return sorted(formats, key=lambda f: (f.rank, f.name))
+
+
+def known_formats(task: str) -> str:
+    """The formats of a task with their columns, for a message."""
+    return "; ".join(f"{f.name}: {f.columns()}" for f in _ordered(FORMATS) if task in f.tasks)
 
 
 def recognise(row: Row, task: str) -> Format:
     """The format of a row; RowError that lists the known ones when its columns fit none."""
     present = {k for k, v in row.items() if v is not None}
-    fitting = [f for f in FORMATS if present.issuperset(f.required) and f.detect(row)]
-    usable = sorted((f for f in fitting if task in f.tasks), key=lambda f: (f.rank, f.name))
-    if usable:
+    fitting = _ordered(f for f in FORMATS if present.issuperset(f.required) and f.detect(row))
+    usable = [f for f in fitting if task in f.tasks]
+    if usable and (fitting[0].rank >= 0 or fitting[0] is usable[0]):
         return usable[0]
     if fitting:
         f = fitting[0]
         names = sorted({g.name for g in FORMATS if task in g.tasks})
-        raise RowError(", ".join(f.required), f"the format {f.name} is for megaswift {' and '.join(f.tasks)}, not for {task}",
+        raise RowError(", ".join(f.required), f"the format {f.name} is for megaswift {', '.join(f.tasks)}, not for {task}",
                        f"a row of {' or '.join(names)}")
-    raise RowError(", ".join(row) or "(none)", "these columns are of no known format", f"one of {known_formats()} "
+    raise RowError(", ".join(row) or "(none)", "these columns are of no known format", f"one of {known_formats(task)} "
                    "(rename columns with --columns)")
+
+
+def sample_of(row: Row, task: str) -> Sample:
+    """The sample of a row, for a task whose formats give one."""
+    sample = recognise(row, task).parse(row)
+    assert isinstance(sample, Sample)
+    return sample

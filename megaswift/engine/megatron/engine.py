@@ -49,7 +49,8 @@ class MegatronEngine:
         self.spec, self.cfg, self.context = spec, cfg, context
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
         comm = cfg.parallel.cp_exchange if self.layout.cp > 1 else None
-        beyond = only_torch(spec) + only_torch_here(spec, comm, cfg.data.packing) + ["weights in NF4"] * (cfg.model.train_type == "qlora")
+        beyond = only_torch(spec) + only_torch_here(spec, comm, bool(cfg.data.packing))
+        beyond += ["weights in NF4"] * (cfg.model.train_type == "qlora")
         self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(beyond))
         if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
             raise ConfigError(lacking)

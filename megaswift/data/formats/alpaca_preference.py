@@ -1,0 +1,41 @@
+"""Alpaca's `instruction` and `input` with `chosen` and `rejected`, or with both in a list `output`: [chosen, rejected]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megaswift.config.data import PAIRS
+from megaswift.data.formats import FORMATS, Format, Row
+from megaswift.data.formats.alpaca import parse as parse_alpaca
+from megaswift.data.preference import Unit, number, pair
+from megaswift.data.sample import RowError, Sample, describe, string
+
+OPTIONAL = ("input", "history", "system", "tools", "margin")
+
+
+def _answered(row: Row, answer: Any) -> Sample:
+    return parse_alpaca({**row, "output": answer})
+
+
+def parse(row: Row) -> Unit:
+    """The same question with either answer."""
+    chosen, rejected = (_answered(row, string(row, c)) for c in ("chosen", "rejected"))
+    return pair(chosen, rejected, number(row), ("chosen", "rejected"))
+
+
+def parse_list(row: Row) -> Unit:
+    """The same, from a list of two."""
+    answers = row["output"]
+    if len(answers) != 2 or not all(isinstance(a, str) for a in answers):
+        raise RowError("output", describe(answers), "[chosen, rejected], two strings")
+    chosen, rejected = (_answered(row, a) for a in answers)
+    return pair(chosen, rejected, number(row), ("output[0]", "output[1]"))
+
+
+def _list(row: Row) -> bool:
+    return isinstance(row["output"], list)
+
+
+FORMATS.register("alpaca preference", Format("alpaca preference", ("instruction", "chosen", "rejected"), parse, OPTIONAL, PAIRS, rank=-4))
+FORMATS.register("alpaca preference (list)",
+                 Format("alpaca preference", ("instruction", "output"), parse_list, OPTIONAL, PAIRS, _list, rank=-4))

@@ -1,0 +1,76 @@
+"""`prompt`, `chosen`, `rejected` (or `prompt`, `completion`, `label`), as TRL has them: texts or messages.
+
+Texts are taken as they are, without a chat template, and end with the end-of-text token. Messages go through the template. Without
+`prompt`, the prompt is what `chosen` and `rejected` begin with alike; a `prompt` beside whole conversations plays no part.
+"""
+
+from __future__ import annotations
+
+from os.path import commonprefix
+from typing import Any
+
+from megaswift.config.data import EXAMPLES, PAIRS
+from megaswift.data.formats import FORMATS, Format, Row
+from megaswift.data.preference import Unit, example, number, pair, texts, truth
+from megaswift.data.sample import RowError, Sample, conversation, decoded, describe, string, with_system
+
+
+def _read(row: Row, column: str) -> str | Sample:
+    """A text, or messages (a list, one object, or JSON text of either)."""
+    value: Any = row.get(column)
+    if isinstance(value, str) and value.lstrip().startswith(("[{", "{")) and '"role"' in value:
+        value = decoded(value, column, "a list of messages")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, tuple, dict)):
+        raise RowError(column, describe(value), "a string or a list of messages")
+    return conversation([value] if isinstance(value, dict) else value, column)
+
+
+def _said(value: str | Sample, role: str) -> Sample:
+    return Sample(({"role": role, "content": value},), (None,)) if isinstance(value, str) else value
+
+
+def _joined(row: Row, prompt: str | Sample | None, answer: str | Sample) -> Sample:
+    """The whole conversation that an answer belongs to."""
+    sample = _said(answer, "assistant")
+    if prompt is not None and not _whole(answer):
+        before = _said(prompt, "user")
+        sample = Sample(before.messages + sample.messages, before.loss + sample.loss)
+    tools = conversation([{"role": "user", "content": ""}], "tools", None, row.get("tools")).tools
+    return with_system(Sample(sample.messages, sample.loss, tools), string(row, "system", optional=True))
+
+
+def _whole(answer: str | Sample) -> bool:
+    """Whether an answer brings its prompt along."""
+    return isinstance(answer, Sample) and answer.messages[0]["role"] in ("system", "developer", "user")
+
+
+def parse(row: Row) -> Unit:
+    """A pair."""
+    prompt = None if row.get("prompt") is None else _read(row, "prompt")
+    chosen, rejected = _read(row, "chosen"), _read(row, "rejected")
+    if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, Sample):
+        if prompt is None:  # TRL's rule: the space before the first different word belongs to the answers
+            prompt = commonprefix([chosen, rejected])
+            if chosen != rejected:
+                prompt = prompt.removesuffix(" ")
+            chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]
+        return texts(prompt, {"chosen": chosen, "rejected": rejected}, number(row))
+    return pair(_joined(row, prompt, chosen), _joined(row, prompt, rejected), number(row), ("chosen", "rejected"))
+
+
+def parse_labelled(row: Row) -> Unit:
+    """A labelled completion."""
+    prompt, answer = _read(row, "prompt"), _read(row, "completion")
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return texts(prompt, {"completion": answer}, truth(row))
+    sample = _joined(row, prompt, answer)
+    begin = None if _whole(answer) else len(sample.messages) - len(_said(answer, "assistant").messages)
+    return example(sample, truth(row), "completion", begin)
+
+
+FORMATS.register("prompt, chosen, rejected", Format(
+    "prompt, chosen, rejected", ("chosen", "rejected"), parse, ("prompt", "margin", "tools", "system"), PAIRS, rank=-3))
+FORMATS.register("prompt, completion, label", Format(
+    "prompt, completion, label", ("prompt", "completion", "label"), parse_labelled, ("tools", "system"), EXAMPLES, rank=-3))

@@ -1,0 +1,63 @@
+"""A conversation in any form of SFT, its last answer the chosen one, and beside it what was rejected.
+
+`rejected_response`: a string in the last assistant message's place. `rejected_messages`: the whole other conversation, or the messages
+of its answer. Both with [`margin`]. As ms-swift has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megaswift.config.data import PAIRS
+from megaswift.data.formats import FORMATS, Format, Row, sample_of
+from megaswift.data.preference import ASKING, COLUMNS, EMPTY, Unit, UnitError, number, pair
+from megaswift.data.sample import Sample, conversation, string, with_system
+
+
+def conversation_of(row: Row) -> Sample:
+    """The conversation of a row without the columns of preferences, read as a row of SFT."""
+    bare = {k: v for k, v in row.items() if k not in COLUMNS}
+    return sample_of(bare, "sft")
+
+
+def _chosen(row: Row) -> Sample:
+    sample = conversation_of(row)
+    if sample.messages[-1]["role"] != "assistant":
+        raise UnitError(EMPTY, "messages", f"the last message is the {sample.messages[-1]['role']}'s",
+                        "the chosen answer, an assistant message, at the end")
+    return sample
+
+
+def parse(row: Row) -> Unit:
+    """The rejected text takes the place of the last assistant message."""
+    chosen = _chosen(row)
+    answer: dict[str, Any] = {"role": "assistant", "content": string(row, "rejected_response")}
+    rejected = replace(chosen, messages=(*chosen.messages[:-1], answer))
+    return pair(chosen, rejected, number(row), ("messages", "rejected_response"))
+
+
+def parse_messages(row: Row) -> Unit:
+    """Another conversation; one that begins with the assistant follows the last question of the chosen one."""
+    chosen = _chosen(row)
+    rejected = conversation(row["rejected_messages"], "rejected_messages")
+    roles = [m["role"] for m in chosen.messages]
+    if rejected.messages[0]["role"] == "assistant" != roles[0]:
+        begin = max(i for i, role in enumerate(roles) if role in ASKING) + 1
+        rejected = Sample(chosen.messages[:begin] + rejected.messages, chosen.loss[:begin] + rejected.loss)
+    else:
+        rejected = with_system(rejected, string(row, "system", optional=True))
+    return pair(chosen, replace(rejected, tools=chosen.tools), number(row), ("messages", "rejected_messages"))
+
+
+def is_chat(row: Row) -> bool:
+    """Whether a row holds a conversation of SFT beside the columns of preferences."""
+    bare = {k for k, v in row.items() if v is not None and k not in COLUMNS}
+    return any(bare.issuperset(f.required) and "sft" in f.tasks for f in FORMATS)
+
+
+FORMATS.register("messages + rejected_response", Format(
+    "messages + rejected_response", ("rejected_response",), parse, ("margin", "tools", "system"), PAIRS, is_chat, -2, ("messages",)))
+FORMATS.register("messages + rejected_messages", Format(
+    "messages + rejected_messages", ("rejected_messages",), parse_messages, ("margin", "tools", "system"), PAIRS, is_chat, -1,
+    ("messages",)))

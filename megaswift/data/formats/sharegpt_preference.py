@@ -1,0 +1,38 @@
+"""`conversations` up to the question, and `chosen` and `rejected`: one message each ({"from", "value"}), or the answer's messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megaswift.config.data import PAIRS
+from megaswift.data.formats import FORMATS, Format, Row
+from megaswift.data.formats.conversations import parse as parse_conversations
+from megaswift.data.preference import Unit, number, pair
+from megaswift.data.sample import RowError, Sample, decoded, describe
+
+TURN = 'an object {"from": "gpt", "value": ...}, or a list of such'
+
+
+def _turns(value: Any, column: str) -> list[Any]:
+    """The messages in a column: a text is the assistant's."""
+    if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
+        return [{"from": "gpt", "value": value}]
+    value = decoded(value, column, TURN)
+    if not isinstance(value, (list, dict)) or not value:
+        raise RowError(column, describe(value), TURN)
+    return [value] if isinstance(value, dict) else value
+
+
+def _answered(row: Row, column: str) -> Sample:
+    asked = parse_conversations(row)
+    answer = parse_conversations({"conversations": _turns(row[column], column)})
+    return Sample(asked.messages + answer.messages, asked.loss + answer.loss, asked.tools)
+
+
+def parse(row: Row) -> Unit:
+    """The same conversation with either answer."""
+    return pair(_answered(row, "chosen"), _answered(row, "rejected"), number(row), ("chosen", "rejected"))
+
+
+FORMATS.register("sharegpt preference", Format(
+    "sharegpt preference", ("conversations", "chosen", "rejected"), parse, ("tools", "system", "margin"), PAIRS, rank=-4))

@@ -1,0 +1,119 @@
+"""The pairs or labelled answers to train on: documents in groups, cut to length together.
+
+Owns what truncation means for a unit, and that no unit is left that teaches nothing: without a label, without a prompt, or with the
+same tokens twice. `#rows`, the store behind it and the split for evaluation are those of `documents.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megaswift.data.documents import Documents, cut, gather, held_out, too_long
+from megaswift.data.encode_units import first_label
+from megaswift.data.preference import IDENTICAL
+from megaswift.data.sources import Source
+from megaswift.data.store import TokenStore
+from megaswift.errors import DataError, Problem
+
+NO_ANSWER, PROMPT_CUT = "the answer cut away", "the prompt cut away"
+CUT_CAUSES = (NO_ANSWER, PROMPT_CUT, IDENTICAL)
+"""Why a unit that was cut is left out."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """Pairs (chosen, rejected) or single documents, in file order."""
+
+    docs: Documents
+    """Those of a unit one after the other."""
+    values: np.ndarray
+    """float32 [units]: margins (nan where a row has none) or labels."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def width(self) -> int:
+        """Documents a unit: two, or one."""
+        return len(self.docs) // max(1, len(self))
+
+    def take(self, which: np.ndarray) -> Units:
+        """Some of the units, in the order asked for."""
+        rows = (which[:, None] * self.width + np.arange(self.width)).ravel()
+        return Units(self.docs.take(rows), self.values[which])
+
+
+def gather_units(stores: list[tuple[Source, TokenStore]]) -> Units:
+    """All units of the data sets in order, each taken as often as its `#rows` says."""
+    docs = gather(stores)
+    values = []
+    for source, store in stores:
+        assert store.values is not None
+        count = len(store.values)
+        values.append(store.values if source.rows is None else store.values[np.arange(source.rows) % count])
+    units = Units(docs, np.concatenate(values))
+    missing = np.isnan(units.values)
+    if missing.any() and not missing.all():
+        i = int(np.flatnonzero(missing)[0])
+        raise DataError(Problem(_place(units, i), f"{missing.sum()} of {len(units)} rows have no `margin`, the others have one",
+                                "a margin in every row, 0 for none, or in no row"))
+    return units
+
+
+def _place(units: Units, i: int) -> str:
+    """`file:line` of unit i."""
+    at = i * units.width
+    store = units.docs.stores[units.docs.store[at]]
+    return store.place(int(np.searchsorted(store.offsets, units.docs.start[at], side="right")) - 1)
+
+
+def truncate_units(units: Units, max_length: int, strategy: str) -> Units:
+    """Units of which each document has at most `max_length` tokens, and whatever is no pair or answer any more left out; counted.
+
+    `delete`: a unit goes when one of its documents is too long. `right` cuts completions, `left` prompts, each document by itself.
+    """
+    docs = units.docs
+    long = np.flatnonzero(docs.length > max_length)
+    if len(long) and strategy == "raise":
+        raise too_long(docs, long, max_length)
+    touched = (docs.length > max_length).reshape(-1, units.width).any(axis=1)
+    counted: Counter[str] = Counter(docs.counted)
+    if strategy == "delete":
+        kept, out = ~touched, units
+        counted["deleted"] += int(touched.sum())
+    else:
+        out = Units(cut(docs, long, max_length, strategy), units.values)
+        why = {int(i): _useless(out, units, int(i)) for i in np.flatnonzero(touched)}
+        kept = np.array([why.get(i) is None for i in range(len(units))], dtype=bool)
+        counted["truncated"] += len(why)
+        counted.update(cause for cause in why.values() if cause)
+    if not kept.any():
+        longest = int(docs.length.max(initial=0))
+        raise DataError(Problem(f"--max_length {max_length}", f"no {'pair' if units.width == 2 else 'row'} is left of {len(units)}: the "
+                                f"longest answer with its prompt has {longest} tokens", f"--max_length {longest}"))
+    out = out.take(np.flatnonzero(kept))
+    return replace(out, docs=replace(out.docs, counted={k: v for k, v in counted.items() if v}))
+
+
+def _useless(units: Units, whole: Units, i: int) -> str | None:
+    """Why a unit that was cut, and was `whole`, teaches nothing; None where it does."""
+    sides = []
+    for k in range(i * units.width, (i + 1) * units.width):
+        ids, mask = units.docs.read(k)
+        if not mask[1:].any():
+            return NO_ANSWER
+        if units.docs.start[k] - whole.docs.start[k] >= first_label(whole.docs.read(k)[1]):
+            return PROMPT_CUT
+        sides.append(ids)
+    return IDENTICAL if len(sides) == 2 and np.array_equal(sides[0], sides[1]) else None
+
+
+def hold_out_units(units: Units, ratio: float, seed: int) -> tuple[Units, Units | None]:
+    """(training, evaluation) units, chosen as rows are."""
+    if ratio <= 0:
+        return units, None
+    held = held_out(units.docs.sample[::units.width], ratio, seed)
+    return units.take(np.flatnonzero(~held)), units.take(np.flatnonzero(held))
