@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaswift.losses.contract import FIELDS, Batch, Loss, Max, Mean, Metric, Min, Needs, Outputs, Sum
+from megaswift.losses.contract import FIELDS, Batch, Difference, Loss, Max, Mean, Metric, Min, Needs, Outputs, Sum
 from megaswift.parallel.layout import Coordinates, Layout
 
 
@@ -117,10 +117,17 @@ def report(objective: Objective, context: Context) -> tuple[float, dict[str, flo
         add, high, low = _local_sums(objective)
         add = _reduce(add, dist.ReduceOp.SUM, context)
         high, low = _reduce(high, dist.ReduceOp.MAX, context), _reduce(low, dist.ReduceOp.MIN, context)
-        result = [_finish(add, high, low)]
+        total, metrics = _finish(add, high, low)
+        result = [(total, metrics | _differences(objective, metrics))]
     if layout.pp > 1:
         dist.broadcast_object_list(result, group=context.groups.pp, group_src=layout.pp - 1, device=context.device)
     return result[0]
+
+
+def _differences(objective: Objective, metrics: dict[str, float]) -> dict[str, float]:
+    """Differences of metrics that are reduced already: the same on every rank, so nothing is sent."""
+    named = {name: m for _, found in objective.parts for name, m in found.items() if isinstance(m, Difference)}
+    return {name: metrics[m.of] - metrics[m.less] for name, m in named.items() if m.of in metrics and m.less in metrics}
 
 
 def _finish(add: dict[str, float], high: dict[str, float], low: dict[str, float]) -> tuple[float, dict[str, float]]:
@@ -129,7 +136,8 @@ def _finish(add: dict[str, float], high: dict[str, float], low: dict[str, float]
     for name, value in add.items():
         if name.startswith("sum/"):
             total = add["count/" + name.removeprefix("sum/")]
-            metrics[name.removeprefix("sum/")] = value / total if total else 0.0
+            if total:
+                metrics[name.removeprefix("sum/")] = value / total
     metrics.update(high)
     metrics.update(low)
     if len(terms) > 1:

@@ -102,7 +102,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Mean:
-    """A metric reduced as sum of sums over sum of counts."""
+    """A metric reduced as sum of sums over sum of counts; not reported where nothing was counted."""
 
     sum: Tensor | float
     count: Tensor | float
@@ -129,7 +129,16 @@ class Min:
     value: Tensor | float
 
 
-Metric = Mean | Sum | Max | Min
+@dataclass(frozen=True)
+class Difference:
+    """A metric that is one mean less another, taken once both are reduced; not reported where one of them is missing."""
+
+    of: str
+    """The name of a `Mean` beside it."""
+    less: str
+
+
+Metric = Mean | Sum | Max | Min | Difference
 
 
 class Loss(Protocol):

@@ -1,0 +1,106 @@
+"""CPO and SimPO: preferences without a reference, beside the cross-entropy of the chosen answers.
+
+Owns the loss types of TRL's CPOConfig, AlphaPO's reward among them. Terms are divided by the global counts of pairs, and of tokens
+of chosen answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
+from megaswift.losses.documents import completion_mask, document_counts, document_sums
+from megaswift.losses.dpo_types import smoothed
+from megaswift.losses.pairs import Sides, pair_count, policy_metrics, reward_metrics, side_masks, sides, token_mean
+
+
+@dataclass(frozen=True)
+class LossType:
+    """A formula, and which options mean something to it."""
+
+    formula: Callable[[Tensor, CPO], Tensor]
+    """(difference of the two rewards, before beta, [p]; settings) -> [p]."""
+    per_token: bool = False
+    """Log-probabilities are means over an answer's tokens, not sums."""
+    smoothing: bool = False
+    """Reads `label_smoothing`."""
+
+
+@dataclass(frozen=True)
+class CPO:
+    """Contrastive preference optimisation (arXiv 2401.08417) and what became of it."""
+
+    loss_type: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    cpo_alpha: float = 1.0
+    """Weight of the chosen answers' cross-entropy."""
+    simpo_gamma: float = 0.5
+    """SimPO's margin."""
+    alpha: float = 0.0
+    """AlphaPO (arXiv 2501.03884): the reward is (1 - p^-alpha) / alpha; at 0 its limit, log p."""
+    needs: Needs = Needs(fields=frozenset({"logprobs", "mean_logit"}))
+
+    def __post_init__(self) -> None:
+        assert self.loss_type in LOSS_TYPES, f"unknown loss type {self.loss_type}"
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""
+        chosen, _ = side_masks(batch, completion_mask(batch))
+        return {"pairs": float(pair_count(batch)), "chosen_tokens": float(chosen.sum())}
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+        """The preference, the cross-entropy where it has a weight, and TRL's metrics."""
+        assert outputs.logprobs is not None
+        kind = LOSS_TYPES[self.loss_type]
+        logps = self._logps(outputs.logprobs, batch, kind.per_token)
+        rewards = Sides(self._reward(logps.chosen), self._reward(logps.rejected))
+        terms = [Term(f"loss/{self.loss_type}", kind.formula(rewards.difference, self).sum(), "pairs")]
+        metrics = {**reward_metrics(self.beta * rewards), **policy_metrics(outputs, batch, logps)}
+        if self.cpo_alpha:
+            chosen, _ = side_masks(batch, completion_mask(batch))
+            terms.append(Term("loss/sft", -(outputs.logprobs * chosen).sum(), "chosen_tokens", self.cpo_alpha))
+            metrics["nll_loss"] = token_mean(-outputs.logprobs, chosen)
+        return terms, metrics
+
+    def _logps(self, logprobs: Tensor, batch: Batch, per_token: bool) -> Sides:
+        mask = completion_mask(batch)
+        sums = sides(batch, document_sums(batch, logprobs * mask))
+        return sums / sides(batch, document_counts(batch, mask).clamp(min=1)) if per_token else sums
+
+    def _reward(self, logps: Tensor) -> Tensor:
+        """[p]: a reward before beta, of the answers' log-probabilities."""
+        return logps if self.alpha == 0 else -torch.expm1(-self.alpha * logps) / self.alpha
+
+
+def _sigmoid(difference: Tensor, s: CPO) -> Tensor:
+    """CPO eq. 3, with label smoothing."""
+    return smoothed(s.beta * difference, s.label_smoothing)
+
+
+def _simpo(difference: Tensor, s: CPO) -> Tensor:
+    """SimPO, arXiv 2405.14734 eq. 6, with label smoothing."""
+    return smoothed(s.beta * difference - s.simpo_gamma, s.label_smoothing)
+
+
+def _hinge(difference: Tensor, s: CPO) -> Tensor:
+    """SLiC-HF, arXiv 2305.10425."""
+    return torch.relu(1 - s.beta * difference)
+
+
+def _ipo(difference: Tensor, s: CPO) -> Tensor:
+    """IPO, arXiv 2310.12036 eq. 17, without a reference."""
+    return (difference - 1 / (2 * s.beta)) ** 2
+
+
+LOSS_TYPES: dict[str, LossType] = {
+    "sigmoid": LossType(_sigmoid, smoothing=True),
+    "hinge": LossType(_hinge),
+    "ipo": LossType(_ipo, per_token=True),
+    "simpo": LossType(_simpo, per_token=True, smoothing=True),
+}
+"""TRL's `alphapo` is `simpo` with `cpo_alpha` 0 (and an `alpha`): a name for settings, not a formula."""

@@ -1,0 +1,60 @@
+"""The documents of a batch, packed or not, and sums over each: rows of an unpacked batch, segments of a packed one.
+
+Owns the numbering: document i is row i, or the segment from `cu_seqlens[i]` on. Which documents belong together (pairs,
+examples) says the batch's `fields`. Documents lie one after the other in the flattened batch, so one way serves both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megaswift.losses.contract import Batch
+
+
+def document_count(batch: Batch) -> int:
+    """How many documents there are, those without weight included."""
+    return batch.input_ids.shape[0] if batch.cu_seqlens is None else batch.cu_seqlens.numel() - 1
+
+
+def document_index(batch: Batch) -> Tensor:
+    """int64 [b, s]: the number of each token's document; padding belongs to the document before it."""
+    rows, length = batch.input_ids.shape
+    if batch.cu_seqlens is None:
+        return torch.arange(rows, device=batch.input_ids.device).unsqueeze(1).expand(rows, length)
+    edges = batch.cu_seqlens.to(batch.input_ids.device)
+    at = torch.arange(length, dtype=edges.dtype, device=edges.device)
+    return (torch.searchsorted(edges[1:-1].contiguous(), at, right=True)).unsqueeze(0)
+
+
+def document_sums(batch: Batch, x: Tensor) -> Tensor:
+    """[documents]: the sum of x [b, s] over each document, in x's type; differentiable.
+
+    Added up in float64: log-probabilities of long answers are sums of thousands of terms of which small differences count, and
+    the order in which a GPU adds them then leaves no trace in float32.
+    """
+    sums = torch.zeros(document_count(batch), dtype=torch.float64, device=x.device)
+    return sums.index_add(0, document_index(batch).flatten(), x.flatten().double()).to(x.dtype)
+
+
+def document_counts(batch: Batch, mask: Tensor) -> Tensor:
+    """int64 [documents]: how many tokens of each document are in `mask` (bool [b, s])."""
+    return document_sums(batch, mask.double()).long()
+
+
+def document_places(batch: Batch, mask: Tensor) -> Tensor:
+    """int64 [b, s]: the running number, from 1, of a masked token among the masked tokens of its document; meaningless elsewhere."""
+    counts = document_counts(batch, mask)
+    before = counts.cumsum(0) - counts
+    return mask.flatten().cumsum(0).view_as(mask) - before[document_index(batch)]
+
+
+def tokens_of(batch: Batch, documents: Tensor) -> Tensor:
+    """bool [b, s]: tokens that belong to one of `documents` (int64 [n])."""
+    member = torch.zeros(document_count(batch), dtype=torch.bool, device=documents.device)
+    return member.index_fill(0, documents, True)[document_index(batch)]
+
+
+def completion_mask(batch: Batch) -> Tensor:
+    """bool [b, s]: positions whose label is a token of the answer: `fields["completion"]`, else every labelled one."""
+    return batch.fields.get("completion", batch.loss_weights != 0)

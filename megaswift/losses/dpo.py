@@ -1,0 +1,121 @@
+"""DPO and its kin: several loss types at once, each with a weight, over pairs that share one packed pass.
+
+Owns what goes into the formulas of `dpo_types.py`: sums over documents, the reference, LD-DPO's and WPO's weights, the SFT term.
+Every term is divided once by its global count: pairs, or tokens of chosen answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
+from megaswift.losses.documents import completion_mask, document_counts, document_index, document_places, document_sums
+from megaswift.losses.dpo_types import ALIASES, LOSS_TYPES, SFT, Compared, Settings, scores
+from megaswift.losses.pairs import (
+    Sides,
+    pair_count,
+    policy_metrics,
+    reward_metrics,
+    side_masks,
+    sides,
+    token_mean,
+)
+
+
+@dataclass(frozen=True)
+class DPO:
+    """Direct preference optimisation. The reference's log-probabilities come in `batch.fields["reference"]`, [b, s]."""
+
+    loss_types: tuple[str, ...] = ("sigmoid",)
+    loss_weights: tuple[float, ...] = ()
+    """One for each type; all 1 when empty."""
+    settings: Settings = Settings()
+    f_divergence: str = "reverse_kl"
+    f_alpha: float = 0.5
+    """alpha of `alpha_divergence`."""
+    ld_alpha: float | None = None
+    """LD-DPO (arXiv 2409.06411): weight of an answer's tokens beyond the shorter answer's length."""
+    use_weighting: bool = False
+    """WPO (arXiv 2406.11827): weigh a pair's loss by how likely the policy is to write it; the type `sft` is no loss of pairs."""
+    rpo_alpha: float | None = None
+    """RPO (arXiv 2404.19733): weight of the type `sft`, besides the loss types."""
+    reference_free: bool = False
+    """Take every answer to be equally likely under the reference."""
+
+    def __post_init__(self) -> None:
+        unknown = [t for t in self.loss_types if t not in LOSS_TYPES and t not in ALIASES and t != SFT]
+        assert not unknown, f"unknown loss types {unknown}"
+        assert len(self.loss_weights) in (0, len(self.loss_types)), "one weight for each loss type"
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Loss type -> weight; weights of a type that is named twice add up."""
+        found: dict[str, float] = {}
+        given = [*zip(self.loss_types, self.loss_weights or (1.0,) * len(self.loss_types), strict=True)]
+        for name, weight in given + ([] if self.rpo_alpha is None else [(SFT, self.rpo_alpha)]):
+            name = ALIASES.get(name, name)
+            found[name] = found.get(name, 0.0) + weight
+        return found
+
+    @property
+    def needs(self) -> Needs:
+        """Log-probabilities; the rest is for metrics and for WPO."""
+        return Needs(fields=frozenset({"logprobs", "entropy", "correct", "mean_logit"} | ({"log_sum_sq"} if self.use_weighting else set())))
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""
+        chosen, _ = side_masks(batch, completion_mask(batch))
+        return {"pairs": float(pair_count(batch)), "chosen_tokens": float(chosen.sum())}
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+        """A term for each loss type, and TRL's metrics."""
+        assert outputs.logprobs is not None
+        compared = self.compare(outputs.logprobs, batch)
+        weight = self.pair_weights(outputs, batch)
+        mask = completion_mask(batch)
+        chosen, _ = side_masks(batch, mask)
+        metrics = {**reward_metrics(compared.rewards), **policy_metrics(outputs, batch, compared.logps)}
+        assert outputs.entropy is not None and outputs.correct is not None
+        metrics["entropy"] = token_mean(outputs.entropy, mask)
+        metrics["mean_token_accuracy"] = token_mean(outputs.correct, chosen)
+        terms = []
+        for name, factor in self.weights.items():
+            if name == SFT:
+                metrics["nll_loss"] = token_mean(-outputs.logprobs, chosen)
+                terms.append(Term(f"loss/{name}", -(outputs.logprobs * chosen).sum(), "chosen_tokens", factor))
+            else:
+                terms.append(Term(f"loss/{name}", (LOSS_TYPES[name].formula(compared) * weight).sum(), "pairs", factor))
+        return terms, metrics
+
+    def compare(self, logprobs: Tensor, batch: Batch) -> Compared:
+        """Sums over the answers of each pair."""
+        mask = completion_mask(batch)
+        weights = mask.to(logprobs.dtype) if self.ld_alpha is None else self._verbosity_weights(batch, mask)
+        reference = torch.zeros_like(logprobs) if self.reference_free else batch.fields["reference"].to(logprobs.dtype)
+        policy, base = (sides(batch, document_sums(batch, x * weights)) for x in (logprobs, reference))
+        ratios = sides(batch, document_sums(batch, (logprobs - reference) * weights))
+        lengths = sides(batch, document_counts(batch, mask).clamp(min=1))
+        return Compared(policy, base, ratios, scores(ratios, self.f_divergence, self.f_alpha), lengths, self.settings)
+
+    def _verbosity_weights(self, batch: Batch, mask: Tensor) -> Tensor:
+        """float32 [b, s]: 1 for tokens up to the shorter answer's length, `ld_alpha` beyond, 0 outside of answers."""
+        assert self.ld_alpha is not None
+        pairs, lengths = batch.fields["pairs"], document_counts(batch, mask)
+        shared = lengths.index_put((pairs,), lengths[pairs].amin(1, keepdim=True).expand_as(pairs))
+        within = document_places(batch, mask) <= shared[document_index(batch)]
+        return torch.where(within, 1.0, self.ld_alpha) * mask
+
+    def pair_weights(self, outputs: Outputs, batch: Batch) -> Tensor:
+        """[p], without a gradient: WPO's weights (eq. 2), or 1."""
+        assert outputs.logprobs is not None
+        if not self.use_weighting:
+            return torch.ones(pair_count(batch), dtype=outputs.logprobs.dtype, device=outputs.logprobs.device)
+        assert outputs.log_sum_sq is not None
+        mask = completion_mask(batch)
+        likely = document_sums(batch, (outputs.logprobs - outputs.log_sum_sq).detach() * mask)
+        means: Sides = sides(batch, likely / document_counts(batch, mask).clamp(min=1))
+        return (means.chosen + means.rejected).exp()

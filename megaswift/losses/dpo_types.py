@@ -1,0 +1,202 @@
+"""The loss types of DPO, each a function of what is known about a pair, and the f-divergences between policy and reference.
+
+Owns formulas and which options they read. Names are those of TRL's DPOConfig. Each returns one number a pair, [p], not reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaswift.losses.pairs import Sides
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Numbers that loss types read."""
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What is known about the pairs of a micro-batch."""
+
+    logps: Sides
+    """Log-probability of the answer under the policy."""
+    reference: Sides
+    """The same under the reference."""
+    ratios: Sides
+    """logps - reference."""
+    scores: Sides
+    """f'(exp(ratios)) of the chosen f-divergence; the ratios themselves for reverse KL."""
+    lengths: Sides
+    """Tokens of the answer, at least 1."""
+    settings: Settings
+
+    @property
+    def margin(self) -> Tensor:
+        """[p]: beta x (score of the chosen - score of the rejected answer)."""
+        return self.settings.beta * self.scores.difference
+
+    @property
+    def rewards(self) -> Sides:
+        """beta x log ratio."""
+        return self.settings.beta * self.ratios
+
+
+def smoothed(margin: Tensor, smoothing: float) -> Tensor:
+    """-log sigmoid(margin), where a share `smoothing` of the preferences is taken to be the wrong way round."""
+    loss = -F.logsigmoid(margin)
+    return loss if smoothing == 0 else (1 - smoothing) * loss - smoothing * F.logsigmoid(-margin)
+
+
+def _sigmoid(x: Compared) -> Tensor:
+    """DPO, arXiv 2305.18290 eq. 7; with label smoothing, conservative DPO of the same authors."""
+    return smoothed(x.margin, x.settings.label_smoothing)
+
+
+def _hinge(x: Compared) -> Tensor:
+    """SLiC-HF, arXiv 2305.10425, on the normalised likelihood of RSO."""
+    return torch.relu(1 - x.margin)
+
+
+def _ipo(x: Compared) -> Tensor:
+    """IPO, arXiv 2310.12036 eq. 17, scores per token as its authors' experiments have them."""
+    return ((x.scores / x.lengths).difference - 1 / (2 * x.settings.beta)) ** 2
+
+
+def _exo_pair(x: Compared) -> Tensor:
+    """EXO, arXiv 2402.00856 eq. 16: KL of the model's preference from the smoothed label (1 - e, e)."""
+    smoothing = x.settings.label_smoothing
+    assert 0 < smoothing < 1, "exo_pair needs label smoothing"
+    wins, loses = F.logsigmoid(x.margin), F.logsigmoid(-x.margin)
+    return wins.exp() * (wins - math.log1p(-smoothing)) + loses.exp() * (loses - math.log(smoothing))
+
+
+def _nca_pair(x: Compared) -> Tensor:
+    """NCA, arXiv 2402.05369."""
+    chosen, rejected = x.rewards.chosen, x.rewards.rejected
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def _robust(x: Compared) -> Tensor:
+    """Robust DPO, arXiv 2403.00409 eq. 9: unbiased when a share of the labels is flipped."""
+    smoothing = x.settings.label_smoothing
+    return ((smoothing - 1) * F.logsigmoid(x.margin) + smoothing * F.logsigmoid(-x.margin)) / (1 - 2 * smoothing)
+
+
+def _bco_pair(x: Compared) -> Tensor:
+    """BCO on pairs, arXiv 2404.04656, without its running mean."""
+    return -F.logsigmoid(x.rewards.chosen) - F.logsigmoid(-x.rewards.rejected)
+
+
+def _sppo_hard(x: Compared) -> Tensor:
+    """SPPO, arXiv 2405.00675 eq. 4.7 with win probabilities 1 and 0."""
+    target = 0.5 / x.settings.beta
+    return (x.ratios.chosen - target) ** 2 + (x.ratios.rejected + target) ** 2
+
+
+def _aot(x: Compared) -> Tensor:
+    """AOT, arXiv 2406.05882: margins of policy and reference, each sorted over the micro-batch."""
+    difference = x.logps.difference.sort().values - x.reference.difference.sort().values
+    return smoothed(x.settings.beta * difference, x.settings.label_smoothing)
+
+
+def _aot_unpaired(x: Compared) -> Tensor:
+    """AOT of unpaired answers: ratios of the chosen and of the rejected, each sorted over the micro-batch."""
+    difference = x.ratios.chosen.sort().values - x.ratios.rejected.sort().values
+    return smoothed(x.settings.beta * difference, x.settings.label_smoothing)
+
+
+def _apo_zero(x: Compared) -> Tensor:
+    """APO-zero, arXiv 2408.06266 eq. 7: chosen answers up, rejected ones down."""
+    return torch.sigmoid(-x.rewards.chosen) + torch.sigmoid(x.rewards.rejected)
+
+
+def _apo_down(x: Compared) -> Tensor:
+    """APO-down, arXiv 2408.06266 eq. 8: both down, rejected ones further."""
+    return torch.sigmoid(x.rewards.chosen) + torch.sigmoid(-x.rewards.difference)
+
+
+def _discopop(x: Compared) -> Tensor:
+    """DiscoPOP, arXiv 2406.08414 eq. 5: between logistic and exponential, by the margin."""
+    share = torch.sigmoid(x.margin / x.settings.discopop_tau)
+    return -F.logsigmoid(x.margin) * (1 - share) + torch.exp(-x.margin) * share
+
+
+def _sigmoid_norm(x: Compared) -> Tensor:
+    """DPO with scores per token (Tulu 3, arXiv 2411.15124)."""
+    return -F.logsigmoid(x.settings.beta * (x.scores / x.lengths).difference)
+
+
+@dataclass(frozen=True)
+class LossType:
+    """A formula, and which options mean something to it."""
+
+    formula: Callable[[Compared], Tensor]
+    smoothing: bool = False
+    """Reads `label_smoothing`."""
+    divergence: bool = True
+    """Built on the difference of scores, of which alone an f-divergence is known to hold."""
+    sorts: bool = False
+    """Sorts pairs, so that a weight a pair (WPO) has no meaning."""
+
+
+LOSS_TYPES: dict[str, LossType] = {
+    "sigmoid": LossType(_sigmoid, smoothing=True),
+    "hinge": LossType(_hinge),
+    "ipo": LossType(_ipo),
+    "exo_pair": LossType(_exo_pair, smoothing=True),
+    "nca_pair": LossType(_nca_pair, divergence=False),
+    "robust": LossType(_robust, smoothing=True),
+    "bco_pair": LossType(_bco_pair, divergence=False),
+    "sppo_hard": LossType(_sppo_hard, divergence=False),
+    "aot": LossType(_aot, smoothing=True, divergence=False, sorts=True),
+    "aot_unpaired": LossType(_aot_unpaired, smoothing=True, divergence=False, sorts=True),
+    "apo_zero": LossType(_apo_zero, divergence=False),
+    "apo_down": LossType(_apo_down, divergence=False),
+    "discopop": LossType(_discopop),
+    "sigmoid_norm": LossType(_sigmoid_norm),
+}
+"""Every type but `sft`, which is no function of pairs: the cross-entropy of the chosen answers' tokens."""
+SFT = "sft"
+ALIASES = {"aot_pair": "aot_unpaired"}
+"""Names of earlier TRL versions."""
+
+
+def _forward_kl(ratio: Tensor, _: float) -> Tensor:
+    return -torch.expm1(-ratio)
+
+
+def _js_divergence(ratio: Tensor, _: float) -> Tensor:
+    return math.log(2) + F.logsigmoid(ratio)
+
+
+def _alpha_divergence(ratio: Tensor, alpha: float) -> Tensor:
+    """(t^(alpha - 1) - 1) / (alpha - 1) of t = exp(ratio); its limit at 1 is the ratio. Exponents end where float32 does."""
+    if abs(alpha - 1) < 1e-6:
+        return ratio
+    return torch.expm1(((alpha - 1) * ratio).clamp(max=80.0)) / (alpha - 1)
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "reverse_kl": lambda ratio, _: ratio,
+    "forward_kl": _forward_kl,
+    "js_divergence": _js_divergence,
+    "alpha_divergence": _alpha_divergence,
+}
+"""f' of the density ratio, from its logarithm (f-DPO, arXiv 2309.16240); the second argument is alpha."""
+
+
+def scores(ratios: Sides, divergence: str, alpha: float) -> Sides:
+    """The scores of an f-divergence."""
+    f = DIVERGENCES[divergence]
+    return Sides(f(ratios.chosen, alpha), f(ratios.rejected, alpha))

@@ -1,0 +1,106 @@
+"""KTO and BCO: answers that are each desirable or not, without pairs.
+
+Owns the losses over `batch.fields["examples"]` (int64 [n], document numbers; fillers left out) and `fields["label"]` (bool
+[documents]). KTO's z0 comes in `fields["kl"]`, BCO's running mean in `fields["delta"]`: both are estimates over more than a
+micro-batch, so the trainer makes them beforehand, from `log_ratios`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaswift.losses.contract import Batch, Difference, Mean, Metric, Needs, Outputs, Term
+from megaswift.losses.documents import completion_mask, document_sums, tokens_of
+from megaswift.losses.pairs import token_mean
+
+
+def log_ratios(logprobs: Tensor, batch: Batch) -> Tensor:
+    """[n]: log-probability of each example's answer under the policy less that under the reference.
+
+    Their mean over mismatched answers, averaged over data-parallel ranks and not below 0, is KTO's z0.
+    """
+    difference = (logprobs - batch.fields["reference"].to(logprobs.dtype)) * completion_mask(batch)
+    return document_sums(batch, difference)[batch.fields["examples"]]
+
+
+def _kto(rewards: Tensor, good: Tensor, zero: Tensor) -> Tensor:
+    """KTO, arXiv 2402.01306 eq. 7; `zero`: beta x z0."""
+    return torch.sigmoid(_signed(zero - rewards, good))
+
+
+def _apo_zero_unpaired(rewards: Tensor, good: Tensor, _: Tensor) -> Tensor:
+    """APO-zero, arXiv 2408.06266 eq. 7, without pairs."""
+    return torch.sigmoid(_signed(-rewards, good))
+
+
+def _bco(rewards: Tensor, good: Tensor, zero: Tensor) -> Tensor:
+    """BCO, arXiv 2404.04656 eq. 9: a classifier of good answers; `zero`: the running mean of rewards."""
+    return -F.logsigmoid(_signed(rewards - zero, good))
+
+
+def _signed(x: Tensor, good: Tensor) -> Tensor:
+    return torch.where(good, x, -x)
+
+
+LOSS_TYPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"kto": _kto, "apo_zero_unpaired": _apo_zero_unpaired, "bco": _bco}
+"""(rewards [n], desirable [n], where a reward counts as 0) -> [n]."""
+USES_KL = frozenset({"kto"})
+"""Types that need z0, and so a pass over mismatched answers."""
+USES_DELTA = frozenset({"bco"})
+"""Types that need the running mean of rewards."""
+
+
+@dataclass(frozen=True)
+class KTO:
+    """Kahneman-Tversky optimisation. The reference's log-probabilities come in `batch.fields["reference"]`, [b, s]."""
+
+    loss_type: str = "kto"
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    needs: Needs = Needs(fields=frozenset({"logprobs", "entropy", "mean_logit"}))
+
+    def __post_init__(self) -> None:
+        assert self.loss_type in LOSS_TYPES, f"unknown loss type {self.loss_type}"
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        """`examples`."""
+        return {"examples": float(batch.fields["examples"].numel())}
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+        """One term, and TRL's metrics."""
+        assert outputs.logprobs is not None
+        examples = batch.fields["examples"]
+        good = batch.fields["label"][examples]
+        rewards = self.beta * log_ratios(outputs.logprobs, batch)
+        zero = self._zero(batch, rewards)
+        weight = torch.where(good, self.desirable_weight, self.undesirable_weight)
+        total = (LOSS_TYPES[self.loss_type](rewards, good, zero) * weight).sum()
+        answers = document_sums(batch, outputs.logprobs * completion_mask(batch))[examples]
+        return [Term("loss", total, "examples")], self._metrics(outputs, batch, rewards, answers)
+
+    def _zero(self, batch: Batch, rewards: Tensor) -> Tensor:
+        """0-d: the reward that counts as neither good nor bad."""
+        if self.loss_type in USES_KL:
+            return self.beta * batch.fields["kl"].to(rewards.dtype).reshape(())
+        return batch.fields["delta"].to(rewards.dtype).reshape(()) if self.loss_type in USES_DELTA else rewards.new_zeros(())
+
+    def _metrics(self, outputs: Outputs, batch: Batch, rewards: Tensor, answers: Tensor) -> dict[str, Metric]:
+        assert outputs.entropy is not None and outputs.mean_logit is not None
+        examples, mask = batch.fields["examples"], completion_mask(batch)
+        good = batch.fields["label"][examples]
+        found: dict[str, Metric] = {"entropy": token_mean(outputs.entropy, mask)}
+        for side, of in (("chosen", good), ("rejected", ~good)):
+            found[f"rewards/{side}"] = Mean(rewards.detach()[of].sum(), of.sum())
+            found[f"logps/{side}"] = Mean(answers.detach()[of].sum(), of.sum())
+            found[f"logits/{side}"] = token_mean(outputs.mean_logit, mask & tokens_of(batch, examples[of]))
+        found["rewards/margins"] = Difference("rewards/chosen", "rewards/rejected")
+        for name, used in (("kl", USES_KL), ("delta", USES_DELTA)):
+            if self.loss_type in used:
+                found[name] = Mean(batch.fields[name].sum() * examples.numel(), examples.numel())
+        return found

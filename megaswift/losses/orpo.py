@@ -1,0 +1,63 @@
+"""ORPO (arXiv 2403.07691): the likelihood of chosen documents and the odds of chosen against rejected answers, without a reference.
+
+Owns both terms. The likelihood covers the prompt too, as in TRL: `loss_weights` marks every label, `fields["completion"]` those of
+the answers. Without that field the two are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
+from megaswift.losses.documents import completion_mask, document_counts, document_sums
+from megaswift.losses.pairs import Sides, mean_of, pair_count, policy_metrics, reward_metrics, side_masks, sides, token_mean
+
+
+@dataclass(frozen=True)
+class ORPO:
+    """Odds ratio preference optimisation."""
+
+    beta: float = 0.1
+    """Weight of the odds ratio: lambda of the paper."""
+    needs: Needs = Needs(fields=frozenset({"logprobs", "mean_logit"}))
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        """`pairs`, and `chosen_tokens`: labels of chosen documents, prompts included."""
+        return {"pairs": float(pair_count(batch)), "chosen_tokens": float(_chosen(batch).sum())}
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+        """The likelihood, the odds ratio, and TRL's metrics."""
+        assert outputs.logprobs is not None
+        mask = completion_mask(batch)
+        logps = sides(batch, document_sums(batch, outputs.logprobs * mask)) / sides(batch, document_counts(batch, mask).clamp(min=1))
+        log_odds = (logps - Sides(_log1mexp(logps.chosen), _log1mexp(logps.rejected))).difference
+        ratio = F.logsigmoid(log_odds)
+        chosen = _chosen(batch)
+        terms = [
+            Term("loss/sft", -(outputs.logprobs * chosen).sum(), "chosen_tokens"),
+            Term("loss/odds_ratio", -ratio.sum(), "pairs", self.beta),
+        ]
+        metrics: dict[str, Metric] = {
+            **reward_metrics(self.beta * logps), **policy_metrics(outputs, batch, logps),
+            "nll_loss": token_mean(-outputs.logprobs, chosen), "log_odds_ratio": mean_of(ratio), "log_odds_chosen": mean_of(log_odds),
+        }  # fmt: skip
+        return terms, metrics
+
+
+def _chosen(batch: Batch) -> Tensor:
+    """bool [b, s]: labels of chosen documents."""
+    return side_masks(batch, batch.loss_weights != 0)[0]
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0, by whichever form does not cancel (Mächler 2012); where x rounds to 0, as for float32's largest x < 0."""
+    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    near = x > -math.log(2)
+    # Both forms are evaluated everywhere: each gets harmless numbers where the other one counts, or its gradient there would be nan.
+    return torch.where(near, torch.log(-torch.expm1(torch.where(near, x, -1.0))), torch.log1p(-torch.exp(torch.where(near, -1.0, x))))

@@ -1,0 +1,38 @@
+"""What is reported of a global batch: means, differences of means, extremes, over micro-batches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megaswift.engine.objective import GlobalCounts, Objective, report
+from megaswift.losses.contract import Difference, Max, Mean, Metric, Min, Sum
+from megaswift.losses.sft import CrossEntropy
+
+ALONE: Any = SimpleNamespace(layout=SimpleNamespace(dp=1, pp=1), coordinates=SimpleNamespace(pp=0), device=torch.device("cpu"), groups=None)
+
+
+def reported(*parts: dict[str, Metric]) -> dict[str, float]:
+    objective = Objective(CrossEntropy(), GlobalCounts({}, 0, 0, len(parts)))
+    objective.parts = [({}, part) for part in parts]
+    return report(objective, ALONE)[1]
+
+
+def test_metrics_are_reduced_by_their_kind() -> None:
+    a: dict[str, Metric] = {"mean": Mean(3.0, 2), "sum": Sum(1.0), "high": Max(2.0), "low": Min(2.0)}
+    b: dict[str, Metric] = {"mean": Mean(6.0, 1), "sum": Sum(4.0), "high": Max(-1.0), "low": Min(-1.0)}
+    assert reported(a, b) == {"mean": 3.0, "sum": 5.0, "high": 2.0, "low": -1.0}
+
+
+def test_a_difference_is_taken_of_reduced_means() -> None:
+    """4 - 1 = 3; a mean of the micro-batches' differences would be 2.5, and the second one has none."""
+    gap = Difference("a", "b")
+    found = reported({"a": Mean(6.0, 2), "b": Mean(1.0, 2), "gap": gap}, {"a": Mean(6.0, 1), "b": Mean(1.0, 0), "gap": gap})
+    assert found == {"a": pytest.approx(4.0), "b": pytest.approx(1.0), "gap": pytest.approx(3.0)}
+
+
+def test_a_mean_of_nothing_is_not_reported_nor_a_difference_from_it() -> None:
+    assert reported({"a": Mean(6.0, 2), "b": Mean(0.0, 0), "gap": Difference("a", "b")}) == {"a": 3.0}
