@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megaswift.losses.dpo import DPO
-from megaswift.losses.dpo_types import ALIASES, LOSS_TYPES, SFT, Settings
+from megaswift.losses.dpo_types import LOSS_TYPES, SFT, Settings
 from tests.losses import trainers
 from tests.losses.bigram import Bigram, Doc, documents, padded, pairs, reference_of, run, same, same_metrics
 
@@ -63,7 +63,7 @@ def theirs(trl: Any, loss: DPO, models: tuple[Bigram, Bigram], docs: list[Doc]) 
     """TRL's loss of all pairs in one batch, chosen rows before rejected ones."""
     names = [*loss.loss_types, *([] if loss.rpo_alpha is None else ["sft"])]
     weights = [*(loss.loss_weights or [1.0] * len(loss.loss_types)), *([] if loss.rpo_alpha is None else [loss.rpo_alpha])]
-    trl.loss_types, trl.loss_weights = [ALIASES.get(n, n) for n in names], weights
+    trl.loss_types, trl.loss_weights = ["aot_unpaired" if n == "aot_pair" else n for n in names], weights
     trl.beta, trl.label_smoothing, trl.args.discopop_tau = loss.settings.beta, loss.settings.label_smoothing, loss.settings.discopop_tau
     trl.f_divergence_type, trl.f_alpha_divergence_coef = loss.f_divergence, loss.f_alpha
     trl.ld_alpha, trl.use_weighting = loss.ld_alpha, loss.use_weighting
