@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.parity.pool import Pool
+from tests.parity.pool import Pool, close_shared, shared
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
@@ -22,8 +22,14 @@ def megatron() -> ModuleType:
     return importlib.import_module("megatron.core")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _pool_ends() -> Iterator[None]:
+    """Whoever started the pool: it ends with the session."""
+    yield
+    close_shared()
+
+
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool() -> Pool:
     """Eight rank processes at most."""
-    with Pool() as started:
-        yield started
+    return shared()

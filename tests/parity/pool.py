@@ -19,12 +19,15 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch", "megaswift.engine.megatron.engine", "tests.parity.measure")
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch", "megaswift.engine.megatron.engine", "tests.parity.measure",
+           "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.tokenization_auto", "megaswift.trainers.session",
+           "megaswift.trainers.curves", "matplotlib.pyplot", "tensorboard", "pyarrow")
 """torch's first optimizer imports torch._dynamo: 4 s of processor time that every rank would spend by itself."""
 GRACE = 5.0
 """Seconds that the other ranks get to end, or fail by themselves, after the first failure."""
@@ -64,6 +67,18 @@ class Pool:
         """The functions' results in order of rank; RankError when one failed or `timeout` seconds passed."""
         import torch
 
+        folder = self._do(target, payload, ranks, timeout)
+        return [torch.load(folder / f"rank-{r}.pt", weights_only=False) for r in range(ranks)]
+
+    def logged(self, target: str, payload: Any, ranks: int, timeout: float = 120.0) -> str:
+        """What the ranks printed, in order of rank."""
+        folder = self._do(target, payload, ranks, timeout)
+        return "".join((folder / f"rank-{r}.log").read_text(errors="replace") for r in range(ranks))
+
+    def _do(self, target: str, payload: Any, ranks: int, timeout: float) -> Path:
+        """The job's folder, with a log and a result of each rank."""
+        import torch
+
         folder = Path(self._scratch.name) / f"job-{self._jobs}"
         folder.mkdir()
         self._jobs += 1
@@ -72,7 +87,7 @@ class Pool:
         failures = self._connection.recv()
         if failures:
             raise RankError(_describe(target, failures))
-        return [torch.load(folder / f"rank-{r}.pt", weights_only=False) for r in range(ranks)]
+        return folder
 
     def close(self) -> None:
         """Ends the server."""
@@ -85,6 +100,19 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@cache
+def shared() -> Pool:
+    """The pool of this test session; `close_shared` ends it."""
+    return Pool()
+
+
+def close_shared() -> None:
+    """Ends the pool of this session, where there is one."""
+    if shared.cache_info().currsize:
+        shared().close()
+        shared.cache_clear()
 
 
 def _describe(target: str, failures: dict[int, str]) -> str:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megaswift.bridge.adapters import MAGNITUDE
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import logits, write_inputs
-from tests.trainers.test_run import finish, run, start
+from tests.trainers.runs import finish, run, start
 
 DORA = ("--train_type", "lora", "--use_dora", "true", "--lora_rank", 4, "--max_steps", 4, "--report_to", "none")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import write_inputs
-from tests.trainers.test_run import run
+from tests.trainers.runs import run
 
 STEPS = ("--max_steps", 4, "--save_steps", 2, "--report_to", "none", "--adam_epsilon", "1e-6", "--split_dataset_ratio", 0.1,
          "--global_batch_size", 8)

@@ -15,7 +15,7 @@ from megaswift.bridge.adapters import PREFIX
 from megaswift.bridge.dist_files import read_index
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import logits, write_conversations, write_inputs, write_model
-from tests.trainers.test_run import finish, run, start
+from tests.trainers.runs import finish, run, start
 
 LORA = ("--train_type", "lora", "--lora_rank", 4, "--max_steps", 4, "--report_to", "none", "--modules_to_save", "lm_head",
         "--target_modules", "q_proj", "linear_fc1", r".*\.1\.self_attn\.o_proj")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megaswift.trainers.metrics import read_lines
 from tests.parity.models import build
 from tests.trainers.inputs import logits, write_conversations, write_model
-from tests.trainers.test_run import finish, run, start
+from tests.trainers.runs import finish, run, start
 
 OPTIONS = ("--train_type", "lora", "--max_steps", 4, "--report_to", "none", "--per_device_train_batch_size", 4, "--lr", 1e-2)
 EXPERTS = ("--lora_rank", 4, "--target_modules", "none", "--target_parameters", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")

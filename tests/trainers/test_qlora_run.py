@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import write_inputs
-from tests.trainers.test_run import finish, run, start
+from tests.trainers.runs import finish, run, start
 
 OPTIONS = ("--lora_rank", 4, "--max_steps", 4, "--report_to", "none", "--save_steps", 2)
 QLORA = ("--train_type", "qlora", *OPTIONS)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,37 +12,14 @@ import pytest
 from megaswift.trainers.commit import Store
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import write_conversations, write_inputs
+from tests.trainers.runs import by_torchrun, finish, kill, run, start
 
 CLOCK = {"step_time", "data_wait", "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "memory_gib"}
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*write_inputs(tmp_path_factory.mktemp("inputs"), "1e-3"), "--tp", "2"]
-
-
-def start(inputs: list[str], out: Path, *options: object, ranks: int = 2) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "megaswift/sft.py", *inputs]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*command, "--output_dir", str(out), *map(str, options)], cwd=ROOT, env=environ, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """What it printed; nothing of it lives on."""
-    try:
-        return process.communicate(timeout=240)[0]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def run(inputs: list[str], out: Path, *options: object, ranks: int = 2) -> str:
-    process = start(inputs, out, *options, ranks=ranks)
-    text = finish(process)
-    assert process.returncode == 0, text[-3000:]
-    return text
 
 
 def values(out: Path) -> list[dict[str, Any]]:
@@ -56,7 +29,7 @@ def values(out: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def whole(inputs: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("whole") / "out"
-    return out, run(inputs, out, "--max_steps", 8, "--save_steps", 4, "--split_dataset_ratio", 0.1, "--eval_steps", 4)
+    return out, by_torchrun(inputs, out, "--max_steps", 8, "--save_steps", 4, "--split_dataset_ratio", 0.1, "--eval_steps", 4)
 
 
 @pytest.mark.process
@@ -134,7 +107,7 @@ def test_killed_and_started_again_a_run_is_the_uninterrupted_one(inputs: list[st
     while not (pointer.exists() and len(read_lines(out / "metrics.jsonl")) > 6) and first.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
     assert first.poll() is None, first.communicate()[0][-3000:]
-    os.killpg(first.pid, signal.SIGKILL)
+    kill(first)
     assert "no checkpoint yet: starting from the beginning" in first.communicate()[0]
     saved = json.loads(pointer.read_text())["step"]
     steps = saved + 7
