@@ -59,5 +59,5 @@ def export_hf(directory: Path | str, plan: WeightPlan, weights: Iterable[tuple[s
         for name in kept:
             assert stored is not None
             writer.add(name, stored.slice(name))
-        config = None if options.source is not None else plan.spec.hf_config
+        config = None if options.source is not None and not plan.spec.scored else plan.spec.hf_config
         return writer.close(options.source, config)

@@ -41,6 +41,7 @@ class Ignored:
 
 INV_FREQ = Ignored(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "follows from config.json")
 TIED_HEAD = Ignored(r"lm_head\.weight", "a stored duplicate of the tied embedding")
+OTHER_HEAD = Ignored(r"lm_head\.weight", "the vocabulary's head, in whose place is a scalar one")
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ class WeightPlan:
         self.hf_shapes: dict[str, tuple[int, ...]] = {n: s for e in self.entries for n, s in zip(e.hf, e.hf_shapes, strict=True)}
         assert len(self.by_megatron) == len(self.entries), f"family {family.name}: a Megatron name is used twice"
         assert len(self.by_hf) == sum(len(g.entries[0].hf) for g in self.groups), f"family {family.name}: an HF name is used twice"
-        self.ignored: tuple[Ignored, ...] = (INV_FREQ, TIED_HEAD) if spec.tied else (INV_FREQ,)
+        heads = (TIED_HEAD,) if spec.tied else (OTHER_HEAD,) if spec.scored else ()
+        self.ignored: tuple[Ignored, ...] = (INV_FREQ, *heads)
         self._kept = family.kept(spec) if family.kept is not None else None
 
     @property

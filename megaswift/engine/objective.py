@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaswift.losses.contract import FIELDS, Batch, Difference, Loss, Max, Mean, Metric, Min, Needs, Outputs, Sum
+from megaswift.losses.contract import Batch, Difference, Loss, Max, Mean, Metric, Min, Needs, Outputs, Sum
 from megaswift.parallel.layout import Coordinates, Layout
 
 
@@ -55,8 +55,7 @@ def count(microbatches: Sequence[Batch], loss: Loss, context: Context) -> Global
 
 def outputs_of(fields: Tensor, needs: Needs) -> Outputs:
     """[f, b, s] as the head returns them to named fields."""
-    names = [f for f in FIELDS if f in needs.fields]
-    return Outputs(**{name: fields[i].detach() if name == "correct" else fields[i] for i, name in enumerate(names)})
+    return Outputs(**{name: fields[i].detach() if name == "correct" else fields[i] for i, name in enumerate(needs.names)})
 
 
 class Objective:

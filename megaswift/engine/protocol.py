@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,6 +74,15 @@ class Engine(Protocol):
 
     def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[Outputs]:
         """Evaluation mode, no RNG use, input order, on every model-parallel rank."""
+
+    def keep_reference(self, on_host: bool = False) -> None:
+        """From now on `reference` is the model as it is now; `on_host`: its values lie in host memory between uses."""
+
+    def reference(self) -> AbstractContextManager[None]:
+        """The reference model for the length of a block: `score` and `evaluate` inside it, never `train_batch`. Collective."""
+
+    def move_reference(self, share: float) -> None:
+        """reference = share x model + (1 - share) x reference."""
 
     def hf_weights(self, dtype: Any = None) -> Iterator[tuple[str, Tensor]]:
         """Streamed (Hugging Face name, full tensor), adapters merged in: export and rollout sync. Collective; rank 0 gets tensors."""

@@ -17,6 +17,7 @@ EMBEDDING: tuple[Rule, ...] = (Vocab("embedding.word_embeddings.weight", ("model
 HEAD: tuple[Rule, ...] = (
     Copy("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden_size",), "model"),
     Vocab("output_layer.weight", ("lm_head.weight",), when="untied"),
+    Copy("score.weight", ("score.weight",), ("one", "hidden_size"), "model", when="scored"),
 )
 
 INPUT_NORM = Copy(M + "self_attention.linear_qkv.layer_norm_weight", (H + "input_layernorm.weight",), ("hidden_size",))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
 from megaswift.families.quantization import plain_config
 from megaswift.families.rules import Rule
+from megaswift.families.scalar_head import has_score, language_model, with_score
 from megaswift.families.spec import Features, ModelSpec
 from megaswift.registry import Registry
 
@@ -50,6 +51,8 @@ class Family:
 
     def spec(self, hf_config: Mapping[str, Any]) -> ModelSpec:
         """The model that `hf_config` describes; a WeightsError names every field that is wrong or not known."""
+        if has_score(hf_config):
+            return replace(with_score(self.spec(language_model(hf_config, self.architecture))), hf_config=plain_config(hf_config))
         values = read_rows(self.name, self.rows, hf_config)
         values = {**LLAMA_LIKE, **self.fixed, **values}
         own = {name: values.pop(name) for name in SPEC_FIELDS}

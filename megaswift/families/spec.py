@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+VOCABULARY, SCORE = "vocabulary", "score"
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -76,6 +78,8 @@ class ModelSpec:
     dtype: str
     """`bfloat16`, `float16` or `float32`: what config.json says."""
     features: Features = Features()
+    head: str = VOCABULARY
+    """What the last layer's output goes to: VOCABULARY, or SCORE: one number a token."""
     hf_config: Mapping[str, Any] = field(repr=False, default_factory=dict)
     """The config.json as read, exported unchanged (without what it says of quantised weights)."""
 
@@ -193,7 +197,12 @@ class ModelSpec:
     @property
     def untied(self) -> bool:
         """Whether the output layer has a weight of its own."""
-        return not self.tied
+        return not self.tied and not self.scored
+
+    @property
+    def scored(self) -> bool:
+        """Whether it ends in one number a token."""
+        return self.head == SCORE
 
     @property
     def qk_norm(self) -> bool:

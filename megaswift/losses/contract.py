@@ -67,10 +67,18 @@ class Needs:
 
     fields: frozenset[str] = frozenset({"logprobs"})
     temperature: float = 1.0
+    head: str | None = None
+    """`score`: `Outputs.values`, by the model's scalar head in place of the vocabulary's; `fields` is empty then."""
 
     def __post_init__(self) -> None:
         unknown = set(self.fields) - set(FIELDS)
         assert not unknown, f"unknown output fields {sorted(unknown)}"
+        assert bool(self.fields) == (self.head is None), "either fields of the vocabulary or a head of its own"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The outputs in order."""
+        return ("values",) if self.head else tuple(f for f in FIELDS if f in self.fields)
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,8 @@ class Outputs:
     mean_logit: Tensor | None = None
     log_sum_sq: Tensor | None = None
     """log of the sum over the vocabulary of p^2."""
+    values: Tensor | None = None
+    """Of the scalar head; differentiable in training."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 
 from megaswift.errors import WeightsError
 from megaswift.families import FAMILIES, ModelSpec, family_of, load_spec
+from megaswift.families.scalar_head import with_score
 from tests.families.published import (
     LLAMA_2_7B,
     LLAMA_3_1_8B,
@@ -44,7 +45,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("partial rotation", LLAMA_3_1_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("quantized", LLAMA_3_1_8B, {"quantization_config": {"quant_method": "awq"}}, "awq is not"),
     ("remote code", LLAMA_3_1_8B, {"auto_map": {"AutoModel": "m.M"}}, "auto_map"),
-    ("other head", LLAMA_3_1_8B, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+    ("other head", LLAMA_3_1_8B, {"architectures": ["LlamaForTokenClassification"]}, "LlamaForCausalLM"),
+    ("two labels", LLAMA_3_1_8B, {"architectures": ["LlamaForSequenceClassification"]}, "a classifier with 2 labels"),
     ("missing size", LLAMA_3_1_8B, {"hidden_size": ...}, "hidden_size"),
     ("missing KV heads", MISTRAL_7B, {"num_key_value_heads": ...}, "num_key_value_heads"),
     ("wrong type", LLAMA_3_1_8B, {"num_hidden_layers": "32"}, "should be int, not str"),
@@ -70,6 +72,13 @@ def test_refused(base: dict[str, Any], changes: dict[str, Any], told: str) -> No
         spec(base, **changes)
     assert told in str(error.value)
     assert len(error.value.problems) == 1
+
+
+def test_a_reward_model_is_known_by_its_config() -> None:
+    found = spec(LLAMA_3_1_8B, architectures=["LlamaForSequenceClassification"], id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+    assert found.scored and not found.untied and found.hf_config["architectures"] == ["LlamaForSequenceClassification"]
+    made = with_score(spec(LLAMA_3_1_8B))
+    assert made == found
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megaswift.bridge.export import ExportOptions, export_hf, stored_dtypes
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.model_folder import write_model
+from megaswift.bridge.new_head import NEW, NewHead, new_head
 from megaswift.bridge.open import open_weights
 from megaswift.bridge.peft_folder import write_adapter
 from megaswift.bridge.plan import WeightPlan
@@ -34,6 +35,7 @@ from megaswift.engine.megatron.sizes import measure
 from megaswift.engine.megatron.weights import RandomSource, RankWeights, frozen
 from megaswift.engine.objective import Objective, count, outputs_of, report
 from megaswift.engine.protocol import ParameterReport, StepResult
+from megaswift.engine.reference import ReferenceWeights
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import family_of, four_bits
 from megaswift.families.spec import ModelSpec
@@ -73,15 +75,22 @@ class MegatronEngine:
         self.chunks = wrap(self.plain, self.config, cfg, context)
         self.optimizer = optim.build(self.chunks, self.config, cfg)
         self.config.grad_scale_func = self.optimizer.scale_loss if self.config.fp16 else None
+        self.remembered: ReferenceWeights | None = None
         self.kept: WeightSource | None = None
         self.kept_names: list[str] = []
 
     def load_hf(self, directory: Path) -> None:
         """Weights from a Hugging Face folder or a checkpoint; each rank reads its own slices only."""
-        source = open_weights(directory)
+        source = self._with_head(open_weights(directory))
         self.plan.check(source, contents=self.rank == 0)
         self._fill(source)
         self.keep(directory)
+
+    def _with_head(self, source: WeightSource) -> WeightSource:
+        """A language model's weights with a new scalar head, where the model has one and they do not."""
+        if not self.spec.scored or NEW in source.names():
+            return source
+        return NewHead(source, new_head(self.spec, self.cfg.train.seed))
 
     def keep(self, directory: Path) -> None:
         """Tensors that are carried along unchanged come from `directory` when a checkpoint is saved."""
@@ -175,21 +184,42 @@ class MegatronEngine:
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name in a PEFT folder without its prefix, full tensor) of what trains in a LoRA run, as `hf_weights` streams weights."""
-        assert self.lora is not None, "no adapters: train_type is full"
         gather_weights(self.chunks)
-        return self.lora.stream(lambda p: p.data)
+        return self._adapters().stream(lambda p: p.data)
+
+    def _adapters(self) -> RankAdapters:
+        assert self.lora is not None, "no adapters: train_type is full"
+        return self.lora
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, gradient) after `accumulate`, as `hf_weights` streams weights, of LoRA as `adapter_weights`. Frozen ones are zero."""
         stream = self.weights.stream if self.lora is None else self.lora.stream
         return stream(lambda p: getattr(p, "main_grad", None))
 
+    def keep_reference(self, on_host: bool = False) -> None:
+        """From now on `reference` is the model as it is now; adapters that are new need no copy: without them the model is the base."""
+        gather_weights(self.chunks)
+        if self.lora is None or self.cfg.lora.adapters is not None:
+            self.remembered = ReferenceWeights(self._live, on_host)
+
+    def _live(self) -> list[Tensor]:
+        """What a reference has values of its own of: everything, or what trains beside a frozen base."""
+        if self.lora is not None:
+            return [p.tensor.data for p in (*self.lora.placed, *self.lora.saved)]
+        return [p.tensor.data for p in self.weights.placed]
+
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """The base model for the length of a block: adapters off. Not around `train_batch`."""
-        assert self.lora is not None, "no adapters: train_type is full"
-        with self.lora.off():
+        """The reference model for the length of a block. Not around `train_batch`."""
+        gather_weights(self.chunks)
+        with self.remembered.exchanged() if self.remembered is not None else self._adapters().off():
             yield
+
+    def move_reference(self, share: float) -> None:
+        """reference = share x model + (1 - share) x reference."""
+        assert self.remembered is not None, "keep_reference was not called"
+        gather_weights(self.chunks)
+        self.remembered.blend(share)
 
     def export(self, folder: Path, source: Path) -> None:
         """A Hugging Face folder from all ranks' weights, streamed; rank 0 writes. Collective."""
@@ -202,10 +232,9 @@ class MegatronEngine:
 
     def write_adapter(self, folder: Path, base: str) -> None:
         """Adapters and fully trained modules in float32, as PEFT saves them; rank 0 writes. Collective."""
-        assert self.lora is not None, "no adapters: train_type is full"
         weights = self.adapter_weights()
         if self.rank == 0:
-            write_adapter(folder, self.lora.plan, weights, base)
+            write_adapter(folder, self._adapters().plan, weights, base)
         else:
             for _ in weights:
                 pass

@@ -26,8 +26,9 @@ from megaswift.engine.megatron.model_config import distributed_optimizer
 from megaswift.engine.megatron.passes import Pass
 from megaswift.engine.megatron.rope import PositionRotary, inverse_frequencies, local_frequencies
 from megaswift.engine.megatron.router import BalancedRouter
+from megaswift.engine.megatron.scalar_head import ScalarHead
 from megaswift.families.spec import Features, ModelSpec
-from megaswift.losses.contract import FIELDS, Needs
+from megaswift.losses.contract import Needs
 
 
 class SwiftGPT(GPTModel):
@@ -65,26 +66,34 @@ class SwiftGPT(GPTModel):
 
     def _fields(self, hidden: Tensor) -> Tensor:
         """hidden [s / cp (/ tp), b, h] to the needed fields [f, b, s]; 0 where there is no label."""
-        group, step = self.pg_collection.tp, self.step
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, group=group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        step, shared = self.step, self.needs.head is None
+        hidden = self._whole(hidden, shared)
         b, s = step.labels.shape
         wanted = step.labelled.t().reshape(-1).nonzero().squeeze(1)  # hidden is [s, b, h]: rows of the flat [s x b]
         picked = hidden.reshape(s * b, -1).index_select(0, wanted)
         labels = step.labels.t().reshape(-1).index_select(0, wanted)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
-        first = group.rank() * weight.shape[0]
-        names = tuple(f for f in FIELDS if f in self.needs.fields)
-        features: Features = self.config.features
-        shard = HeadShard(first, self.real_vocabulary - first, group, self.needs.temperature, names,
-                          features.logit_scale, features.logit_softcap)
-        values = VocabularyHead.apply(picked, weight, labels, shard)
-        full = values.new_zeros(len(names), s * b).index_copy(1, wanted, values)
-        full = full.view(len(names), s, b).transpose(1, 2)
+        values = self._vocabulary(picked, labels) if shared else self.score(picked)
+        full = values.new_zeros(len(values), s * b).index_copy(1, wanted, values)
+        full = full.view(len(values), s, b).transpose(1, 2)
         cp = self.pg_collection.cp
         return join(full, step.order, step.index, cp) if cp.size() > 1 else full.contiguous()
+
+    def _whole(self, hidden: Tensor, shared: bool) -> Tensor:
+        """The hidden states of this rank's positions. `shared`: each tensor-parallel rank has a part of the head, so gradients add up."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=shared, group=group)
+        return copy_to_tensor_model_parallel_region(hidden, group=group) if shared else hidden
+
+    def _vocabulary(self, picked: Tensor, labels: Tensor) -> Tensor:
+        """hidden [t, h] and labels [t] to the needed fields [f, t]."""
+        group = self.pg_collection.tp
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        first = group.rank() * weight.shape[0]
+        features: Features = self.config.features
+        shard = HeadShard(first, self.real_vocabulary - first, group, self.needs.temperature, self.needs.names,
+                          features.logit_scale, features.logit_softcap)
+        return VocabularyHead.apply(picked, weight, labels, shard)
 
 
 def scaling(features: Features) -> Callable[..., Tensor]:
@@ -124,6 +133,9 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
         else:
             model.rotary_pos_emb.inv_freq = inv_freq.to(context.device)
         model.real_vocabulary = spec.vocab_size
+        if spec.scored and model.post_process:
+            del model.output_layer
+            model.score = ScalarHead(spec.hidden_size, config.params_dtype)
         model.needs = Needs()
         if model.pre_process:
             model.embedding.embedding_dropout.p = 0.0  # transformers drops what attention and MLP add, never embeddings

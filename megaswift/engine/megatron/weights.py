@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaswift.bridge.dist_keys import padded_vocabulary
+from megaswift.bridge.new_head import drawn
 from megaswift.bridge.plan import Entry, Group, WeightPlan
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.model import SwiftGPT
@@ -225,8 +225,7 @@ class RandomSource:
         if len(shape) == 1 and "norm" in name:
             return torch.full(shape, self.norm)[index]
         if self._last[0] != name:  # fused parameters ask for one tensor in many pieces
-            generator = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
-            self._last = name, torch.randn(shape, generator=generator).mul_(self.std)
+            self._last = name, drawn(name, shape, self.std, self.seed)
         return self._last[1][index]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -85,6 +85,10 @@ class Replicated:
     def trained(self) -> Iterator[str]:
         """Names of the parameters that train."""
         return (name for name, p in self.parameters.items() if p.requires_grad)
+
+    def live(self, names: Iterable[str]) -> list[Tensor]:
+        """This rank's parts of these weights."""
+        return [self.local(self.parameters[name].data) for name in names]
 
     def place(self, name: str, kind: str) -> Tensor:
         """Where this rank keeps its part."""

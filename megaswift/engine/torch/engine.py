@@ -6,7 +6,7 @@ Owns the order in which the parts are built and used. The losses, their normalis
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megaswift.bridge.model_folder import write_model
 from megaswift.config import SwiftConfig
 from megaswift.engine.objective import Objective, count, outputs_of, report
 from megaswift.engine.protocol import ParameterReport, StepResult
+from megaswift.engine.reference import ReferenceWeights
 from megaswift.engine.torch import adapters, checkpoint, model
 from megaswift.engine.torch.choice import wrap
 from megaswift.engine.torch.context import TorchContext
@@ -36,6 +37,7 @@ class TorchEngine:
         self.spec, self.cfg, self.context, self.kind, self.folder = spec, cfg, context, cfg.engine.engine, folder
         self.layout, self.rank, self.vocab_size = context.layout, context.rank, spec.vocab_size
         self.adapts = cfg.model.train_type != "full"
+        self.remembered: ReferenceWeights | None = None
         self.dtype = _compute_dtype(cfg, folder, context.device)
 
     def load_hf(self, directory: Path) -> None:
@@ -51,7 +53,7 @@ class TorchEngine:
         self._build(directory, weights=False)
 
     def _build(self, directory: Path, weights: bool) -> None:
-        self.fields = model.prepare(directory, self.cfg, weights)
+        self.fields = model.prepare(directory, self.cfg, weights, self.spec)
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
         self.strategy = wrap(self.kind, self.fields, self.cfg, self.context, self.dtype)
@@ -112,6 +114,25 @@ class TorchEngine:
         found = [outputs_of(self._fields(batch.to(self.context.device)), needs) for batch in microbatches]
         self.strategy.module.train()
         return found
+
+    def keep_reference(self, on_host: bool = False) -> None:
+        """From now on `reference` is the model as it is now; adapters that are new need no copy: without them the model is the base."""
+        if self.adapts and self.cfg.lora.adapters is None:
+            return
+        names = list(self.strategy.trained()) if self.adapts else list(self.shapes)
+        self.remembered = ReferenceWeights(lambda: self.strategy.live(names), on_host)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """The reference model for the length of a block. Not around `train_batch`."""
+        peft: Any = self.fields.model
+        with self.remembered.exchanged() if self.remembered is not None else peft.disable_adapter():
+            yield
+
+    def move_reference(self, share: float) -> None:
+        """reference = share x model + (1 - share) x reference."""
+        assert self.remembered is not None, "keep_reference was not called"
+        self.remembered.blend(share)
 
     def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on rank 0; every rank iterates. Not of a run with adapters: they merge on disk."""

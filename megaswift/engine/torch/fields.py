@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.engine.torch.adapters import base
-from megaswift.losses.contract import FIELDS, Needs
+from megaswift.losses.contract import Needs
 
 
 def fields_of(logits: Tensor, labels: Tensor, needs: Needs) -> Tensor:
-    """float32 [f, ...] from logits [..., v] and labels [...], in the order of `FIELDS`."""
+    """float32 [f, ...] from logits [..., v] and labels [...], in the order of `needs.names`."""
     scaled = logits.float()
     if needs.temperature != 1.0:
         scaled = scaled / needs.temperature
@@ -32,7 +32,7 @@ def fields_of(logits: Tensor, labels: Tensor, needs: Needs) -> Tensor:
         values["mean_logit"] = scaled.mean(-1)
     if "log_sum_sq" in needs.fields:
         values["log_sum_sq"] = (2 * (scaled - normaliser[..., None])).logsumexp(-1)
-    return torch.stack([values[name] for name in FIELDS if name in needs.fields])
+    return torch.stack([values[name] for name in needs.names])
 
 
 class FieldsModel(nn.Module):
@@ -53,9 +53,18 @@ class FieldsModel(nn.Module):
         columns = labelled.any(0).nonzero().squeeze(1)
         if columns.numel() == 0:
             columns = columns.new_zeros(1)  # every rank goes through every layer
+        if self.needs.head:
+            return self._values(columns, labelled, {"input_ids": input_ids, "position_ids": positions, **extra})
         chosen: dict[str, Any] = {"logits_to_keep": columns} if self.chooses else {}
         logits = self.model(input_ids=input_ids, position_ids=positions, use_cache=False, **chosen, **extra).logits
         if not self.chooses:
             logits = logits[:, columns]
         found = fields_of(logits, labels[:, columns], self.needs) * labelled[:, columns]
         return found.new_zeros(found.shape[0], *labels.shape).index_copy(2, columns, found)
+
+    def _values(self, columns: Tensor, labelled: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """float32 [1, b, s] of a model with a scalar head; transformers' own forward pass gives one number a row."""
+        model: Any = base(self.model)
+        hidden = model.base_model(use_cache=False, **inputs).last_hidden_state
+        found = model.score(hidden[:, columns]).float().squeeze(-1) * labelled[:, columns]
+        return found.new_zeros(1, *labelled.shape).index_copy(2, columns, found[None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -86,6 +87,13 @@ class Sharded(Replicated):
             whole = tensor.to(self.context.device)
             tensor = distribute_tensor(whole, place.device_mesh, place.placements).to(place.device)
         super().put(name, kind, tensor)
+
+    def live(self, names: Iterable[str]) -> list[Tensor]:
+        """This rank's parts; whole weights that a forward pass without gradient left behind are freed, or it would go on with them."""
+        for part in self.bare.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        return super().live(names)
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor."""

@@ -12,34 +12,46 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.export import has_weights
+from megaswift.bridge.new_head import NEW, new_head
 from megaswift.bridge.open import open_weights
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch.fields import FieldsModel
 from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.families.spec import ModelSpec
 
 ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfused": "eager"}
 """`--attn_impl` to transformers' name."""
 
 
-def build(folder: Path, cfg: SwiftConfig, weights: bool) -> nn.Module:
+def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec) -> nn.Module:
     """The model in float32 on the CPU, with the folder's weights or with random ones from the seed: the same on every rank."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one a rank
     trust, attention = cfg.model.trust_remote_code, ATTENTION[cfg.model.attn_impl]
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    auto: Any = AutoModelForSequenceClassification if spec.scored else AutoModelForCausalLM
     try:
         if weights:
             options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True}
-            return AutoModelForCausalLM.from_pretrained(folder, **options)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+            return _loaded(auto, folder, options, cfg, spec)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {}))
         with torch.random.fork_rng():
             torch.manual_seed(cfg.train.seed)
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
+            return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
     except (OSError, ValueError, ImportError) as error:  # what transformers raises for a folder or an option that it cannot serve
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise WeightsError(Problem(f"--model {folder}", f"transformers cannot load it: {reason}")) from None
+
+
+def _loaded(auto: Any, folder: Path, options: dict[str, Any], cfg: SwiftConfig, spec: ModelSpec) -> nn.Module:
+    if not spec.scored:
+        return auto.from_pretrained(folder, **options)
+    model = auto.from_pretrained(folder, num_labels=1, **options)
+    if NEW not in open_weights(folder).names():
+        model.score.weight.data.copy_(new_head(spec, cfg.train.seed))
+    return model
 
 
 def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
@@ -58,7 +70,7 @@ def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     options = peft.LoraConfig(
         r=lora.lora_rank, lora_alpha=alpha, lora_dropout=lora.lora_dropout, use_rslora=lora.use_rslora, use_dora=lora.use_dora,
         target_modules=targets, target_parameters=list(lora.target_parameters) or None,
-        modules_to_save=list(lora.modules_to_save) or None, task_type="CAUSAL_LM")
+        modules_to_save=list(lora.modules_to_save) or None, task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(cfg.train.seed)
         try:
@@ -83,9 +95,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def prepare(folder: Path, cfg: SwiftConfig, weights: bool) -> FieldsModel:
+def prepare(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec) -> FieldsModel:
     """Everything that is done to a model before it is wrapped."""
-    model = build(folder, cfg, weights)
+    model = build(folder, cfg, weights, spec)
     freeze(model, cfg.model.freeze_parameters)
     if cfg.model.recompute_granularity == "full":
         cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

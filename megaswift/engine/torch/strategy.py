@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,9 @@ class Strategy(Protocol):
 
     def trained(self) -> Iterator[str]:
         """Names of the parameters that train."""
+
+    def live(self, names: Iterable[str]) -> list[Tensor]:
+        """This rank's parts of these weights, as the next forward pass reads them: to be written in place."""
 
     def sizes(self) -> tuple[int, int, int, int]:
         """(parameters, bytes of weights, of gradients, of optimizer states) of this rank."""

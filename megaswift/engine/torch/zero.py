@@ -20,7 +20,7 @@ must take part on every rank alike; a rank without a label still runs the backwa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -145,6 +145,16 @@ class ZeroStrategy:
     def trained(self) -> Iterator[str]:
         """Names of the parameters that train."""
         return (name for name, p in self._names.items() if p.requires_grad)
+
+    def live(self, names: Iterable[str]) -> list[Tensor]:
+        """This rank's parts of these weights; of small ones, which stage 3 keeps whole as well, both."""
+        found = []
+        for parameter in (self._names[name] for name in names):
+            if (part := getattr(parameter, "ds_tensor", None)) is not None:
+                found.append(part)
+            if part is None or parameter.numel():
+                found.append(parameter.data)
+        return found
 
     def full(self, name: str, kind: str) -> Tensor:
         """The whole float32 tensor: weight, gradient (after the last backward of a step), exp_avg or exp_avg_sq. Collective."""

@@ -1,0 +1,41 @@
+"""Models that end in one number a token instead of the vocabulary: reward models, critics, transformers' `...ForSequenceClassification`.
+
+Owns what of a config.json says so, and how a language model becomes one. Its weight is a row of `blocks.HEAD`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megaswift.errors import Problem, WeightsError
+from megaswift.families.spec import SCORE, ModelSpec
+
+LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+
+
+def has_score(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is of a classifier; WeightsError where it has more than one label."""
+    architectures = config.get("architectures") or []
+    if not (isinstance(architectures, list) and any(str(a).endswith(CLASSIFIER) for a in architectures)):
+        return False
+    labels = len(config.get("id2label") or {}) or config.get("num_labels", 2)
+    if labels != 1:
+        raise WeightsError(Problem("config.json", f"is of a classifier with {labels} labels; a reward model has one",
+                                   "num_labels=1, or the language model itself"))
+    return True
+
+
+def language_model(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The config.json of the language model under the head."""
+    return {**config, "architectures": [architecture]}
+
+
+def with_score(spec: ModelSpec) -> ModelSpec:
+    """The same model with a scalar head in place of the vocabulary's; one that has it stays as it is."""
+    if spec.scored:
+        return spec
+    names = [str(a).replace(LANGUAGE, CLASSIFIER) for a in spec.hf_config.get("architectures") or []]
+    config = {**spec.hf_config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return replace(spec, head=SCORE, tied=False, hf_config=config)
