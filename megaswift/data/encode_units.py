@@ -57,7 +57,9 @@ class UnitEncoder:
         row = self._texts.named(row)
         unit = recognise(row, self.spec.task).parse(row)
         assert isinstance(unit, Unit)
-        return replace(unit, samples=tuple(with_system(s, self.spec.system) if s.messages else s for s in unit.samples))
+        if self.spec.system and not unit.samples[0].messages:
+            raise RowError("prompt", "a text, trained without a chat template; --system has no place in it", "messages, or no --system")
+        return replace(unit, samples=tuple(with_system(s, self.spec.system) for s in unit.samples))
 
     def _rendered(self, unit: Unit) -> list[Rendered]:
         """The text and the loss spans of each document."""

@@ -136,6 +136,8 @@ BAD = [
     ("dpo", {"messages": [{"role": "bot"}], "rejected_response": "x"}, "messages[0].role", "one of system", None),
     ("dpo", {"messages": [U, A], "rejected_response": "x", "margin": "wide"}, "margin", 'str "wide"; expected a number', None),
     ("dpo", {"messages": [U, A], "rejected_response": "x", "margin": math.inf}, "margin", "a number", None),
+    ("dpo", {"prompt": "x", "chosen": "y", "rejected": "z", "system": "s"}, "system", "beside texts", None),
+    ("kto", {"prompt": "x", "completion": "y", "label": 1, "tools": [TOOL]}, "tools", "beside texts", None),
     ("dpo", {"chosen": 1, "rejected": [U]}, "chosen", "a string or a list of messages", None),
     ("dpo", {"instruction": "x", "output": ["a"]}, "output", "[chosen, rejected], two strings", None),
     ("dpo", {"instruction": "x", "chosen": 1, "rejected": "a"}, "chosen", "a string", None),

@@ -147,6 +147,13 @@ def test_a_conversation_needs_a_template_and_texts_do_not(tmp_path: Path) -> Non
         made(tmp_path, [pair("q", "a", "b")], name=None)
 
 
+def test_a_system_message_goes_into_both_conversations_and_into_no_text(tmp_path: Path) -> None:
+    kept, tok = made(tmp_path, [pair("q", "a", "b")], system="be"), tokenizer("qwen", "bare")
+    assert all(tok.decode(kept.docs.read(i)[0]).startswith("<|im_start|>system\nbe<|im_end|>") for i in (0, 1))
+    with pytest.raises(DataError, match="--system has no place in it"):
+        made(tmp_path, PLAIN[:1], system="be")
+
+
 LONG = [pair("q", "a", "b"), pair("q", "a " * 30, "b"), pair("word " * 40, "a", "b"), pair("q", "same " * 40 + "a", "same " * 40 + "b")]
 
 

@@ -27,6 +27,13 @@ def _read(row: Row, column: str) -> str | Sample:
     return conversation([value] if isinstance(value, dict) else value, column)
 
 
+def _plain(row: Row) -> None:
+    """RowError for what only a chat template could write into plain texts."""
+    for column in ("system", "tools"):
+        if row.get(column):
+            raise RowError(column, "beside texts, which are trained without a chat template", "messages in prompt and answers")
+
+
 def _said(value: str | Sample, role: str) -> Sample:
     return Sample(({"role": role, "content": value},), (None,)) if isinstance(value, str) else value
 
@@ -56,6 +63,7 @@ def parse(row: Row) -> Unit:
             if chosen != rejected:
                 prompt = prompt.removesuffix(" ")
             chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]
+        _plain(row)
         return texts(prompt, {"chosen": chosen, "rejected": rejected}, number(row))
     return pair(_joined(row, prompt, chosen), _joined(row, prompt, rejected), number(row), ("chosen", "rejected"))
 
@@ -64,6 +72,7 @@ def parse_labelled(row: Row) -> Unit:
     """A labelled completion."""
     prompt, answer = _read(row, "prompt"), _read(row, "completion")
     if isinstance(prompt, str) and isinstance(answer, str):
+        _plain(row)
         return texts(prompt, {"completion": answer}, truth(row))
     sample = _joined(row, prompt, answer)
     begin = None if _whole(answer) else len(sample.messages) - len(_said(answer, "assistant").messages)
