@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
+from megaswift.config.accelerate_options import not_read
 from megaswift.config.worker import is_worker
 from megaswift.entry import other_processes
 from megaswift.errors import ConfigError, Problem
@@ -50,7 +51,9 @@ class Trainer:
 def launch_problems(cfg: SwiftConfig) -> list[Problem]:
     """Launch options that this process does not follow: the Python API starts no other process."""
     if is_worker(os.environ):
-        return other_processes(cfg)
+        return [*not_read(os.environ), *other_processes(cfg)]
+    if cfg.launch.launcher != "torchrun":
+        return [Problem(f"--launcher {cfg.launch.launcher}", "the Python API starts no processes", "the command line: megaswift sft")]
     wanted = local.world_size(cfg.launch)
     if wanted == int(os.environ.get("WORLD_SIZE", "1")):
         return []

@@ -1,4 +1,4 @@
-"""What every training command does: parse, check, then start torchrun or train in this process.
+"""What every training command does: parse, check, then start processes (torchrun, Ray) or train in this one.
 
 Owns the order of these and the exit codes. Workers of any launcher come through here too; how a mistake is told is `refusal.py`.
 """
@@ -14,17 +14,19 @@ from pathlib import Path
 from megaswift import log
 from megaswift.commands import HELP
 from megaswift.config import SwiftConfig, load
-from megaswift.config.worker import COUNTS, accelerate_engines, accelerate_notices, is_worker, started, without_local_rank
+from megaswift.config.accelerate_options import notices
+from megaswift.config.worker import COUNTS, is_worker, other_launcher, started, without_local_rank
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.launchers import local
+from megaswift.launchers import local, ray_train
 from megaswift.refusal import leave, refuse
 from megaswift.stdout import reader_may_leave
 
 INTERRUPTED = 128 + signal.SIGINT
+RAY_FIX = "--num_workers N wherever there is room, or --placement_strategy strict_pack for one machine"
 
 
 def main(task: str, argv: Sequence[str] | None = None) -> int:
-    """The command line of `task`; returns the exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else torchrun's."""
+    """The command line of `task`; returns the exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else the launcher's."""
     words = list(sys.argv[1:] if argv is None else argv)
     if any(w in HELP for w in words):
         from megaswift.config.helptext import task_help
@@ -46,12 +48,12 @@ def _go(task: str, words: list[str]) -> int:
     cfg = load(task, words, complete=True)
     worker = is_worker(os.environ)
     world = int(os.environ["WORLD_SIZE"]) if worker else local.world_size(cfg.launch)
-    other = other_processes(cfg) if worker else []
+    other = other_processes(cfg) if worker else ray_train.missing(cfg.launch)
     if other:
         raise ConfigError(other)
     if not worker or "MEGASWIFT_CHECKED" not in os.environ:
-        alone = not local.wants_torchrun(cfg.launch)
-        for notice in (*cfg.notices, *accelerate_notices(os.environ, alone, "torch_dtype" in cfg.given)):
+        alone = not worker and not local.wants_processes(cfg.launch)
+        for notice in (*cfg.notices, *notices(os.environ, cfg, alone)):
             log.info(notice)
 
     from megaswift.trainers.engine_choice import settle
@@ -59,7 +61,11 @@ def _go(task: str, words: list[str]) -> int:
 
     cfg = settle(cfg, world)
     preflight(cfg, world)
-    if not worker and local.wants_torchrun(cfg.launch):
+    if not worker and cfg.launch.launcher == "ray":
+        counted = {"num_workers", "nproc_per_node"} & cfg.given  # else by NPROC_PER_NODE, which is this machine's
+        said = [] if counted else ["--nproc_per_node", str(cfg.launch.nproc_per_node)]
+        return ray_train.start(cfg.launch, cfg.task, [*words, *said], os.environ)
+    if not worker and local.wants_processes(cfg.launch):
         return start_torchrun(cfg, words, {**os.environ, "MEGASWIFT_CHECKED": "1"})
     run(cfg)
     return 0
@@ -72,11 +78,11 @@ def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str,
 
 
 def other_processes(cfg: SwiftConfig) -> list[Problem]:
-    """Options that say otherwise than the launcher that started this worker, and launcher's options that would have no effect."""
-    found = accelerate_engines(os.environ)
+    """Options that say otherwise than the launcher that started this worker."""
+    found = other_launcher(cfg.launch.launcher, os.environ)
     for name in COUNTS:
         wanted, real = cfg.value(name), started(name, os.environ)
         if wanted is not None and real is not None and wanted != real:
-            fix = "leave it out here, and say it to torchrun, accelerate or deepspeed"
+            fix = RAY_FIX if cfg.launch.launcher == "ray" else "leave it out here, and say it to torchrun, accelerate or deepspeed"
             found.append(Problem(f"--{name} {wanted}", f"the launcher was started with {real}", fix))
     return found

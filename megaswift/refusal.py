@@ -55,12 +55,13 @@ def _say(text: str) -> None:
 
 
 def _marker(environ: Mapping[str, str]) -> Path | None:
-    """A file that the ranks of one machine and one attempt share: they are children of one launcher. None without one."""
+    """A file that the ranks of one machine and one attempt share: children of one launcher, or of Ray's. None without one."""
     if not is_worker(environ):
         return None
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     run = "".join(c for c in environ.get("TORCHELASTIC_RUN_ID", "") if c.isalnum())
-    return Path(tempfile.gettempdir(), f"megaswift-{os.getuid()}-{os.getppid()}-{run}-{environ.get('MASTER_PORT', '0')}-{attempt}")
+    parent = environ.get("MEGASWIFT_RUN", os.getppid())
+    return Path(tempfile.gettempdir(), f"megaswift-{os.getuid()}-{parent}-{run}-{environ.get('MASTER_PORT', '0')}-{attempt}")
 
 
 def _fresh(said: Path) -> bool:

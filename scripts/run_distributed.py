@@ -54,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(problems)
         if not mine.use_torchrun or is_worker(os.environ):  # a worker's torchrun is there already
             return entry.main(mine.algorithm, words)
-        return entry.start_torchrun(load(mine.algorithm, words, complete=True), words, os.environ)
+        cfg = load(mine.algorithm, words, complete=True)
+        if cfg.launch.launcher != "torchrun":
+            raise ConfigError(Problem("--use_torchrun", f"the launcher is {cfg.launch.launcher}", "one of the two"))
+        return entry.start_torchrun(cfg, words, os.environ)
     except UserError as error:
         return refuse(error, os.environ)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megaswift.config.batch import batch_problems
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
+from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.rule import Clash, Ignored, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.values import show
@@ -30,10 +31,6 @@ def _is_folder(c: Sections) -> bool:
 
 def _recomputes(c: Sections, *parts: str) -> bool:
     return c.model.recompute_granularity == "selective" and bool(set(parts) & set(c.model.recompute_modules))
-
-
-def _one_machine(c: Sections) -> bool:
-    return c.launch.nnodes in (None, 1)
 
 
 _SCHEDULE = ("lr_scheduler_type",)
@@ -107,10 +104,7 @@ IGNORED: tuple[Ignored, ...] = (
             "with train_type {train_type} the export is OUT/adapter, and OUT/hf with merge_lora only", "--merge_lora true"),
     Ignored("freeze_parameters", _LORA, lambda c: c.model.train_type != "full",
             "with train_type {train_type} no weight of the model trains but modules_to_save", "--train_type full"),
-    Ignored("node_rank", ("nnodes",), _one_machine, "there is one machine", "--nnodes 2"),
-    Ignored("master_addr", ("nnodes",), _one_machine, "there is one machine", "--nnodes 2"),
-    Ignored("master_port", ("nnodes", "nproc_per_node"), lambda c: _one_machine(c) and c.launch.nproc_per_node is None,
-            "there is one process", "--nproc_per_node 2"),
+    *LAUNCH_IGNORED,
     *ENGINE_IGNORED,
 )
 
@@ -184,12 +178,7 @@ CLASHES: tuple[Clash, ...] = (
           "is longer than the run of {max_steps} steps", "--warmup_steps {max_steps}"),
     Clash(("min_lr", "learning_rate"), lambda c: c.optim.min_lr > c.optim.learning_rate,
           "is above learning_rate {learning_rate}", "--min_lr 0"),
-    Clash(("node_rank", "nnodes"), lambda c: c.launch.nnodes is not None and 1 < c.launch.nnodes <= (c.launch.node_rank or 0),
-          "counts machines from 0, and there are {nnodes}", "--node_rank 0"),
-    Clash(("nnodes", "master_addr"), lambda c: (c.launch.nnodes or 1) > 1 and c.launch.master_addr is None,
-          "needs the address of machine 0", "--master_addr HOST (or MASTER_ADDR)"),
-    Clash(("nnodes", "node_rank"), lambda c: (c.launch.nnodes or 1) > 1 and c.launch.node_rank is None,
-          "needs the number of this machine", "--node_rank 0 (or NODE_RANK)"),
+    *LAUNCH_CLASHES,
     *ENGINE_CLASHES,
 )
 

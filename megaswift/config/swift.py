@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from megaswift.config.accelerate_options import from_accelerate
 from megaswift.config.resolve import resolve
 from megaswift.config.rules import ignored_names
 from megaswift.config.sections import OPTIONS, SECTIONS, Sections
@@ -43,7 +44,9 @@ class SwiftConfig(Sections):
     def replace(self, **options: Any) -> SwiftConfig:
         """The same configuration with these options over it; a value of None unsets one."""
         kept = {n: self.value(n) for n in sorted(self.given)}
-        return type(self).from_sources(self.task, [from_mapping(kept), from_mapping(options)])
+        ambient = {n: self.value(n) for n, o in OPTIONS.items() if n not in kept and self.value(n) != o.default}
+        sources = [replace(from_mapping(ambient), ambient=True), from_mapping(kept), from_mapping(options)]
+        return type(self).from_sources(self.task, sources)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by section, complete enough to repeat the run; options that play no part are left out."""
@@ -67,11 +70,13 @@ def _plain(value: Any) -> Any:
 def load(task: str | None, argv: Sequence[str], complete: bool = False, environ: Mapping[str, str] | None = None) -> SwiftConfig:
     """A configuration from a command line: file, then environment (launch options only), then flags, the last one counts.
 
+    What `accelerate launch` was told comes before all.
+
     `complete`: it must name a model and a data set. `task` None: the file says.
     """
     environ = os.environ if environ is None else environ
     line = read_command_line(list(argv))
-    sources = [read_file(f) for f in line.files]
+    sources = [from_accelerate(environ), *(read_file(f) for f in line.files)]
     if not is_worker(environ):
         sources.append(from_environment(environ))
     sources.append(Source(tuple(line.givens), tuple(line.problems)))

@@ -15,14 +15,14 @@ from megaswift.config.launch import LaunchConfig
 DEFAULT_PORT = 29500
 
 
-def wants_torchrun(launch: LaunchConfig) -> bool:
+def wants_processes(launch: LaunchConfig) -> bool:
     """Whether a number of processes or machines was said; if not, the run is this very process."""
-    return launch.nproc_per_node is not None or launch.nnodes is not None
+    return launch.nproc_per_node is not None or launch.nnodes is not None or launch.launcher == "ray"
 
 
 def world_size(launch: LaunchConfig) -> int:
     """Processes of the whole run."""
-    return (launch.nproc_per_node or 1) * (launch.nnodes or 1)
+    return launch.num_workers or (launch.nproc_per_node or 1) * (launch.nnodes or 1)
 
 
 def command(launch: LaunchConfig, script: Path, argv: Sequence[str]) -> list[str]:

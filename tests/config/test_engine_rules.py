@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from megaswift.config import SwiftConfig
+from megaswift.config import SwiftConfig, load
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED, FSDP_ONLY, NATIVE_ONLY, engine_of
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
-from megaswift.families import FAMILIES
+from megaswift.families import FAMILIES, ModelSpec, family_of
 from megaswift.families.unlisted import unlisted_spec
 from megaswift.trainers.engine_choice import choose, parameters, settle
 from tests.config.test_rules import problems
@@ -61,14 +62,25 @@ def test_contradictions() -> None:
 
 @pytest.mark.parametrize(("options", "kind"), [
     ({}, "megatron"), ({"use_fsdp": True}, "fsdp2"), ({"fsdp": "full_shard auto_wrap"}, "fsdp2"), ({"engine": "fsdp"}, "fsdp2"),
-    ({"training": {"distributed_strategy": "ddp"}}, "ddp"),
-    ({"training": {"distributed_strategy": "deepspeed"}}, "zero2"), ({"deepspeed": "zero3"}, "zero3"),
+    ({"deepspeed": "zero3"}, "zero3"),
     ({"deepspeed": str(ROOT / "configs/deepspeed/zero3_offload.json")}, "zero3_offload"),
     ({"engine": "native"}, "megatron")])
 def test_spellings(options: dict[str, object], kind: str) -> None:
     cfg = SwiftConfig(**options)
     assert engine_of(cfg) == kind
     assert settle(cfg, 2).engine.engine == kind
+
+
+@pytest.mark.parametrize(("word", "kind"), [("auto", "auto"), ("ddp", "ddp"), ("deepspeed", "zero2"), ("fsdp", "fsdp2")])
+def test_distributed_strategy_in_a_file(word: str, kind: str, tmp_path: Path) -> None:
+    """As other toolkits write it, in their section."""
+    (tmp_path / "run.yaml").write_text(f"training:\n  distributed_strategy: {word}\n  max_steps: 3\n")
+    cfg = load("sft", [str(tmp_path / "run.yaml")])
+    assert engine_of(cfg) == kind and cfg.train.max_steps == 3
+    assert engine_of(load("sft", ["--distributed_strategy", word])) == kind
+    with pytest.raises(ConfigError, match=r"run.yaml:2 distributed_strategy: zero9"):
+        (tmp_path / "run.yaml").write_text("training:\n  distributed_strategy: zero9\n")
+        load("sft", [str(tmp_path / "run.yaml")])
 
 
 def test_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,22 +90,58 @@ def test_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert settle(SwiftConfig(model=model, engine="auto", tp=2), 2).engine.engine == "megatron"
 
 
-def size(**fields: int) -> dict[str, object]:
-    """A config.json of no family."""
-    return {"model_type": "new", "vocab_size": 128_000, "num_attention_heads": 32, **fields}
+SIZES = {  # layers, width, MLP; the published sizes of Qwen3 0.6 B, 4 B and 8 B, of Llama 3 70 B
+    "0.6": (28, 1024, 3072), "4": (36, 2560, 9728), "8": (36, 4096, 12288), "70": (80, 8192, 28672)}
 
 
-def test_auto_by_size() -> None:
-    seven = unlisted_spec(size(num_hidden_layers=80, hidden_size=8192, intermediate_size=28672, num_key_value_heads=8, head_dim=128))
-    assert 50e9 < parameters(seven) < 80e9
-    assert choose(seven, False, 8)[0] == "fsdp2" and choose(seven, False, 1)[0] == "ddp" and choose(seven, True, 8)[0] == "megatron"
+def dense(name: str) -> ModelSpec:
+    """A model of no family of about so many billions of parameters."""
+    layers, width, inner = SIZES[name]
+    spec = unlisted_spec({"model_type": "new", "vocab_size": 128_000, "num_attention_heads": 32, "num_key_value_heads": 8,
+                          "head_dim": width // 32, "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner})
+    assert parameters(spec) / 1e9 == pytest.approx(float(name), rel=0.25)
+    return spec
+
+
+def experts(layers: int) -> ModelSpec:
+    """Qwen3-30B-A3B's layers, 48 there."""
+    raw = {"model_type": "qwen3_moe", "vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+           "num_hidden_layers": layers, "hidden_size": 2048, "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8,
+           "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+           "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False, "max_position_embeddings": 4096}
+    return family_of(raw).spec(raw)
+
+
+CHOICES = [
+    # model, a model-parallel axis, processes, DeepSpeed; what is taken, and what the reason says
+    (dense("0.6"), True, 8, True, "megatron", "a model-parallel axis is set"),
+    (dense("70"), True, 1, False, "megatron", "a model-parallel axis is set"),
+    (experts(48), False, 8, True, "megatron", "30.5 B parameters in 128 experts a layer"),
+    (experts(4), False, 8, True, "zero2", "3.11 B parameters: gradients and optimizer states in parts"),
+    (dense("0.6"), False, 8, True, "ddp", "B parameters"),
+    (dense("4"), False, 8, True, "zero2", "B parameters: gradients and optimizer states in parts"),
+    (dense("8"), False, 8, True, "fsdp2", "B parameters: weights in parts too"),
+    (dense("70"), False, 8, True, "fsdp2", "B parameters: weights in parts too"),
+    (dense("4"), False, 8, False, "fsdp2", "and deepspeed is not installed"),
+    (dense("70"), False, 8, False, "fsdp2", "B parameters"),
+    (dense("0.6"), False, 8, False, "ddp", "B parameters"),
+    (dense("4"), False, 1, True, "ddp", "on one process"),
+    (dense("70"), False, 1, False, "ddp", "on one process"),
+]
+
+
+@pytest.mark.parametrize("row", CHOICES, ids=lambda row: f"{row[4]}-{row[2]}")
+def test_auto_by_axes_size_and_machine(row: tuple[ModelSpec, bool, int, bool, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, axes, world, deepspeed, engine, reason = row
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if deepspeed else None)
+    taken, why = choose(spec, axes, world)
+    assert taken == engine and reason in why, why
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sizes_are_near(variant: str) -> None:
     """The estimate from sizes alone, beside the exact count of the family's table."""
     from megaswift.bridge.plan import WeightPlan
-    from megaswift.families import family_of
 
     raw = json.loads(config(variant).to_json_string(use_diff=False))
     assert raw["model_type"] in FAMILIES

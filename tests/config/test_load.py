@@ -2,13 +2,14 @@
 
 import json
 import pickle
+import re
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
 
 from megaswift.config import SwiftConfig, load
-from megaswift.config.sections import TASKS
+from megaswift.config.engine_rules import engine_of
 from megaswift.errors import ConfigError
 
 
@@ -176,13 +177,17 @@ def test_replace_and_frozen() -> None:
     other = cfg.replace(lr=0.5, max_steps=None, parallel={"pp": 2})
     assert (other.parallel.tensor_parallel_size, other.parallel.pipeline_parallel_size, other.train.max_steps) == (2, 2, None)
     assert cfg.train.max_steps == 5 and SwiftConfig(train=other.train, optim=other.optim).optim.learning_rate == 0.5
+    eight = load("sft", ["--deepspeed", "zero2"], environ={"NPROC_PER_NODE": "8"})
+    assert eight.replace(engine="zero2").launch == eight.launch and eight.replace(engine="zero2").given == {"deepspeed", "engine"}
     with pytest.raises(FrozenInstanceError):
         cfg.task = "pt"  # type: ignore[misc]
     with pytest.raises(ConfigError, match="lr='x'"):
         cfg.replace(lr="x")
 
 
-EXAMPLES = sorted(f for task in TASKS for f in (Path(__file__).parents[2] / "configs" / task).glob("*.yaml"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+SIZE = re.compile(r"(\d+) x ([\d.]+) B(?: / (\d+))? = ([\d.]+) GB")
+"""`16 x 7 B / 8 = 14 GB`: bytes a parameter, billions of parameters, on so many GPUs."""
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: f"{p.parent.name}/{p.name}")
@@ -195,5 +200,19 @@ def test_the_examples_run_as_pasted(path: Path) -> None:
     cfg = load(task, [str(path), *argv[1:]], complete=True, environ=environ)
     p, dp = cfg.parallel, cfg.parallel.data_parallel_size
     world = (cfg.launch.nproc_per_node or 1) * (cfg.launch.nnodes or 1)
-    assert path.parent.name == task and f"configs/{task}/{path.name}" == argv[0]
+    assert path.parent.name in (task, "fallback", "ray") and f"configs/{path.parent.name}/{path.name}" == argv[0]
     assert dp is None or dp * p.tensor_parallel_size * p.pipeline_parallel_size * p.context_parallel_size == world
+    if path.parent.name == "ray":
+        assert cfg.launch.launcher == "ray" and cfg.launch.num_workers
+    for each, billions, parts, said in SIZE.findall(text):
+        assert not parts or int(parts) == world
+        assert float(said) == pytest.approx(float(each) * float(billions) / int(parts or 1), rel=0.02)
+
+
+def test_the_examples_cover_every_engine() -> None:
+    """Small, middle and large; the arithmetic of each is in its comments."""
+    folder = [path for path in EXAMPLES if path.parent.name == "fallback"]
+    engines = {path.name: engine_of(load("sft", [str(path)])) for path in folder}
+    assert set(engines.values()) >= {"auto", "ddp", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2"}
+    assert {name.split("_")[0] for name in engines} == {"auto.yaml", "small", "middle", "large"}
+    assert all(SIZE.search(path.read_text()) for path in folder if path.name != "auto.yaml")

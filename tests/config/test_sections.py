@@ -57,6 +57,8 @@ NEEDS = {
     "optimizer_cpu_offload": {}} | {
     name: {"train_type": "lora"} for name in ("lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules",
                                               "target_parameters", "modules_to_save", "adapters", "merge_lora")} | {
+    name: {"launcher": "ray", "num_workers": 2} for name in ("ray_address", "use_gpu", "cpus_per_worker", "placement_strategy")} | {
+    "launcher": {"num_workers": 2}, "num_workers": {"launcher": "ray"}} | {
     name: {"pp": 2} for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import load
-from megaswift.config.worker import accelerate_engines, accelerate_notices, is_worker, started, without_local_rank
+from megaswift.config.accelerate_options import from_accelerate
+from megaswift.config.worker import is_worker, other_launcher, started, without_local_rank
 from megaswift.errors import ConfigError
 
 IDENTITY = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
@@ -21,7 +22,8 @@ ALONE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no", "MAST
 def test_workers_of_three_launchers(environ: dict[str, str]) -> None:
     assert is_worker(environ) and started("nproc_per_node", environ) == 4 and started("nnodes", environ) == 2
     assert load("sft", [], environ={**environ, "NPROC_PER_NODE": "7"}).launch.nproc_per_node is None
-    assert not accelerate_engines(environ) and not accelerate_notices(environ, alone=True, dtype_said=False)
+    assert not from_accelerate(environ).givens and not from_accelerate(environ).problems and not other_launcher("torchrun", environ)
+    assert other_launcher("ray", environ) and not other_launcher("ray", environ | {"MEGASWIFT_LAUNCHER": "ray"})
 
 
 @pytest.mark.parametrize("environ", [{}, ALONE, {"RANK": "0", "WORLD_SIZE": "2"}, {"LOCAL_RANK": "0"}])
@@ -47,19 +49,3 @@ def test_a_local_rank_that_is_another(said: list[str], environ: dict[str, str], 
     with pytest.raises(ConfigError) as caught:
         without_local_rank(["run.yaml", *said], environ)
     assert part in str(caught.value)
-
-
-@pytest.mark.parametrize("name, flag", [("DEEPSPEED", "deepspeed"), ("FSDP", "fsdp"), ("MEGATRON_LM", "megatron_lm")])
-def test_engines_asked_of_accelerate(name: str, flag: str) -> None:
-    (problem,) = accelerate_engines(ACCELERATE | {f"ACCELERATE_USE_{name}": "true"})
-    assert problem.what == f"accelerate launch --use_{flag}" and "--multi_gpu" in problem.fix
-    assert not accelerate_engines(ACCELERATE | {f"ACCELERATE_USE_{name}": "false"})
-
-
-def test_accelerate_s_words_without_effect_are_said() -> None:
-    (one,) = accelerate_notices(ALONE, alone=True, dtype_said=False)
-    assert "accelerate started one process" in one
-    assert not accelerate_notices(ALONE, alone=False, dtype_said=False) and not accelerate_notices({"MASTER_PORT": "1"}, True, False)
-    (half,) = accelerate_notices(ACCELERATE | {"ACCELERATE_MIXED_PRECISION": "bf16"}, alone=True, dtype_said=False)
-    assert "--mixed_precision bf16 has no effect" in half
-    assert not accelerate_notices(ACCELERATE | {"ACCELERATE_MIXED_PRECISION": "bf16"}, alone=True, dtype_said=True)

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from megaswift import entry
 from megaswift.config import load
-from megaswift.launchers.local import command, environment, start, wants_torchrun, world_size
+from megaswift.launchers import local
+from megaswift.launchers.local import command, environment, start, wants_processes, world_size
+from tests.trainers.inputs import write_inputs
 
 SCRIPT = Path("/x/megaswift/sft.py")
 
 
 def words(argv: str, **environ: str) -> list[str]:
     launch = load("sft", argv.split(), environ=environ).launch
-    assert wants_torchrun(launch)
+    assert wants_processes(launch)
     made = command(launch, SCRIPT, ["run.yaml"])
     assert made[:3] == [sys.executable, "-m", "torch.distributed.run"] and made[-2:] == [str(SCRIPT), "run.yaml"]
     return made[3:-2]
@@ -39,7 +42,7 @@ def test_several_machines() -> None:
 
 def test_no_number_given_is_this_very_process() -> None:
     launch = load("sft", [], environ={"MASTER_ADDR": "h", "MASTER_PORT": "1"}).launch
-    assert not wants_torchrun(launch) and world_size(launch) == 1
+    assert not wants_processes(launch) and world_size(launch) == 1
     assert world_size(load("sft", [], environ={"NPROC_PER_NODE": "4", "NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "h"}).launch) == 12
 
 
@@ -47,6 +50,19 @@ def test_threads_are_shared_out_unless_said() -> None:
     launch = load("sft", ["--nproc_per_node", "4"], environ={}).launch
     assert environment(launch, {})["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 4))
     assert environment(launch, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("engine", ["--engine auto", "--use_fsdp true", "--deepspeed zero2", "--engine ddp"])
+def test_every_way_to_name_an_engine_starts_the_processes(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The number of processes comes from the environment, and the engine is settled in between."""
+    if "deepspeed" in engine:
+        pytest.importorskip("deepspeed")
+    seen: list[str] = []
+    monkeypatch.setattr(local, "start", lambda made, environ: seen.extend(made) or 0)
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    inputs = write_inputs(tmp_path)
+    assert entry.main("sft", [*inputs, *engine.split(), "--output_dir", str(tmp_path / "out")]) == 0
+    assert seen[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 @pytest.mark.process

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def start(words: list[str], folder: Path, **environ: str) -> tuple[int, str]:
-    """Exit code and what was printed; nothing of it lives on. No accelerate configuration of the user's is read."""
+def environment(folder: Path) -> dict[str, str]:
+    """Of no launcher, on a CPU; no accelerate configuration of the user's is read."""
     launched = (*IDENTITY, *(n for names in COUNTS.values() for n in names), "NPROC_PER_NODE", "NNODES", "MASTER_ADDR", "MASTER_PORT")
     clean = {k: v for k, v in os.environ.items() if k not in launched}
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, *words], env=clean | own | environ, cwd=folder, text=True, start_new_session=True,
+    return clean | own
+
+
+def start(words: list[str], folder: Path, **environ: str) -> tuple[int, str]:
+    """Exit code and what was printed; nothing of it lives on."""
+    process = subprocess.Popen([sys.executable, *words], env=environment(folder) | environ, cwd=folder, text=True, start_new_session=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         text = process.communicate(timeout=240)[0]
@@ -99,6 +105,55 @@ def test_every_launcher_starts_the_same_run(launcher: str, file: str, tmp_path: 
     if launcher == "deepspeed":
         deepspeed_here()
     assert losses([*words, "--shuffle", "false"], tmp_path)[0] == pytest.approx(reference(file), rel=1e-5)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [["--use_torchrun"], []], ids=["use_torchrun", "checked"])
+def test_two_machines_are_two_commands(torchrun: list[str], file: str, tmp_path: Path) -> None:
+    """Both on this one, as machine 0 and 1 with a process each."""
+    words = [SCRIPT, *torchrun, "--nproc_per_node", "1", "--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port()),
+             "--config", file, "--algorithm", "sft", "--shuffle", "false", "--max_steps", "2", "--output_dir", str(tmp_path / "out")]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: start([*words, "--node_rank", rank], tmp_path), ["0", "1"])
+    assert first[0] == second[0] == 0, first[1][-2000:] + second[1][-2000:]
+    assert "DP2 on 2 processes" in first[1] and "megaswift: supervised" not in second[1]
+    assert read_lines(tmp_path / "out/metrics.jsonl")[0]["loss"] == pytest.approx(reference(file), rel=1e-5)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp", "fsdp1", "deepspeed", "deepspeed-file"])
+def test_a_configuration_file_of_accelerate_s_is_followed(name: str, file: str, tmp_path: Path) -> None:
+    """The engine is the file's, and it is said."""
+    if "deepspeed" in name:
+        deepspeed_here()
+    own = json.loads(Path(file).read_text())
+    del own["engine"]
+    Path(tmp_path, "run.json").write_text(json.dumps(own))
+    zero3 = str(ROOT / "configs/deepspeed/zero3.json")
+    fsdp = {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}
+    kind, section, says = {
+        "fsdp": ("FSDP", {"fsdp_config": fsdp},
+                 "--fsdp shard_grad_op --fsdp_transformer_layer_cls_to_wrap Qwen3DecoderLayer"),
+        "fsdp1": ("FSDP", {"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": True}},
+                  "--fsdp full_shard offload"),
+        "deepspeed": ("DEEPSPEED", {"deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"}}, "--deepspeed zero2_offload"),
+        "deepspeed-file": ("DEEPSPEED", {"deepspeed_config": {"deepspeed_config_file": zero3}}, f"--deepspeed {zero3}"),
+    }[name]
+    settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind, "num_machines": 1, "machine_rank": 0, "num_processes": 2,
+                "mixed_precision": "no", "use_cpu": False, "main_process_port": free_port()} | section
+    Path(tmp_path, "accelerate.yaml").write_text(json.dumps(settings))
+    words = [*ACCELERATE[:3], "--config_file", str(tmp_path / "accelerate.yaml"), SFT, "run.json", "--shuffle", "false", "--max_steps", "1",
+             "--output_dir", "out"]
+    code, text = start(words, tmp_path)
+    assert code == 0, text[-3000:]
+    assert text.count(f"from accelerate's settings: {says}\n") == 1, text
+    assert ("FSDP of version 1 runs as FSDP2" in text) == (name == "fsdp1")
+    engine = {"fsdp": "fsdp2", "fsdp1": "fsdp2", "deepspeed": "zero2_offload", "deepspeed-file": "zero3"}[name]
+    assert f"engine: {engine}\n" in Path(tmp_path, "out/config.yaml").read_text()
+    assert read_lines(tmp_path / "out/metrics.jsonl")[0]["loss"] == pytest.approx(reference(file), rel=1e-5)
 
 
 @pytest.mark.process

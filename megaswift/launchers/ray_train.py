@@ -1,0 +1,247 @@
+"""Starts the processes of a run as workers of Ray Train, on this machine or on a cluster, and waits for them.
+
+Ray reserves cores and GPUs, places the workers and counts their ranks. Each worker then starts the process that torchrun would start
+there (`ray_worker`), so groups, signals, messages and files are those of any run. Ray's checkpoints, metrics and retries are not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata, util
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megaswift import log
+from megaswift.config.launch import LaunchConfig
+from megaswift.errors import ConfigError, Problem, first_line
+from megaswift.launchers import local, ray_worker
+from megaswift.launchers.ray_exchange import Exchange
+
+OLDEST = (2, 51)
+"""The release from which Ray Train is its second version unless one says otherwise."""
+LOOK_SECONDS = 0.3
+PATIENCE_SECONDS = 60.0
+"""Without a process in this time it is said what the run may wait for."""
+SAME_SIGNAL_SECONDS = 3.0
+KNOCK_SECONDS = 10.0
+QUIET = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_METRICS_ENABLED": "0",
+         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Of Ray's variables, unless the user sets them: nothing is reported to its makers, and an end is noticed soon."""
+
+
+def missing(launch: LaunchConfig) -> list[Problem]:
+    """What a run under Ray lacks on this machine."""
+    if launch.launcher != "ray":
+        return []
+    if util.find_spec("ray") is None:
+        return [Problem("--launcher ray", "the package ray is not installed", "pip install 'ray[train]'")]
+    version = metadata.version("ray")
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        rule = f"needs ray {'.'.join(map(str, OLDEST))} or later, and {version} is installed"
+        return [Problem("--launcher ray", rule, "pip install -U 'ray[train]'")]
+    return []
+
+
+def start(launch: LaunchConfig, task: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs `megaswift TASK ARGV` on Ray's workers to the end. 0, 1 when a process failed, 128 + n when signal n ended it."""
+    os.environ.update({name: environ.get(name, value) for name, value in QUIET.items()})
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    _connect(launch, environ)
+    try:
+        gpu = _reserves_gpu(launch)
+        exchange = _exchange()
+        given = {"MEGASWIFT_CHECKED": "1", "MEGASWIFT_LAUNCHER": "ray", "MEGASWIFT_RUN": uuid.uuid4().hex}
+        given |= {name: environ[name] for name in ("OMP_NUM_THREADS",) if name in environ}
+        given |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        plan = {"task": task, "argv": list(argv), "environ": given, "folder": os.getcwd(), "exchange": exchange}
+        with tempfile.TemporaryDirectory(prefix="megaswift-ray-") as folder:
+            run = _Run(_trainer(launch, plan, gpu, folder), exchange)
+            return run.wait(f"{_workers(launch, gpu)}")
+    finally:
+        ray.shutdown()
+
+
+def _connect(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
+    """Joins the cluster, or starts one of this machine alone that nobody else can reach."""
+    import ray
+
+    address = launch.ray_address or environ.get("RAY_ADDRESS") or "local"
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == "local":
+        root = str(Path(__file__).resolve().parents[2])
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        cores = max(os.cpu_count() or 1, local.world_size(launch) * launch.cpus_per_worker)
+        options |= {"num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    try:
+        _knock(address)
+        ray.init(address, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(Problem(f"Ray at {address}", f"cannot be reached: {first_line(error)}",
+                                  "--ray_address HOST:PORT of a running cluster, or --ray_address local")) from None
+
+
+def _knock(address: str) -> None:
+    """OSError where nobody listens; Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and "//" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
+
+
+def _exchange() -> Any:
+    """The actor. It is also the first to need megaswift on the cluster's machines."""
+    import ray
+    from ray.exceptions import RayError
+
+    exchange = ray.remote(num_cpus=0)(Exchange).remote()
+    try:
+        ray.get(exchange.news.remote())
+    except RayError as error:
+        where = ray.get_runtime_context().gcs_address
+        raise ConfigError(Problem(f"Ray at {where}", f"cannot run megaswift: {_last_line(error)}",
+                                  "the same Python, ray and megaswift on every machine of the cluster")) from None
+    return exchange
+
+
+def _reserves_gpu(launch: LaunchConfig) -> bool:
+    """Whether each worker has a GPU. ConfigError when the cluster is smaller than the run."""
+    import ray
+
+    there, world = ray.cluster_resources(), local.world_size(launch)
+    gpus, cores = int(there.get("GPU", 0)), int(there.get("CPU", 0))
+    gpu = gpus > 0 if launch.use_gpu is None else launch.use_gpu
+    problems = []
+    if gpu and gpus < world:
+        problems.append(Problem(f"{log.amount(world, 'process')} with a GPU each", f"the cluster has {log.amount(gpus, 'GPU')}",
+                                f"--num_workers {gpus}" if gpus else "--use_gpu false"))
+    if cores < world * launch.cpus_per_worker:
+        fix = f"--num_workers {cores // launch.cpus_per_worker}" if cores >= launch.cpus_per_worker else "--cpus_per_worker 1"
+        problems.append(Problem(f"{log.amount(world, 'process')} with {log.amount(launch.cpus_per_worker, 'core')} each",
+                                f"the cluster has {log.amount(cores, 'core')}", fix))
+    if problems:
+        raise ConfigError(problems)
+    return gpu
+
+
+def _workers(launch: LaunchConfig, gpu: bool) -> str:
+    each = log.amount(launch.cpus_per_worker, "core") + (" and a GPU" if gpu else "")
+    return f"{log.amount(local.world_size(launch), 'process')} with {each} each"
+
+
+def _trainer(launch: LaunchConfig, plan: dict[str, Any], gpu: bool, folder: str) -> Any:
+    """Ray's trainer without its process group: the run makes its own, which a second one would only cost memory beside."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.backend import Backend
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    class NoGroup(Backend):
+        share_cuda_visible_devices = True
+
+    class NoGroupConfig(TorchConfig):
+        backend_cls = property(lambda self: NoGroup)
+        train_func_context = property(lambda self: contextlib.nullcontext)
+
+    scaling = ScalingConfig(num_workers=local.world_size(launch), use_gpu=gpu, placement_strategy=launch.placement_strategy.upper(),
+                            resources_per_worker={"CPU": launch.cpus_per_worker} | ({"GPU": 1} if gpu else {}))
+    return TorchTrainer(ray_worker.work, train_loop_config=plan, scaling_config=scaling, torch_config=NoGroupConfig(),
+                        run_config=RunConfig(name="run", storage_path=folder, failure_config=FailureConfig(max_failures=0)))
+
+
+class _Run:
+    """A trainer at work in a thread; the main thread shows what the processes say and passes signals on."""
+
+    def __init__(self, trainer: Any, exchange: Any) -> None:
+        self.trainer, self.exchange = trainer, exchange
+        self.signals: list[int] = []
+        self.error: BaseException | None = None
+
+    def wait(self, workers: str) -> int:
+        """To the end; the exit code."""
+        import ray
+
+        thread = threading.Thread(target=self._fit, daemon=True)
+        began, told, passed = time.monotonic(), False, 0
+        failed: dict[int, int] = {}
+        with self._listening():
+            thread.start()
+            alive = True
+            while alive:
+                thread.join(LOOK_SECONDS)
+                alive = thread.is_alive()  # before the last look, so that nothing said in between is lost
+                for number in self.signals[passed:]:
+                    passed += 1
+                    ray.get(self.exchange.signal.remote(number))
+                news = ray.get(self.exchange.news.remote())
+                failed = news.failed
+                sys.stderr.write("".join(news.lines))
+                sys.stderr.flush()
+                if not news.started and not told and time.monotonic() - began > PATIENCE_SECONDS:
+                    told = True
+                    log.info(f"Ray has started no process yet: it needs room for {workers}; {_free()} of the cluster are free now")
+                if self.signals and not news.started:
+                    break
+        if self.signals:
+            return 128 + self.signals[0]
+        return self._ended(failed)
+
+    def _fit(self) -> None:
+        from ray.exceptions import RayError
+        from ray.train import TrainingFailedError
+
+        try:
+            self.trainer.fit()
+        except (RayError, TrainingFailedError) as error:
+            self.error = error
+
+    def _ended(self, failed: Mapping[int, int]) -> int:
+        if failed:
+            rank, code = next(iter(failed.items()))
+            log.info(f"rank {rank} failed with exit code {code}; its messages are above")
+        elif self.error is not None:
+            causes = getattr(self.error, "worker_failures", None) or {0: self.error}
+            log.info(f"Ray ended the run: {_last_line(next(iter(causes.values())))}")
+        return 1 if failed or self.error is not None else 0
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """The first signal goes to the processes, which save their state; one some seconds later ends this command at once."""
+        since = 0.0
+
+        def received(number: int, frame: FrameType | None) -> None:
+            nonlocal since
+            if not self.signals:
+                since = time.monotonic()
+                self.signals.append(number)
+            elif time.monotonic() - since > SAME_SIGNAL_SECONDS:
+                raise KeyboardInterrupt
+
+        before = {n: signal.signal(n, received) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _free() -> str:
+    import ray
+
+    found = ray.available_resources()
+    return f"{log.amount(int(found.get('CPU', 0)), 'core')} and {log.amount(int(found.get('GPU', 0)), 'GPU')}"
+
+
+def _last_line(error: BaseException) -> str:
+    """Ray's errors hold a traceback, and at its end what happened."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

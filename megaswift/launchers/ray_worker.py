@@ -1,0 +1,92 @@
+"""The part of a run under Ray that stands on a worker: it starts the process that torchrun would start there, and looks after it.
+
+A process of its own, because the run is stopped by signals, which only a main thread receives, and ends by exit codes, which would
+take Ray's worker with them. Started as a module it is that process: `python -m megaswift.launchers.ray_worker TASK OPTIONS`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+POLL_SECONDS = 0.3
+SIGKILL_WITH_PARENT = (1, int(signal.SIGKILL))
+"""prctl's PR_SET_PDEATHSIG: Ray ends its workers without a word, and the run's processes must not live on."""
+
+
+def work(plan: dict[str, Any]) -> None:
+    """Ray Train's loop function. `plan`: task, argv, environ, folder, exchange."""
+    import ray
+    from ray import train
+
+    here, exchange = train.get_context(), plan["exchange"]
+    rank = here.get_world_rank()
+    if rank == 0:
+        ray.get(exchange.meet.remote(ray.util.get_node_ip_address(), free_port()))
+    while (address := ray.get(exchange.where.remote())) is None:
+        time.sleep(POLL_SECONDS)
+    environ = environment(plan["environ"], address) | {
+        "RANK": str(rank), "LOCAL_RANK": str(here.get_local_rank()), "WORLD_SIZE": str(here.get_world_size()),
+        "LOCAL_WORLD_SIZE": str(here.get_local_world_size())}
+    if not Path(plan["folder"]).is_dir():
+        raise FileNotFoundError(f"{plan['folder']} is not on {socket.gethostname()}: machines of a run share its folders")
+    process = popen([sys.executable, "-P", "-m", __name__, plan["task"], *plan["argv"]], environ, plan["folder"])
+    ray.get(exchange.begin.remote(rank))
+    reader = threading.Thread(target=lambda: [exchange.say.remote(line) for line in process.stdout or ()])
+    reader.start()
+    seen = 0
+    while process.poll() is None:
+        time.sleep(POLL_SECONDS)
+        for number in ray.get(exchange.signalled.remote(seen)):
+            seen += 1
+            process.send_signal(number)
+    reader.join()
+    ray.get(exchange.end.remote(rank, process.returncode))
+    if process.returncode and not seen:
+        raise ChildProcessError(f"rank {rank} ended with exit code {process.returncode}")
+
+
+def environment(given: dict[str, str], address: tuple[str, int]) -> dict[str, str]:
+    """That of this worker, with what the command says, megaswift where this process found it, and the address of rank 0."""
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, **given, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1",
+            "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
+
+
+def popen(words: list[str], environ: dict[str, str], folder: str) -> subprocess.Popen[str]:
+    """The process. Ray blocks SIGINT in its workers; the run's process takes it."""
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    try:
+        return subprocess.Popen(words, env=environ, cwd=folder, text=True, errors="replace", stdin=subprocess.DEVNULL,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
+
+
+def main(argv: list[str]) -> None:
+    """The process of one rank: ends when its worker does, else is the task's own command."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(*SIGKILL_WITH_PARENT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = argv
+    runpy.run_module(f"megaswift.{argv[0]}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,61 @@
+"""Launch options: those of another launcher, and what each launcher needs to be told."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaswift.config import load
+from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
+from megaswift.config.sections import OPTIONS
+from megaswift.launchers.local import wants_processes, world_size
+from tests.config.test_rules import problems
+
+RAY = "--launcher ray --num_workers 2"
+IDLE = [
+    # given, what makes it count
+    ("--node_rank 1", "--node_rank 1 --nnodes 2 --master_addr h"),
+    ("--master_addr h", "--master_addr h --nnodes 2 --node_rank 0"),
+    ("--master_port 1", "--master_port 1 --nproc_per_node 1"),
+    (f"--node_rank 1 {RAY}", "--node_rank 1 --nnodes 2 --master_addr h"),
+    (f"--master_addr h {RAY}", "--master_addr h --nnodes 2 --node_rank 0"),
+    (f"--master_port 1 {RAY}", "--master_port 1 --nproc_per_node 1"),
+    ("--num_workers 2", RAY),
+    ("--ray_address auto", f"--ray_address auto {RAY}"),
+    ("--use_gpu", f"--use_gpu {RAY}"),
+    ("--cpus_per_worker 4", f"--cpus_per_worker 4 {RAY}"),
+    ("--placement_strategy spread", f"--placement_strategy spread {RAY}"),
+]
+CLASHING = [
+    ("node_rank", "--node_rank 2 --nnodes 2 --master_addr h"),
+    ("nnodes", "--nnodes 2 --node_rank 0"),
+    ("nnodes", "--nnodes 2 --master_addr h"),
+    ("launcher", "--launcher ray"),
+    ("num_workers", f"{RAY} --nproc_per_node 2"),
+]
+
+
+@pytest.mark.parametrize("idle, used", IDLE)
+def test_an_option_that_would_be_ignored(idle: str, used: str) -> None:
+    found = problems(idle)
+    assert len(found) == 1 and found[0].startswith(idle.split()[0]) and "would be ignored" in found[0]
+    assert problems(used) == []
+
+
+@pytest.mark.parametrize("name, words", CLASHING)
+def test_a_contradiction(name: str, words: str) -> None:
+    found = problems(words)
+    assert len(found) == 1 and found[0].startswith((f"--{name} ", f"--{name}:")) and "ignored" not in found[0]
+
+
+def test_every_row_is_tried() -> None:
+    assert [i.split()[0][2:] for i, _ in IDLE] == [r.option for r in LAUNCH_IGNORED]
+    assert [name for name, _ in CLASHING] == [r.options[0] for r in LAUNCH_CLASHES]
+    assert {name for r in (*LAUNCH_IGNORED,) for name in r.reads} | {name for r in LAUNCH_CLASHES for name in r.options} <= set(OPTIONS)
+
+
+@pytest.mark.parametrize("words, environ, count", [
+    (RAY, {}, 2), (RAY, {"NPROC_PER_NODE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "1", "NODE_RANK": "0"}, 2),
+    ("--launcher ray --nproc_per_node 4 --nnodes 3", {}, 12), ("--launcher ray", {"NPROC_PER_NODE": "8"}, 8)])
+def test_how_many_processes_under_ray(words: str, environ: dict[str, str], count: int) -> None:
+    launch = load("sft", words.split(), environ=environ).launch
+    assert wants_processes(launch) and world_size(launch) == count
