@@ -43,7 +43,8 @@ CHATS = [{"prompt": [user("hello world")], "chosen": [says("The capital of Franc
          {"prompt": [user("日本語")], "chosen": [says("🙂🙂")], "rejected": [says("🙂")], "tools": json.dumps(TOOLS)}]
 WHOLE = [{"chosen": r["prompt"] + r["chosen"], "rejected": r["prompt"] + r["rejected"]} for r in CHATS[:2]]
 PLAIN = [{"prompt": "The capital of", "chosen": " France is Paris", "rejected": " France"},
-         {"prompt": "hello", "chosen": "world", "rejected": "worlds how are you<|im_end|>"}]
+         {"prompt": "hello", "chosen": "world", "rejected": "worlds how are you<|im_end|>"},
+         {"prompt": "hello ", "chosen": "world", "rejected": "zzz"}]  # `hello` ` world`, but `hello` ` ` `z`...
 
 
 def made(tmp_path: Path, rows: list[dict[str, Any]], task: str = "dpo", kind: str = "qwen", name: str | None = "bare",
@@ -269,6 +270,13 @@ def test_packing_changes_no_micro_batch(tmp_path: Path) -> None:
             assert plain.sample_ids.tolist() == packed.sample_ids.tolist()
             assert plain.fields["margin"].tolist() == packed.fields["margin"].tolist() == plain.sample_ids[::2].tolist()
             assert packed.fields["margin"].dtype == torch.float32
+
+
+def test_a_unit_without_weight_may_stand_anywhere(tmp_path: Path) -> None:
+    for packing, pairs, numbers in ((True, [[0, 1]], [0, 0]), (False, [[2, 3]], [-1, -1, 0, 0])):
+        data = by_hand(packing, LoaderGeometry(), tmp_path).data
+        (b,) = data.batches([[(), data.read(0)]], Shape(), False)
+        assert b.fields["pairs"].tolist() == pairs and b.sample_ids.tolist() == numbers
 
 
 def test_labels_of_prompts_and_what_is_completion(tmp_path: Path) -> None:
