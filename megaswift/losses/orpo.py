@@ -6,7 +6,6 @@ the answers. Without that field the two are the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,8 +55,5 @@ def _chosen(batch: Batch) -> Tensor:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, by whichever form does not cancel (Mächler 2012); where x rounds to 0, as for float32's largest x < 0."""
-    x = x.clamp(max=-torch.finfo(x.dtype).eps)
-    near = x > -math.log(2)
-    # Both forms are evaluated everywhere: each gets harmless numbers where the other one counts, or its gradient there would be nan.
-    return torch.where(near, torch.log(-torch.expm1(torch.where(near, x, -1.0))), torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
+    """log(1 - exp(x)) for x < 0, exact near 0, where 1 - exp(x) cancels; where a probability rounds to 1, as for the next smaller one."""
+    return torch.log(-torch.expm1(x.clamp(max=-torch.finfo(x.dtype).eps)))

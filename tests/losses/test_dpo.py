@@ -149,6 +149,14 @@ def test_a_policy_equal_to_its_reference_loses_log_2() -> None:
     assert metrics["rewards/margins"] == 0 and metrics["rewards/accuracies"] == 0
 
 
+def test_the_sft_term_is_reported_without_its_weight() -> None:
+    policy, reference = models(DOCS)
+    _, _, metrics = run(DPO(rpo_alpha=0.7), policy, [reference_of(reference, pairs(DOCS, True))])
+    logp = policy.weight.log_softmax(-1)
+    steps = [(a, b) for d in DOCS[::2] for a, b in zip(d.ids[d.begin - 1 :], d.ids[d.begin :], strict=False)]
+    assert metrics["nll_loss"] == pytest.approx(-sum(logp[a, b].item() for a, b in steps) / len(steps))
+
+
 def test_fillers_alone_have_no_loss_and_a_gradient_of_zero() -> None:
     policy, reference = models(DOCS)
     for loss in (DPO(("sigmoid", "aot", "sft"), ld_alpha=0.5), DPO(use_weighting=True, rpo_alpha=1.0)):

@@ -1,0 +1,62 @@
+"""The reward model: scalar scores of whole documents, learnt from pairs (Bradley-Terry).
+
+Owns the loss, its metrics and where a document's score is read: at its last token, as `...ForSequenceClassification` models do. That
+is the one position that `scored_at_last_token` marks, and so the only one at which the head works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaswift.losses.contract import Batch, Max, Mean, Metric, Min, Needs, Outputs, Term
+from megaswift.losses.documents import document_index, document_sums
+from megaswift.losses.pairs import mean_of, pair_count, sides
+
+
+def scored_at_last_token(batch: Batch) -> Batch:
+    """The batch with a weight of 1 at the last token of each document and none elsewhere; fillers have none."""
+    documents, valid = document_index(batch).flatten(), batch.valid.flatten()
+    goes_on = torch.zeros_like(valid)
+    goes_on[:-1] = valid[1:] & (documents[1:] == documents[:-1])
+    return replace(batch, loss_weights=(valid & ~goes_on).view_as(batch.valid).to(batch.loss_weights.dtype))
+
+
+@dataclass(frozen=True)
+class Reward:
+    """-log sigmoid(score of the chosen - score of the rejected - margin), and centring where it has a weight."""
+
+    center_rewards_coefficient: float | None = None
+    """Weight of the squared sum of a pair's scores (arXiv 2312.09244)."""
+    needs: Needs = Needs(fields=frozenset(), head="score")
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        """`pairs`."""
+        return {"pairs": float(pair_count(batch))}
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+        """The preference, centring, and TRL's metrics."""
+        assert outputs.values is not None
+        scores = sides(batch, document_sums(batch, outputs.values * (batch.loss_weights != 0)))
+        difference = scores.difference
+        margin = batch.fields["margin"].to(difference.dtype) if "margin" in batch.fields else 0.0
+        terms = [Term("loss/preference", -F.logsigmoid(difference - margin).sum(), "pairs")]
+        if self.center_rewards_coefficient is not None:
+            squares = ((scores.chosen + scores.rejected) ** 2).sum()
+            terms.append(Term("loss/centring", squares, "pairs", self.center_rewards_coefficient))
+        return terms, self._metrics(scores.detach().chosen, scores.detach().rejected)
+
+    def _metrics(self, chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
+        found: dict[str, Metric] = {
+            "accuracy": mean_of((chosen > rejected).to(chosen.dtype)), "margin": mean_of(chosen - rejected),
+            "mean_reward": Mean(chosen.sum() + rejected.sum(), 2 * chosen.numel()),
+            "min_reward": Min(float("inf")), "max_reward": Max(-float("inf")),
+        }  # fmt: skip
+        if chosen.numel():
+            found["min_reward"] = Min(chosen.minimum(rejected).min())
+            found["max_reward"] = Max(chosen.maximum(rejected).max())
+        return found
