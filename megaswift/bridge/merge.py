@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge import hf_work
+from megaswift.bridge import hf_work, merge_by_peft
 from megaswift.bridge.adapters import HALVES, Adapter, AdapterPlan, row_scale
 from megaswift.bridge.conversion import bands, stamps
 from megaswift.bridge.hf_source import TensorMeta, WeightSource
@@ -82,6 +82,11 @@ def merge_folders(base: Path | str, adapter: Path | str, target: Path | str, max
     home = checkpoint.model if checkpoint is not None else base
     if not (home / "config.json").is_file():
         raise WeightsError(Problem(str(base), "has no config.json" if base.is_dir() else "does not exist", "the folder of the base model"))
+    if merge_by_peft.is_needed(home, adapter):
+        if checkpoint is not None:
+            raise WeightsError(Problem(str(base), "is a checkpoint, and PEFT merges these adapters into a Hugging Face folder",
+                                       f"megaswift convert megatron-to-hf {base} DIR, then merge into DIR"))
+        return merge_by_peft.merge(base, adapter, target, max_shard_bytes, overwrite)
     spec = load_spec(home)
     weights = WeightPlan(family_of(spec.hf_config), spec)
     source = open_weights(base)

@@ -76,7 +76,5 @@ ENGINE_CLASHES: tuple[Clash, ...] = (
           "names more than one way to shard", "--fsdp full_shard"),
     Clash(("recompute_granularity", *READS), lambda c: _TORCH(c) and c.model.recompute_granularity == "selective",
           "needs the native engine; transformers recomputes whole layers", "--recompute_granularity full"),
-    Clash(("train_type", *READS), lambda c: _TORCH(c) and c.model.train_type == "qlora",
-          "needs the native engine in this version", "--engine megatron"),
     Clash(("optimizer", *READS), lambda c: engine_of(c) in ZERO and c.optim.optimizer != "adam", "ZeRO steps AdamW", "--optimizer adam"),
 )

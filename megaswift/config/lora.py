@@ -14,9 +14,9 @@ class LoraConfig:
     With --train_type lora only adapters train. They are written as a PEFT folder: OUT/adapter.
     """
 
-    lora_rank: int = option(8, "Rank r of the adapters", aliases=("lora_r", "lora_dim"), minimum=1)
+    lora_rank: int = option(8, "Rank r of the adapters", aliases=("lora_r", "lora_dim", "vera_rank"), minimum=1)
     lora_alpha: float = option(32.0, "An adapter's output is scaled by alpha / r", above=0)
-    lora_dropout: float = option(0.0, "Dropout on the adapters' input", minimum=0, below=1)
+    lora_dropout: float = option(0.0, "Dropout on the adapters' input", aliases=("boft_dropout", "vera_dropout"), minimum=0, below=1)
     use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead (arXiv:2312.03732)")
     use_dora: bool = option(False, "Train magnitudes apart from directions (DoRA, arXiv:2402.09353)")
     target_modules: tuple[str, ...] = option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.config.option import option
+from megaswift.config.peft_methods import METHODS
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16",
           "torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
@@ -22,8 +23,8 @@ class ModelConfig:
     trust_remote_code: bool = option(False, "Run Python code that comes with the model's folder")
     random_init: bool = option(False, "Random weights from config.json alone, for pretraining from scratch")
     train_type: str = option(
-        "full", "What trains: all weights, adapters on them, or on weights in NF4", aliases=("tuner_type",),
-        choices=("full", "lora", "qlora"))
+        "full", "What trains: all weights; adapters on them; qlora: over weights in NF4", aliases=("tuner_type",),
+        choices=("full", "lora", "qlora", *METHODS))
     torch_dtype: str = option(
         "auto", "Compute precision; auto: the checkpoint's on a GPU, float32 on a CPU", aliases=("dtype", "model_dtype"),
         choices=("auto", "float32", "bfloat16", "float16"), spellings=DTYPES)

@@ -5,12 +5,14 @@ Owns precedence, spellings and task names. Reading is `source.py`, values are `v
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from megaswift.config.adapter_rules import defaults
 from megaswift.config.data import PREFERENCES
 from megaswift.config.option import Option
+from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.rules import check
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
 from megaswift.config.source import Given, Source
@@ -26,8 +28,8 @@ HINTS = {
     "sequence_parallel_size": "--context_parallel_size", "world_size": "--nproc_per_node", "resume": "--resume_from_checkpoint latest",
     "flash_attn": "--attn_impl flash", "use_flash_attn": "--attn_impl flash", "eval_strategy": "--eval_steps",
     "save_strategy": "--save_steps", "logging_dir": "--output_dir: TensorBoard's files lie in OUT/runs",
-    "quantization_bit": "--train_type qlora", "quant_bits": "--train_type qlora", "quant_method": "--train_type qlora",
-    "load_in_4bit": "--train_type qlora", "bnb_4bit_quant_type": "--train_type qlora: NF4 it is",
+    "quant_method": "--quantization_bit 4: bitsandbytes it is", "load_in_4bit": "--quantization_bit 4",
+    "load_in_8bit": "--quantization_bit 8",
     "tokenizer": "--model: the tokenizer lies in the model's folder"}
 """Names of other toolkits that have another shape here."""
 
@@ -51,6 +53,7 @@ def resolve(task: str | None, sources: Iterable[Source], complete: bool = False)
     for source in sources:
         state.problems += source.problems
         _take(state, source)
+    state.values = {**defaults(state.values.get("train_type")), **state.values}
     given = frozenset(name for name in state.labels if state.values.get(name) is not None and name not in state.ambient)
     if state.values.get("packing") is None:
         state.values["packing"] = state.task in PREFERENCES
@@ -65,7 +68,7 @@ def resolve(task: str | None, sources: Iterable[Source], complete: bool = False)
 
 def _take(state: State, source: Source) -> None:
     first: dict[str, Given] = {}
-    for given in source.givens:
+    for given in _spelled_out(source.givens):
         if given.name in ("task", "rlhf_type") or (NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES):
             _take_task(state, given)
             continue
@@ -76,6 +79,16 @@ def _take(state: State, source: Source) -> None:
         take_value(state, option, given, first.get(option.name))
         first.setdefault(option.name, given)
         (state.ambient.add if source.ambient else state.ambient.discard)(option.name)
+
+
+def _spelled_out(givens: Iterable[Given]) -> Iterator[Given]:
+    """`train_type dora` is lora with `use_dora`."""
+    for given in givens:
+        switch = VARIANTS.get(str(given.value).lower()) if NAMES.get(given.name) == "train_type" else None
+        if switch is None:
+            yield given
+        else:
+            yield from (Given(given.name, "lora", given.label), Given(switch, True, given.label))
 
 
 def take_value(state: State, option: Option, given: Given, earlier: Given | None) -> None:

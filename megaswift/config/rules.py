@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch import batch_problems
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
@@ -106,6 +107,7 @@ IGNORED: tuple[Ignored, ...] = (
             "with train_type {train_type} no weight of the model trains but modules_to_save", "--train_type full"),
     *LAUNCH_IGNORED,
     *ENGINE_IGNORED,
+    *ADAPTER_IGNORED,
 )
 
 CLASHES: tuple[Clash, ...] = (
@@ -180,6 +182,7 @@ CLASHES: tuple[Clash, ...] = (
           "is above learning_rate {learning_rate}", "--min_lr 0"),
     *LAUNCH_CLASHES,
     *ENGINE_CLASHES,
+    *ADAPTER_CLASHES,
 )
 
 

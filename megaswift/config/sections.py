@@ -13,17 +13,19 @@ from megaswift.config.model import ModelConfig
 from megaswift.config.optim import OptimConfig
 from megaswift.config.option import Option, table_of
 from megaswift.config.parallel import ParallelConfig
+from megaswift.config.peft import PeftConfig
+from megaswift.config.quantization import QuantizationConfig
 from megaswift.config.train import TrainConfig
 
 TASKS = {"sft": "supervised fine-tuning on conversations", "pt": "pretraining on plain text"}
 
 SECTIONS: dict[str, type] = {
-    "model": ModelConfig, "lora": LoraConfig, "engine": EngineConfig, "parallel": ParallelConfig, "data": DataConfig,
-    "train": TrainConfig, "optim": OptimConfig, "launch": LaunchConfig}
+    "model": ModelConfig, "lora": LoraConfig, "peft": PeftConfig, "quantization": QuantizationConfig, "engine": EngineConfig,
+    "parallel": ParallelConfig, "data": DataConfig, "train": TrainConfig, "optim": OptimConfig, "launch": LaunchConfig}
 
 SECTION_ALIASES = {
     "training": "train", "parallelism": "parallel", "datasets": "data", "dataset": "data", "optimizer": "optim", "launcher": "launch",
-    "logging": "train", "checkpoint": "train", "peft": "lora", "tuner": "lora"}
+    "logging": "train", "checkpoint": "train", "tuner": "lora"}
 """Other headings in a file. A heading only groups: any option may stand under any of them."""
 
 TRAINING = table_of(SECTIONS)
@@ -47,6 +49,8 @@ class Sections:
     task: str
     model: ModelConfig
     lora: LoraConfig
+    peft: PeftConfig
+    quantization: QuantizationConfig
     engine: EngineConfig
     parallel: ParallelConfig
     data: DataConfig

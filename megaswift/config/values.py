@@ -162,6 +162,8 @@ def _map(option: Option, raw: Any) -> dict[str, str]:
                 raise Invalid(f"is not JSON: {error.msg} at column {error.colno}", example(option)) from None
         elif isinstance(item, str) and "=" in item:
             item = dict([item.split("=", 1)])
+        if isinstance(item, dict):
+            item = {k: json.dumps(v) if isinstance(v, bool | int | float) else v for k, v in item.items()}
         if not isinstance(item, dict) or not all(isinstance(v, str) for v in item.values()):
             raise Invalid("must be pairs FROM=TO or a JSON object of text", example(option))
         found.update({str(k): v for k, v in item.items()})

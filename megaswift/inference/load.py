@@ -20,13 +20,16 @@ import torch
 from torch import Tensor
 
 from megaswift import log
+from megaswift.bridge.bits_and_bytes import settings
 from megaswift.bridge.megatron_source import MegatronSource
 from megaswift.config import placement as devices
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.config.placement import DISK
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.family import read_config
 from megaswift.families.model_source import locate, missing_files, read_tokenizer
+from megaswift.families.served_quantization import quantization_packages
 from megaswift.inference import placement
 from megaswift.inference.placement import DeviceMap, Sizes
 
@@ -97,6 +100,8 @@ def prepare(options: WeightsOptions, chat_template: str | None) -> Prepared:
     quieten()
     folder = locate(options)
     problems = missing_files(folder, random_init=False)
+    if find_checkpoint(folder) is None:
+        problems += quantization_packages(read_config(folder), f"--model {options.model}")
     if problems:
         raise WeightsError(problems)
     from transformers import AutoConfig
@@ -163,11 +168,7 @@ def _quantisation(prepared: Prepared, bits: int | None, dtype: torch.dtype) -> d
 def bits_and_bytes(bits: int, dtype: torch.dtype) -> Any:
     """transformers' settings: NF4 that computes in `dtype`, or LLM.int8()."""
     need("bitsandbytes", f"--quantization_bit {bits}")
-    from transformers import BitsAndBytesConfig
-
-    if bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return settings(bits, dtype)
 
 
 class _Lazy:

@@ -96,9 +96,12 @@ class Build:
             held = replace(held, geometry=replace(held.geometry, accumulation=self.layout.pp))
         return source, held
 
-    def engine(self, fresh: bool) -> Engine:
+    def engine(self, fresh: bool, total_steps: int) -> Engine:
         """The model; `fresh` False leaves its weights to a checkpoint, which of a run with adapters holds the adapters only."""
-        engine = make_engine(self.cfg, self.spec, self.folder, self.context)
+        cfg = self.cfg
+        if cfg.model.train_type == "adalora" and cfg.peft.total_step is None:
+            cfg = cfg.replace(total_step=total_steps)
+        engine = make_engine(cfg, self.spec, self.folder, self.context)
         if self.cfg.model.random_init:
             engine.random_init(self.cfg.train.seed)
         elif fresh or self.adapts:

@@ -6,6 +6,7 @@ import importlib.util
 
 from megaswift import log
 from megaswift.config import SwiftConfig
+from megaswift.config.adapter_rules import SHARDED, bits_of, method_of
 from megaswift.config.engine_rules import AUTO, NATIVE, engine_of, splits_model
 from megaswift.families import FAMILIES
 from megaswift.families.model_source import locate
@@ -22,8 +23,22 @@ def settle(cfg: SwiftConfig, world_size: int) -> SwiftConfig:
     if asked != AUTO:
         return cfg if cfg.engine.engine == asked else cfg.replace(engine=asked)
     kind, why = choose(any_spec(locate(cfg.model, weights=False)), splits_model(cfg), world_size)
+    if method_of(cfg) is not None or bits_of(cfg) is not None:
+        kind, why = for_adapters(cfg, kind, why)
     log.info(f"engine {kind}: {why}")
     return cfg.replace(engine=kind)
+
+
+def for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
+    """The same where the adapters, or the weights under them, leave the choice to fewer engines."""
+    name, method = f"train_type {cfg.model.train_type}", method_of(cfg)
+    if kind == NATIVE and cfg.model.train_type != "qlora" and not splits_model(cfg):
+        return "ddp", f"{name} is not the native engine's"
+    if method is not None and method.engines and kind not in (NATIVE, *method.engines):
+        return method.engines[0], f"{name} needs it"
+    if kind in SHARDED and bits_of(cfg) is not None:
+        return "ddp", "weights in few bits are whole on every rank"
+    return ("zero2", f"{name} cannot be split") if kind in SHARDED and method is not None and method.whole else (kind, why)
 
 
 def choose(spec: ModelSpec, axes: bool, world_size: int) -> tuple[str, str]:

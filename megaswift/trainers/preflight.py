@@ -20,7 +20,7 @@ from megaswift.config.values import show
 from megaswift.data.sources import resolve
 from megaswift.data.template import read_template
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.families import FAMILIES, ModelSpec, family_of, four_bits, load_spec
+from megaswift.families import ModelSpec, family_of, four_bits, load_spec
 from megaswift.families.model_source import locate, missing_files
 from megaswift.families.projections import Projection, saved, select, without_dora
 from megaswift.families.unlisted import any_spec
@@ -28,9 +28,9 @@ from megaswift.parallel.checks import check_layout
 from megaswift.parallel.rules import Asked
 from megaswift.parallel.shape import ModelShape
 from megaswift.trainers import outputs
+from megaswift.trainers.adapter_checks import folder_problems, torch_adapter_problems
 
 EXPERT_OPTIONS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm")
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 """Name in `report_to` -> the package it needs."""
 
@@ -78,7 +78,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     local = Path(str(cfg.model.model)).is_dir()
     problems = missing_files(folder, cfg.model.random_init) if local else []
     if not is_native(cfg):
-        return problems + torch_engine_problems(cfg, any_spec(folder), world_size)
+        return problems + torch_engine_problems(cfg, any_spec(folder), folder, world_size)
     spec = load_spec(folder)
     idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
     adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []
@@ -90,35 +90,15 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     return problems + idle + adapters + unfit
 
 
-def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, world_size: int) -> list[Problem]:
+def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world_size: int) -> list[Problem]:
     """What the torch engine needs beside a model that transformers loads."""
     problems = check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size))
     if (kind := engine_of(cfg)) in ZERO:
         dtype = cfg.model.torch_dtype  # auto depends on the device: what the file says of it is then checked on the ranks
         problems += missing(kind)
         problems += [p for p in zero_config(cfg, world_size, dtype, spec.hidden_size).problems if dtype != "auto" or "bf16" not in p.what]
-    if cfg.model.train_type == "lora":
-        problems += needs_package("peft", "--train_type lora")
-        problems += folder_problems(cfg.lora.adapters) if cfg.lora.adapters is not None else []
-        if cfg.lora.merge_lora and spec.family not in FAMILIES:
-            problems.append(Problem("--merge_lora true", f"knows no weights of model_type {spec.family}", "PEFT's merge_and_unload"))
+    problems += torch_adapter_problems(cfg, folder)
     return problems
-
-
-def needs_package(package: str, wanted: str) -> list[Problem]:
-    """Nothing where it is installed."""
-    there = importlib.util.find_spec(package) is not None
-    return [] if there else [Problem(wanted, f"needs the package {package}, which is not installed", f"pip install {package}")]
-
-
-def folder_problems(adapters: str) -> list[Problem]:
-    """What a folder of adapters lacks."""
-    folder = Path(adapters)
-    lacking = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
-    if not lacking:
-        return []
-    rule = f"has no {lacking[0]}" if folder.is_dir() else "no such folder"
-    return [Problem(f"--adapters {folder}", rule, "a folder that PEFT or a run of ours wrote (OUT/adapter)")]
 
 
 def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:

@@ -78,7 +78,7 @@ class Session:
             source, held = b.data()
             total = build.count_steps(cfg, source)
         with self.timed("model"), self.memory_advice():
-            engine = b.engine(fresh=resume is None)
+            engine = b.engine(fresh=resume is None, total_steps=total)
             hooks = b.hooks(engine, held)
         loop = Loop(engine, source, b.task.loss(), lambda step: lr_at(step, total, cfg.optim), total, hooks, seconds=self.seconds)
         if resume is not None:

@@ -90,7 +90,7 @@ def test_all_mistakes_at_once_each_as_written(tmp_path: Path) -> None:
     (["--no-shuffle"], "try: --shuffle false"),
     (["--bf16"], "try: --torch_dtype bfloat16"),
     (["--tensor_paralel_size", "2"], "did you mean tensor_parallel_size?"),
-    (["--train_type", "adalora"], "must be one of full | lora | qlora"),
+    (["--train_type", "longlora"], "must be one of full | lora | qlora"),
     (["--train_type", "dpo"], "is not a task of this version; tasks are sft"),
     (["--rlhf_type", "grpo"], "is not a task of this version"),
     (["--train_type", "pt"], "but this is sft\n    try: megaswift pt"),

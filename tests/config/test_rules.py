@@ -3,6 +3,7 @@
 import pytest
 
 from megaswift.config import SwiftConfig, load
+from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.capabilities import NEED_TRANSFORMER_ENGINE, missing_transformer_engine
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
@@ -122,8 +123,9 @@ def test_what_goes_together(words: str) -> None:
 
 
 def test_every_row_is_tried() -> None:
-    own = [r for r in CLASHES if r not in (*ENGINE_CLASHES, *LAUNCH_CLASHES)]
-    assert {NAMES[i.split()[0][2:]] for i, _ in IDLE} == {r.option for r in IGNORED if r not in (*ENGINE_IGNORED, *LAUNCH_IGNORED)}
+    clashes, idle = (*ENGINE_CLASHES, *LAUNCH_CLASHES, *ADAPTER_CLASHES), (*ENGINE_IGNORED, *LAUNCH_IGNORED, *ADAPTER_IGNORED)
+    own = [r for r in CLASHES if r not in clashes]
+    assert {NAMES[i.split()[0][2:]] for i, _ in IDLE} == {r.option for r in IGNORED if r not in idle}
     assert [name for name, _ in CLASHING] == [r.options[0] for r in own]
     known = set(OPTIONS)
     assert all({r.option, *r.reads} <= known for r in IGNORED) and all(set(r.options) <= known for r in CLASHES)

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig
+from megaswift.config.adapter_rules import FOUR_BITS
+from megaswift.config.peft_methods import OWNERS
 from megaswift.config.sections import NAMES, OPTIONS, SECTION_ALIASES, SECTIONS
 from megaswift.config.values import show
 
@@ -42,7 +44,7 @@ def other_value(name: str) -> object:
         fitting = [c for c in o.choices if c != o.default and c != "none"]
         choice = fitting[0] if fitting else o.choices[0]
         return [choice] if o.kind == "list" else choice
-    return {"int": 2, "float": 0.25, "text": "x", "list": ["x"], "map": {"a": "b"}}[o.kind]
+    return {"int": max(2, int(o.details.get("minimum", 2))), "float": 0.25, "text": "x", "list": ["x"], "map": {"a": "b"}}[o.kind]
 
 
 NEEDS = {
@@ -59,6 +61,10 @@ NEEDS = {
                                               "target_parameters", "modules_to_save", "adapters", "merge_lora")} | {
     name: {"launcher": "ray", "num_workers": 2} for name in ("ray_address", "use_gpu", "cpus_per_worker", "placement_strategy")} | {
     "launcher": {"num_workers": 2}, "num_workers": {"launcher": "ray"}} | {
+    name: {"train_type": owners[0], "engine": "ddp"} for name, owners in OWNERS.items()} | {
+    name: {"train_type": "qlora", "engine": "ddp"} for name in FOUR_BITS} | {
+    "init_r": {"train_type": "adalora", "engine": "ddp", "target_r": 1}, "quantization_bit": {"train_type": "lora", "engine": "ddp"},
+    "peft_config": {"train_type": "road", "engine": "ddp"}} | {
     name: {"pp": 2} for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")}
 
 

@@ -45,6 +45,8 @@ def save(engine: TorchEngine, directory: Path) -> None:
             except UserError as error:
                 problem = error.problems[0]
     try:
+        if engine.allocation is not None and engine.rank == 0:
+            engine.allocation.write(directory)
         written = [rng_state.write(directory, engine.rank)]
         if writer is not None and problem is None:
             writer.close()
@@ -69,6 +71,8 @@ def load(engine: TorchEngine, directory: Path) -> None:
     engine.strategy.steps = int(facts["step"])
     for name, kind in _entries(engine):
         engine.strategy.put(name, kind, source.slice(f"{kind}.{name}"))
+    if engine.allocation is not None:
+        engine.allocation.read(directory)
     if same and rng_state.fits(states[0]):
         rng_state.restore(*states)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch.context import TorchContext
+from megaswift.engine.torch.quantised import elements, scale_bytes
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT, clip_factor, make_optimizer, set_rates, state_names
 
 
@@ -29,6 +30,8 @@ class Replicated:
         self.parameters = {name: p for name, p in self.named()}
         self.optimizer = make_optimizer([(n, p) for n, p in self.parameters.items() if p.requires_grad], optim)
         self.steps = 0
+        self.stepped: Callable[[int], None] = lambda step: None
+        """Called after each step that was taken, while the gradients are there."""
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module to call, on this rank's device."""
@@ -71,6 +74,7 @@ class Replicated:
             set_rates(self.optimizer, lr, optim.weight_decay)
             self.optimizer.step()
             self.steps += 1
+            self.stepped(self.steps)
         self.zero_grad()
         return norm, taken
 
@@ -120,7 +124,9 @@ class Replicated:
         """(parameters, bytes of weights, of gradients, of optimizer states) of this rank."""
         parts = {name: self.local(p.data) for name, p in self.parameters.items()}
         trained = sum(parts[name].nbytes for name in self.trained())
-        return sum(p.numel() for p in parts.values()), sum(p.nbytes for p in parts.values()), trained, trained * len(self.states())
+        scales = sum(scale_bytes(p) for p in self.parameters.values())
+        count = sum(elements(p) if getattr(p, "quant_state", None) else parts[n].numel() for n, p in self.parameters.items())
+        return count, sum(p.nbytes for p in parts.values()) + scales, trained, trained * len(self.states())
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor."""

@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaswift.bridge.hf_source import TensorMeta
-from megaswift.bridge.hf_writer import HfWriter
 from megaswift.bridge.model_folder import write_model
+from megaswift.bridge.transformers_weights import buffers, config_dtype, disk_names, stored_dtypes, write_folder
 from megaswift.config import SwiftConfig
 from megaswift.engine.objective import Objective, count, outputs_of, report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights
-from megaswift.engine.torch import adapters, checkpoint, model
+from megaswift.engine.torch import adapters, checkpoint, model, quantised
 from megaswift.engine.torch.choice import wrap
 from megaswift.engine.torch.context import TorchContext
+from megaswift.engine.torch.ddp import Replicated
+from megaswift.engine.torch.rank_allocation import allocation_of
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
 from megaswift.families.spec import ModelSpec
 from megaswift.losses.contract import Batch, Loss, Needs, Outputs
@@ -53,10 +54,16 @@ class TorchEngine:
         self._build(directory, weights=False)
 
     def _build(self, directory: Path, weights: bool) -> None:
-        self.fields = model.prepare(directory, self.cfg, weights, self.spec)
+        further = quantised.loading(directory, self.cfg, self.context.device, self.dtype)
+        self.fields = model.prepare(directory, self.cfg, weights, self.spec, further)
+        self.elements = sum(quantised.elements(p) for p in self.fields.parameters())
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
         self.strategy = wrap(self.kind, self.fields, self.cfg, self.context, self.dtype)
+        self.allocation = allocation_of(self.fields.model)
+        if self.allocation is not None:
+            assert isinstance(self.strategy, Replicated), "config.adapter_rules says so"
+            self.strategy.stepped = self.allocation.stepped
 
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
@@ -85,9 +92,15 @@ class TorchEngine:
         for i, batch in enumerate(microbatches):
             here = batch.to(self.context.device)
             value = objective(here, self._fields(here))
+            last = i == len(microbatches) - 1
+            if train and last and self.allocation is not None:  # once a global batch, of which every rank adds its share
+                orthogonal = self.allocation.penalty()
+                value = value + orthogonal / self.layout.world_size
             if train:
-                self.strategy.backward(value, last=i == len(microbatches) - 1)
+                self.strategy.backward(value, last)
         total, metrics = report(objective, self.context)
+        if train and self.allocation is not None:
+            metrics["orth_loss"] = float(orthogonal.detach())
         return StepResult(total, metrics, None, False, counted.tokens, counted.label_tokens, counted.counts)
 
     def _fields(self, batch: Batch) -> Tensor:
@@ -142,7 +155,7 @@ class TorchEngine:
 
     def _by_disk_name(self, kind: str) -> dict[str, Tensor]:
         state = checkpoint.whole(self, kind)
-        return model.disk_names(self.fields.model, {n.removeprefix(adapters.PREFIX): t for n, t in state.items()}) if state else {}
+        return disk_names(self.fields.model, {n.removeprefix(adapters.PREFIX): t for n, t in state.items()}) if state else {}
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, gradient) after `accumulate`, of a run without adapters."""
@@ -153,24 +166,18 @@ class TorchEngine:
         weights = dict(self.hf_weights())
         if self.rank != 0:
             return
-        weights |= model.disk_names(self.fields.model, model.buffers(self.fields.model))
-        stored, default = model.stored_dtypes(source), model.config_dtype(source)
-        metas = {name: TensorMeta(tuple(t.shape), stored.get(name, default if t.is_floating_point() else t.dtype))
-                 for name, t in weights.items()}
-        with HfWriter(folder, metas, overwrite=True) as writer:
-            for name, tensor in weights.items():
-                writer.add(name, tensor)
-            writer.close(source)
+        write_folder(folder, weights | disk_names(self.fields.model, buffers(self.fields.model)), source)
 
     def write_adapter(self, folder: Path, base: str) -> None:
         """A PEFT folder with what trains. Collective; rank 0 writes."""
         state = {name: self.strategy.full(name, WEIGHT) for name in self.strategy.trained()}
+        state |= {adapters.PREFIX + name: tensor for name, tensor in buffers(self.fields.model).items()}  # VeRA's projections
         if self.rank == 0:
             adapters.write(self.fields.model, {n: t.detach().cpu() for n, t in state.items()}, folder, base)
 
     def describe(self, target: Path, folder: Path) -> None:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""
-        write_model(target, self.spec.hf_config, model.stored_dtypes(folder) or {"all": model.config_dtype(folder)}, folder)
+        write_model(target, self.spec.hf_config, stored_dtypes(folder) or {"all": config_dtype(folder)}, folder)
 
     @property
     def kernels(self) -> str:
@@ -184,7 +191,7 @@ class TorchEngine:
         if self.layout.world_size > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         own, weights, gradients, optimizer = largest.tolist()
-        total = sum(shape.numel() for shape in self.shapes.values())
+        total = self.elements
         flops = total - (0 if self.spec.tied else self.spec.vocab_size * self.spec.hidden_size)
         if not self.adapts:
             return ParameterReport(total, own, weights, gradients, optimizer, flops)
@@ -203,4 +210,4 @@ def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torc
     """`--torch_dtype`; auto: the checkpoint's on a GPU, float32 on a CPU."""
     if cfg.model.torch_dtype != "auto":
         return getattr(torch, cfg.model.torch_dtype)
-    return model.config_dtype(folder) if device.type == "cuda" else torch.float32
+    return config_dtype(folder) if device.type == "cuda" else torch.float32

@@ -1,17 +1,16 @@
-"""The transformers model of a run: built, filled, adapted, frozen; and its weights under the names that files have."""
+"""The transformers model of a run: built, filled, adapted, frozen."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megaswift.bridge.export import has_weights
+from megaswift.bridge import peft_config
 from megaswift.bridge.new_head import NEW, new_head
 from megaswift.bridge.open import open_weights
 from megaswift.config import SwiftConfig
@@ -23,8 +22,8 @@ ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfuse
 """`--attn_impl` to transformers' name."""
 
 
-def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec) -> nn.Module:
-    """The model in float32 on the CPU, with the folder's weights or with random ones from the seed: the same on every rank."""
+def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any]) -> nn.Module:
+    """The model in float32 on the CPU, with the folder's weights (and `quantised.loading`) or random ones: the same on every rank."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -34,7 +33,7 @@ def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec) -> nn.
     auto: Any = AutoModelForSequenceClassification if spec.scored else AutoModelForCausalLM
     try:
         if weights:
-            options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True}
+            options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
             return _loaded(auto, folder, options, cfg, spec)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {}))
         with torch.random.fork_rng():
@@ -61,16 +60,7 @@ def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     lora = cfg.lora
     if lora.adapters is not None:
         return peft.PeftModel.from_pretrained(model, lora.adapters, is_trainable=True)
-    targets: Any = list(lora.target_modules)
-    if targets == ["all-linear"]:
-        targets = "all-linear"
-    elif len(targets) == 1 and re.search(r"[\\.*+?()|\[\]^$]", targets[0]):
-        targets = targets[0]  # PEFT takes a regular expression as a string
-    alpha: Any = lora.lora_alpha
-    options = peft.LoraConfig(
-        r=lora.lora_rank, lora_alpha=alpha, lora_dropout=lora.lora_dropout, use_rslora=lora.use_rslora, use_dora=lora.use_dora,
-        target_modules=targets, target_parameters=list(lora.target_parameters) or None,
-        modules_to_save=list(lora.modules_to_save) or None, task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
+    options = peft_config.make(cfg, "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(cfg.train.seed)
         try:
@@ -78,7 +68,8 @@ def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
         except ValueError as error:  # targets that match nothing; dropout and DoRA on parameters
             name = "parameters" if lora.target_parameters else "modules"
             given = " ".join(lora.target_parameters or lora.target_modules)
-            raise ConfigError(Problem(f"--target_{name} {given}", str(error).splitlines()[0])) from None
+            label = f"--target_{name} {given}" if cfg.model.train_type in ("lora", "qlora") else f"--train_type {cfg.model.train_type}"
+            raise ConfigError(Problem(label, str(error).splitlines()[0])) from None
     if lora.target_parameters and not made.base_model.targeted_parameter_names:
         raise ConfigError(Problem(f"--target_parameters {' '.join(lora.target_parameters)}", "matches no parameter of this model"))
     return made
@@ -95,35 +86,15 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def prepare(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec) -> FieldsModel:
+def prepare(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any]) -> FieldsModel:
     """Everything that is done to a model before it is wrapped."""
-    model = build(folder, cfg, weights, spec)
+    model = build(folder, cfg, weights, spec, further)
     freeze(model, cfg.model.freeze_parameters)
     if cfg.model.recompute_granularity == "full":
         cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if cfg.model.train_type == "lora":
+    if cfg.model.train_type != "full":
         model = adapt(model, cfg)
     return FieldsModel(model)
-
-
-def disk_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's whole tensors by the names, and in the pieces, that checkpoints of its family have."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    kept = {name: tensor for name, tensor in state.items() if name not in tied(model)}
-    return dict(revert_weight_conversion(cast(Any, model), kept))
-
-
-def tied(model: nn.Module) -> set[str]:
-    """Names under which a tensor appears a second time."""
-    seen: dict[int, str] = {}
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if seen.setdefault(id(p), name) != name}
-
-
-def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds that is no parameter."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
 
 
 def layer_classes(model: nn.Module) -> frozenset[str]:
@@ -136,18 +107,3 @@ def layer_classes(model: nn.Module) -> frozenset[str]:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     longest = max(lists, key=len, default=None)
     return frozenset({type(longest[0]).__name__}) if longest is not None else frozenset()
-
-
-def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """The dtype of each tensor in a Hugging Face folder; empty where it has no weights."""
-    if not has_weights(folder):
-        return {}
-    source = open_weights(folder)
-    return {name: source.dtype(name) for name in source.names()}
-
-
-def config_dtype(folder: Path) -> torch.dtype:
-    """What config.json says, float32 where it says nothing."""
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    return getattr(torch, name, torch.float32)

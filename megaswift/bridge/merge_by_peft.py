@@ -1,0 +1,55 @@
+"""Adapters merged by PEFT itself: those that are not LoRA, and those of models that are no family here.
+
+Unlike `merge`, which streams, this builds the model: in float32, in the memory of one process. Each tensor is rounded once, to the
+dtype that it had.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaswift.bridge.peft_config import name_of
+from megaswift.bridge.transformers_weights import buffers, disk_names, write_folder
+from megaswift.errors import Problem, UserError, WeightsError, first_line
+from megaswift.families.adapter_folder import kind_of
+from megaswift.families.family import FAMILIES, read_config
+from megaswift.families.served_quantization import PLAIN, method_of
+
+REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError)
+"""What transformers and PEFT raise for what they cannot load or merge."""
+
+
+def is_needed(home: Path, adapter: Path) -> bool:
+    """Whether the streaming merge knows these weights or these adapters not."""
+    return kind_of(adapter) != "lora" or str(read_config(home).get("model_type")) not in FAMILIES
+
+
+def merge(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwrite: bool) -> Path:
+    """`target`: the model in `base`, a Hugging Face folder, with the adapters merged in. It appears whole or not at all."""
+    kind, quantised = kind_of(adapter), method_of(read_config(base))
+    if not name_of(kind):
+        raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not served"))
+    if quantised is not None:
+        raise WeightsError(Problem(str(base), f"has quantised weights ({quantised}), into which nothing can be merged", PLAIN))
+    try:
+        merged = _merged(base, adapter)
+    except UserError:
+        raise
+    except REFUSALS as error:
+        raise WeightsError(Problem(f"{adapter} on {base}", f"PEFT cannot merge it: {first_line(error)}")) from None
+    tensors = {**dict(merged.named_parameters()), **buffers(merged)}
+    write_folder(target, disk_names(merged, {n: t.detach() for n, t in tensors.items()}), base, max_shard_bytes, overwrite)
+    return target
+
+
+def _merged(base: Path, adapter: Path) -> Any:
+    import peft
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, use_safetensors=True)
+    return peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()

@@ -1,0 +1,88 @@
+"""A run's adapters as PEFT's configuration object, without a model. Mistakes that PEFT itself finds are told as ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.config.adapter_rules import method_of
+from megaswift.config.peft_methods import MAPPED, METHODS, Method
+from megaswift.errors import ConfigError, Problem, first_line, nearest
+
+ENDLESS = 1 << 30
+"""AdaLoRA's total_step while the run's length is not known yet."""
+
+
+def make(cfg: SwiftConfig, task: str = "CAUSAL_LM") -> Any:
+    """What `peft.get_peft_model` takes; `task`: PEFT's name of what the model is for."""
+    import peft
+
+    method = method_of(cfg)
+    if method is None:
+        lora, alpha = cfg.lora, cfg.lora.lora_alpha
+        return peft.LoraConfig(
+            r=lora.lora_rank, lora_alpha=alpha, lora_dropout=lora.lora_dropout, use_rslora=lora.use_rslora, use_dora=lora.use_dora,  # type: ignore[arg-type]
+            target_parameters=list(lora.target_parameters) or None, **_where(cfg, task))
+    kind, label = getattr(peft, method.config, None), f"--train_type {cfg.model.train_type}"
+    if kind is None:
+        raise ConfigError(Problem(label, f"the installed PEFT has no {method.config}", "pip install -U peft"))
+    fields = {**_taken(cfg, method), **_further(cfg, kind, method)}
+    try:
+        return kind(**fields, **_where(cfg, task))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(Problem(label, f"PEFT says: {first_line(error)}")) from None
+
+
+def _where(cfg: SwiftConfig, task: str) -> dict[str, Any]:
+    """What all adapters have: the modules they are put on, those that train whole."""
+    targets: Any = list(cfg.lora.target_modules)
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    elif len(targets) == 1 and re.search(r"[\\.*+?()|\[\]^$]", targets[0]):
+        targets = targets[0]  # PEFT takes a regular expression as a string
+    return {"target_modules": targets, "modules_to_save": list(cfg.lora.modules_to_save) or None, "task_type": task}
+
+
+def _taken(cfg: SwiftConfig, method: Method) -> dict[str, Any]:
+    """The fields that have options."""
+    values = {field: cfg.value(option) for option, field in method.takes.items()}
+    values = {field: list(v) if isinstance(v, tuple) else v for field, v in values.items()}
+    if "boft_block_num" in values:  # PEFT wants exactly one of the two to be there
+        number = values["boft_block_num"] or 0
+        values |= {"boft_block_num": number, "boft_block_size": 0 if number else values["boft_block_size"]}
+    if "total_step" in values:
+        values["total_step"] = values["total_step"] or cfg.train.max_steps or ENDLESS
+    if "feedforward_modules" in values:
+        values["feedforward_modules"] = values["feedforward_modules"] or []
+    return values
+
+
+def _further(cfg: SwiftConfig, kind: Any, method: Method) -> dict[str, Any]:
+    """The fields of `--peft_config`: JSON values, other text as it is."""
+    known = {f.name for f in dataclasses.fields(kind) if f.init} - set(MAPPED)
+    options = {field: option for option, field in method.takes.items()}
+    problems, found = [], {}
+    for name, text in cfg.peft.peft_config.items():
+        label = f"--peft_config {name}={text}"
+        if name in options:
+            problems.append(Problem(label, "has an option of its own", f"--{options[name]} {text}"))
+        elif name not in known:
+            rule = "is set by the run" if name in MAPPED else f"is no field of PEFT's {method.config}"
+            problems.append(Problem(label, rule, nearest(name, sorted(known - set(options))) or "leave it out"))
+        try:
+            found[name] = json.loads(text)
+        except json.JSONDecodeError:
+            found[name] = text
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def name_of(peft_type: str) -> str:
+    """`train_type` of an adapter folder's peft_type; empty where none serves it."""
+    if peft_type.upper() == "LORA":
+        return "lora"
+    return next((name for name in METHODS if name.upper() == peft_type.upper()), "")

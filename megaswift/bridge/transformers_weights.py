@@ -1,0 +1,68 @@
+"""A transformers model's tensors under the names, and in the pieces and dtypes, that folders of its family have.
+
+For any architecture that transformers knows; the families' own tables are not asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megaswift.bridge.export import has_weights
+from megaswift.bridge.hf_source import TensorMeta
+from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
+from megaswift.bridge.open import open_weights
+from megaswift.families.family import read_config
+from megaswift.families.quantization import problem_of
+
+
+def disk_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's whole tensors by the names, and in the pieces, that checkpoints of its family have."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    kept = {name: tensor for name, tensor in state.items() if name not in tied(model)}
+    return dict(revert_weight_conversion(cast(Any, model), kept))
+
+
+def tied(model: nn.Module) -> set[str]:
+    """Names under which a tensor appears a second time."""
+    seen: dict[int, str] = {}
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if seen.setdefault(id(p), name) != name}
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds that is no parameter."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtype of each tensor in a Hugging Face folder; empty where it has no weights, or in a form that only transformers reads."""
+    if not has_weights(folder) or problem_of(read_config(folder)):
+        return {}
+    source = open_weights(folder)
+    return {name: source.dtype(name) for name in source.names()}
+
+
+def config_dtype(folder: Path) -> torch.dtype:
+    """What config.json says, float32 where it says nothing."""
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    return getattr(torch, name, torch.float32)
+
+
+def write_folder(folder: Path, weights: Mapping[str, Tensor], source: Path, max_shard_bytes: int = MAX_SHARD_BYTES,
+                 overwrite: bool = True) -> None:
+    """A Hugging Face folder of these tensors by disk name, each in the dtype that it has in `source`, whose other files it takes."""
+    stored, default = stored_dtypes(source), config_dtype(source)
+    metas = {name: TensorMeta(tuple(t.shape), stored.get(name, default if t.is_floating_point() else t.dtype))
+             for name, t in weights.items()}
+    with HfWriter(folder, metas, max_shard_bytes, overwrite) as writer:
+        for name, tensor in weights.items():
+            writer.add(name, tensor)
+        writer.close(source)

@@ -1,0 +1,53 @@
+"""Frozen weights that are no plain tensors: how transformers loads them, how many there are, how much room they take.
+
+PEFT's preparation for training over them casts what stays unquantised to float32 and freezes it. Here models are loaded in float32, and
+PEFT freezes what is no adapter; checkpointed layers are not re-entrant, so inputs need no gradient. Nothing of it is left to do.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift.bridge.bits_and_bytes import settings
+from megaswift.config import SwiftConfig
+from megaswift.config.adapter_rules import bits_of
+from megaswift.families.family import read_config
+from megaswift.families.served_quantization import DEQUANTISED, field_of, method_of
+
+
+def loading(folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What `from_pretrained` is told beside the precision of plain weights; `dtype`: of the run's products."""
+    config, bits = read_config(folder), bits_of(cfg)
+    method = method_of(config)
+    if method in DEQUANTISED:
+        from transformers.quantizers import AutoQuantizationConfig
+
+        return {"quantization_config": AutoQuantizationConfig.from_dict({**field_of(config), "dequantize": True})}
+    if bits is not None:
+        q = cfg.quantization
+        products = dtype if q.bnb_4bit_compute_dtype == "auto" else getattr(torch, q.bnb_4bit_compute_dtype)
+        made = settings(bits, products, q.bnb_4bit_quant_type, q.bnb_4bit_use_double_quant)
+        return {"quantization_config": made, "device_map": {"": device}}
+    if method is None:
+        return {}
+    return {"device_map": {"": device}} | ({"dtype": dtype} if method in ("gptq", "awq") else {})  # their kernels know no float32
+
+
+def elements(parameter: Tensor) -> int:
+    """How many weights a parameter holds; bitsandbytes packs two of 4 bits in a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
+
+
+def scale_bytes(parameter: Tensor) -> int:
+    """Bytes of the scales beside a quantised parameter."""
+    state, rows = getattr(parameter, "quant_state", None), getattr(parameter, "SCB", None)
+    held = [rows] if isinstance(rows, Tensor) else []
+    while state is not None:
+        held, state = [*held, state.absmax], state.state2
+    return sum(t.nbytes for t in held)

@@ -1,0 +1,83 @@
+"""Quantised checkpoints under adapters on the engines of torch: which ones transformers loads, and with which packages. No torch.
+
+Owns what a run is told before it starts. The native engine reads its own few formats: `quantization.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from megaswift.errors import Problem
+from megaswift.families.quantization import FIELD
+
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel", "accelerate"), "compressed-tensors": ("compressed_tensors",),
+    "bitsandbytes": ("bitsandbytes", "accelerate"), "fp8": ("accelerate",), "mxfp4": ("accelerate",),
+}
+"""quant_method -> what transformers needs to load it (imported names)."""
+DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")
+"""Whose weights are made plain ones while they are loaded: their own kernels have no backward pass."""
+_NATIVE = ("fp8", "mxfp4")
+"""What the native engine reads."""
+_PIP = {"compressed_tensors": "compressed-tensors"}
+PLAIN = "the model's unquantised checkpoint"
+
+
+def field_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says of its quantisation, also below text_config; empty for plain weights."""
+    text = config.get("text_config")
+    given = config.get(FIELD) or (text.get(FIELD) if isinstance(text, Mapping) else None)
+    return dict(given) if isinstance(given, Mapping) else {}
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """Its quant_method; None for plain weights."""
+    given = field_of(config)
+    if not given:
+        return None
+    if given.get("load_in_4bit") or given.get("load_in_8bit"):
+        return "bitsandbytes"
+    return str(given.get("quant_method"))
+
+
+def stays_quantised(config: Mapping[str, Any]) -> bool:
+    """Whether the loaded model's linear layers hold something else than plain weights."""
+    return method_of(config) not in (None, *DEQUANTISED)
+
+
+def missing(packages: tuple[str, ...], what: str) -> list[Problem]:
+    """Packages that are not installed, each with the command that installs it."""
+    lacking = [_PIP.get(p, p) for p in packages if importlib.util.find_spec(p) is None]
+    if not lacking:
+        return []
+    return [Problem(what, f"needs the package{'s' * (len(lacking) > 1)} {' and '.join(lacking)}", f"pip install {' '.join(lacking)}")]
+
+
+def quantization_packages(config: Mapping[str, Any], label: str) -> list[Problem]:
+    """Packages that the quantised weights of `label` need and that are not installed."""
+    method = method_of(config)
+    return missing(PACKAGES.get(method or "", ()), f"{label}, whose weights are quantised ({method})")
+
+
+def problems(config: Mapping[str, Any], label: str, train_type: str, bits: int | None, merge: bool) -> list[Problem]:
+    """What keeps a run from training over the quantised weights of `label`; empty for plain ones."""
+    method = method_of(config)
+    if method is None:
+        return []
+    what = f"{label}, whose weights are quantised ({method})"
+    if method not in PACKAGES:
+        return [Problem(what, f"can be trained over {', '.join(PACKAGES)}", PLAIN)]
+    found = quantization_packages(config, label)
+    if train_type == "full":
+        fix = "--engine megatron, which trains them dequantised, or --train_type lora" if method in _NATIVE else "--train_type lora"
+        found.append(Problem("--train_type full", f"needs plain weights, and {label} has them quantised ({method})", fix))
+    if bits is not None and train_type != "full":
+        given = "--train_type qlora" if train_type == "qlora" else f"--quantization_bit {bits}"
+        fix = "--engine megatron, whose qlora reads them" if method in _NATIVE else "--train_type lora without it: they are quantised"
+        found.append(Problem(given, f"would quantise again what is quantised already ({method})", fix))
+    if merge:
+        found.append(Problem("--merge_lora true", f"adds adapters to plain weights, and {label} has them quantised ({method})",
+                             "leave it out; OUT/adapter goes with the model as it is"))
+    return found

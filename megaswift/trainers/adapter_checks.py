@@ -1,0 +1,69 @@
+"""What adapters need beside the options, before a process group exists: folders, packages, weights that they can train over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megaswift.config import SwiftConfig
+from megaswift.config.adapter_rules import SHARDED, bits_of, method_of
+from megaswift.config.engine_rules import engine_of
+from megaswift.errors import Problem, UserError
+from megaswift.families import served_quantization
+from megaswift.families.adapter_folder import kind_of
+from megaswift.families.family import read_config
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def folder_problems(adapters: str) -> list[Problem]:
+    """What a folder of adapters lacks."""
+    folder = Path(adapters)
+    lacking = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
+    if not lacking:
+        return []
+    rule = f"has no {lacking[0]}" if folder.is_dir() else "no such folder"
+    return [Problem(f"--adapters {folder}", rule, "a folder that PEFT or a run of ours wrote (OUT/adapter)")]
+
+
+def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
+    """Of a run on an engine of torch, with the model in `folder`."""
+    kind, bits = cfg.model.train_type, bits_of(cfg)
+    config, label = read_config(folder), f"--model {cfg.model.model}"
+    problems = served_quantization.problems(config, label, kind, bits, cfg.lora.merge_lora)
+    if served_quantization.stays_quantised(config) and engine_of(cfg) in SHARDED:
+        problems.append(Problem(f"{label}, whose weights are quantised", f"cannot be split over ranks (engine {engine_of(cfg)})",
+                                "--engine ddp or zero2"))
+    if kind == "full":
+        return problems
+    lacking = served_quantization.missing(("peft",), f"--train_type {kind}")
+    if bits is not None:
+        given = "--train_type qlora" if kind == "qlora" else f"--quantization_bit {bits}"
+        problems += served_quantization.missing(("bitsandbytes", "accelerate"), given)
+    if cfg.lora.adapters is not None:
+        return problems + lacking + (folder_problems(cfg.lora.adapters) or other_adapters(cfg, Path(cfg.lora.adapters)))
+    return problems + (lacking or refused_by_peft(cfg))
+
+
+def other_adapters(cfg: SwiftConfig, folder: Path) -> list[Problem]:
+    """A folder of another kind than `train_type`, or of one that cannot go on."""
+    kind, label = kind_of(folder), f"--adapters {folder}"
+    if kind == "adalora":
+        return [Problem(label, "holds AdaLoRA adapters, whose ranks are settled: PEFT trains them no further",
+                        "megaswift export --merge_lora true, then new adapters on what comes out")]
+    wanted = {"qlora": "lora"}.get(cfg.model.train_type, cfg.model.train_type)
+    if kind == wanted:
+        return []
+    return [Problem(label, f"holds {kind} adapters (train_type is {cfg.model.train_type})", f"--train_type {kind}")]
+
+
+def refused_by_peft(cfg: SwiftConfig) -> list[Problem]:
+    """What PEFT says of an adapter's settings; asked (which loads torch) only for adapters whose rules are PEFT's alone."""
+    if method_of(cfg) is None:
+        return []
+    from megaswift.bridge import peft_config
+
+    try:
+        peft_config.make(cfg)
+    except UserError as error:
+        return list(error.problems)
+    return []
