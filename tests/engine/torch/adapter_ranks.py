@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import Case, global_batch, own, parse
-from tests.parity.measure import build, recipe_options
+from tests.parity.measure import recipe_options
 from tests.parity.oracle import Recipe, adamw, cross_entropy, documents
 
 STEPS, SEED = 3, 42
@@ -51,10 +51,24 @@ class Result:
     weight_bytes: int = 0
 
 
+def opened(case: Case, run: Run, world: int) -> tuple[Any, Any]:
+    """(engine with the folder's weights, context), of any model that transformers loads."""
+    from megaswift.config import SwiftConfig
+    from megaswift.families.unlisted import any_spec
+    from megaswift.parallel.layout import Layout
+    from megaswift.trainers.engines import make_engine, start_context
+
+    cfg = SwiftConfig(task="sft", model=str(run.folder), **case.config(**recipe_options(RECIPE, False), **run.options))
+    context = start_context(cfg.replace(ddp_timeout=60, seed=11), Layout.from_config(cfg.parallel, world))
+    engine = make_engine(cfg, any_spec(run.folder), run.folder, context)
+    engine.load_hf(run.folder)
+    return engine, context
+
+
 def go(rank: int, world: int, run: Run) -> Result:
     """On a rank."""
     case = CASE if world == 2 else parse("dense single")
-    engine, context = build(case, run.folder, world, **recipe_options(RECIPE, False), **run.options)
+    engine, context = opened(case, run, world)
     out = Result(wrapper=type(engine.strategy.module).__name__)
     report = engine.report()
     out.elements, out.weight_bytes = report.parameters_total, report.weight_bytes
