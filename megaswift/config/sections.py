@@ -12,8 +12,8 @@ from megaswift.config.lora import LoraConfig
 from megaswift.config.model import ModelConfig
 from megaswift.config.optim import OptimConfig
 from megaswift.config.option import Option, table_of
+from megaswift.config.other_adapters import PeftConfig
 from megaswift.config.parallel import ParallelConfig
-from megaswift.config.peft import PeftConfig
 from megaswift.config.quantization import QuantizationConfig
 from megaswift.config.train import TrainConfig
 
