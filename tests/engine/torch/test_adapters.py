@@ -106,8 +106,9 @@ SPLIT = [name for name in SETTINGS if name not in METHODS or not METHODS[name].e
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2"])
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(("name", "engine"), [
+    *(("lora", engine) for engine in ("zero0", "zero1", "zero2_offload", "zero3_offload")),
+    *((name, engine) for name in SPLIT for engine in ("zero2", "zero3", "fsdp2"))])
 def test_other_engines(name: str, engine: str, pool: Pool, dense: Path, tmp_path: Path) -> None:
     """The same three steps where gradients, or weights too, are split; the folder is whole."""
     if name in METHODS and METHODS[name].whole and engine in SHARDED:
