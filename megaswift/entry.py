@@ -51,7 +51,8 @@ def _go(task: str, words: list[str]) -> int:
     other = other_processes(cfg) if worker else ray_train.missing(cfg.launch)
     if other:
         raise ConfigError(other)
-    if not worker or "MEGASWIFT_CHECKED" not in os.environ:
+    first = not worker or "MEGASWIFT_CHECKED" not in os.environ
+    if first:
         alone = not worker and not local.wants_processes(cfg.launch)
         for notice in (*cfg.notices, *notices(os.environ, cfg, alone)):
             log.info(notice)
@@ -59,7 +60,7 @@ def _go(task: str, words: list[str]) -> int:
     from megaswift.trainers.engine_choice import settle
     from megaswift.trainers.run import preflight, run
 
-    cfg = settle(cfg, world)
+    cfg = settle(cfg, world, tell=first)
     preflight(cfg, world)
     if not worker and cfg.launch.launcher == "ray":
         counted = {"num_workers", "nproc_per_node"} & cfg.given  # else by NPROC_PER_NODE, which is this machine's

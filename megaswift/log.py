@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 
 def is_main() -> bool:
@@ -21,6 +22,14 @@ def warn(text: str) -> None:
     """A line that should not be missed, from rank 0 only."""
     if is_main():
         print(f"megaswift: warning: {text}", file=sys.stderr, flush=True)
+
+
+def quieten() -> None:
+    """Keeps the libraries' notes to developers (optional packages, renamed functions) off the user's screen; -W and PYTHONWARNINGS win."""
+    if not sys.warnoptions:
+        for module in ("megatron", "torch.distributed", "torch.nn.modules", "transformers", "peft"):
+            warnings.filterwarnings("ignore", module=rf"{module}\..*", category=UserWarning)
+            warnings.filterwarnings("ignore", module=rf"{module}\..*", category=FutureWarning)
 
 
 def amount(count: float, noun: str, form: str = ",") -> str:

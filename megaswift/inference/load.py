@@ -86,6 +86,7 @@ def quieten() -> None:
     """transformers' bars and notes to developers stay off the screen; what is wrong is told by us."""
     from transformers.utils import logging
 
+    log.quieten()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -17,15 +17,16 @@ SMALL, MIDDLE = 1e9, 7e9
 """Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth sharding."""
 
 
-def settle(cfg: SwiftConfig, world_size: int) -> SwiftConfig:
-    """The configuration with its engine named; `auto` and the options that mean one are resolved, and it is said which and why."""
+def settle(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
+    """The configuration with its engine named; `auto` and the options that mean one are resolved. `tell`: which, and why."""
     asked = engine_of(cfg)
     if asked != AUTO:
         return cfg if cfg.engine.engine == asked else cfg.replace(engine=asked)
     kind, why = choose(any_spec(locate(cfg.model, weights=False)), splits_model(cfg), world_size)
     if method_of(cfg) is not None or bits_of(cfg) is not None:
         kind, why = for_adapters(cfg, kind, why)
-    log.info(f"engine {kind}: {why}")
+    if tell:
+        log.info(f"engine {kind}: {why}")
     return cfg.replace(engine=kind)
 
 
@@ -44,13 +45,13 @@ def for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
 def choose(spec: ModelSpec, axes: bool, world_size: int) -> tuple[str, str]:
     """(engine, reason)."""
     size = parameters(spec)
-    text = f"{size / 1e9:.3g} B parameters"
+    text = f"{size / 1e9:.3g} B parameters" if size >= 1e8 else f"{size / 1e6:.2f} M parameters"
     if axes:
         return NATIVE, "a model-parallel axis is set"
     if spec.family in FAMILIES and spec.experts and size > MIDDLE:
         return NATIVE, f"{text} in {spec.experts} experts a layer"
     if size < SMALL or world_size == 1:
-        return "ddp", text if size < SMALL else f"{text} on one process"
+        return "ddp", f"{text}, whole on each device" if size < SMALL else f"{text} on one process, nothing to share them with"
     if importlib.util.find_spec("deepspeed") is None:
         return "fsdp2", f"{text}, and deepspeed is not installed"
     return ("zero2", f"{text}: gradients and optimizer states in parts") if size <= MIDDLE else ("fsdp2", f"{text}: weights in parts too")

@@ -7,11 +7,10 @@ torch is imported when `run` starts, so that a wrong command line is answered at
 from __future__ import annotations
 
 import os
-import sys
 import time
-import warnings
 from pathlib import Path
 
+from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import is_native
 from megaswift.families import load_spec
@@ -27,7 +26,7 @@ __all__ = ["preflight", "run"]
 def run(cfg: SwiftConfig) -> Path:
     """Trains as `cfg` says and returns the output directory. Every rank calls it, after `preflight`."""
     began = time.perf_counter()
-    quieten()
+    log.quieten()
     from megaswift.trainers.engines import start_context
     from megaswift.trainers.session import Session
 
@@ -45,11 +44,3 @@ def run(cfg: SwiftConfig) -> Path:
     finally:
         if finished or layout.world_size == 1:  # after an error other ranks may be inside a collective: the process ends instead
             context.close()
-
-
-def quieten() -> None:
-    """Keeps the libraries' notes to developers (optional packages, renamed functions) off the user's screen; -W and PYTHONWARNINGS win."""
-    if not sys.warnoptions:
-        for module in ("megatron", "torch.distributed", "torch.nn.modules", "transformers", "peft"):
-            warnings.filterwarnings("ignore", module=rf"{module}\..*", category=UserWarning)
-            warnings.filterwarnings("ignore", module=rf"{module}\..*", category=FutureWarning)

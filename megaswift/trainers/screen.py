@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config import SwiftConfig
+from megaswift.config.engine_rules import is_native
 from megaswift.config.size import bytes_text
 from megaswift.engine.protocol import ParameterReport
 from megaswift.log import amount
@@ -48,7 +49,7 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
     state = p.weight_bytes + p.gradient_bytes + p.optimizer_bytes
     host = f"; {bytes_text(p.host_bytes)} of optimizer state in host memory" if p.host_bytes else ""
     batch = facts.dp * facts.accumulation * train.per_device_train_batch_size
-    layout = facts.layout + ("\n" + facts.picture if facts.picture else "")
+    layout = facts.layout + engine_text(cfg) + ("\n" + facts.picture if facts.picture else "")
     return [
         ("model", facts.model),
         ("parameters", f"{p.parameters_total:,} in all, {p.parameters_per_rank:,} on the largest rank{trained_text(p)}"),
@@ -63,6 +64,12 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
         ("optimizer", optimizer_text(cfg, facts.total_steps)),
         ("output", output_text(train)),
     ]
+
+
+def engine_text(cfg: SwiftConfig) -> str:
+    """`, fsdp2 (hybrid_shard)`, nothing for the native engine."""
+    how = f" ({' '.join(cfg.engine.fsdp)})" if cfg.engine.fsdp else ""
+    return "" if is_native(cfg) else f", {cfg.engine.engine}{how}"
 
 
 def trained_text(p: ParameterReport) -> str:

@@ -86,7 +86,8 @@ def test_distributed_strategy_in_a_file(word: str, kind: str, tmp_path: Path) ->
 def test_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(write_model(tmp_path / "m"))
     assert settle(SwiftConfig(model=model, engine="auto"), 2).engine.engine == "ddp"
-    assert "engine ddp: 2.13e-05 B parameters" in capsys.readouterr().err
+    assert capsys.readouterr().err == "megaswift: engine ddp: 0.02 M parameters, whole on each device\n"
+    assert settle(SwiftConfig(model=model, engine="auto"), 2, tell=False).engine.engine == "ddp" and not capsys.readouterr().err
     assert settle(SwiftConfig(model=model, engine="auto", tp=2), 2).engine.engine == "megatron"
 
 
@@ -118,7 +119,7 @@ CHOICES = [
     (dense("70"), True, 1, False, "megatron", "a model-parallel axis is set"),
     (experts(48), False, 8, True, "megatron", "30.5 B parameters in 128 experts a layer"),
     (experts(4), False, 8, True, "zero2", "3.11 B parameters: gradients and optimizer states in parts"),
-    (dense("0.6"), False, 8, True, "ddp", "B parameters"),
+    (dense("0.6"), False, 8, True, "ddp", "B parameters, whole on each device"),
     (dense("4"), False, 8, True, "zero2", "B parameters: gradients and optimizer states in parts"),
     (dense("8"), False, 8, True, "fsdp2", "B parameters: weights in parts too"),
     (dense("70"), False, 8, True, "fsdp2", "B parameters: weights in parts too"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megaswift.config import SwiftConfig
 from megaswift.config.size import bytes_text
 from megaswift.engine.protocol import ParameterReport
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.picture import picture
-from megaswift.trainers.screen import Facts, data_text, optimizer_text, render, rows
+from megaswift.trainers.screen import Facts, data_text, engine_text, optimizer_text, render, rows
 
 GOLDEN = """\
 supervised fine-tuning
@@ -45,6 +47,13 @@ def test_host_memory_is_told_apart() -> None:
     assert dict(rows(SwiftConfig(task="sft"), facts))["memory"] == (
         "weights 1.0 MiB + gradients 1.0 MiB + optimizer 512.0 KiB = 2.5 MiB on the largest rank, activations not counted"
         "; 3.0 MiB of optimizer state in host memory")
+
+
+@pytest.mark.parametrize(("engine", "text"), [
+    ({}, ""), ({"engine": "ddp"}, ", ddp"), ({"engine": "zero3_offload"}, ", zero3_offload"),
+    ({"engine": "fsdp2", "fsdp": "hybrid_shard offload"}, ", fsdp2 (hybrid_shard offload)")])
+def test_the_engine_is_named(engine: dict[str, str], text: str) -> None:
+    assert engine_text(SwiftConfig(**engine)) == text
 
 
 def test_one_is_said_in_the_singular() -> None:
