@@ -186,7 +186,7 @@ def test_replace_and_frozen() -> None:
 
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
-SIZE = re.compile(r"(\d+) x ([\d.]+) B(?: / (\d+))? = ([\d.]+) GB")
+SIZE = re.compile(r"([\d.]+) x ([\d.]+) B(?: / (\d+))? = ([\d.]+) GB")
 """`16 x 7 B / 8 = 14 GB`: bytes a parameter, billions of parameters, on so many GPUs."""
 
 

@@ -32,6 +32,8 @@ def test_an_example_runs(path: Path, inputs: list[str], tmp_path: Path) -> None:
     engine = engine_of(load("sft", [str(path)], environ={}))
     if engine in ZERO:
         pytest.importorskip("deepspeed")
+    if "qlora" in path.name:
+        pytest.importorskip("bitsandbytes")
     run([str(path), *inputs], tmp_path / "out", *SMALLER)
     (line,) = read_lines(tmp_path / "out" / "metrics.jsonl")
     assert 0 < line["loss"] < 10
