@@ -43,9 +43,9 @@ def _data(argv: list[str]) -> int:
     """`megaswift data show ...`."""
     if argv[:1] == ["show"]:
         from megaswift.data.show import main as show
-        from megaswift.families.model_source import tokenizer_for
+        from megaswift.families.model_source import reader_for
 
-        return show(argv[1:], tokenizer_for)
+        return show(argv[1:], reader_for)
     if argv and argv[0] not in HELP:
         raise no_command("megaswift data", argv[0], ("show",))
     print("megaswift data show DATASET --model DIR     samples as tokens with their loss mask; lengths and packing (show --help)")

@@ -27,7 +27,7 @@ from megaswift.families.quantization import plain_config
 FACTS = "weights.json"
 FORMAT = 1
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken",
-          "spiece.model", "sentencepiece*.model", "chat_template*", "additional_chat_templates/*")
+          "spiece.model", "sentencepiece*.model", "chat_template*", "additional_chat_templates/*", "*processor_config.json")
 """Files of a model folder that go along with config.json."""
 
 

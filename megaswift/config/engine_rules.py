@@ -61,10 +61,13 @@ def splits_model(c: Sections) -> bool:
 
 _TORCH: Test = lambda c: engine_of(c) not in (NATIVE, AUTO)  # noqa: E731
 _NO_FSDP: Test = lambda c: engine_of(c) != "fsdp2"  # noqa: E731
+_PARTS = ("freeze_vit", "freeze_aligner", "freeze_llm")
 
 ENGINE_IGNORED: tuple[Ignored, ...] = (
     *(Ignored(name, READS, _TORCH, "belongs to the native engine", "--engine megatron", (None, False, 0, (), OPTIONS[name].default))
       for name in NATIVE_ONLY),
+    *(Ignored(name, READS, is_native, "is for vision-language models, which the native engine does not train", "--engine ddp", (None,))
+      for name in _PARTS),
     *(Ignored(name, READS, _NO_FSDP, "belongs to the engine fsdp2 (engine is {engine})", "--engine fsdp2") for name in FSDP_ONLY),
 )
 
@@ -76,5 +79,8 @@ ENGINE_CLASHES: tuple[Clash, ...] = (
           "names more than one way to shard", "--fsdp full_shard"),
     Clash(("recompute_granularity", *READS), lambda c: _TORCH(c) and c.model.recompute_granularity == "selective",
           "needs the native engine; transformers recomputes whole layers", "--recompute_granularity full"),
+    Clash(("freeze_llm", "freeze_vit", "freeze_aligner"),
+          lambda c: c.model.freeze_llm and c.model.freeze_vit is not False and c.model.freeze_aligner is not False,
+          "leaves nothing to train: freeze_vit and freeze_aligner are true unless said otherwise", "--freeze_aligner false"),
     Clash(("optimizer", *READS), lambda c: engine_of(c) in ZERO and c.optim.optimizer != "adam", "ZeRO steps AdamW", "--optimizer adam"),
 )

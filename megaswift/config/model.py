@@ -52,3 +52,6 @@ class ModelConfig:
     moe_token_dispatcher_type: str = option("alltoall", "How tokens reach their experts", choices=("alltoall", "allgather"))
     moe_grouped_gemm: bool | None = option(None, "One grouped product for all experts; unset: where TE is used without adapters")
     freeze_parameters: tuple[str, ...] = option((), "Patterns of Hugging Face weight names that do not train", metavar="PATTERN...")
+    freeze_vit: bool | None = option(None, "A vision-language model's tower does not train; unset: true", metavar="true")
+    freeze_aligner: bool | None = option(None, "Nor what joins tower and language model; unset: true", metavar="true")
+    freeze_llm: bool | None = option(None, "Nor its language model; unset: false", metavar="false")

@@ -20,6 +20,7 @@ from megaswift.data.encode import Encoder, EncodeSpec, encode_spec
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, RowData, StoredSource, make_rows
 from megaswift.data.order import Order
 from megaswift.data.prepare import prepare
+from megaswift.data.processor import Processor, tokenizer_in
 from megaswift.data.sources import resolve
 from megaswift.data.stream import StreamOptions, StreamSource
 from megaswift.data.unit_batches import UnitRows
@@ -112,13 +113,14 @@ def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task:
           prompt_labels: bool = False) -> tuple[BatchSource, EvalSource | None]:
     """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch at a time.
 
-    `prompt_labels`: of preferences, prompts carry labels too (ORPO).
+    `tokenizer`: of a vision-language model its `Processor`; its rows may have images. `prompt_labels`: of preferences, prompts carry labels too (ORPO).
     """
-    shape = shape_of(tokenizer, geometry)
+    shape = shape_of(tokenizer_in(tokenizer), geometry)
     per_device = train.per_device_eval_batch_size or geometry.per_device
     apart = replace(geometry, per_device=per_device, accumulation=1)
     check_task(data, task)
     if data.streaming:
+        assert not isinstance(tokenizer, Processor), "rows with images are not streamed"
         kept = _held_out(data, tokenizer, task) if data.val_dataset else None
         held: RowData | None = None if kept is None else make_rows(kept, data.packing, data.max_length, shape)
         source: BatchSource = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape))
@@ -128,7 +130,8 @@ def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task:
             rows: list[RowData] = [UnitRows(u, data.packing is not False, prompt_labels) for u in (some, others) if u is not None]
         else:
             docs, apart_docs = documents(data, train, tokenizer, task)
-            rows = [make_rows(d, data.packing, data.max_length, shape) for d in (docs, apart_docs) if d is not None]
+            processor = tokenizer if isinstance(tokenizer, Processor) else None
+            rows = [make_rows(d, data.packing, data.max_length, shape, processor) for d in (docs, apart_docs) if d is not None]
         source, held = _stored(rows[0], data, train, (geometry, shape)), rows[1] if len(rows) > 1 else None
     return source, None if held is None else EvalSource(held, apart, shape)
 

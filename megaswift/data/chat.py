@@ -76,14 +76,22 @@ def trained_turns(sample: Sample, loss_scale: str) -> list[bool]:
 class ChatRenderer:
     """Renders conversations and finds the characters that carry loss."""
 
-    def __init__(self, templates: Templates, loss_scale: str = "default") -> None:
+    def __init__(self, templates: Templates, loss_scale: str = "default", parts: bool = False) -> None:
+        """`parts`: a vision-language model's, whose template may read lists of parts and no strings."""
         self.templates, self.loss_scale = templates, loss_scale
         self._finders: dict[str, TurnFinder] = {}
+        self._parts: dict[str, bool] = {}
+        self._asks = parts
 
     def _text(self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
         return self._render(template, messages, tools, prompt, False)[0]
 
     def _render(self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool, track: bool) -> tuple[str, list[Span]]:
+        if self._asks and template not in self._parts:
+            self._parts[template] = False
+            self._parts[template] = self._reads_no_strings(template)
+        if self._parts.get(template):
+            messages = [_in_parts(m) for m in messages]
         try:
             rendered: Any = render_jinja_template(
                 [list(messages)], tools=None if tools is None else list(tools), chat_template=template, add_generation_prompt=prompt,
@@ -92,6 +100,14 @@ class ChatRenderer:
             raise RowError("messages", f"the chat template refuses this conversation ({e})", "a conversation that it can render") from None
         texts, spans = rendered
         return texts[0], spans[0] if track else []
+
+    def _reads_no_strings(self, template: str) -> bool:
+        """Whether contents must be lists of parts: strings do not come out."""
+        try:
+            text = self._text(template, [{"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}], None)
+        except RowError:
+            return True
+        return "\ue000" not in text or "\ue001" not in text
 
     def _finder(self, template: str) -> TurnFinder:
         if template not in self._finders:
@@ -126,3 +142,8 @@ class ChatRenderer:
 def _without(holes: Sequence[Span], length: int) -> tuple[Span, ...]:
     edges = [0, *(edge for hole in holes for edge in hole), length]
     return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

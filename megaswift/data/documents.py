@@ -33,6 +33,8 @@ class Documents:
     """int64: tokens with a label (with loss, and not the first)."""
     sample: np.ndarray
     """int64: number of the row, counted through all data sets in the order given."""
+    image_end: np.ndarray
+    """int64: tokens up to the end of its last image; 0 without images."""
     counted: dict[str, int] = field(default_factory=dict)
     """What happened on the way: rows, deleted, truncated, split, empty."""
 
@@ -47,7 +49,7 @@ class Documents:
     def take(self, which: np.ndarray) -> Documents:
         """Some of the documents, in the order asked for."""
         return replace(self, store=self.store[which], start=self.start[which], length=self.length[which],
-                       labels=self.labels[which], sample=self.sample[which])
+                       labels=self.labels[which], sample=self.sample[which], image_end=self.image_end[which])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -61,7 +63,7 @@ class Documents:
 
 def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
     """All rows of the data sets in order, each taken as often as its `#rows` says; both documents of a pair are one row."""
-    number, start, length, labels, sample, first, total = [], [], [], [], [], 0, 0
+    number, start, length, labels, sample, ends, first, total = [], [], [], [], [], [], 0, 0
     for k, (source, store) in enumerate(stores):
         if len(store) == 0:
             bad = store.manifest["bad"]
@@ -77,14 +79,19 @@ def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
         length.append(offsets[rows + 1] - offsets[rows])
         labels.append(np.asarray(store.labels)[rows])
         sample.append(rows // store.width + first)
+        ends.append(store.image_ends[rows])
         first += units
         total += len(taken)
     return Documents(tuple(s for _, s in stores), np.concatenate(number), np.concatenate(start), np.concatenate(length),
-                     np.concatenate(labels), np.concatenate(sample).astype(np.int64), {"rows": total})
+                     np.concatenate(labels), np.concatenate(sample).astype(np.int64), np.concatenate(ends), {"rows": total})
 
 
 def truncate(docs: Documents, max_length: int, strategy: str) -> Documents:
-    """Every document at most `max_length` tokens, by one of raise, delete, left, right, split; counted."""
+    """Every document at most `max_length` tokens, by one of raise, delete, left, right, split; counted.
+
+    None loses a part of an image: one that would is deleted.
+    """
+    whole, docs = docs, _without_torn(docs, max_length, strategy)
     long = np.flatnonzero(docs.length > max_length)
     counted = dict(docs.counted)
     if len(long) and strategy == "raise":
@@ -104,10 +111,19 @@ def truncate(docs: Documents, max_length: int, strategy: str) -> Documents:
         counted["empty"] = empty
         out = out.take(np.flatnonzero(out.length > 0))
     if len(out) == 0:
-        longest = int(docs.length.max(initial=0))
-        raise DataError(Problem(f"--max_length {max_length}", f"no row is left of {len(docs)}: the longest has {longest} tokens",
+        longest = int(whole.length.max(initial=0))
+        raise DataError(Problem(f"--max_length {max_length}", f"no row is left of {len(whole)}: the longest has {longest} tokens",
                                 f"--max_length {longest}, or --truncation_strategy right (or split, for pt)"))
     return out
+
+
+def _without_torn(docs: Documents, max_length: int, strategy: str) -> Documents:
+    """Without documents that would lose an image: cut before the end of the last one, or on the left."""
+    if strategy not in ("left", "right"):
+        return docs
+    kept = max_length if strategy == "right" else 0
+    torn = (docs.length > max_length) & (docs.image_end > kept)
+    return replace(docs, counted=docs.counted | {"deleted": int(torn.sum())}).take(np.flatnonzero(~torn)) if torn.any() else docs
 
 
 def cut(docs: Documents, which: np.ndarray, size: int, strategy: str) -> Documents:

@@ -18,7 +18,9 @@ from megaswift.config.data import PREFERENCES
 from megaswift.data.chat import ChatRenderer, Rendered, Templates, templates_of
 from megaswift.data.cuts import cuts_of
 from megaswift.data.formats import sample_of
+from megaswift.data.images import no_images
 from megaswift.data.pieces import PieceEncoder
+from megaswift.data.processor import Processor, ProcessorSpec, tokenizer_in
 from megaswift.data.readers import Located
 from megaswift.data.sample import RowError, Sample, with_system
 from megaswift.data.sources import Part
@@ -45,6 +47,8 @@ class EncodeSpec:
     strict: bool = True
     begin: list[int] = field(default_factory=list)
     """Tokens before a plain prompt of preferences: what the tokenizer itself puts before a text."""
+    processor: ProcessorSpec | None = None
+    """Of a model that reads images."""
 
 
 @dataclass
@@ -61,10 +65,13 @@ class Encoded:
     """float32, one a unit: margins or labels of preferences."""
     causes: dict[str, int] = field(default_factory=dict)
     """Of the bad rows: units that could be read and are of no use."""
+    images: list[str] = field(default_factory=list)
+    """What each row keeps of its images; empty for a model that reads text only."""
 
 
-def encode_spec(data: Any, tokenizer: Any, task: str) -> EncodeSpec:
-    """The spec of a run's options and tokenizer; DataError when they cannot work together."""
+def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
+    """The spec of a run's options and tokenizer (or processor); DataError when they cannot work together."""
+    tokenizer = tokenizer_in(reader)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise DataError(Problem(f"the tokenizer of {tokenizer.name_or_path or 'the model'}", "has no tokenizer.json (fast tokenizer)",
@@ -77,7 +84,7 @@ def encode_spec(data: Any, tokenizer: Any, task: str) -> EncodeSpec:
         task=task, tokenizer=backend.to_str(), eos_id=tokenizer.eos_token_id,
         templates=None if plain else templates_of(tokenizer, data.chat_template),
         begin=_before(tokenizer) if task in PREFERENCES else [],
-        loss_scale=data.loss_scale, system=data.system, columns=dict(data.columns), strict=data.strict)
+        loss_scale=data.loss_scale, system=data.system, columns=dict(data.columns), strict=data.strict, processor=reader.spec if isinstance(reader, Processor) else None)
 
 
 def _before(tokenizer: Any) -> list[int]:
@@ -137,9 +144,15 @@ class Encoder:
         """The sample of a row, with the run's column names and system message."""
         return with_system(sample_of(self.named(row), self.spec.task), self.spec.system)
 
+    def located(self, path: str, row: Any) -> Rendered:
+        """`render` for a row of the file `path`."""
+        return self.render(row)
+
     def render(self, row: Any) -> Rendered:
         """The text of a row and its loss spans."""
-        return self.rendered(self.sample(row))
+        sample = self.sample(row)
+        no_images(self.named(row), sample)
+        return self.rendered(sample)
 
     def rendered(self, sample: Sample) -> Rendered:
         """The text of a sample and its loss spans."""
@@ -183,6 +196,7 @@ class Encoder:
         tokens: list[np.ndarray] = []
         masks: list[np.ndarray] = []
         lines: list[int] = []
+        images: list[str] = []
         problems: list[Problem] = []
         bad = 0
         rows = iter(rows)
@@ -190,7 +204,7 @@ class Encoder:
             good: list[Rendered] = []
             for path, located in group:
                 try:
-                    good.append(self.render(located.row))
+                    good.append(self.located(path, located.row))
                     lines.append(located.line)
                 except RowError as e:
                     bad += 1
@@ -199,10 +213,11 @@ class Encoder:
             for ids, mask in self.tokenize(good):
                 tokens.append(ids)
                 masks.append(mask)
+            images += [getattr(r, "images", "") for r in good] if self.spec.processor else []
         lengths = np.array([len(t) for t in tokens], dtype=np.int64)
         flat = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
         return Encoded(flat, np.concatenate(masks) if masks else np.zeros(0, dtype=np.uint8), lengths,
-                       np.array(lines, dtype=np.int64), problems, bad)
+                       np.array(lines, dtype=np.int64), problems, bad, images=images)
 
     def encode_part(self, part: Part) -> Encoded:
         """The rows of a part of a file."""

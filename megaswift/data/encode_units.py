@@ -17,10 +17,12 @@ from megaswift.config.data import PREFERENCES
 from megaswift.data.chat import Rendered
 from megaswift.data.encode import BATCH, SHOWN, Encoded, Encoder, EncodeSpec, row_problem
 from megaswift.data.formats import recognise
+from megaswift.data.images import no_images
 from megaswift.data.preference import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, Unit, UnitError
 from megaswift.data.readers import Located
 from megaswift.data.sample import RowError, with_system
 from megaswift.data.sources import Part
+from megaswift.data.vision_encode import VisionEncoder
 from megaswift.errors import Problem
 
 Side = tuple[np.ndarray, np.ndarray]
@@ -29,7 +31,9 @@ Side = tuple[np.ndarray, np.ndarray]
 
 def encoder_for(spec: EncodeSpec) -> Encoder | UnitEncoder:
     """The encoder of a task."""
-    return UnitEncoder(spec) if spec.task in PREFERENCES else Encoder(spec)
+    if spec.task in PREFERENCES:
+        return UnitEncoder(spec)
+    return Encoder(spec) if spec.processor is None else VisionEncoder(spec)
 
 
 def shared_prefix(a: np.ndarray, b: np.ndarray) -> int:
@@ -57,6 +61,8 @@ class UnitEncoder:
         row = self._texts.named(row)
         unit = recognise(row, self.spec.task).parse(row)
         assert isinstance(unit, Unit)
+        for sample in unit.samples:
+            no_images(row, sample)
         if self.spec.system and not unit.samples[0].messages:
             raise RowError("prompt", "a text, trained without a chat template; --system has no place in it", "messages, or no --system")
         return replace(unit, samples=tuple(with_system(s, self.spec.system) for s in unit.samples))

@@ -18,6 +18,8 @@ from megaswift.data.collate import Document, Shape, collate_packed, collate_rows
 from megaswift.data.documents import Documents
 from megaswift.data.order import Order
 from megaswift.data.packing import Packing, best_fit, padded
+from megaswift.data.processor import Processor
+from megaswift.data.towers import Towers
 from megaswift.errors import DataError, Problem
 from megaswift.log import warn
 from megaswift.losses.contract import Batch
@@ -110,6 +112,8 @@ class Rows:
 
     docs: Documents
     packing: Packing | None = None
+    towers: Towers | None = None
+    """Of a vision-language model: brings the images."""
 
     def __len__(self) -> int:
         return len(self.docs) if self.packing is None else len(self.packing)
@@ -121,6 +125,8 @@ class Rows:
 
     def batches(self, rows: Sequence[Sequence[list[Document]]], shape: Shape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
+        if self.towers is not None:
+            return [self.towers.batch([r[0] if r else None for r in micro], shape) for micro in rows]
         return batches(rows, self.packing is not None, shape, uniform)
 
     def stats(self, shape: Shape) -> dict[str, float]:
@@ -132,10 +138,11 @@ class Rows:
                 "padded_fill": float(padded(self.docs.length, shape.doc_multiple).sum()) / space}
 
 
-def make_rows(docs: Documents, packing: bool, max_length: int, shape: Shape) -> Rows:
+def make_rows(docs: Documents, packing: bool, max_length: int, shape: Shape, processor: Processor | None = None) -> Rows:
     """Rows of one document each, or packed by best fit into rows of `max_length` (rounded up to the padding's multiple)."""
+    assert not (packing and processor), "documents with images are not packed"
     if not packing:
-        return Rows(docs)
+        return Rows(docs, towers=None if processor is None else Towers(docs.stores, processor))
     return Rows(docs, best_fit(padded(docs.length, shape.doc_multiple), shape.row_length(max_length)))
 
 

@@ -29,8 +29,10 @@ from megaswift.errors import DataError, Problem
 
 WORKER_BYTES = 2 << 20
 """Input that is worth the start of another process (about a second)."""
+IMAGE_WORKER_BYTES = 1 << 16
+"""The same where each row brings images, which take far longer than its text."""
 _CODE = ("chat.py", "turns.py", "encode.py", "encode_units.py", "preference.py", "cuts.py", "pieces.py", "sample.py", "readers.py",
-         "sources.py", "store.py", "formats")
+         "sources.py", "store.py", "images.py", "processor.py", "vision_encode.py", "formats")
 
 
 @cache
@@ -81,6 +83,8 @@ def prepare(data: Any, tokenizer: Any, task: str = "sft", val: bool = False) -> 
         store = TokenStore(_store(root, source, spec, data.dataset_num_proc))
         if store.manifest["bad"]:
             log.warn(f"{name}: {store.skipped} (--strict false)")
+        if is_builder():
+            store.check_images()
         stores.append((source, store))
     return stores
 
@@ -111,7 +115,8 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
     spec, processes = how
     began = time.monotonic()
     parts = parts_of(source, processes)
-    count = min(processes, len(parts), 1 + sum(f.stat().st_size for f in source.files) // WORKER_BYTES)
+    worth = WORKER_BYTES if spec.processor is None else IMAGE_WORKER_BYTES
+    count = min(processes, len(parts), 1 + sum(f.stat().st_size for f in source.files) // worth)
     if count > 1:
         _run_workers(scratch, spec, parts, count)
     else:

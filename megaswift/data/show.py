@@ -125,6 +125,22 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return texts
 
 
+def folded(texts: Sequence[str], mask: Sequence[int]) -> tuple[list[str], list[int]]:
+    """(texts, mask) with long runs of one token without loss, as images have them, as one: `<image> x 64`."""
+    out: list[str] = []
+    kept: list[int] = []
+    at = 0
+    while at < len(texts):
+        end = at
+        while end < len(texts) and texts[end] == texts[at] and not mask[end]:
+            end += 1
+        run = end - at
+        out += [f"{texts[at]} x {run}"] if run > 3 else texts[at:max(end, at + 1)]
+        kept += [0] if run > 3 else mask[at:max(end, at + 1)]
+        at = max(end, at + 1)
+    return out, kept
+
+
 def sample_text(texts: Sequence[str], mask: Sequence[int], colour: bool) -> str:
     """The tokens of one sample; runs with loss in green, or in brackets."""
     out, at = [], 0
@@ -183,7 +199,7 @@ def packed(docs: Documents, max_length: int) -> list[str]:
     return [line, *histogram(np.diff(rows.packing.offsets), "samples a packed row"), *histogram(filled, "tokens a packed row")]
 
 
-def main(argv: Sequence[str], tokenizer_for: Callable[[SwiftConfig], Any]) -> int:
+def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     """Show samples and statistics of the data sets named in `argv`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(USAGE, end="")
@@ -198,11 +214,11 @@ def main(argv: Sequence[str], tokenizer_for: Callable[[SwiftConfig], Any]) -> in
     first, count = _number(own, "first"), _number(own, "samples")
     for name in cfg.data.dataset:
         resolve(name, lambda *_: ())  # of paths; a hub is asked later
-    tokenizer = tokenizer_for(cfg)
+    reader = reader_for(cfg)
     from megaswift.data.build import kind_of  # brings torch; help and mistakes are answered without
 
     show = show_rows if kind_of(cfg.task) == "rows" else show_units
-    print("\n".join(show(cfg, cfg.task, tokenizer, range(first, first + count))))
+    print("\n".join(show(cfg, cfg.task, reader, range(first, first + count))))
     return 0
 
 
@@ -212,15 +228,17 @@ def _shown(which: range, count: int, of: str) -> range:
     return range(which.start, min(which.stop, count))
 
 
-def show_rows(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
+def show_rows(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[str]:
     """Some samples of SFT or pretraining, then statistics of all."""
     from megaswift.data.build import documents
+    from megaswift.data.processor import Processor
 
-    docs, held = documents(cfg.data, cfg.train, tokenizer, task)
+    docs, held = documents(cfg.data, cfg.train, reader, task)
     lines = []
     for i in _shown(which, len(docs), "samples"):
-        lines += [f"--- sample {i} (row {docs.sample[i]}): {_counts(docs, i)}", _document(docs, i, tokenizer) + "\n"]
-    show_packing = bool(cfg.data.packing) or "packing" not in cfg.given
+        lines += [f"--- sample {i} (row {docs.sample[i]}): {_counts(docs, i)}", _document(docs, i, reader) + "\n"]
+    sees = isinstance(reader, Processor)
+    show_packing = not sees and (bool(cfg.data.packing) or "packing" not in cfg.given)
     return lines + summary(docs, held, cfg.data.max_length, show_packing)
 
 
@@ -247,6 +265,9 @@ def _counts(docs: Documents, i: int) -> str:
     return f"{docs.length[i]} tokens, {docs.labels[i]} carry loss"
 
 
-def _document(docs: Documents, i: int, tokenizer: Any) -> str:
+def _document(docs: Documents, i: int, reader: Any) -> str:
     ids, mask = docs.read(i)
-    return sample_text(pieces(tokenizer, ids.tolist()), mask.tolist(), coloured(sys.stdout))
+    from megaswift.data.processor import tokenizer_in
+
+    texts = pieces(tokenizer_in(reader), ids.tolist()), mask.tolist()
+    return sample_text(*(folded(*texts) if docs.image_end[i] else texts), coloured(sys.stdout))

@@ -13,6 +13,7 @@ from pathlib import Path
 from megaswift.data.chat import Templates
 from megaswift.data.encode import EncodeSpec
 from megaswift.data.encode_units import encoder_for
+from megaswift.data.processor import ProcessorSpec
 from megaswift.data.sources import Part
 from megaswift.data.store import write_piece
 from megaswift.errors import UserError
@@ -23,7 +24,9 @@ def main(argv: list[str]) -> int:
     job, number, of = Path(argv[0]), int(argv[1]), int(argv[2])
     text = json.loads(job.read_text())
     templates = text["spec"].pop("templates")
-    spec = EncodeSpec(**text["spec"], templates=None if templates is None else Templates(**templates))
+    processor = text["spec"].pop("processor")
+    spec = EncodeSpec(**text["spec"], templates=None if templates is None else Templates(**templates),
+                      processor=None if processor is None else ProcessorSpec(**processor))
     parts = [Part(**p) for p in text["parts"]]
     try:
         encoder = encoder_for(spec)

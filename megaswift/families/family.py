@@ -20,6 +20,7 @@ from megaswift.families.quantization import plain_config
 from megaswift.families.rules import Rule
 from megaswift.families.scalar_head import has_score, language_model, with_score
 from megaswift.families.spec import Features, ModelSpec
+from megaswift.families.vision import TEXT_ONLY, has_tower
 from megaswift.registry import Registry
 
 LLAMA_LIKE: Mapping[str, Any] = MappingProxyType({
@@ -63,18 +64,11 @@ class Family:
 FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")
 
 
-REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType({
-    "gemma3": ("holds a vision tower around its language model, and towers are not trained here",
-               "save its language model alone: Gemma3ForCausalLM, model_type gemma3_text"),
-})
-"""Known kinds of models that are no family: why, and what would do."""
-
-
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """The family of this `model_type`; a WeightsError that lists the known ones."""
     name = hf_config.get("model_type")
-    if isinstance(name, str) and name in REFUSED:
-        raise WeightsError(Problem(f"config.json, model_type {name!r}", *REFUSED[name]))
+    if has_tower(hf_config):
+        raise WeightsError(replace(TEXT_ONLY, what=f"config.json, model_type {name!r}"))
     if not isinstance(name, str) or name not in FAMILIES:
         known = FAMILIES.names()
         raise WeightsError(Problem(f"config.json, model_type {name!r}", f"is not a known model family; known are {', '.join(known)}",

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift.config import SwiftConfig
+from megaswift.data.processor import Processor, processor_spec
 from megaswift.data.template import read_template
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.errors import Problem, WeightsError, beside, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.family import read_config
+from megaswift.families.vision import has_tower
 
 CONFIG_FILES = (
-    "config.json", "generation_config.json", "*.jinja", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model")
+    "config.json", "generation_config.json", "*processor_config.json", "chat_template.json", "*.jinja", "tokenizer*",
+    "special_tokens_map.json", "vocab.*", "merges.txt", "*.model")
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -117,6 +121,25 @@ def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
     return tokenizer
+
+
+def processor_of(cfg: SwiftConfig, folder: Path) -> Processor:
+    """The processor in `folder` as training takes it; its tokenizer has the chat template of the options."""
+    made = Processor(processor_spec(folder, cfg.model.trust_remote_code))
+    if cfg.data.chat_template is not None:
+        made.tokenizer.chat_template = read_template(cfg.data.chat_template)
+    return made
+
+
+def reader_for(cfg: SwiftConfig) -> Any:
+    """What training on `--model` reads text with: its tokenizer, or a vision-language model's processor."""
+    folder = Path(str(cfg.model.model))
+    if not (folder / "config.json").is_file() and any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return tokenizer_for(cfg)
+    folder = locate(cfg.model, weights=False)
+    if not has_tower(read_config(folder)):
+        return tokenizer_for(cfg)
+    return processor_of(cfg, folder)
 
 
 def tokenizer_for(cfg: SwiftConfig) -> Any:

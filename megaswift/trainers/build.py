@@ -19,11 +19,13 @@ from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_plan
 from megaswift.data import build as data
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry
+from megaswift.data.processor import tokenizer_in
 from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.checkpoint_folder import MODEL
-from megaswift.families.model_source import tokenizer_of
+from megaswift.families.model_source import processor_of, tokenizer_of
 from megaswift.families.spec import ModelSpec
+from megaswift.families.vision import has_tower
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.picture import picture
 from megaswift.parallel.stages import Split
@@ -90,8 +92,9 @@ class Build:
 
     def data(self) -> tuple[BatchSource, EvalSource | None]:
         """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a pipeline has stages."""
-        self.tokenizer = tokenizer_of(self.cfg, self.folder)
-        source, held = data.build(self.cfg.data, self.cfg.train, self.tokenizer, self.geometry(), self.cfg.task)
+        reader = (processor_of if has_tower(self.spec.hf_config) else tokenizer_of)(self.cfg, self.folder)
+        self.tokenizer = tokenizer_in(reader)
+        source, held = data.build(self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task)
         if held is not None and self.layout.pp > 1:
             held = replace(held, geometry=replace(held.geometry, accumulation=self.layout.pp))
         return source, held

@@ -29,6 +29,7 @@ from megaswift.parallel.rules import Asked
 from megaswift.parallel.shape import ModelShape
 from megaswift.trainers import outputs
 from megaswift.trainers.adapter_checks import folder_problems, torch_adapter_problems
+from megaswift.trainers.vision_checks import vision_problems
 
 EXPERT_OPTIONS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm")
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
@@ -78,7 +79,8 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     local = Path(str(cfg.model.model)).is_dir()
     problems = missing_files(folder, cfg.model.random_init) if local else []
     if not is_native(cfg):
-        return problems + torch_engine_problems(cfg, any_spec(folder), folder, world_size)
+        spec = any_spec(folder)
+        return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
     spec = load_spec(folder)
     idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
     adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []

@@ -11,7 +11,7 @@ import pytest
 
 from megaswift.data import show
 from megaswift.errors import DataError, UserError
-from megaswift.families.model_source import tokenizer_for
+from megaswift.families.model_source import reader_for
 from tests.data.makers import chat, config, jsonl, tokenizer
 
 
@@ -48,13 +48,13 @@ def rows(path: Path, count: int = 8) -> str:
 
 
 def shown(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> str:
-    assert show.main([*words, "--dataset_cache_dir", str(tmp_path / "cache")], tokenizer_for) == 0
+    assert show.main([*words, "--dataset_cache_dir", str(tmp_path / "cache")], reader_for) == 0
     return capsys.readouterr().out
 
 
 def refused(*words: str) -> str:
     with pytest.raises(UserError) as error:
-        show.main(words, tokenizer_for)
+        show.main(words, reader_for)
     return str(error.value)
 
 
@@ -119,7 +119,7 @@ def test_options_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
 
 
 def test_help_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show.main(["--help"], tokenizer_for) == 0
+    assert show.main(["--help"], reader_for) == 0
     assert "data show DATASET" in capsys.readouterr().out
     data, model = rows(tmp_path / "d.jsonl"), folder(tmp_path / "m")
     assert "--model DIR" in refused(data)

@@ -26,7 +26,7 @@ def wrap(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext
     if kind in ZERO:
         from megaswift.engine.torch.zero import ZeroStrategy
 
-        name, hidden = str(dtype).removeprefix("torch."), base(module.model).config.hidden_size
+        name, hidden = str(dtype).removeprefix("torch."), base(module.model).config.get_text_config().hidden_size
         filled = zero_config(cfg, context.layout.world_size, name, hidden)
         if filled.problems:
             raise ConfigError(filled.problems)

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megaswift.config.optim import OptimConfig
+from megaswift.engine.torch.adapters import base
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.quantised import elements, scale_bytes
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT, clip_factor, make_optimizer, set_rates, state_names
+from megaswift.engine.torch.vision import trains_tower
 
 
 class Replicated:
@@ -42,7 +44,9 @@ class Replicated:
         devices = [self.context.device] if self.context.device.type == "cuda" else None
         known = inspect.signature(DistributedDataParallel.__init__).parameters
         no_sync_of_buffers: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
-        return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True, **no_sync_of_buffers)
+        idle = trains_tower(base(getattr(module, "model", module)))  # the last layers of some towers have no effect, and so no gradient
+        return DistributedDataParallel(
+            module, device_ids=devices, gradient_as_bucket_view=True, find_unused_parameters=idle, **no_sync_of_buffers)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by name in the module that was wrapped."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from megaswift.bridge.model_folder import write_model
 from megaswift.bridge.transformers_weights import buffers, config_dtype, disk_names, stored_dtypes, write_folder
 from megaswift.config import SwiftConfig
+from megaswift.config.engine import ZERO
 from megaswift.engine.objective import Objective, count, outputs_of, report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights
@@ -105,7 +106,8 @@ class TorchEngine:
 
     def _fields(self, batch: Batch) -> Tensor:
         """float32 [f, b, s]."""
-        extra: dict[str, Any] = dict(batch.extra)
+        half = self.kind in ZERO and self.dtype != torch.float32  # DeepSpeed casts weights and no inputs
+        extra: dict[str, Any] = {k: v.to(self.dtype) if half and v.is_floating_point() else v for k, v in batch.extra.items()}
         if batch.cu_seqlens is not None and self.cfg.model.attn_impl == "flash":
             bounds = batch.cu_seqlens.to(torch.int32)
             longest = int((bounds[1:] - bounds[:-1]).max())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.engine.torch.adapters import base
+from megaswift.engine.torch.vision import has_tower
 from megaswift.losses.contract import Needs
 
 
@@ -42,6 +43,8 @@ class FieldsModel(nn.Module):
         super().__init__()
         self.model = model
         self.needs = Needs()
+        self.places = has_tower(base(model))
+        """The model gives its tokens positions itself: those of images may be those of a grid."""
         self.chooses = "logits_to_keep" in inspect.signature(base(model).forward).parameters
 
     def forward(self, input_ids: Tensor, positions: Tensor, labels: Tensor, labelled: Tensor, extra: dict[str, Any]) -> Tensor:
@@ -56,7 +59,9 @@ class FieldsModel(nn.Module):
         if self.needs.head:
             return self._values(columns, labelled, {"input_ids": input_ids, "position_ids": positions, **extra})
         chosen: dict[str, Any] = {"logits_to_keep": columns} if self.chooses else {}
-        logits = self.model(input_ids=input_ids, position_ids=positions, use_cache=False, **chosen, **extra).logits
+        if not self.places:
+            chosen["position_ids"] = positions
+        logits = self.model(input_ids=input_ids, use_cache=False, **chosen, **extra).logits
         if not self.chooses:
             logits = logits[:, columns]
         found = fields_of(logits, labels[:, columns], self.needs) * labelled[:, columns]

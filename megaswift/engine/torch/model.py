@@ -14,9 +14,11 @@ from megaswift.bridge import peft_config
 from megaswift.bridge.new_head import NEW, new_head
 from megaswift.bridge.open import open_weights
 from megaswift.config import SwiftConfig
+from megaswift.engine.torch import vision
 from megaswift.engine.torch.fields import FieldsModel
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.spec import ModelSpec
+from megaswift.families.vision import has_tower
 
 ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfused": "eager"}
 """`--attn_impl` to transformers' name."""
@@ -24,13 +26,14 @@ ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfuse
 
 def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any]) -> nn.Module:
     """The model in float32 on the CPU, with the folder's weights (and `quantised.loading`) or random ones: the same on every rank."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one a rank
     trust, attention = cfg.model.trust_remote_code, ATTENTION[cfg.model.attn_impl]
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
-    auto: Any = AutoModelForSequenceClassification if spec.scored else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if has_tower(spec.hf_config) else AutoModelForCausalLM
+    auto = AutoModelForSequenceClassification if spec.scored else auto
     try:
         if weights:
             options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
@@ -61,6 +64,8 @@ def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     if lora.adapters is not None:
         return peft.PeftModel.from_pretrained(model, lora.adapters, is_trainable=True)
     options = peft_config.make(cfg, "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
+    if (excluded := vision.without_adapters(model, cfg.model)) is not None:
+        options.exclude_modules = excluded
     with torch.random.fork_rng():
         torch.manual_seed(cfg.train.seed)
         try:
@@ -90,6 +95,7 @@ def prepare(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, furt
     """Everything that is done to a model before it is wrapped."""
     model = build(folder, cfg, weights, spec, further)
     freeze(model, cfg.model.freeze_parameters)
+    vision.freeze_parts(model, cfg.model)
     if cfg.model.recompute_granularity == "full":
         cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cfg.model.train_type != "full":

@@ -1,0 +1,134 @@
+"""The images of a row: where they stand in its messages, which files they are, and reading one.
+
+Owns two forms of rows: parts of a content, as chat templates take them ({"type": "image", "image" | "path" | "url": FILE}, OpenAI's
+`image_url` too), and a column `images` (or `image`) beside texts with `<image>` where each one goes. Files are opened one at a time, when
+their row is tokenised and when it is trained on; what a model makes of them belongs to `processor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaswift.data.sample import RowError, Sample, decoded, describe
+
+TAG = "<image>"
+COLUMNS = ("images", "image")
+KEYS = ("image", "path", "url", "image_url")
+"""Of an image part: where its file may stand."""
+Part = dict[str, Any]
+
+
+def listed(row: Mapping[str, Any]) -> list[Any]:
+    """What the columns of a row say of its images."""
+    for column in COLUMNS:
+        value = row.get(column)
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            value = decoded(value, column, "a list of files")
+        if value:
+            return value if isinstance(value, list) else [value]
+    return []
+
+
+def has_images(row: Mapping[str, Any], sample: Sample) -> bool:
+    """Whether a row speaks of images: parts of contents, a column `images`, or a column `image` with a place for it."""
+    texts = [m.get("content") for m in sample.messages]
+    if any(isinstance(c, list) and any(p["type"] in ("image", "image_url") for p in c) for c in texts) or row.get("images"):
+        return True
+    return bool(row.get("image")) and any(isinstance(c, str) and TAG in c for c in texts)
+
+
+def no_images(row: Mapping[str, Any], sample: Sample) -> None:
+    """RowError for a row that speaks of images where the model reads text only."""
+    if has_images(row, sample):
+        raise RowError("images", "images, and this model reads text only", "rows without them, or a vision-language model")
+
+
+def placed(row: Mapping[str, Any], sample: Sample, folder: Path) -> tuple[Sample, list[str]]:
+    """(the sample with each image as a part of a content, the files in order). Relative paths are relative to `folder`."""
+    given = listed(row)
+    waiting = iter(given)
+    files: list[str] = []
+    messages = []
+    for i, message in enumerate(sample.messages):
+        parts = list(_parts(message.get("content"), bool(given), f"messages[{i}].content"))
+        if any(p["type"] == "image" for p in parts):
+            message = {**message, "content": [_filed(p, waiting, folder, files) for p in parts]}
+        messages.append(message)
+    left = list(waiting)
+    if left and len(left) == len(given):
+        _in_front(messages, [{"type": "image", "image": _file(value, folder, files)} for value in left])
+    elif left:
+        raise RowError("images", f"{len(given)} files for {len(given) - len(left)} places", f"as many places ({TAG}) as files")
+    return replace(sample, messages=tuple(messages)), files
+
+
+def _parts(content: Any, tagged: bool, where: str) -> Iterator[Part]:
+    """A content as parts; `<image>` is one where the row has a column of files."""
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or []:
+        kind = part["type"]
+        if kind == "text":
+            texts = part["text"].split(TAG) if tagged else [part["text"]]
+            for n, text in enumerate(texts):
+                if n:
+                    yield {"type": "image"}
+                if text or len(texts) == 1:
+                    yield {**part, "text": text}
+        elif kind in ("image", "image_url"):
+            yield {"type": "image", **{k: part[k] for k in KEYS if part.get(k) is not None}}
+        else:
+            raise RowError(where, f"a part of type {kind!r}", "text and image parts")
+
+
+def _filed(part: Part, waiting: Iterator[Any], folder: Path, files: list[str]) -> Part:
+    """An image part with its file; one that names none takes the next of the column."""
+    if part["type"] != "image":
+        return part
+    named = [part[k] for k in KEYS if k in part]
+    value = named[0] if named else next(waiting, None)
+    if value is None:
+        raise RowError("images", f"no file for image {len(files) + 1}", f"as many files as places ({TAG} or image parts)")
+    return {"type": "image", "image": _file(value, folder, files)}
+
+
+def _in_front(messages: list[dict[str, Any]], parts: list[Part]) -> None:
+    """Images that no text has a place for stand before the first question."""
+    at = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
+    if at is None:
+        raise RowError("images", f"{len(parts)} files and no user message", "a conversation that asks about them")
+    content = messages[at].get("content") or []
+    rest = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    messages[at] = {**messages[at], "content": [*parts, *rest]}
+
+
+def _file(value: Any, folder: Path, files: list[str]) -> str:
+    """The path of an image, which is also added to `files`."""
+    if isinstance(value, Mapping) and value.get("bytes") is not None:
+        raise RowError("images", "bytes of an image", "the path of a file")
+    if isinstance(value, Mapping):
+        value = next((value[k] for k in ("path", "url", "image") if value.get(k)), None)
+    if not isinstance(value, str) or not value:
+        raise RowError("images", describe(value), "the path of a file")
+    scheme = value.partition(":")[0].lower() if "://" in value or value.startswith("data:") else ""
+    if scheme not in ("", "file"):
+        raise RowError("images", f"{value[:60]}: images are not fetched, nor read from the text itself", "the path of a file")
+    path = Path(value[len("file://"):] if scheme else value).expanduser()
+    path = path if path.is_absolute() else folder.absolute() / path
+    if not path.is_file():
+        raise RowError("images", f"no such file: {path}", "a path, relative to the data file's folder or absolute")
+    files.append(str(path))
+    return str(path)
+
+
+def open_image(path: str) -> Any:
+    """The image in RGB, the right way up: as transformers reads one."""
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    try:
+        return load_image(path)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a broken file
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RowError("images", f"{path} cannot be read ({said})", "an image file that Pillow opens") from None

@@ -1,0 +1,95 @@
+"""The parts of a vision-language model by its module names: tower, aligner, language model; which of them train.
+
+Owns `--freeze_vit`, `--freeze_aligner` and `--freeze_llm`. transformers says which modules the tower and the language model are; what is
+neither, and the merger that Qwen's towers end in, aligns the two. So every weight belongs to one part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from megaswift.config.model import ModelConfig
+from megaswift.errors import ConfigError, Problem
+
+VIT, ALIGNER, LLM = "vit", "aligner", "llm"
+MERGERS = re.compile(r"(^|\.)(merger|deepstack_merger_list|multi_modal_projector|projector|connector)(\.|$)")
+"""Modules that align, inside a tower too."""
+DEFAULTS = {VIT: True, ALIGNER: True, LLM: False}
+"""What is frozen unless it is said: as in ms-swift."""
+
+
+def has_tower(model: nn.Module) -> bool:
+    """Whether the model looks at images."""
+    return getattr(getattr(model, "config", None), "vision_config", None) is not None
+
+
+def trains_tower(model: Any) -> bool:
+    """Whether anything beside the language model trains."""
+    if not has_tower(model):
+        return False
+    language = _names(model, model.get_decoder()) + _names(model, model.get_output_embeddings())
+    return any(p.requires_grad and not _below(name, language) for name, p in model.named_parameters())
+
+
+class Parts:
+    """Which part of a model each name belongs to."""
+
+    def __init__(self, model: Any) -> None:
+        self._tower, self._language = _names(model, model.get_encoder(modality="image")), _names(model, model.get_decoder())
+        self._language += _names(model, model.get_output_embeddings()) if self._language else []
+        if not self._tower or not self._language:
+            raise ConfigError(Problem(
+                "--freeze_vit, --freeze_aligner, --freeze_llm", f"transformers does not say which module of {type(model).__name__} is the "
+                + ("language model" if self._tower else "tower"),
+                "--freeze_vit false --freeze_aligner false, and --freeze_parameters PATTERN for what is not to train"))
+
+    def of(self, name: str) -> str:
+        """The part of a parameter."""
+        if _below(name, self._language):
+            return LLM
+        return VIT if _below(name, self._tower) and not MERGERS.search(name) else ALIGNER
+
+
+def _names(model: nn.Module, module: Any) -> list[str]:
+    """Names of a module in the model; none of the model itself."""
+    return [name for name, m in model.named_modules() if m is module and name]
+
+
+def _below(name: str, modules: list[str]) -> bool:
+    return any(name == m or name.startswith(m + ".") for m in modules)
+
+
+def frozen_parts(model: nn.Module, cfg: ModelConfig) -> set[str]:
+    """The parts that do not train; none of a model that reads text only."""
+    given = {VIT: cfg.freeze_vit, ALIGNER: cfg.freeze_aligner, LLM: cfg.freeze_llm}
+    return {part for part, value in given.items() if (DEFAULTS[part] if value is None else value)} if has_tower(model) else set()
+
+
+def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:
+    """Weights of frozen parts do not train."""
+    if frozen := frozen_parts(model, cfg):
+        parts = Parts(model)
+        for name, parameter in model.named_parameters():
+            if parts.of(name) in frozen:
+                parameter.requires_grad_(False)
+
+
+def without_adapters(model: nn.Module, cfg: ModelConfig) -> str | None:
+    """A pattern of whole names, of the modules of frozen parts: they get no adapters."""
+    frozen = frozen_parts(model, cfg)
+    found = list(_whole("", model, Parts(model), frozen)) if frozen else []
+    return f"(?:{'|'.join(map(re.escape, found))})(?:\\..*)?" if found else None
+
+
+def _whole(name: str, module: nn.Module, parts: Parts, frozen: set[str]) -> Iterator[str]:
+    """The uppermost modules all of whose weights are frozen."""
+    own = {parts.of(f"{name}.{p}" if name else p) for p, _ in module.named_parameters()}
+    if name and own and own <= frozen:
+        yield name
+    elif own & frozen:
+        for child, inner in module.named_children():
+            yield from _whole(f"{name}.{child}" if name else child, inner, parts, frozen)

@@ -1,0 +1,17 @@
+"""Vision-language models, as far as a config.json tells: they train on the torch engine, whole, images and all. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megaswift.errors import Problem
+
+TEXT_ONLY = Problem("", "holds a vision tower around its language model, and Megatron-Core spreads language models alone here",
+                    "--engine ddp, fsdp2 or zero2, which train it whole; or a folder with its language model alone "
+                    "(Gemma3ForCausalLM, model_type gemma3_text)")
+
+
+def has_tower(hf_config: Mapping[str, Any]) -> bool:
+    """Whether a model looks at images: transformers keeps a tower's configuration apart."""
+    return isinstance(hf_config.get("vision_config"), Mapping)

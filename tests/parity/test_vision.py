@@ -1,0 +1,75 @@
+"""Vision-language models on the torch engine against transformers alone: loss, every gradient, and which weights move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaswift.config.engine import ZERO
+from tests.parity import vision
+from tests.parity.compare import number, table, tensors
+from tests.parity.pool import Pool
+
+pytestmark = pytest.mark.process
+
+TRAINS_ALL = {"freeze_vit": False, "freeze_aligner": False}
+ROWS = 8
+CASES = [
+    ("qwen2_vl", "ddp", 2), ("gemma3", "fsdp2", 2),
+    *(pytest.param(kind, engine, 2, marks=pytest.mark.slow) for kind in vision.KINDS for engine in ("ddp", "fsdp2")
+      if (kind, engine) not in (("qwen2_vl", "ddp"), ("gemma3", "fsdp2"))),
+    *(pytest.param(kind, "ddp", 1, marks=pytest.mark.slow) for kind in vision.KINDS),
+    *(pytest.param(kind, engine, 2, marks=pytest.mark.slow) for kind in ("qwen2_vl", "llava") for engine in ZERO),
+]
+Made = dict[str, tuple[Path, Path, vision.Reference]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """By kind: model, data, what transformers makes of them; made when they are asked for."""
+    root = tmp_path_factory.mktemp("vision")
+
+    class Models(Made):
+        def __missing__(self, kind: str) -> tuple[Path, Path, vision.Reference]:
+            folder = vision.write_model(kind, root / kind)
+            data = vision.write_rows(root / "data.jsonl")
+            self[kind] = folder, data, vision.reference(folder, data, ROWS)
+            return self[kind]
+    return Models()
+
+
+def run(pool: Pool, made: Made, kind: str, engine: str, ranks: int, **options: object) -> vision.Reference:
+    folder, data, _ = made[kind]
+    steps = int(options.pop("steps", 0))
+    extra = {"gradient_accumulation_steps": 4 // ranks} | options
+    return pool.run("tests.parity.vision:train", vision.Task(folder, data, engine, extra, steps), ranks)[0]
+
+
+@pytest.mark.parametrize(("kind", "engine", "ranks"), CASES)
+def test_equals_transformers(kind: str, engine: str, ranks: int, pool: Pool, made: Made) -> None:
+    """With a micro-batch on one rank that has no image, and one that has a row without."""
+    want = made[kind][2]
+    got = run(pool, made, kind, engine, ranks, **TRAINS_ALL)
+    for gradients in (got.gradients, want.gradients):  # a softmax does not see what is added to all keys: rounding alone is left
+        for name in [n for n in gradients if n.endswith("k_proj.bias") and "vision" in n]:
+            assert float(gradients.pop(name).abs().max()) < 1e-6
+    differences = [number("loss", got.loss, want.loss, 1e-6), *tensors("gradient", got.gradients, want.gradients, 5e-6)]
+    assert not any(d.bad for d in differences), table(f"{kind}, {engine} on {ranks}", differences)
+    assert any(float(g.abs().max()) for n, g in got.gradients.items() if "vis" in n), "no gradient reaches the tower"
+
+
+@pytest.mark.parametrize(("kind", "engine"), [
+    ("qwen2_vl", "ddp"), *(pytest.param(k, e, marks=pytest.mark.slow) for k in vision.KINDS for e in ("ddp", "fsdp2", "zero2", "zero3"))])
+def test_only_what_is_not_frozen_moves(kind: str, engine: str, pool: Pool, made: Made) -> None:
+    """By default the language model trains; the tower and what joins the two stay bit for bit."""
+    folder = made[kind][0]
+    from transformers import AutoModelForImageTextToText
+
+    before = dict(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    got = run(pool, made, kind, engine, 2, steps=2)
+    text = {n for n in before if "language_model" in n or "text_model" in n or n.startswith("lm_head")}
+    assert got.gradients.keys() == text
+    moved = {n for n, p in before.items() if not torch.equal(p, got.weights[n])}
+    assert moved == text

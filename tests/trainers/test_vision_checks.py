@@ -1,0 +1,48 @@
+"""What is told of vision-language models before a run begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.errors import ConfigError, WeightsError
+from megaswift.families import load_spec
+from megaswift.families.unlisted import any_spec
+from megaswift.trainers.vision_checks import vision_problems
+
+TEXT = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32}
+SEES = {"model_type": "llava", "text_config": TEXT, "vision_config": {"hidden_size": 4}}
+
+
+def told(folder: Path, config: dict[str, Any], task: str = "sft", **options: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    cfg = SwiftConfig(task=task, model=str(folder), dataset=["d.jsonl"], **{"engine": "ddp"} | options)
+    return "\n".join(map(str, vision_problems(cfg, any_spec(folder))))
+
+
+def test_fits(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert told(tmp_path, SEES) == "" and told(tmp_path, SEES, freeze_vit=False) == ""
+    assert told(tmp_path, {"model_type": "gpt2"} | TEXT, packing=True) == ""
+
+
+def test_does_not_fit(tmp_path: Path) -> None:
+    assert "has no processor" in told(tmp_path, SEES)
+    assert "are not packed" in told(tmp_path, SEES, packing=True)
+    assert "not streamed" in told(tmp_path, SEES, streaming=True, max_steps=1)
+    assert "which sft trains" in told(tmp_path, SEES, task="pt")
+    assert "--freeze_llm false: is for vision-language models" in told(tmp_path, {"model_type": "gpt2"} | TEXT, freeze_llm=False)
+
+
+def test_native_engine_names_those_that_do_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SEES))
+    with pytest.raises(WeightsError, match=r"(?s)'llava'.*vision tower.*--engine ddp"):
+        load_spec(tmp_path)
+    with pytest.raises(ConfigError, match="is for vision-language models"):
+        SwiftConfig(task="sft", model=str(tmp_path), dataset=["d.jsonl"], freeze_vit=True)
+    with pytest.raises(ConfigError, match="leaves nothing to train"):
+        SwiftConfig(task="sft", model=str(tmp_path), dataset=["d.jsonl"], engine="ddp", freeze_llm=True)
