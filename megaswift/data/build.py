@@ -113,7 +113,8 @@ def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task:
           prompt_labels: bool = False) -> tuple[BatchSource, EvalSource | None]:
     """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch at a time.
 
-    `tokenizer`: of a vision-language model its `Processor`; its rows may have images. `prompt_labels`: of preferences, prompts carry labels too (ORPO).
+    `tokenizer`: of a vision-language model its `Processor`; rows may then have images.
+    `prompt_labels`: of preferences, prompts carry labels too (ORPO).
     """
     shape = shape_of(tokenizer_in(tokenizer), geometry)
     per_device = train.per_device_eval_batch_size or geometry.per_device

@@ -84,7 +84,8 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         task=task, tokenizer=backend.to_str(), eos_id=tokenizer.eos_token_id,
         templates=None if plain else templates_of(tokenizer, data.chat_template),
         begin=_before(tokenizer) if task in PREFERENCES else [],
-        loss_scale=data.loss_scale, system=data.system, columns=dict(data.columns), strict=data.strict, processor=reader.spec if isinstance(reader, Processor) else None)
+        loss_scale=data.loss_scale, system=data.system, columns=dict(data.columns), strict=data.strict,
+        processor=reader.spec if isinstance(reader, Processor) else None)
 
 
 def _before(tokenizer: Any) -> list[int]:
