@@ -188,7 +188,7 @@ def _without_videos(spec: ProcessorSpec) -> Any:
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
 
-    parts = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
+    parts: dict[str, Any] = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
     made = [None if name == "video_processor" else parts[name].from_pretrained(spec.folder) for name in kind.get_attributes()]
     settings, _ = kind.get_processor_dict(spec.folder)
     return WithoutVideos.from_args_and_dict(made, settings)
