@@ -266,8 +266,10 @@ def _counts(docs: Documents, i: int) -> str:
 
 
 def _document(docs: Documents, i: int, reader: Any) -> str:
-    ids, mask = docs.read(i)
     from megaswift.data.processor import tokenizer_in
 
-    texts = pieces(tokenizer_in(reader), ids.tolist()), mask.tolist()
-    return sample_text(*(folded(*texts) if docs.image_end[i] else texts), coloured(sys.stdout))
+    ids, loss = docs.read(i)
+    texts, mask = pieces(tokenizer_in(reader), ids.tolist()), loss.tolist()
+    if docs.image_end[i]:
+        texts, mask = folded(texts, mask)
+    return sample_text(texts, mask, coloured(sys.stdout))
