@@ -17,6 +17,7 @@ from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.families.adapter_folder import kind_of
 from megaswift.families.family import FAMILIES, read_config
 from megaswift.families.served_quantization import PLAIN, method_of
+from megaswift.families.vision import has_tower
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError)
 """What transformers and PEFT raise for what they cannot load or merge."""
@@ -47,9 +48,10 @@ def merge(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwri
 
 def _merged(base: Path, adapter: Path) -> Any:
     import peft
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, use_safetensors=True)
+    auto: Any = AutoModelForImageTextToText if has_tower(read_config(base)) else AutoModelForCausalLM
+    model: Any = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True)
     return peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()

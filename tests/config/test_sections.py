@@ -57,6 +57,7 @@ NEEDS = {
     "master_addr": {"nnodes": 2, "node_rank": 1}, "master_port": {"nproc_per_node": 2}, "min_lr": {"lr": 0.5},
     "overlap_p2p_comm": {"pp": 2, "vpp": 2}, "fsdp": {"engine": "fsdp2"}, "fsdp_transformer_layer_cls_to_wrap": {"engine": "fsdp2"},
     "optimizer_cpu_offload": {}} | {
+    name: {"engine": "ddp", "freeze_aligner": False} for name in ("freeze_vit", "freeze_llm")} | {"freeze_aligner": {"engine": "ddp"}} | {
     name: {"train_type": "lora"} for name in ("lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules",
                                               "target_parameters", "modules_to_save", "adapters", "merge_lora")} | {
     name: {"launcher": "ray", "num_workers": 2} for name in ("ray_address", "use_gpu", "cpus_per_worker", "placement_strategy")} | {

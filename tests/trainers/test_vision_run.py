@@ -60,9 +60,15 @@ def test_adapters_stay_off_what_is_frozen(inputs: list[str], tmp_path: Path) -> 
     from transformers import AutoModelForImageTextToText
 
     out = tmp_path / "lora"
-    run(inputs, out, *STEPS, "--engine", "fsdp2", "--train_type", "lora", "--lora_rank", 4)
+    run(inputs, out, *STEPS, "--engine", "fsdp2", "--train_type", "lora", "--lora_rank", 4, "--merge_lora", "true")
     adapter = load_file(out / "adapter" / "adapter_model.safetensors")
     assert adapter and all("language_model" in name for name in adapter)
     losses = [line["loss"] for line in read_lines(out / "metrics.jsonl")]
     assert losses[-1] < losses[0]
-    peft.PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(inputs[1]), out / "adapter")
+    model = peft.PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(inputs[1]), out / "adapter").eval()
+    merged = AutoModelForImageTextToText.from_pretrained(out / "hf").eval()
+    row = vision.inputs_of(Processor(processor_spec(out / "hf", False)).inner, Path(inputs[3]).read_text().splitlines()[0],
+                           Path(inputs[3]).parent)
+    row.pop("assistant_masks")
+    with torch.no_grad():
+        assert float((model(**row).logits - merged(**row).logits).abs().max()) < 1e-5
