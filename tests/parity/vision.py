@@ -241,7 +241,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     context = start_context(cfg, Layout.from_config(cfg.parallel, world))
     build: Any = Build(cfg, any_spec(task.folder), task.folder, context, None)
     source, _ = build.data()
-    engine = build.engine(fresh=True)
+    engine = build.engine(fresh=True, total_steps=1)
     first = source.next()
     assert all("pixel_values" in batch.extra for batch in first), "a micro-batch without an image"
     out = Reference(engine.accumulate(first, CrossEntropy()).loss)
