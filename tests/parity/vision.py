@@ -20,7 +20,8 @@ WORDS = [*"abcdefghijklmnopqrstuvwxyz0123456789 ?=+.\n", "<unk>"]
 SPECIAL = ["<pad>", "<e>", "<u>", "<a>", "<image>", "<boi>", "<eoi>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 VOCAB = [*SPECIAL, *WORDS]
-PLACEHOLDER = {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>", "gemma3": "<boi>"}
+QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+PLACEHOLDER = {"qwen2_vl": QWEN, "qwen3_vl": QWEN, "gemma3": "<boi>"}
 TEMPLATE = (
     "{%% macro body(c) %%}{%% if c is string %%}{{ c }}{%% else %%}{%% for p in c %%}{%% if p['type'] == 'image' %%}%s{%% else %%}"
     "{{ p['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}{%% endmacro %%}"
@@ -67,6 +68,10 @@ class Files:
         config.write_text(json.dumps(json.loads(config.read_text()) | {"processor_class": self.name}))
 
 
+MARKS = {"image_token_id": VOCAB.index("<|image_pad|>"), "video_token_id": VOCAB.index("<|video_pad|>"),
+         "vision_start_token_id": VOCAB.index("<|vision_start|>"), "vision_end_token_id": VOCAB.index("<|vision_end|>")}
+
+
 def _qwen2_vl(tokens: Any) -> tuple[Any, Any]:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -75,10 +80,36 @@ def _qwen2_vl(tokens: Any) -> tuple[Any, Any]:
     config = Qwen2VLConfig(
         text_config=text | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
         vision_config={"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
-        image_token_id=VOCAB.index("<|image_pad|>"), video_token_id=VOCAB.index("<|video_pad|>"),
-        vision_start_token_id=VOCAB.index("<|vision_start|>"), vision_end_token_id=VOCAB.index("<|vision_end|>"))
+        **MARKS)
     images = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 512})
     return Qwen2VLForConditionalGeneration(config), Files(tokens, images, "Qwen2VLProcessor")
+
+
+def _qwen3_vl(tokens: Any) -> tuple[Any, Any]:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    text = {k: v for k, v in TEXT.items() if k not in ("bos_token_id", "eos_token_id")}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    config = Qwen3VLConfig(
+        text_config=text | {"rope_parameters": rope},
+        vision_config={"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+                       "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}, **MARKS)
+    images = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 512})
+    return Qwen3VLForConditionalGeneration(config), Files(tokens, images, "Qwen3VLProcessor")
+
+
+def _llava_next(tokens: Any) -> tuple[Any, Any]:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaNextConfig, LlavaNextForConditionalGeneration, LlavaNextProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    grid = [[16, 32], [32, 16], [32, 32]]
+    config = LlavaNextConfig(
+        text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(**TOWER), image_token_index=VOCAB.index("<image>"),
+        vision_feature_layer=-2, vision_feature_select_strategy="default", image_grid_pinpoints=grid)
+    images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=grid)
+    processor = LlavaNextProcessor(images, tokens, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    return LlavaNextForConditionalGeneration(config), processor
 
 
 def _llava(tokens: Any) -> tuple[Any, Any]:
@@ -113,7 +144,7 @@ def _idefics3(tokens: Any) -> tuple[Any, Any]:
     return Idefics3ForConditionalGeneration(config), Idefics3Processor(images, tokens, image_seq_len=4)
 
 
-KINDS = {"qwen2_vl": _qwen2_vl, "llava": _llava, "gemma3": _gemma3, "idefics3": _idefics3}
+KINDS = {"qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl, "llava": _llava, "llava_next": _llava_next, "gemma3": _gemma3, "idefics3": _idefics3}
 
 
 def write_model(kind: str, folder: Path) -> Path:

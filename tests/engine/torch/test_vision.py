@@ -12,8 +12,9 @@ from megaswift.config.model import ModelConfig
 from megaswift.engine.torch import vision
 from tests.parity.vision import KINDS, tokenizer
 
-ALIGNERS = {"qwen2_vl": "model.visual.merger", "llava": "model.multi_modal_projector", "gemma3": "model.multi_modal_projector",
-            "idefics3": "model.connector"}
+ALIGNERS = {"qwen2_vl": ("model.visual.merger",), "qwen3_vl": ("model.visual.merger", "model.visual.deepstack_merger_list"),
+            "llava": ("model.multi_modal_projector",), "llava_next": ("model.multi_modal_projector", "model.image_newline"),
+            "gemma3": ("model.multi_modal_projector",), "idefics3": ("model.connector",)}
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
