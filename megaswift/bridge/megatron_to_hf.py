@@ -1,4 +1,4 @@
-"""A sharded checkpoint (converted, or saved by a run) into a Hugging Face folder. Nothing but the checkpoint is needed.
+"""A checkpoint (converted, or saved by a run of either engine) into a Hugging Face folder. Nothing but the checkpoint is needed.
 
 Owns which checkpoint a path means and the order of tensors. What each is made of is `megatron_source`'s, the folder is `hf_work`'s.
 """
@@ -16,8 +16,9 @@ from megaswift.bridge.conversion import blocks_of, stamps
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.hf_work import HfFolder
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
-from megaswift.bridge.megatron_source import MegatronSource
+from megaswift.bridge.open import open_checkpoint
 from megaswift.errors import CheckpointError, Problem
+from megaswift.families import read_config
 from megaswift.families.checkpoint_folder import TABLES, find_checkpoint
 
 
@@ -39,9 +40,9 @@ def megatron_to_hf(source: Path | str, target: Path | str, options: Options = Op
         hf = "is a Hugging Face folder already" if (folder / "config.json").is_file() else f"holds no checkpoint (no {TABLES})"
         rule = hf if folder.is_dir() else "does not exist"
         raise CheckpointError(Problem(str(folder), rule, "give a converted checkpoint, OUT/checkpoints/step-N, or OUT for the latest"))
-    weights = MegatronSource(checkpoint, options.dtype)
+    weights = open_checkpoint(checkpoint, options.dtype)
     tensors = {name: TensorMeta(weights.shape(name), weights.dtype(name)) for name in weights.names()}
-    made = HfFolder(target, tensors, weights.plan.spec.hf_config, checkpoint.model, options.max_shard_bytes, options.overwrite)
-    read = [path for part in (checkpoint.tensors, checkpoint.model) for path in part.iterdir() if path.is_file()]
+    made = HfFolder(target, tensors, read_config(checkpoint.model), checkpoint.model, options.max_shard_bytes, options.overwrite)
+    read = [path for part in (checkpoint.tensors, checkpoint.model) for path in part.rglob("*") if path.is_file()]
     made_from = {"source": stamps(read, checkpoint.model.parent), "from": str(checkpoint.tensors.resolve()), "dtype": str(options.dtype)}
     return hf_work.make(made, functools.partial(blocks_of, weights), made_from)

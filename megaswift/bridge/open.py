@@ -1,4 +1,4 @@
-"""The weights at any path a user may give, by their Hugging Face names: a model folder, or a Megatron checkpoint."""
+"""The weights at any path a user may give, by their Hugging Face names: a model folder, or a checkpoint of either engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.megatron_source import MegatronSource
 from megaswift.bridge.quantized import open_hf
+from megaswift.bridge.step_source import StepSource
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.checkpoint_folder import Checkpoint, find_checkpoint
 
 
 def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSource:
@@ -21,9 +22,14 @@ def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSo
     folder = Path(path)
     checkpoint = find_checkpoint(folder)
     if checkpoint is not None:
-        return MegatronSource(checkpoint, dtype)
+        return open_checkpoint(checkpoint, dtype)
     if not folder.is_dir():
         raise CheckpointError(Problem(str(path), "is a file" if folder.exists() else "does not exist",
                                       "give a Hugging Face folder or a checkpoint"))
     assert dtype is None, "a Hugging Face folder is read as it is"
     return open_hf(folder)
+
+
+def open_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> WeightSource:
+    """The weights of a checkpoint: each in the dtype it once had, or all in `dtype`."""
+    return MegatronSource(checkpoint, dtype) if checkpoint.sharded else StepSource(checkpoint, dtype)

@@ -56,13 +56,17 @@ def config_dtype(folder: Path) -> torch.dtype:
     return getattr(torch, name, torch.float32)
 
 
+def metas_like(tensors: Mapping[str, Tensor], source: Path) -> dict[str, TensorMeta]:
+    """Shape of each tensor by disk name, and the dtype that it has in `source`."""
+    stored, default = stored_dtypes(source), config_dtype(source)
+    return {name: TensorMeta(tuple(t.shape), stored.get(name, default if t.is_floating_point() else t.dtype))
+            for name, t in tensors.items()}
+
+
 def write_folder(folder: Path, weights: Mapping[str, Tensor], source: Path, max_shard_bytes: int = MAX_SHARD_BYTES,
                  overwrite: bool = True) -> None:
     """A Hugging Face folder of these tensors by disk name, each in the dtype that it has in `source`, whose other files it takes."""
-    stored, default = stored_dtypes(source), config_dtype(source)
-    metas = {name: TensorMeta(tuple(t.shape), stored.get(name, default if t.is_floating_point() else t.dtype))
-             for name, t in weights.items()}
-    with HfWriter(folder, metas, max_shard_bytes, overwrite) as writer:
+    with HfWriter(folder, metas_like(weights, source), max_shard_bytes, overwrite) as writer:
         for name, tensor in weights.items():
             writer.add(name, tensor)
         writer.close(source)

@@ -24,5 +24,7 @@ class EngineConfig:
         None, "The same as engine zero2 and so on, or a DeepSpeed JSON file", metavar="zero2|FILE")
     use_fsdp: bool = option(False, "The same as engine fsdp2")
     fsdp: tuple[str, ...] = option((), "How fsdp2 shards; unset: full_shard", choices=FSDP_WORDS, metavar="WORD...")
+    fsdp_config: str | None = option(
+        None, "transformers' JSON file of FSDP, as options of fsdp2", metavar="FILE")
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] = option(
         (), "Classes of modules that fsdp2 shards; unset: the decoder layers", metavar="CLASS...")

@@ -17,9 +17,9 @@ NATIVE_ONLY = (
     "cp_comm_type", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm", "tp_comm_overlap", "transformer_impl",
     "recompute_method", "recompute_num_layers", "recompute_modules", "fp8_format", "fp8_recipe", "moe_aux_loss_coeff", "moe_z_loss_coeff",
     "moe_token_dispatcher_type", "moe_grouped_gemm", "precision_aware_optimizer", "optimizer_cpu_offload")
-FSDP_ONLY = ("fsdp", "fsdp_transformer_layer_cls_to_wrap")
-READS = ("engine", "deepspeed", "use_fsdp", "fsdp")
-"""Options that name an engine, the last three by being given."""
+FSDP_ONLY = ("fsdp", "fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
+READS = ("engine", "deepspeed", "use_fsdp", "fsdp", "fsdp_config")
+"""Options that name an engine, the last four by being given."""
 
 
 def engine_of(c: Sections) -> str:
@@ -28,7 +28,7 @@ def engine_of(c: Sections) -> str:
         return c.engine.engine
     if c.engine.deepspeed is not None:
         return zero_kind(c.engine.deepspeed)
-    return "fsdp2" if c.engine.use_fsdp or c.engine.fsdp else c.engine.engine
+    return "fsdp2" if c.engine.use_fsdp or c.engine.fsdp or c.engine.fsdp_config else c.engine.engine
 
 
 def zero_kind(deepspeed: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megaswift.config import fsdp_json
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch import batch_problems
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
@@ -193,7 +194,8 @@ def ignored_names(c: Sections) -> set[str]:
 
 def check(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> list[Problem]:
     """Every rule that is broken. `labels`: how the user wrote each given option; `wrong`: options whose value is a mistake already."""
-    return [*_wrong_task(c, labels), *_ignored(c, labels, wrong), *_clashes(c, labels, wrong), *_batch(c, labels, wrong)]
+    own = fsdp_json.of(c).problems
+    return [*_wrong_task(c, labels), *_ignored(c, labels, wrong), *_clashes(c, labels, wrong), *_batch(c, labels, wrong), *own]
 
 
 def _wrong_task(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:

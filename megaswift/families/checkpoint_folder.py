@@ -1,7 +1,8 @@
-"""Where the parts of a Megatron checkpoint lie, from any path that a user may give. Names only: no torch, no tensor is read.
+"""Where the parts of a checkpoint lie, from any path that a user may give. Names only: no torch, no tensor is read.
 
     DST/.metadata, DST/model/            made by `megaswift convert hf-to-megatron`
-    STEP/engine/.metadata, STEP/model/   saved by a run
+    STEP/engine/.metadata, STEP/model/   saved by a run on the native engine
+    STEP/engine/state/, STEP/model/      saved by a run on the torch engine
     STEP/manifest.json                   written last: the step is whole
     OUT/checkpoints/latest.json          names a run's latest
 """
@@ -16,6 +17,10 @@ from pathlib import Path
 TABLES = ".metadata"
 """Which boxes of which tensors lie in which file: torch.distributed.checkpoint's name."""
 MODEL, ENGINE = "model", "engine"
+WHOLE = "state"
+"""Within the engine's folder: safetensors of whole tensors, which the torch engine writes."""
+FACTS = "engine.json"
+"""Within the engine's folder: what wrote it."""
 MARKER, POINTER = "manifest.json", "latest.json"
 STEP = re.compile(r"step-(\d+)")
 
@@ -25,9 +30,14 @@ class Checkpoint:
     """The two parts."""
 
     tensors: Path
-    """The torch_dist folder."""
+    """The torch_dist folder; of the torch engine the folder of `WHOLE`."""
     model: Path
     """config.json, tokenizer and what else makes it a model."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether it is Megatron's format, and not the torch engine's."""
+        return (self.tensors / TABLES).is_file()
 
 
 def find_checkpoint(path: Path | str) -> Checkpoint | None:
@@ -40,6 +50,8 @@ def find_checkpoint(path: Path | str) -> Checkpoint | None:
     for tensors in (owner, owner / ENGINE):
         if (tensors / TABLES).is_file():
             return Checkpoint(tensors, owner / MODEL)
+    if (owner / ENGINE / WHOLE).is_dir():
+        return Checkpoint(owner / ENGINE, owner / MODEL)
     latest = _latest(folder / "checkpoints") or _latest(folder)
     return find_checkpoint(latest) if latest else None
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megaswift import log
 from megaswift.bridge.bits_and_bytes import settings
-from megaswift.bridge.megatron_source import MegatronSource
+from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.open import open_checkpoint
 from megaswift.config import placement as devices
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.config.placement import DISK
@@ -175,7 +176,7 @@ def bits_and_bytes(bits: int, dtype: torch.dtype) -> Any:
 class _Lazy:
     """A tensor of a checkpoint, read when transformers takes it. One at a time: the files' position is shared."""
 
-    def __init__(self, source: MegatronSource, name: str, lock: threading.Lock) -> None:
+    def __init__(self, source: WeightSource, name: str, lock: threading.Lock) -> None:
         self.source, self.name, self.lock = source, name, lock
 
     def __getitem__(self, where: Any) -> Tensor:
@@ -210,7 +211,7 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
         if checkpoint is None:
             loaded: Any = AutoModelForCausalLM.from_pretrained(prepared.folder, **how)
         else:
-            source, lock = MegatronSource(checkpoint), threading.Lock()
+            source, lock = open_checkpoint(checkpoint), threading.Lock()
             weights = {name: _Lazy(source, name, lock) for name in source.names()}
             loaded = type(skeleton).from_pretrained(None, config=prepared.config, state_dict=weights, **how)
             loaded[0].generation_config = prepared.generation  # from_pretrained looks for it beside files of weights only

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from megaswift import log
-from megaswift.config import SwiftConfig
+from megaswift.config import SwiftConfig, fsdp_json
 from megaswift.config.adapter_rules import SHARDED, bits_of, method_of
 from megaswift.config.engine_rules import AUTO, NATIVE, engine_of, splits_model
 from megaswift.families import FAMILIES
@@ -20,6 +20,9 @@ SMALL, MIDDLE = 1e9, 7e9
 def settle(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
     """The configuration with its engine named; `auto` and the options that mean one are resolved. `tell`: which, and why."""
     asked = engine_of(cfg)
+    if cfg.engine.fsdp or cfg.engine.fsdp_config:
+        log.info("engine fsdp2: FSDP's options mean torch's fully_shard (FSDP2); FSDP1 is not used")
+        cfg = cfg.replace(**fsdp_json.of(cfg).options)
     if asked != AUTO:
         return cfg if cfg.engine.engine == asked else cfg.replace(engine=asked)
     kind, why = choose(any_spec(locate(cfg.model, weights=False)), splits_model(cfg), world_size)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.config import SwiftConfig
+from megaswift.config.engine_rules import is_native
 from megaswift.errors import Problem, UserError
+from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.trainers import commit
 
 NAMES = ("config.yaml", "metrics.jsonl", "eval.jsonl", "completions.jsonl", "checkpoints", "hf", "adapter", "loss.png", "report.html",
@@ -93,6 +95,7 @@ def check(cfg: SwiftConfig) -> list[Problem]:
             resume, _ = commit.select(train.resume_from_checkpoint, outputs.root)
         except UserError as error:
             problems += error.problems
+    problems += [] if resume is None else _other_engine(cfg, resume)
     present = outputs.present()
     own = train.resume_from_checkpoint == "latest" or (resume is not None and _inside(resume, outputs.root))
     if present and train.overwrite_output_dir and cfg.model.model and _inside(Path(cfg.model.model), outputs.root):
@@ -103,6 +106,18 @@ def check(cfg: SwiftConfig) -> list[Problem]:
             flag, f"holds another run ({', '.join(p.name for p in present)})",
             "another one, --resume_from_checkpoint latest to go on, or --overwrite_output_dir to start anew (the old one is moved aside)"))
     return problems
+
+
+def _other_engine(cfg: SwiftConfig, step: Path) -> list[Problem]:
+    """A step that the other engine wrote: its optimizer's states mean nothing to this one, its weights do."""
+    found = find_checkpoint(step)
+    if found is None or found.sharded == is_native(cfg):
+        return []
+    wrote, goes_on = ("native engine", "--engine megatron") if found.sharded else ("torch engine", "--engine ddp, zero2, fsdp2, ...")
+    fix = f"{goes_on} to go on with it; --model {step}, without --resume_from_checkpoint, to start from its weights"
+    if (step / "adapter").is_dir():
+        fix = f"{goes_on} to go on with it; --adapters {step / 'adapter'}, without --resume_from_checkpoint, to start from its adapters"
+    return [Problem(f"--resume_from_checkpoint {cfg.train.resume_from_checkpoint}", f"{step} was saved by the {wrote}", fix)]
 
 
 def _inside(path: Path, folder: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,18 @@ from torch import Tensor, nn
 
 PREFIX = "model."
 """Of the transformers model within the module that is wrapped."""
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
+"""What PEFT puts into the name of a weight of the base model."""
+
+
+def unwrapped(name: str) -> str:
+    """The name that a weight of the transformers model has without adapters."""
+    return _WRAPPED.sub("", name)
+
+
+def base_name(name: str) -> str:
+    """The same, from its name in the module that is wrapped."""
+    return unwrapped(name.removeprefix(PREFIX).removeprefix("base_model.model."))
 
 
 def base(model: nn.Module) -> Any:

@@ -1,14 +1,16 @@
 """A step of this engine on disk: one format for every strategy and any number of ranks.
 
-A folder holds  state/          float32 weights and optimizer states, whole tensors by parameter name, safetensors
+A folder holds  state/          float32 weights by their names in the model's files (of a run with adapters what trains, by parameter name),
+                                optimizer states by parameter name; whole tensors, safetensors
                 rng-<rank>.safetensors
                 engine.json     what was saved
-One tensor at a time is whole, on its way to rank 0.
+One piece (a tensor, or those that become one in files) at a time is whole, on its way to rank 0 and back.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,46 +21,90 @@ from torch import Tensor
 from megaswift import log
 from megaswift.bridge.hf_source import HfSource, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
+from megaswift.bridge.step_source import StepSource
+from megaswift.bridge.transformers_weights import disk_names
 from megaswift.disk import sync
 from megaswift.engine import rng_state
+from megaswift.engine.torch import loading
+from megaswift.engine.torch.adapters import PREFIX, base
+from megaswift.engine.torch.host_memory import returned_at_once
+from megaswift.engine.torch.pieces import groups, pieces
 from megaswift.engine.torch.strategy import WEIGHT
 from megaswift.errors import CheckpointError, Problem, UserError
+from megaswift.families.checkpoint_folder import FACTS, WHOLE, Checkpoint
 
 if TYPE_CHECKING:
     from megaswift.engine.torch.engine import TorchEngine
 
-FORMAT = "torch-1"
-FACTS = "engine.json"
-STATE = "state"
+FORMAT = "torch-2"
 
 
 def save(engine: TorchEngine, directory: Path) -> None:
     """Everything into `directory`, on disk when this returns. Collective."""
     directory.mkdir(parents=True, exist_ok=True)
-    problem: Problem | None = None
-    writer = HfWriter(directory / STATE, _tensors(engine), MAX_SHARD_BYTES, overwrite=True) if engine.rank == 0 else None
-    for name, kind in _entries(engine):
-        tensor = engine.strategy.full(name, kind)  # collective: goes on when rank 0 cannot write
-        if writer is not None and problem is None:
-            try:
-                writer.add(f"{kind}.{name}", tensor)
-            except UserError as error:
-                problem = error.problems[0]
+    problems = written(engine, directory / WHOLE, _tensors(engine), _stream_all(engine), lambda writer: writer.close())
     try:
         if engine.allocation is not None and engine.rank == 0:
             engine.allocation.write(directory)
-        written = [rng_state.write(directory, engine.rank)]
-        if writer is not None and problem is None:
-            writer.close()
+        small = [rng_state.write(directory, engine.rank)]
+        if engine.rank == 0 and not problems:
             (directory / FACTS).write_text(json.dumps(_facts(engine), indent=1) + "\n", encoding="utf-8")
-            written.append(directory / FACTS)
-        for path in [*written, directory]:
+            small.append(directory / FACTS)
+        for path in [*small, directory]:
             sync(path)
-    except UserError as error:
-        problem = error.problems[0]
     except OSError as error:
-        problem = Problem(str(directory), f"could not be written ({error})")
-    _agree(engine, [problem] if problem else [])
+        problems = [Problem(str(directory), f"could not be written ({error})")]
+    agree(engine, problems)
+
+
+def written(engine: TorchEngine, folder: Path, metas: Mapping[str, TensorMeta], tensors: Iterable[tuple[str, Tensor]],
+            close: Callable[[HfWriter], object]) -> list[Problem]:
+    """A stream of tensors into a folder, on rank 0; what went wrong. Every rank goes through the stream, also when rank 0 cannot write."""
+    problems: list[Problem] = []
+    writer: HfWriter | None = None
+    try:
+        writer = HfWriter(folder, metas, MAX_SHARD_BYTES, overwrite=True) if engine.rank == 0 else None
+    except UserError as error:
+        problems = list(error.problems)
+    with returned_at_once():
+        for name, tensor in tensors:
+            if writer is not None and not problems:
+                try:
+                    writer.add(name, tensor)
+                except UserError as error:
+                    problems = list(error.problems)
+    if writer is not None and not problems:
+        try:
+            close(writer)
+        except UserError as error:
+            problems = list(error.problems)
+    return problems
+
+
+def stream(engine: TorchEngine, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """(name in the model's files, whole tensor) of a run without adapters: on rank 0; the others iterate over nothing. Collective."""
+    bare = base(engine.fields.model)
+    names = {name.removeprefix(PREFIX): name for name in (engine.shapes if kind == WEIGHT else engine.strategy.trained())}
+    for group in groups(bare, names):
+        whole = {name: engine.strategy.full(names[name], kind) for name in group}
+        if engine.rank == 0:
+            yield from disk_names(bare, {name: tensor.detach().cpu() for name, tensor in whole.items()}).items()
+
+
+def disk_metas(engine: TorchEngine) -> dict[str, Tensor]:
+    """What `stream` gives of the weights, without memory."""
+    bare = base(engine.fields.model)
+    metas = {name.removeprefix(PREFIX): torch.empty(shape, device="meta") for name, shape in engine.shapes.items()}
+    return disk_names(bare, metas)
+
+
+def _stream_all(engine: TorchEngine) -> Iterator[tuple[str, Tensor]]:
+    """Everything under its name in `state`."""
+    if not engine.adapts:
+        for name, tensor in stream(engine, WEIGHT):
+            yield f"{WEIGHT}.{name}", tensor
+    for name, kind in _entries(engine):
+        yield f"{kind}.{name}", engine.strategy.full(name, kind)
 
 
 def load(engine: TorchEngine, directory: Path) -> None:
@@ -66,11 +112,15 @@ def load(engine: TorchEngine, directory: Path) -> None:
     facts, source = _open(engine, directory)
     same = facts["world_size"] == engine.layout.world_size
     states = rng_state.read(directory, engine.rank if same else 0)
-    _agree(engine, [states] if isinstance(states, Problem) else [])
+    agree(engine, [states] if isinstance(states, Problem) else [])
     assert not isinstance(states, Problem)
     engine.strategy.steps = int(facts["step"])
-    for name, kind in _entries(engine):
-        engine.strategy.put(name, kind, source.slice(f"{kind}.{name}"))
+    with returned_at_once():
+        if not engine.adapts:
+            weights = StepSource(Checkpoint(directory, directory), torch.float32)
+            loading.read(engine, pieces(base(engine.fields.model), weights), weights, {})
+        for name, kind in _entries(engine):
+            engine.strategy.put(name, kind, source.slice(f"{kind}.{name}"))
     if engine.allocation is not None:
         engine.allocation.read(directory)
     if same and rng_state.fits(states[0]):
@@ -81,14 +131,15 @@ def load(engine: TorchEngine, directory: Path) -> None:
 
 
 def _entries(engine: TorchEngine) -> list[tuple[str, str]]:
-    """(parameter, kind) in one order on every rank. With adapters only what trains: the rest is the base model's."""
+    """What goes by the name of a parameter: (parameter, kind) in one order on every rank. With adapters also what trains, which is all."""
     trained = list(engine.strategy.trained())
-    weights = trained if engine.adapts else list(engine.shapes)
+    weights = trained if engine.adapts else []
     return [(n, WEIGHT) for n in weights] + [(n, kind) for n in trained for kind in engine.strategy.states() if engine.strategy.steps]
 
 
 def _tensors(engine: TorchEngine) -> dict[str, TensorMeta]:
-    return {f"{kind}.{name}": TensorMeta(tuple(engine.shapes[name]), torch.float32) for name, kind in _entries(engine)}
+    weights = {} if engine.adapts else {f"{WEIGHT}.{n}": TensorMeta(tuple(t.shape), torch.float32) for n, t in disk_metas(engine).items()}
+    return weights | {f"{kind}.{name}": TensorMeta(tuple(engine.shapes[name]), torch.float32) for name, kind in _entries(engine)}
 
 
 def _facts(engine: TorchEngine) -> dict[str, Any]:
@@ -104,17 +155,16 @@ def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSourc
     try:
         facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
         if facts["format"] != FORMAT:
-            problems.append(Problem(str(directory), "is a step of the native engine" if isinstance(facts["format"], int) else
-                                    f"has format {facts['format']}, this version reads {FORMAT}",
-                                    "--engine megatron to go on with it, or --model with its export to start from its weights"))
+            problems.append(Problem(str(directory), f"has format {facts['format']}, this version reads {FORMAT}",
+                                    f"--model {directory.parent} to start from its weights"))
         else:
-            source = HfSource(directory / STATE)
+            source = HfSource(directory / WHOLE)
             problems += _differences(engine, facts, source)
     except UserError as error:
         problems += error.problems
     except (OSError, ValueError, KeyError, TypeError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
-    _agree(engine, problems)
+    agree(engine, problems)
     assert source is not None
     return facts, source
 
@@ -134,7 +184,7 @@ def _differences(engine: TorchEngine, facts: dict[str, Any], source: HfSource) -
     return problems[:12]
 
 
-def _agree(engine: TorchEngine, problems: list[Problem]) -> None:
+def agree(engine: TorchEngine, problems: list[Problem]) -> None:
     """All ranks' problems as one error on every rank, each once."""
     found: list[Any] = [problems]
     if engine.layout.world_size > 1:
@@ -144,13 +194,3 @@ def _agree(engine: TorchEngine, problems: list[Problem]) -> None:
     if everyone:
         raise CheckpointError(everyone)
 
-
-def whole(engine: TorchEngine, kind: str = WEIGHT) -> dict[str, Tensor]:
-    """All whole tensors of a kind by parameter name, on the CPU of rank 0; empty elsewhere. Collective."""
-    names = engine.shapes if kind == WEIGHT else engine.strategy.trained()
-    found = {}
-    for name in names:
-        tensor = engine.strategy.full(name, kind)
-        if engine.rank == 0:
-            found[name] = tensor.detach().to("cpu", copy=True)
-    return found

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch.adapters import base
 from megaswift.engine.torch.context import TorchContext
+from megaswift.engine.torch.hollow import make_real
 from megaswift.engine.torch.quantised import elements, scale_bytes
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT, clip_factor, make_optimizer, set_rates, state_names
 from megaswift.engine.torch.vision import trains_tower
@@ -37,6 +38,7 @@ class Replicated:
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module to call, on this rank's device."""
+        make_real(module.parameters(), self.context.device)
         module = module.to(self.context.device)
         self.bare = module
         if self.ranks == 1:

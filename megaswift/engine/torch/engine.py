@@ -5,6 +5,7 @@ Owns the order in which the parts are built and used. The losses, their normalis
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -16,16 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift.bridge.model_folder import write_model
-from megaswift.bridge.transformers_weights import buffers, config_dtype, disk_names, stored_dtypes, write_folder
+from megaswift.bridge.transformers_weights import buffers, config_dtype, disk_names, metas_like, stored_dtypes
 from megaswift.config import SwiftConfig
 from megaswift.config.engine import ZERO
 from megaswift.engine.objective import Objective, count, outputs_of, report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights
-from megaswift.engine.torch import adapters, checkpoint, model, quantised
+from megaswift.engine.torch import adapters, checkpoint, loading, quantised
 from megaswift.engine.torch.choice import wrap
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import Replicated
+from megaswift.engine.torch.host_memory import returned_at_once
 from megaswift.engine.torch.rank_allocation import allocation_of
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
 from megaswift.families.spec import ModelSpec
@@ -43,24 +45,27 @@ class TorchEngine:
         self.dtype = _compute_dtype(cfg, folder, context.device)
 
     def load_hf(self, directory: Path) -> None:
-        """The weights of a Hugging Face folder."""
-        self._build(directory, weights=True)
+        """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
+        with returned_at_once():
+            self._build(loading.from_files(directory, self))
 
     def random_init(self, seed: int) -> None:
         """Weights from the configured seed."""
-        self._build(self.folder, weights=False)
+        with returned_at_once():
+            self._build(loading.from_seed(self.folder, self))
 
     def keep(self, directory: Path) -> None:
         """The model without its weights, which a checkpoint brings."""
-        self._build(directory, weights=False)
+        with returned_at_once():
+            self._build(loading.for_later(directory, self))
 
-    def _build(self, directory: Path, weights: bool) -> None:
-        further = quantised.loading(directory, self.cfg, self.context.device, self.dtype)
-        self.fields = model.prepare(directory, self.cfg, weights, self.spec, further)
+    def _build(self, start: loading.Start) -> None:
+        self.fields = start.fields
         self.elements = sum(quantised.elements(p) for p in self.fields.parameters())
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
         self.strategy = wrap(self.kind, self.fields, self.cfg, self.context, self.dtype)
+        start.fill(self)
         self.allocation = allocation_of(self.fields.model)
         if self.allocation is not None:
             assert isinstance(self.strategy, Replicated), "config.adapter_rules says so"
@@ -152,23 +157,18 @@ class TorchEngine:
     def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on rank 0; every rank iterates. Not of a run with adapters: they merge on disk."""
         assert not self.adapts, "adapters are merged by bridge.merge"
-        named = self._by_disk_name(WEIGHT)
-        return ((name, t if dtype is None else t.to(dtype)) for name, t in named.items())
-
-    def _by_disk_name(self, kind: str) -> dict[str, Tensor]:
-        state = checkpoint.whole(self, kind)
-        return disk_names(self.fields.model, {n.removeprefix(adapters.PREFIX): t for n, t in state.items()}) if state else {}
+        return ((name, t if dtype is None else t.to(dtype)) for name, t in checkpoint.stream(self, WEIGHT))
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, gradient) after `accumulate`, of a run without adapters."""
-        return iter(self._by_disk_name(GRADIENT).items())
+        """(Hugging Face name, gradient) after `accumulate`, of a run without adapters; rank 0 gets tensors."""
+        return checkpoint.stream(self, GRADIENT)
 
     def export(self, folder: Path, source: Path) -> None:
-        """A Hugging Face folder, each tensor in the dtype that it has in `source`. Collective; rank 0 writes."""
-        weights = dict(self.hf_weights())
-        if self.rank != 0:
-            return
-        write_folder(folder, weights | disk_names(self.fields.model, buffers(self.fields.model)), source)
+        """A Hugging Face folder, each tensor in the dtype that it has in `source`. Collective; rank 0 writes, a piece at a time."""
+        beside = disk_names(self.fields.model, buffers(self.fields.model))
+        metas = metas_like(checkpoint.disk_metas(self) | beside, source)
+        tensors = itertools.chain(self.hf_weights(), beside.items())
+        checkpoint.agree(self, checkpoint.written(self, folder, metas, tensors, lambda writer: writer.close(source)))
 
     def write_adapter(self, folder: Path, base: str) -> None:
         """A PEFT folder with what trains. Collective; rank 0 writes."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import Replicated
+from megaswift.engine.torch.hollow import make_real
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,9 @@ class Sharded(Replicated):
         half = self.options.param_dtype
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
         offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=kind == "cuda") if self.options.offload else OffloadPolicy()
-        if not self.options.offload:
-            module = module.to(self.context.device)
         units = [m for m in module.modules() if type(m).__name__ in self.options.layers]
-        for unit in (*units, module):
+        for unit in (*units, module):  # a unit at a time is whole, and on the device
+            make_real(unit.parameters(), self.context.device)
             fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=self.options.reshard)
         for part in module.modules():
             if isinstance(part, FSDPModule):
@@ -85,7 +85,7 @@ class Sharded(Replicated):
         place = self.place(name, kind)
         if isinstance(place, DTensor):
             whole = tensor.to(self.context.device)
-            tensor = distribute_tensor(whole, place.device_mesh, place.placements).to(place.device)
+            tensor = distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None).to(place.device)  # nothing is sent
         super().put(name, kind, tensor)
 
     def live(self, names: Iterable[str]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from megaswift.bridge import peft_config
 from megaswift.bridge.new_head import NEW, new_head
 from megaswift.bridge.open import open_weights
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch import vision
+from megaswift.engine.torch import hollow, vision
 from megaswift.engine.torch.fields import FieldsModel
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.spec import ModelSpec
@@ -24,8 +25,8 @@ ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfuse
 """`--attn_impl` to transformers' name."""
 
 
-def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any]) -> nn.Module:
-    """The model in float32 on the CPU, with the folder's weights (and `quantised.loading`) or random ones: the same on every rank."""
+def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool) -> nn.Module:
+    """The model in float32 on the CPU, with the folder's weights (and `quantised.loading`), random ones (all ranks the same), or empty."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -41,7 +42,8 @@ def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, furthe
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {}))
         with torch.random.fork_rng():
             torch.manual_seed(cfg.train.seed)
-            return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
+            with hollow.without_weights() if empty else nullcontext():
+                return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
     except (OSError, ValueError, ImportError) as error:  # what transformers raises for a folder or an option that it cannot serve
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise WeightsError(Problem(f"--model {folder}", f"transformers cannot load it: {reason}")) from None
@@ -91,9 +93,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def prepare(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any]) -> FieldsModel:
-    """Everything that is done to a model before it is wrapped."""
-    model = build(folder, cfg, weights, spec, further)
+def prepare(
+        folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool = False) -> FieldsModel:
+    """Everything that is done to a model before it is wrapped. `empty`: its parameters have no memory (`hollow`)."""
+    model = build(folder, cfg, weights, spec, further, empty)
+    hollow.make_hollow(model)
     freeze(model, cfg.model.freeze_parameters)
     vision.freeze_parts(model, cfg.model)
     if cfg.model.recompute_granularity == "full":

@@ -54,7 +54,8 @@ class Strategy(Protocol):
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether weight decay applies: not to norms and biases (of stacked experts: 2-D)."""
-    return parameter.dim() > 1 and not name.endswith("bias")
+    whole = getattr(parameter, "ds_shape", parameter.shape)  # of ZeRO-3's partitioned ones nothing else is left
+    return len(whole) > 1 and not name.endswith("bias")
 
 
 def make_optimizer(named: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> torch.optim.Optimizer:

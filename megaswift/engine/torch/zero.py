@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from megaswift.config.deepspeed_json import KINDS, kind_of, offloads
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch import zero_config
+from megaswift.engine.torch.hollow import is_hollow, make_real
 from megaswift.engine.torch.strategy import WEIGHT, make_optimizer, set_rates
 from megaswift.engine.torch.zero_tensors import MOMENTS, WholeTensors, get_steps, set_steps, shards, start_states
 from megaswift.errors import ConfigError, Problem
@@ -53,6 +54,9 @@ class ZeroStrategy:
         exact = _finer_than_bfloat16(module) if (config.get("bf16") or {}).get("enabled") and self.stage else {}
         deepspeed = zero_config.load(device.type)
         settings = zero_config.for_engine(config, self._world, device.type)
+        if self.stage == 3 and any(is_hollow(p) for p in self._names.values()):
+            zero_config.partition(module, settings, device)
+        make_real(self._names.values(), device)
         optimizer = make_optimizer([(n, p) for n, p in self._names.items() if p.requires_grad], optim)
         self.module, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         self._inner, self._zero = optimizer, self.module.optimizer

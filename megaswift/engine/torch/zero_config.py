@@ -10,8 +10,12 @@ import importlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import nn
+
+from megaswift.engine.torch.hollow import make_real
 
 _LOCAL_RANK = "LOCAL_RANK"
 
@@ -67,18 +71,29 @@ def for_engine(config: Mapping[str, Any], world: int, device_type: str) -> dict[
     return made
 
 
-@contextmanager
-def sharded_init(config: Mapping[str, Any], world: int, device_type: str) -> Iterator[None]:
-    """Models that transformers makes inside (`from_pretrained`, `from_config`) are partitioned as they are made: stage 3 only.
+class _OneByOne(nn.Module):
+    """Shows DeepSpeed a module's parameters one after the other, each real and in the dtype of the shards only when its turn has come."""
 
-    No device then holds the whole model. transformers 5.23 reads the checkpoint on rank 0 and hands each tensor out; in bfloat16 the fp32
-    masters start from bfloat16 weights. Outside, models are made whole and partitioned by the strategy.
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.module, self._dtype, self._device = module, dtype, device
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As `nn.Module` gives them."""
+        for parameter in self.module.parameters(recurse):
+            make_real([parameter], self._device)
+            parameter.data = parameter.data.to(self._dtype)
+            yield parameter
+
+
+def partition(module: nn.Module, settings: Mapping[str, Any], device: torch.device) -> None:
+    """Stage 3: every parameter of a hollow module becomes this rank's shard, before `deepspeed.initialize` would take them all at once.
+
+    What is in the shards is given later. `settings` are those of `for_engine`; buffers, which DeepSpeed leaves where they are, move.
     """
-    load(device_type).init_distributed()  # before the configuration is read, which else takes the world to be one process
-    integration = importlib.import_module("transformers.integrations.deepspeed")
-    kept = integration.HfDeepSpeedConfig(for_engine(config, world, device_type))
-    try:
-        yield
-    finally:
-        integration.unset_hf_deepspeed_config()
-        del kept
+    deepspeed = load(device.type)
+    deepspeed.init_distributed()  # before the configuration is read, which else takes the world to be one process
+    dtype = torch.bfloat16 if (settings.get("bf16") or {}).get("enabled") else torch.float32
+    deepspeed.zero.Init(module=_OneByOne(module, dtype, device), config_dict_or_path=dict(settings), dtype=dtype)
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,13 +173,14 @@ def test_bfloat16(pool: Pool, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", ["zero3", "zero3_offload"])
-def test_partitioned_while_it_is_read(pool: Pool, kind: str, ranks: int, tmp_path: Path) -> None:
-    """No rank has the whole model after loading, and training is the same as ever."""
-    Fields().model.save_pretrained(tmp_path)
-    _, gradients, module = Plain(1, ranks, 2, CLIP).run()
-    job = {"kind": kind, "folder": str(tmp_path), "micro": 2, "clip": CLIP}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_hollow_model_is_sharded_before_it_has_weights(pool: Pool, kind: str, ranks: int, dtype: str) -> None:
+    """No rank ever has the whole model, and training is the same as ever, from float32 masters."""
+    _, gradients, module = Plain(1, ranks, 2, CLIP, precision=dtype).run()
+    job = {"kind": kind, "micro": 2, "clip": CLIP, "dtype": dtype}
     for rank in pool.run(RANKS + "sharded", job, ranks, timeout=240):
         assert rank["held"] < 0.1 * PARAMETERS
+        assert rank["shards"] < 1.15 * PARAMETERS * (4 if dtype == "float32" else 2) / ranks
         near(rank["gradients"], gradients[0], 5e-6)
         near(rank["final"], weights(module), 1e-3)  # Adam's first step is a sign: rounding shows where a gradient is nearly zero
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from megaswift.config.deepspeed_json import Facts, fill, preset
 from megaswift.config.optim import OptimConfig
+from megaswift.engine.torch.hollow import empty_out
 from megaswift.engine.torch.zero import ZeroStrategy
-from megaswift.engine.torch.zero_config import sharded_init
 from tests.engine.torch.zero_model import HIDDEN, Fields, count, rows
 
 OPTIM = OptimConfig(learning_rate=1e-3, adam_epsilon=1e-6)
@@ -31,20 +31,19 @@ def started(kind: str, world: int, dtype: str = "float32", frozen: tuple[str, ..
 
 
 def sharded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A model from a folder that is partitioned while it is read, then some steps."""
-    from transformers import AutoModelForCausalLM
-
+    """A hollow model, partitioned and then filled tensor by tensor, and a step."""
     dist.init_process_group("gloo")
-    config = fill(preset(job["kind"]), facts(world), "preset").config
+    config = fill(preset(job["kind"]), facts(world, job["dtype"]), "preset").config
     module = Fields()
-    with sharded_init(config, world, "cpu"):
-        module.model = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float32)
-    held = sum(p.numel() for p in module.model.parameters())
+    whole = empty_out(module)
     strategy = ZeroStrategy(module, OPTIM, config, torch.device("cpu"))
+    held = sum(p.numel() for p in module.parameters())
+    for name, tensor in whole.items():
+        strategy.put(name, "weight", tensor)
     passes(strategy, 0, rank, world, job)
     gradients = everything(strategy, "gradient")["gradient"]
     strategy.step(1e-3, replace(OPTIM, max_grad_norm=job["clip"]))
-    return {"held": held, "gradients": gradients, "final": everything(strategy, "weight")["weight"]}
+    return {"held": held, "shards": strategy.sizes()[1], "gradients": gradients, "final": everything(strategy, "weight")["weight"]}
 
 
 def passes(strategy: ZeroStrategy, step: int, rank: int, world: int, job: dict[str, Any]) -> None:

@@ -1,0 +1,153 @@
+"""A user's `--fsdp_config` file (transformers' and accelerate's keys) as options of this run. Pure, no torch.
+
+Owns which keys say how fsdp2 shards, which describe what is always so here, and which would be ignored: those are mistakes, as are keys
+that contradict an option of the run. FSDP1's spellings mean their like in FSDP2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaswift.config.sections import Sections
+from megaswift.errors import ConfigError, Problem, nearest
+
+WORDS: Mapping[Any, str] = {
+    True: "full_shard", False: "shard_grad_op", "FULL_SHARD": "full_shard", "SHARD_GRAD_OP": "shard_grad_op",
+    "HYBRID_SHARD": "hybrid_shard", "1": "full_shard", "2": "shard_grad_op", "4": "hybrid_shard"}
+"""What `reshard_after_forward` and FSDP1's `sharding_strategy` (also by accelerate's numbers) may say, as words of `--fsdp`."""
+ALWAYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "cpu_ram_efficient_loading": ((True,), "a model is never whole in a process's memory while it is loaded"),
+    "sync_module_states": ((True, False), ""),
+    "use_orig_params": ((True,), "FSDP2 always keeps the original parameters"),
+    "limit_all_gathers": ((True,), "FSDP2 always limits them"),
+    "backward_prefetch": (("BACKWARD_PRE",), "FSDP2 gathers the next layer before the gradients of this one"),
+    "forward_prefetch": ((False,), "FSDP2 gathers the next layer by itself"),
+    "auto_wrap_policy": (("TRANSFORMER_BASED_WRAP",), "units are classes of layers"),
+    "min_num_params": ((0,), "units are classes of layers"),
+    "state_dict_type": (("FULL_STATE_DICT",), "steps hold whole tensors, from which any engine on any number of processes goes on"),
+    "version": ((1, 2), "FSDP2 is what runs"),
+    "xla": ((False,), "there is no XLA here"), "xla_fsdp_v2": ((False,), "there is no XLA here"),
+    "xla_fsdp_grad_ckpt": ((False,), "there is no XLA here"),
+}
+"""Key -> the values that say what is so anyway, and what is so."""
+INSTEAD = {"mixed_precision_policy": "--torch_dtype", "mixed_precision": "--torch_dtype", "xla_fsdp_settings": "leave it out",
+           "ignored_modules": "--freeze_parameters, or leave it out", "ignored_params": "--freeze_parameters, or leave it out"}
+"""What does the work of a key that is not served."""
+SHARDS, OFFLOADS = ("reshard_after_forward", "sharding_strategy"), ("offload_params", "cpu_offload")
+LAYERS, RECOMPUTES = ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"), "activation_checkpointing"
+TAKEN = (*SHARDS, *OFFLOADS, *LAYERS, RECOMPUTES)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Options that a file stands for, by name, and what is wrong with the file."""
+
+    options: Mapping[str, Any]
+    problems: tuple[Problem, ...] = ()
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; ConfigError where there is none."""
+    what, fix = f"--fsdp_config {path}", 'a file like {"reshard_after_forward": true}'
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(Problem(what, f"cannot be read: {error.strerror}", fix)) from error
+    except ValueError as error:
+        raise ConfigError(Problem(what, f"is not JSON: {error}", fix)) from error
+    if not isinstance(found, dict):
+        raise ConfigError(Problem(what, "holds no JSON object", fix))
+    return found
+
+
+def take(given: Mapping[str, Any], label: str) -> Taken:
+    """What a file says; `label` is how the user named it. Keys may begin with accelerate's `fsdp_`."""
+    plain = {name.removeprefix("fsdp_"): _plain(value) for name, value in given.items()}
+    problems = [*_idle(plain, label), *_types(plain, label)]
+    if problems:
+        return Taken({}, tuple(problems))
+    ways = list(dict.fromkeys(WORDS[plain[name]] for name in SHARDS if name in plain))
+    if len(ways) > 1:
+        problems.append(Problem(f"{label}: {' and '.join(SHARDS)}", f"say {' and '.join(ways)}", "one of the two"))
+    words = (*ways[:1], *(("offload",) if any(plain.get(name) for name in OFFLOADS) else ()))
+    layers = next((plain[name] for name in LAYERS if plain.get(name)), ())
+    options: dict[str, Any] = {}
+    if words:
+        options["fsdp"] = words if ways else ("full_shard", *words)
+    if layers:
+        options["fsdp_transformer_layer_cls_to_wrap"] = tuple(layers)
+    if RECOMPUTES in plain:
+        options["recompute_granularity"] = "full" if plain[RECOMPUTES] else None
+    return Taken(options, tuple(problems))
+
+
+def _plain(value: Any) -> Any:
+    """accelerate writes booleans and numbers as text, and a list as one text with commas."""
+    if isinstance(value, str):
+        low = value.strip().lower()
+        return {"true": True, "false": False}.get(low, value.strip())
+    return value
+
+
+def _idle(plain: Mapping[str, Any], label: str) -> Iterator[Problem]:
+    """Keys that would be ignored, or that ask for what is never so."""
+    for name, value in plain.items():
+        if name in ALWAYS:
+            allowed, why = ALWAYS[name]
+            same = value.upper() if isinstance(value, str) else value
+            if not any(same == v or str(same) == str(v) for v in allowed):
+                fix = f"{json.dumps(allowed[0])}, or leave it out"
+                yield Problem(f'{label}: "{name}": {json.dumps(value)}', f"would be ignored: {why}", fix)
+        elif name not in TAKEN:
+            fix = INSTEAD.get(name) or nearest(name, [*TAKEN, *ALWAYS]) or "leave it out"
+            yield Problem(f'{label}: "{name}"', "would be ignored: fsdp2 does not serve it", fix)
+
+
+def _types(plain: dict[str, Any], label: str) -> Iterator[Problem]:
+    """Values of the wrong kind among those that are taken; class names become a list."""
+    for name in SHARDS:
+        if name in plain:
+            value = plain[name].upper() if isinstance(plain[name], str) else plain[name]
+            plain[name] = value if isinstance(value, bool) else str(value)
+            if plain[name] not in WORDS:
+                fix = "--engine ddp, without the file" if plain[name] in ("NO_SHARD", "3") else "true or false"
+                yield Problem(f'{label}: "{name}": {json.dumps(value)}', "is no way to shard here", fix)
+    for name in (*OFFLOADS, RECOMPUTES):
+        if not isinstance(plain.get(name, False), bool):
+            yield Problem(f'{label}: "{name}": {json.dumps(plain[name])}', "should be true or false", "true")
+    for name in LAYERS:
+        value = plain.get(name, [])
+        plain[name] = value = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+        if not (isinstance(value, list) and all(isinstance(part, str) and part for part in value)):
+            yield Problem(f'{label}: "{name}": {json.dumps(value)}', "should name classes of layers", '["Qwen3DecoderLayer"]')
+
+
+def of(c: Sections) -> Taken:
+    """What the run's own file says, and what in it contradicts the run's options."""
+    named = c.engine.fsdp_config
+    if named is None:
+        return Taken({})
+    path = Path(named)
+    try:
+        found = take(read(path), path.name)
+    except ConfigError as error:
+        return Taken({}, tuple(error.problems))
+    return Taken(found.options, (*found.problems, *_contradictions(c, found.options, path.name)))
+
+
+def _contradictions(c: Sections, options: Mapping[str, Any], label: str) -> Iterator[Problem]:
+    for name, value in options.items():
+        if name in c.given and _meaning(name, c.value(name)) != _meaning(name, value):
+            said, own = (" ".join(v) if isinstance(v, tuple) else v or "none" for v in (value, c.value(name)))
+            yield Problem(f"--{name} {own}", f"{label} says {said}", "one of the two")
+
+
+def _meaning(name: str, value: Any) -> set[str]:
+    if not isinstance(value, tuple):
+        return {value or "none"}
+    found = set(value) - {"auto_wrap"}
+    return found | {"full_shard"} if name == "fsdp" and not found - {"offload"} else found

@@ -1,0 +1,32 @@
+"""Host memory of large tensors that come and go while a model is read or written: it goes back to the system at once.
+
+glibc learns from the first large block that is freed to take later ones from its heap, where torch's aligned blocks and the shards that are
+made between them leave holes that do not fit: a rank of four then grew by the whole model while it kept a quarter (measured by
+tests/engine/torch/test_memory.py). While a model trains, blocks from the heap are the faster ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt(3)."""
+MOVING, TRAINING = 1 << 20, 32 << 20
+"""From how many bytes on a block is a mapping of its own; the second is the most that glibc goes to by itself."""
+
+
+@contextmanager
+def returned_at_once() -> Iterator[None]:
+    """Blocks that are freed inside are no longer this process's. Without effect where the C library is not glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(M_MMAP_THRESHOLD, MOVING)
+    try:
+        yield
+    finally:
+        mallopt(M_MMAP_THRESHOLD, TRAINING)
+        mallopt(M_TRIM_THRESHOLD, 2 * TRAINING)
