@@ -103,15 +103,12 @@ def _transformers(cfg: DeployConfig) -> int:
 
 
 def _vllm(cfg: DeployConfig) -> int:
-    import importlib.util
-
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(Problem("--infer_backend vllm", "vLLM is not installed here", "pip install vllm (it needs a GPU), or "
-                                  "--infer_backend transformers"))
     from megaswift.families.checkpoint_folder import find_checkpoint
     from megaswift.families.model_source import locate
     from megaswift.inference import vllm_server
 
+    if unfit := vllm_server.missing():
+        raise ConfigError(unfit)
     folder = locate(cfg.weights)
     if find_checkpoint(folder) is not None:
         raise ConfigError(Problem(f"--model {cfg.weights.model}", "is a checkpoint, and vLLM reads Hugging Face folders",

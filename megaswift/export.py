@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ USAGE = """\
 megaswift export: a model's folder from another
 
   megaswift export --model DIR --adapters OUT/adapter --merge_lora true --output_dir MERGED
-  megaswift export --model DIR --quantization_bit 4 --output_dir SMALL"""
+  megaswift export --model DIR --quantization_bit 4 --output_dir SMALL
+  megaswift export --model DIR --adapters OUT/adapter --merge_lora true --quantization_bit 4 --output_dir SMALL"""
 HINTS = {"to_hf": "megaswift convert megatron-to-hf SRC DST", "to_mcore": "megaswift convert hf-to-megatron SRC DST",
          "quant_method": "--quantization_bit: bitsandbytes it is"}
 COMMAND = Command("export", USAGE, {"source": SourceOptions, "export": ExportOptions}, check_export, HINTS)
@@ -29,9 +32,20 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(sections: Mapping[str, Any]) -> int:
     cfg = ExportConfig(**sections)
-    target = Path(str(cfg.export.output_dir))
-    log.info(f"made {_merge(cfg, target) if cfg.export.merge_lora else _quantise(cfg, target)}")
+    target, both = Path(str(cfg.export.output_dir)), cfg.export.merge_lora and cfg.export.quantization_bit is not None
+    log.info(f"made {_both(cfg, target) if both else (_merge if cfg.export.merge_lora else _quantise)(cfg, target)}")
     return 0
+
+
+def _both(cfg: ExportConfig, target: Path) -> Path:
+    """Merged first, in full precision, then quantised: four bits under an adapter would round it."""
+    between = target.with_name(f".{target.name}.merged")
+    shutil.rmtree(between, ignore_errors=True)
+    try:
+        _merge(cfg, between)
+        return _quantise(replace(cfg, source=replace(cfg.source, model=str(between), adapters=None, model_revision=None)), target)
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
 
 
 def _merge(cfg: ExportConfig, target: Path) -> Path:

@@ -153,13 +153,11 @@ def check_export(parsed: Parsed) -> Iterator[Problem]:
     yield from _bits(export.quantization_bit)
     if not export.merge_lora and export.quantization_bit is None:
         yield Problem("megaswift export", "has nothing to do", "--merge_lora true --adapters DIR, or --quantization_bit 4")
-    if export.merge_lora and export.quantization_bit is not None:
-        yield Problem("--merge_lora true --quantization_bit", "are two steps", "merge first, then quantise the folder that comes out")
     if export.merge_lora and source.adapters is None:
         yield Problem("--merge_lora true", "there are no adapters", "--adapters DIR")
     if not export.merge_lora:
         yield from _unused(parsed, ["adapters"], "would be ignored", "--merge_lora true")
-    if export.merge_lora:
+    if export.merge_lora and export.quantization_bit is None:
         yield from _unused(parsed, ["trust_remote_code"], "would be ignored: merging runs no code of the model")
     if parse_size(export.max_shard_size) is None:
         yield Problem(f"--max_shard_size {export.max_shard_size}", "is no size", "--max_shard_size 5GB")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.size import parse_size
-from megaswift.errors import Problem
+from megaswift.errors import Problem, beside
 
 Device = int | str
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -71,6 +71,8 @@ def _of_file(path: Path, label: str) -> dict[str, Device] | Problem:
         return Problem(label, f"is neither one of {', '.join(AUTOMATIC)}, a device, nor a .json file", "--device_map auto")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Problem(label, f"no such file; {beside(path)}", f"a JSON object: {example}")
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         return Problem(label, f"cannot be read: {error}", f"a JSON object: {example}")
     if not isinstance(value, dict) or not value:

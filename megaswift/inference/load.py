@@ -145,7 +145,10 @@ def place(prepared: Prepared, options: PlacementOptions, model: Any) -> DeviceMa
     log.info(f"device map\n{placement.table(sizes, placed)}")
     on_disk = [name or "the model" for name, device in placed.items() if device == DISK]
     if on_disk and options.offload_folder is None:
-        raise ConfigError(Problem(flag, f"{len(on_disk)} modules fit on no device ({', '.join(on_disk[:3])}, ...)",
+        count = log.amount(len(on_disk), "module")
+        what = f"no device has room for {count}" if isinstance(asked, str) else f"puts {count} on the disk"
+        names = ", ".join([*on_disk[:3], *["..."] * (len(on_disk) > 3)])
+        raise ConfigError(Problem(flag, f"{what}: {names}",
                                   "--offload_folder DIR to read them from disk in every step, a larger --max_memory, or "
                                   "--quantization_bit 4"))
     if on_disk and options.quantization_bit is not None:

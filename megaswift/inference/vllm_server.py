@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
+from importlib import metadata, util
 from pathlib import Path
 
 from megaswift.config.inference import DeployConfig
+from megaswift.errors import Problem
 
+OLDEST = (0, 10)
+"""Older releases of vLLM are refused rather than guessed about."""
 GENERATION = ("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens")
+
+
+def missing() -> list[Problem]:
+    """What this machine lacks."""
+    what = "--infer_backend vllm"
+    if util.find_spec("vllm") is None:
+        return [Problem(what, "vLLM is not installed here", "pip install vllm (it needs a GPU), or --infer_backend transformers")]
+    version = metadata.version("vllm")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST:
+        rule = f"needs vLLM {'.'.join(map(str, OLDEST))} or later, and {version} is installed"
+        return [Problem(what, rule, "pip install -U vllm, or --infer_backend transformers")]
+    return []
 
 
 def command(cfg: DeployConfig, folder: Path, name: str) -> list[str]:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megaswift.config.inference import DeployConfig, GenerationOptions
 from megaswift.deploy import COMMAND, model_name
+from megaswift.deploy import main as deploy
 from megaswift.errors import ConfigError
 from megaswift.inference import vllm_server
 from tests.inference.models import folder, plain
@@ -191,6 +192,17 @@ def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.M
     text = refused("--model", "x", "--infer_backend", "vllm", "--device_map", "cpu", "--max_waiting", "3", "--quantization_bit", "8")
     assert all(f"--{name}" in text for name in ("device_map cpu", "max_waiting 3", "quantization_bit 8"))
     assert "--tp 2: is for --infer_backend vllm" in refused("--model", "x", "--tp", "2")
+
+
+@pytest.mark.parametrize(("version", "part"), [
+    (None, "vLLM is not installed here"), ("0.9.2", "needs vLLM 0.10 or later, and 0.9.2 is installed"), ("0.10.0rc1", ""), ("1.0", "")])
+def test_vllm_must_be_there_and_new_enough(version: str | None, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server.util, "find_spec", lambda name: version)
+    monkeypatch.setattr(vllm_server.metadata, "version", lambda name: version)
+    assert [part in p.rule for p in vllm_server.missing()] == [True] * bool(part)
+    if part:
+        with pytest.raises(ConfigError, match=part):
+            deploy(["--model", "x", "--infer_backend", "vllm"])
 
 
 def test_vllm_is_started_with_its_own_words() -> None:

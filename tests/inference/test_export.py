@@ -51,10 +51,20 @@ def test_quantised_as_transformers_quantises(model: Path, tmp_path: Path, bits: 
     assert not list(tmp_path.glob(".small*"))
 
 
+def test_merged_and_quantised_is_one_after_the_other(model: Path, tmp_path: Path) -> None:
+    source = ["--model", str(model), "--adapters", str(adapters(tmp_path / "adapter", model)), "--merge_lora"]
+    assert main([*source, "--output_dir", str(tmp_path / "merged")]) == 0
+    assert main(["--model", str(tmp_path / "merged"), "--quant", "4", "--output_dir", str(tmp_path / "two")]) == 0
+    assert main([*source, "--quant", "4", "--output_dir", str(tmp_path / "one")]) == 0
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name, device_map="cpu") for name in ("one", "two"))
+    assert torch.equal(logits(one), logits(two))
+    assert {p.name for p in tmp_path.iterdir()} == {"adapter", "merged", "one", "two"}
+
+
 def test_mistakes() -> None:
     with pytest.raises(ConfigError) as caught:
         main(["--model", "x", "--merge_lora", "true", "--quantization_bit", "4"])
-    for part in ("are two steps", "there are no adapters", "--output_dir: is missing"):
+    for part in ("there are no adapters", "--output_dir: is missing"):
         assert part in str(caught.value)
     with pytest.raises(ConfigError, match="has nothing to do"):
         main(["--model", "x", "--output_dir", "y"])
