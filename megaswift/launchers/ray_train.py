@@ -28,6 +28,7 @@ from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.launchers import local, ray_worker
 from megaswift.launchers.ray_exchange import Exchange
 
+LOCAL = "local"
 OLDEST = (2, 51)
 """The release from which Ray Train is its second version unless one says otherwise."""
 LOOK_SECONDS = 0.3
@@ -59,7 +60,8 @@ def start(launch: LaunchConfig, task: str, argv: Sequence[str], environ: Mapping
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    _connect(launch, environ)
+    address = launch.ray_address or environ.get("RAY_ADDRESS") or LOCAL
+    _connect(address, launch)
     try:
         gpu = _reserves_gpu(launch)
         exchange = _exchange()
@@ -69,18 +71,17 @@ def start(launch: LaunchConfig, task: str, argv: Sequence[str], environ: Mapping
         plan = {"task": task, "argv": list(argv), "environ": given, "folder": os.getcwd(), "exchange": exchange}
         with tempfile.TemporaryDirectory(prefix="megaswift-ray-") as folder:
             run = _Run(_trainer(launch, plan, gpu, folder), exchange)
-            return run.wait(f"{_workers(launch, gpu)}")
+            return run.wait(None if address == LOCAL else _workers(launch, gpu))
     finally:
         ray.shutdown()
 
 
-def _connect(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
+def _connect(address: str, launch: LaunchConfig) -> None:
     """Joins the cluster, or starts one of this machine alone that nobody else can reach."""
     import ray
 
-    address = launch.ray_address or environ.get("RAY_ADDRESS") or "local"
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address == "local":
+    if address == LOCAL:
         root = str(Path(__file__).resolve().parents[2])
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         cores = max(os.cpu_count() or 1, local.world_size(launch) * launch.cpus_per_worker)
@@ -167,8 +168,8 @@ class _Run:
         self.signals: list[int] = []
         self.error: BaseException | None = None
 
-    def wait(self, workers: str) -> int:
-        """To the end; the exit code."""
+    def wait(self, workers: str | None) -> int:
+        """To the end; the exit code. `workers`: what a cluster shared with others must have room for."""
         import ray
 
         thread = threading.Thread(target=self._fit, daemon=True)
@@ -187,7 +188,7 @@ class _Run:
                 failed = news.failed
                 sys.stderr.write("".join(news.lines))
                 sys.stderr.flush()
-                if not news.started and not told and time.monotonic() - began > PATIENCE_SECONDS:
+                if workers and not news.started and not told and time.monotonic() - began > PATIENCE_SECONDS:
                     told = True
                     log.info(f"Ray has started no process yet: it needs room for {workers}; {_free()} of the cluster are free now")
                 if self.signals and not news.started:
