@@ -15,7 +15,7 @@ from megaswift.bridge import peft_config
 from megaswift.bridge.new_head import NEW, new_head
 from megaswift.bridge.open import open_weights
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch import hollow, vision
+from megaswift.engine.torch import hollow, quantised, vision
 from megaswift.engine.torch.fields import FieldsModel
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.spec import ModelSpec
@@ -38,7 +38,7 @@ def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, furthe
     try:
         if weights:
             options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
-            return _loaded(auto, folder, options, cfg, spec)
+            return quantised.whole_floats(_loaded(auto, folder, options, cfg, spec), folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {}))
         with torch.random.fork_rng():
             torch.manual_seed(cfg.train.seed)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaswift.bridge.bits_and_bytes import settings
 from megaswift.config import SwiftConfig
@@ -36,6 +36,14 @@ def loading(folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.d
     if method is None:
         return {}
     return {"device_map": {"": device}} | ({"dtype": dtype} if method in ("gptq", "awq") else {})  # their kernels know no float32
+
+
+def whole_floats(model: nn.Module, folder: Path) -> nn.Module:
+    """The model in float32 where transformers dequantised it, into the dtype that config.json names."""
+    if method_of(read_config(folder)) in DEQUANTISED:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+    return model
 
 
 def elements(parameter: Tensor) -> int:

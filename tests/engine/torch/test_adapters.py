@@ -99,7 +99,10 @@ def test_goes_on_bit_for_bit(name: str, pool: Pool, dense: Path, tmp_path: Path)
     rest = pool.run(GO, Run(dense, options, first=2, load=tmp_path / "step"), 2)[0]
     assert first.losses + rest.losses == whole.losses
     assert all(torch.equal(t, whole.weights[n]) for n, t in rest.weights.items())
-    assert saved(tmp_path / "a")
+    if name != "adalora":  # whose ranks are settled
+        start = {"engine": "ddp", "train_type": "lora" if name in ("dora", "rslora") else name, "adapters": str(tmp_path / "a")}
+        again = pool.run(GO, Run(dense, start, last=0), 2)[0].weights
+        assert again.keys() == first.weights.keys() and all(torch.equal(t, first.weights[n]) for n, t in again.items())
 
 
 SPLIT = [name for name in SETTINGS if name not in METHODS or not METHODS[name].engines]
