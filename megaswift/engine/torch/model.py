@@ -67,7 +67,12 @@ def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
         return peft.PeftModel.from_pretrained(model, lora.adapters, is_trainable=True)
     options = peft_config.make(cfg, "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
     if (excluded := vision.without_adapters(model, cfg.model)) is not None:
+        if not hasattr(options, "exclude_modules"):
+            raise ConfigError(Problem(f"--train_type {cfg.model.train_type}", "cannot leave out the parts of a vision-language model that "
+                                      "are frozen (PEFT has no exclude_modules for it)", "--train_type lora"))
         options.exclude_modules = excluded
+    if options.target_modules == "all-linear":
+        options.target_modules = quantised.packed_layers(model) or options.target_modules
     with torch.random.fork_rng():
         torch.manual_seed(cfg.train.seed)
         try:

@@ -46,6 +46,11 @@ def whole_floats(model: nn.Module, folder: Path) -> nn.Module:
     return model
 
 
+def packed_layers(model: nn.Module) -> set[str]:
+    """Last names of GPTQ's and AWQ's layers: PEFT's all-linear knows them not, as they are no `nn.Linear`."""
+    return {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "qweight")}
+
+
 def elements(parameter: Tensor) -> int:
     """How many weights a parameter holds; bitsandbytes packs two of 4 bits in a byte."""
     state = getattr(parameter, "quant_state", None)
