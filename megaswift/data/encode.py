@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
 from megaswift.config.data import PREFERENCES
+from megaswift.data.cache import cache_root
 from megaswift.data.chat import ChatRenderer, Rendered, Templates, templates_of
 from megaswift.data.cuts import cuts_of
 from megaswift.data.formats import sample_of
@@ -49,6 +50,8 @@ class EncodeSpec:
     """Tokens before a plain prompt of preferences: what the tokenizer itself puts before a text."""
     processor: ProcessorSpec | None = None
     """Of a model that reads images."""
+    image_folder: str = ""
+    """Where images go that the data file itself holds."""
 
 
 @dataclass
@@ -85,7 +88,8 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         templates=None if plain else templates_of(tokenizer, data.chat_template),
         begin=_before(tokenizer) if task in PREFERENCES else [],
         loss_scale=data.loss_scale, system=data.system, columns=dict(data.columns), strict=data.strict,
-        processor=reader.spec if isinstance(reader, Processor) else None)
+        processor=reader.spec if isinstance(reader, Processor) else None,
+        image_folder=str(cache_root(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "")
 
 
 def _before(tokenizer: Any) -> list[int]:

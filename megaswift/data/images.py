@@ -1,14 +1,18 @@
 """The images of a row: where they stand in its messages, which files they are, and reading one.
 
 Owns two forms of rows: parts of a content, as chat templates take them ({"type": "image", "image" | "path" | "url": FILE}, OpenAI's
-`image_url` too), and a column `images` (or `image`) beside texts with `<image>` where each one goes. Files are opened one at a time, when
-their row is tokenised and when it is trained on; what a model makes of them belongs to `processor.py`.
+`image_url` too), and a column `images` (or `image`) beside texts with `<image>` where each one goes. An image is a file, or bytes in
+the data file (as `datasets` writes Parquet), which become one in the cache. Files are opened one at a time, when their row is tokenised
+and when it is trained on; what a model makes of them belongs to `processor.py`.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,16 @@ COLUMNS = ("images", "image")
 KEYS = ("image", "path", "url", "image_url")
 """Of an image part: where its file may stand."""
 Part = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a row's images lie."""
+
+    data: Path
+    """The data file's folder, to which paths are relative."""
+    kept: Path
+    """Where images go that the data file itself holds."""
 
 
 def listed(row: Mapping[str, Any]) -> list[Any]:
@@ -46,8 +60,8 @@ def no_images(row: Mapping[str, Any], sample: Sample) -> None:
         raise RowError("images", "images, and this model reads text only", "rows without them, or a vision-language model")
 
 
-def placed(row: Mapping[str, Any], sample: Sample, folder: Path) -> tuple[Sample, list[str]]:
-    """(the sample with each image as a part of a content, the files in order). Relative paths are relative to `folder`."""
+def placed(row: Mapping[str, Any], sample: Sample, home: Home) -> tuple[Sample, list[str]]:
+    """(the sample with each image as a part of a content, the files in order)."""
     given = listed(row)
     waiting = iter(given)
     files: list[str] = []
@@ -55,11 +69,11 @@ def placed(row: Mapping[str, Any], sample: Sample, folder: Path) -> tuple[Sample
     for i, message in enumerate(sample.messages):
         parts = list(_parts(message.get("content"), bool(given), f"messages[{i}].content"))
         if any(p["type"] == "image" for p in parts):
-            message = {**message, "content": [_filed(p, waiting, folder, files) for p in parts]}
+            message = {**message, "content": [_filed(p, waiting, home, files) for p in parts]}
         messages.append(message)
     left = list(waiting)
     if left and len(left) == len(given):
-        _in_front(messages, [{"type": "image", "image": _file(value, folder, files)} for value in left])
+        _in_front(messages, [{"type": "image", "image": _file(value, home, files)} for value in left])
     elif left:
         raise RowError("images", f"{len(given)} files for {len(given) - len(left)} places", f"as many places ({TAG}) as files")
     return replace(sample, messages=tuple(messages)), files
@@ -82,7 +96,7 @@ def _parts(content: Any, tagged: bool, where: str) -> Iterator[Part]:
             raise RowError(where, f"a part of type {kind!r}", "text and image parts")
 
 
-def _filed(part: Part, waiting: Iterator[Any], folder: Path, files: list[str]) -> Part:
+def _filed(part: Part, waiting: Iterator[Any], home: Home, files: list[str]) -> Part:
     """An image part with its file; one that names none takes the next of the column."""
     if part["type"] != "image":
         return part
@@ -90,7 +104,7 @@ def _filed(part: Part, waiting: Iterator[Any], folder: Path, files: list[str]) -
     value = named[0] if named else next(waiting, None)
     if value is None:
         raise RowError("images", f"no file for image {len(files) + 1}", f"as many files as places ({TAG} or image parts)")
-    return {"type": "image", "image": _file(value, folder, files)}
+    return {"type": "image", "image": _file(value, home, files)}
 
 
 def _in_front(messages: list[dict[str, Any]], parts: list[Part]) -> None:
@@ -103,23 +117,50 @@ def _in_front(messages: list[dict[str, Any]], parts: list[Part]) -> None:
     messages[at] = {**messages[at], "content": [*parts, *rest]}
 
 
-def _file(value: Any, folder: Path, files: list[str]) -> str:
+def _file(value: Any, home: Home, files: list[str]) -> str:
     """The path of an image, which is also added to `files`."""
-    if isinstance(value, Mapping) and value.get("bytes") is not None:
-        raise RowError("images", "bytes of an image", "the path of a file")
     if isinstance(value, Mapping):
-        value = next((value[k] for k in ("path", "url", "image") if value.get(k)), None)
-    if not isinstance(value, str) or not value:
-        raise RowError("images", describe(value), "the path of a file")
-    scheme = value.partition(":")[0].lower() if "://" in value or value.startswith("data:") else ""
-    if scheme not in ("", "file"):
-        raise RowError("images", f"{value[:60]}: images are not fetched, nor read from the text itself", "the path of a file")
-    path = Path(value[len("file://"):] if scheme else value).expanduser()
+        value = next((value[k] for k in ("bytes", "path", "url", "image") if value.get(k)), None)
+    if isinstance(value, str) and value.startswith("data:"):
+        value = _decoded(value)
+    if isinstance(value, bytes):
+        path = _kept(value, home.kept)
+    elif isinstance(value, str) and value:
+        path = _found(value, home.data)
+    else:
+        raise RowError("images", describe(value), "the path of a file, or its bytes")
+    files.append(str(path))
+    return str(path)
+
+
+def _found(name: str, folder: Path) -> Path:
+    scheme, mark, rest = name.partition("://")
+    if mark and scheme.lower() != "file":
+        raise RowError("images", f"{name[:60]}: images are not fetched", "the path of a file")
+    path = Path(rest if mark else name).expanduser()
     path = path if path.is_absolute() else folder.absolute() / path
     if not path.is_file():
         raise RowError("images", f"no such file: {path}", "a path, relative to the data file's folder or absolute")
-    files.append(str(path))
-    return str(path)
+    return path
+
+
+def _decoded(text: str) -> bytes:
+    """The bytes of `data:image/png;base64,...`."""
+    try:
+        return base64.b64decode(text.partition(",")[2], validate=True)
+    except ValueError:
+        raise RowError("images", f"{text[:40]}... is not base64", "data:image/png;base64,... or the path of a file") from None
+
+
+def _kept(content: bytes, folder: Path) -> Path:
+    """A file with these bytes, once and for all rows that bring them."""
+    path = folder / hashlib.sha256(content).hexdigest()[:40]
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_bytes(content)
+        new.replace(path)
+    return path
 
 
 def open_image(path: str) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 
 from megaswift.data.chat import ChatRenderer, Rendered
 from megaswift.data.encode import Encoder, EncodeSpec
-from megaswift.data.images import open_image, placed
+from megaswift.data.images import Home, open_image, placed
 from megaswift.data.processor import Expanded, Processor
 from megaswift.errors import DataError, Problem
 
@@ -45,7 +45,7 @@ class VisionEncoder(Encoder):
 
     def located(self, path: str, row: Any) -> Rendered:
         """The row with its tokens; RowError for images that are missing or broken."""
-        sample, files = placed(self.named(row), self.sample(row), Path(path).parent)
+        sample, files = placed(self.named(row), self.sample(row), Home(Path(path).parent, Path(self.spec.image_folder)))
         assert self._chat is not None
         plain = self._chat.render(sample)
         expanded = self._processor.expand(plain.text, [open_image(file) for file in files])

@@ -75,6 +75,26 @@ def test_forms_are_what_transformers_makes_of_parts(processor: Processor, folder
             assert tensor.shape == want[name].shape and bool((tensor == want[name]).all()), name
 
 
+def test_bytes_in_the_data_file(processor: Processor, folder: Path) -> None:
+    """Parquet as `datasets` writes images, and OpenAI's messages."""
+    import base64
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    content = (folder / "images" / "0.png").read_bytes()
+    asked = [{"type": "image", "text": None}, {"type": "text", "text": ASK}]
+    talk = [{"role": "user", "content": asked}, {"role": "assistant", "content": [{"type": "text", "text": ANSWER}]}]
+    pq.write_table(pa.Table.from_pylist([{"messages": talk, "images": [{"bytes": content, "path": None}]}]), folder / "rows.parquet")
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    rows = [turns([{"type": "image_url", "image_url": {"url": url}}, vision.part(ASK)]), turns(PARTS)]
+    source = sources(processor, folder, *rows, dataset=[str(folder / "rows.parquet"), str(folder / "data.jsonl")])
+    ids = [source.data.docs.read(i)[0].tolist() for i in range(3)]
+    assert ids[0] == ids[1] == ids[2]
+    pixels = [source.next()[0].extra["pixel_values"] for _ in range(3)]
+    assert all(bool((p == pixels[2]).all()) for p in pixels) and len(list((folder / "cache" / "images").iterdir())) == 1
+
+
 def test_masks_without_marks_in_the_template(processor: Processor, folder: Path) -> None:
     template = processor.tokenizer.chat_template
     rows = [turns(PARTS), turns([vision.part("so "), vision.image("1.png"), vision.part("?")]), turns("no image")]
@@ -93,11 +113,12 @@ def test_masks_without_marks_in_the_template(processor: Processor, folder: Path)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (turns([vision.image("9.png"), vision.part(ASK)]), r"data.jsonl:1: column images: no such file: .*9.png"),
     (turns([{"type": "image", "url": "https://host/a.png"}]), "images are not fetched"),
-    (turns([{"type": "image", "image": "data:image/png;base64,AAAA"}]), "images are not fetched"),
+    (turns([{"type": "image", "image": "data:image/png;base64,?"}]), "is not base64"),
+    (turns([{"type": "image", "image": "data:image/png;base64,AAAA"}]), "cannot be read"),
     (turns([{"type": "image"}]), "no file for image 1"),
     (turns("<image> and <image>") | {"images": ["images/0.png"]}, "no file for image 2"),
     (turns("<image>") | {"images": ["images/0.png", "images/1.png"]}, "2 files for 1 places"),
-    (turns(ASK) | {"images": [{"bytes": "x"}]}, "bytes of an image"),
+    (turns(ASK) | {"images": [7]}, "int 7"),
     (turns([{"type": "video", "video": "a.mp4"}]), "a part of type 'video'"),
     (turns([vision.image("broken.png")]), r"broken.png cannot be read"),
 ]
