@@ -136,7 +136,7 @@ def _skeleton(prepared: Prepared, how: Mapping[str, Any]) -> Any:
 
 def place(prepared: Prepared, options: PlacementOptions, model: Any) -> DeviceMap:
     """Each module's device; the table of them goes to the user."""
-    sizes = Sizes(model, options.quantization_bit)
+    sizes = Sizes(model, options.quantization_bit or placement.stored_bits(prepared.config))
     asked = devices.device_map(options.device_map)
     limits = devices.max_memory(options.max_memory) if options.max_memory is not None else None
     assert not isinstance(asked, Problem) and not isinstance(limits, Problem), "the command line was checked"

@@ -51,6 +51,14 @@ class Sizes:
             yield name, tensor.numel(), tensor.numel() * each
 
 
+def stored_bits(config: Any) -> int | None:
+    """Bits of the linear layers of a checkpoint that is quantised already; None: as its dtype says."""
+    stored = getattr(config, "quantization_config", None) or {}
+    told = stored if isinstance(stored, dict) else stored.to_dict()
+    bits = told.get("bits") or (4 if told.get("load_in_4bit") else 8 if told.get("load_in_8bit") else None)
+    return bits if bits in (4, 8) else None
+
+
 def decide(sizes: Sizes, how: str, limits: Mapping[Device, int] | None) -> DeviceMap:
     """The map that accelerate makes: auto and balanced spread evenly, balanced_low_0 spares GPU 0, sequential fills one after the other."""
     from accelerate.utils import get_balanced_memory, get_max_memory, infer_auto_device_map

@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from megaswift.deploy import COMMAND, model_name
 from megaswift.deploy import main as deploy
 from megaswift.errors import ConfigError
 from megaswift.inference import vllm_server
-from tests.inference.models import folder, plain
+from tests.inference.models import adapters, folder, plain
 from tests.sources import ROOT
 
 NEW, TOKEN = 8, "a-token-of-the-tests"
@@ -34,11 +35,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder(tmp_path_factory.mktemp("deploy") / "tiny")
 
 
-@pytest.fixture(scope="module")
-def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("log") / "server"
+@contextmanager
+def serving(folder: Path, *words: str) -> Iterator[str]:
+    """The address of a server process with these options; it ends well, and says neither its token nor a traceback."""
+    log = folder / "server"
     with log.open("w") as err:
-        process = subprocess.Popen([sys.executable, "-m", "megaswift", "deploy", "--model", str(model), "--port", "0"], stderr=err,
+        process = subprocess.Popen([sys.executable, "-m", "megaswift", "deploy", *words, "--port", "0"], stderr=err,
                                    cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "MEGASWIFT_API_KEY": TOKEN})
     try:
         end = time.monotonic() + 300
@@ -50,7 +52,13 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
-        assert TOKEN not in log.read_text() and "Traceback" not in log.read_text(), log.read_text()
+        assert not [word for word in (TOKEN, "Traceback", "Warning") if word in log.read_text()], log.read_text()
+
+
+@pytest.fixture(scope="module")
+def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("log"), "--model", str(model)) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +101,22 @@ def test_chat_answers_as_transformers_does_whole_and_streamed(client: Any, their
     assert chunks[-1].usage.total_tokens == 7 + NEW
     stopped = chat(client, stop=[want[3:6]])
     assert stopped.choices[0].message.content == want[: want.index(want[3:6])] and stopped.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [[], ["--merge_adapters"]], ids=["beside", "merged"])
+def test_adapters_are_served(merged: list[str], model: Path, tmp_path: Path) -> None:
+    """The same answer as PEFT's, which is another than the model's own."""
+    import openai
+    import peft
+
+    adapter, base = adapters(tmp_path / "adapter", model), AutoModelForCausalLM.from_pretrained(model)
+    own = greedy((base, AutoTokenizer.from_pretrained(model)), "<u>1+2?<e><a>")
+    theirs = peft.PeftModel.from_pretrained(base, adapter), AutoTokenizer.from_pretrained(model)
+    with serving(tmp_path, "--model", str(model), "--adapters", str(adapter), *merged) as address:
+        client = openai.OpenAI(base_url=address, api_key=TOKEN, max_retries=0, timeout=120)
+        found = chat(client, temperature=0).choices[0].message.content
+    assert found == greedy(theirs, "<u>1+2?<e><a>") != own
 
 
 def test_completions_of_text_and_tokens(client: Any, theirs: tuple[Any, Any]) -> None:

@@ -97,6 +97,19 @@ def test_quantised_as_bitsandbytes_does(model: Path, bits: int) -> None:
         assert torch.equal(generator.model(prompt).logits, theirs(prompt).logits)
 
 
+def test_adapters_beside_four_bits(model: Path, adapter: Path) -> None:
+    """`--quantization_bit 4 --adapters`: PEFT's own over bitsandbytes' weights."""
+    _, generator = opened(model, adapter, quantization_bit=4, device_map="cpu")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, device_map="cpu")
+    prompt = generator.tokenizer(PROMPTS[2], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        bare = base(prompt).logits
+        theirs = peft.PeftModel.from_pretrained(base, adapter)(prompt).logits
+        found = generator.model(prompt).logits
+    assert torch.allclose(found, theirs, atol=1e-6) and not torch.allclose(found, bare, atol=1e-3)
+
+
 def test_what_is_wrong_is_told_before_weights_are_read(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no device has room for \d+ modules?: .*\n.*--offload_folder DIR"):
         opened(model, max_memory="cpu:80KiB")

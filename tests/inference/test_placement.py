@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megaswift.errors import ConfigError
-from megaswift.inference.placement import Sizes, check, decide, main_device, table
+from megaswift.inference.placement import Sizes, check, decide, main_device, stored_bits, table
 
 FLAG = "--device_map map.json"
 
@@ -60,6 +60,33 @@ def test_what_does_not_fit_goes_to_the_disk(model: Any) -> None:
     # in four bits the same model fits where it did not before: only the embedding and the head keep their size
     small = sum(b for _, _, b in Sizes(model, 4).weights())
     assert small < total / 3 and decide(Sizes(model, 4), "sequential", {"cpu": int(total / 2)}) == {"": "cpu"}
+
+
+@pytest.mark.parametrize("how", ["auto", "balanced", "balanced_low_0", "sequential"])
+def test_two_gpus_are_shared_as_accelerate_shares_them(how: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decision alone: devices are numbers in it. As transformers' `from_pretrained(device_map=how)` would place the model."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    sizes = Sizes(model)
+    total = sum(b for _, _, b in sizes.weights())
+    placed = decide(sizes, how, {0: int(total * 0.8), 1: int(total * 1.2), "cpu": int(total)})
+    held = {gpu: 0.0 for gpu in (0, 1)}
+    for name, _, size in sizes.weights():
+        held[placed[max((m for m in placed if not m or f"{name}.".startswith(f"{m}.")), key=len)]] += size
+    assert sum(held.values()) == pytest.approx(total)
+    if how == "balanced_low_0":
+        assert held[0] < held[1] / 2
+    elif how == "sequential":
+        assert held[0] > 0.6 * total
+    else:
+        assert max(held.values()) < 0.65 * total
+
+
+@pytest.mark.parametrize(("stored", "bits"), [
+    (None, None), ({"quant_method": "gptq", "bits": 4}, 4), ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, 8), ({"quant_method": "fp8"}, None)])
+def test_bits_of_a_quantised_checkpoint(stored: dict[str, Any] | None, bits: int | None) -> None:
+    config = Qwen3Config(**({} if stored is None else {"quantization_config": stored}))
+    assert stored_bits(config) == bits
 
 
 def test_the_table_joins_layers_and_adds_up(model: Any) -> None:
