@@ -26,7 +26,7 @@ class Method:
     engines: tuple[str, ...] = ()
     """The only engines that serve it; empty: all of torch's."""
     bits: tuple[int, ...] = (4, 8)
-    """Over which quantised weights PEFT trains it."""
+    """Over which quantised weights PEFT trains it; over others it takes the packed bytes for weights (tried with PEFT 0.21)."""
 
 
 def _own(*names: str) -> dict[str, str]:
@@ -40,14 +40,16 @@ METHODS: dict[str, Method] = {
                           **_own("init_r", "target_r", "tinit", "tfinal", "deltaT", "total_step", "orth_reg_weight")},
         {"lora_alpha": 8.0}, engines=("ddp",)),
     "boft": Method("BOFTConfig", {"lora_dropout": "boft_dropout", **_own("boft_block_size", "boft_block_num", "boft_n_butterfly_factor")}),
-    "delora": Method("DeloraConfig", {"lora_rank": "r", "lora_dropout": "module_dropout"}),
+    "delora": Method("DeloraConfig", {"lora_rank": "r", "lora_dropout": "module_dropout"}, bits=()),
     "fourierft": Method("FourierFTConfig", _own("n_frequency", "scaling")),
     "gralora": Method("GraloraConfig", {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "gralora_dropout"},
                       {"lora_rank": 32, "lora_alpha": 64.0}),
-    "hra": Method("HRAConfig", {"lora_rank": "r"}),
+    "hra": Method("HRAConfig", {"lora_rank": "r"}, bits=()),
     "ia3": Method("IA3Config", _own("feedforward_modules")),
-    "loha": Method("LoHaConfig", {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "module_dropout"}, {"lora_alpha": 8.0}),
-    "lokr": Method("LoKrConfig", {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "module_dropout"}, {"lora_alpha": 8.0}),
+    "loha": Method("LoHaConfig", {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "module_dropout"}, {"lora_alpha": 8.0},
+                   bits=(8,)),
+    "lokr": Method("LoKrConfig", {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "module_dropout"}, {"lora_alpha": 8.0},
+                   bits=(8,)),
     "miss": Method("MissConfig", {"lora_rank": "r", "lora_dropout": "miss_dropout"}, {"lora_rank": 64}),
     "oft": Method("OFTConfig", {"lora_dropout": "module_dropout", **_own("oft_block_size")}),
     "randlora": Method(
