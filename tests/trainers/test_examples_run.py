@@ -17,7 +17,7 @@ from tests.trainers.test_run import run
 
 FALLBACK = [path for path in EXAMPLES if path.parent.name == "fallback"]
 QUICK = ("small_ddp.yaml",)
-SMALLER = ("--max_steps", 1, "--max_length", 64, "--global_batch_size", 8, "--per_device_train_batch_size", 1, "--report_to", "none")
+SMALLER = ("--max_steps", 1, "--max_length", 64, "--global_batch_size", 8, "--report_to", "none")
 
 
 @pytest.fixture(scope="module")
