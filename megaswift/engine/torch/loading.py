@@ -52,9 +52,13 @@ class Start:
 
 def from_files(directory: Path, engine: TorchEngine) -> Start:
     """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
-    checkpoint, cfg = find_checkpoint(directory), engine.cfg
-    if checkpoint is None and (engine.kind not in SHARDED or not _stays_hollow(directory, cfg)):
+    checkpoint, cfg, hollow_first = find_checkpoint(directory), engine.cfg, _stays_hollow(directory, engine.cfg)
+    if checkpoint is None and not (engine.kind in SHARDED and hollow_first):
         return Start(_prepare(directory, engine, weights=True))
+    if not hollow_first:
+        rule = "is a checkpoint; adapters that are made from weights, weights in few bits and models with code of their own need a folder"
+        fix = f"megaswift convert megatron-to-hf {cfg.model.model} DST, then --model DST"
+        raise WeightsError(Problem(f"--model {cfg.model.model}", rule, fix))
     fields = _prepare(directory, engine, weights=False, empty=True)
     source = open_weights(directory)
     if engine.spec.scored and NEW not in source.names():

@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megaswift.bridge.hf_to_megatron import hf_to_megatron
 from megaswift.bridge.open import open_weights
 from megaswift.bridge.transformers_weights import disk_names
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch import hollow, loading, model
 from megaswift.engine.torch.adapters import base
 from megaswift.engine.torch.pieces import first_names, groups, pieces
+from megaswift.errors import WeightsError
 from megaswift.families.unlisted import any_spec
 from tests.bridge.folders import tensors_of
 from tests.parity.models import build
@@ -89,6 +91,16 @@ def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
     source = open_weights(folder)
     told = "\n".join(str(p) for p in loading._differences(fields.model, source, pieces(fields.model, source)))
     assert "model.layers.1.mlp.up_proj.weight" in told and "model.norm.weight" in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [{"train_type": "lora", "use_dora": True}, {"train_type": "qlora"}, {"train_type": "vera"}])
+def test_adapters_that_need_weights_are_not_made_over_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
+    """DoRA's magnitudes would be those of an empty model."""
+    hf_to_megatron(build("dense", tmp_path / "m"), tmp_path / "c")
+    folder = tmp_path / "c" / "model"
+    engine: Any = SimpleNamespace(cfg=SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options), kind="ddp", spec=any_spec(folder))
+    with pytest.raises(WeightsError, match="convert megatron-to-hf"):
+        loading.from_files(folder, engine)
 
 
 def test_a_real_model_hands_its_weights_over() -> None:
