@@ -12,6 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megaswift.cli import main
+from megaswift.config.inference import WeightsOptions
+from megaswift.errors import UserError
+from megaswift.families import served_quantization
+from megaswift.inference.load import prepare
+from tests.bridge.folders import set_config
 from tests.inference.models import folder, opened
 from tests.inference.test_load import answers, expected
 
@@ -51,3 +56,12 @@ def test_answers_are_pefts_own(name: str, model: Path, tmp_path: Path) -> None:
                  "--output_dir", str(tmp_path / "merged")]) == 0
     assert answers(opened(tmp_path / "merged")[1]) == want
     assert answers(opened(model, adapter, merge=True)[1]) == want
+
+
+def test_a_package_that_quantised_weights_need_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = served_quantization.importlib.util.find_spec
+    monkeypatch.setattr(served_quantization.importlib.util, "find_spec",
+                        lambda name: None if name in ("gptqmodel", "optimum") else real(name))
+    set_config(folder(tmp_path / "model"), quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UserError, match="pip install gptqmodel optimum"):
+        prepare(WeightsOptions(model=str(tmp_path / "model")), None)
