@@ -91,6 +91,7 @@ megaswift config --schema                    JSON schema of the configuration fi
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     **{task: (text, _train(task)) for task, text in TASKS.items()},
+    "rlhf": ("one of these by --rlhf_type", _train("rlhf")),
     "config": ("check and print a configuration; --schema for editors", _config),
     "data": ("data show: samples as tokens with their loss mask, lengths, packing", _data),
     "convert": ("weights: Hugging Face to Megatron and back, verify, merge adapters", _convert),

@@ -15,6 +15,7 @@ from megaswift import log
 from megaswift.commands import HELP
 from megaswift.config import SwiftConfig, load
 from megaswift.config.accelerate_options import notices
+from megaswift.config.data import PREFERENCES
 from megaswift.config.worker import COUNTS, is_worker, other_launcher, started, without_local_rank
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.launchers import local, ray_train
@@ -23,16 +24,18 @@ from megaswift.stdout import reader_may_leave
 
 INTERRUPTED = 128 + signal.SIGINT
 RAY_FIX = "--num_workers N wherever there is room, or --placement_strategy strict_pack for one machine"
+RLHF = "rlhf"
+"""A command whose task `rlhf_type` names."""
 
 
 def main(task: str, argv: Sequence[str] | None = None) -> int:
     """The command line of `task`; returns the exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else the launcher's."""
     words = list(sys.argv[1:] if argv is None else argv)
     if any(w in HELP for w in words):
-        from megaswift.config.helptext import task_help
+        from megaswift.config.helptext import RLHF_USAGE, task_help
 
         with reader_may_leave():
-            print(task_help(task))
+            print(RLHF_USAGE if task == RLHF else task_help(task))
         return 0
     try:
         return _go(task, without_local_rank(words, os.environ))
@@ -45,7 +48,9 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
 
 
 def _go(task: str, words: list[str]) -> int:
-    cfg = load(task, words, complete=True)
+    cfg = load(None if task == RLHF else task, words, complete=True)
+    if task == RLHF and cfg.task not in PREFERENCES:
+        raise ConfigError(Problem("--rlhf_type", "is missing: it says which objective", f"--rlhf_type {' | '.join(PREFERENCES)}"))
     worker = is_worker(os.environ)
     world = int(os.environ["WORLD_SIZE"]) if worker else local.world_size(cfg.launch)
     other = other_processes(cfg) if worker else ray_train.missing(cfg.launch)

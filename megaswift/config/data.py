@@ -9,7 +9,7 @@ from megaswift.config.option import option
 SFT = ("sft",)
 PAIRS = ("dpo", "orpo", "cpo", "simpo", "rm")
 """Tasks whose unit is a pair of answers to one prompt, one chosen and one rejected."""
-EXAMPLES = ("kto", "bco")
+EXAMPLES = ("kto",)
 """Tasks whose unit is one answer with a label: desirable or not."""
 PREFERENCES = PAIRS + EXAMPLES
 CHATS = SFT + PREFERENCES

@@ -6,6 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
+from megaswift.config.data import PREFERENCES
 from megaswift.config.option import Option
 from megaswift.config.sections import OPTIONS, SECTIONS, TASKS
 from megaswift.config.values import show
@@ -16,6 +17,13 @@ megaswift {task}: {what}
   megaswift {task} run.yaml --lr 2e-5     a YAML or JSON file, then options over it
   NPROC_PER_NODE=8 megaswift {task} --tp 4 --model DIR --dataset FILE
   torchrun --nproc_per_node 8 megaswift/{task}.py --model DIR --dataset FILE"""
+RLHF_USAGE = """\
+megaswift rlhf: the task that rlhf_type names
+
+  megaswift rlhf --rlhf_type dpo --model DIR --dataset FILE      the same as: megaswift dpo --model DIR --dataset FILE
+  megaswift rlhf run.yaml                                        rlhf_type: dpo in the file
+
+""" + "\n".join(f"  {name:<8}{TASKS[name]} (megaswift {name} --help)" for name in PREFERENCES)
 LEGEND = ("Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
           "A switch alone means true. A file takes the same names, flat or under section headings.")
 
@@ -25,11 +33,12 @@ def task_help(task: str, width: int | None = None) -> str:
     width = min(width or shutil.get_terminal_size((100, 24)).columns, 120)
     lines = [USAGE.format(task=task, what=TASKS[task]), "", *textwrap.wrap(LEGEND, width)]
     for key, cls in SECTIONS.items():
-        title, _, note = (cls.__doc__ or key).strip().partition("\n\n")
-        lines += ["", title, "-" * len(title), *textwrap.wrap(note.strip(), width)]
-        for option in OPTIONS.values():
-            if option.section == key and option.belongs_to(task):
-                lines += entry(option, width)
+        mine = [option for option in OPTIONS.values() if option.section == key and option.belongs_to(task)]
+        if mine:
+            title, _, note = (cls.__doc__ or key).strip().partition("\n\n")
+            lines += ["", title, "-" * len(title), *textwrap.wrap(note.strip(), width)]
+        for option in mine:
+            lines += entry(option, width)
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -44,7 +44,7 @@ class Option:
     name: str
     section: str
     kind: str
-    """text | int | float | bool | list | map."""
+    """text | int | float | bool | list | numbers | map."""
     optional: bool
     """None is a value: not set, decided elsewhere."""
     default: Any
@@ -88,7 +88,7 @@ def options_of(section: str, cls: type) -> tuple[Option, ...]:
         inner = next(a for a in arms if a is not type(None))
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         details = {k: v for k, v in f.metadata.items() if k != "help"}
-        kind = _KINDS[get_origin(inner) or inner]
+        kind = "numbers" if inner == tuple[float, ...] else _KINDS[get_origin(inner) or inner]
         found.append(Option(f.name, section, kind, len(arms) > 1, default, f.metadata["help"], details))  # type: ignore[arg-type]
     return tuple(found)
 

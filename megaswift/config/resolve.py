@@ -19,7 +19,7 @@ from megaswift.config.source import Given, Source
 from megaswift.config.values import Invalid, parse, show
 from megaswift.errors import ConfigError, Problem, nearest
 
-TASK_NAMES = (*TASKS, "dpo", "kto", "orpo", "cpo", "simpo", "rm", "grpo", "ppo", "rlhf")
+TASK_NAMES = (*TASKS, "grpo", "ppo", "rlhf")
 """Values of `train_type` and `rlhf_type` that name a task; those of TASKS exist here."""
 
 HINTS = {

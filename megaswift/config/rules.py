@@ -13,6 +13,7 @@ from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch import batch_problems
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
+from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.config.rule import Clash, Ignored, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.values import show
@@ -109,6 +110,7 @@ IGNORED: tuple[Ignored, ...] = (
     *LAUNCH_IGNORED,
     *ENGINE_IGNORED,
     *ADAPTER_IGNORED,
+    *PREFERENCE_IGNORED,
 )
 
 CLASHES: tuple[Clash, ...] = (
@@ -184,6 +186,7 @@ CLASHES: tuple[Clash, ...] = (
     *LAUNCH_CLASHES,
     *ENGINE_CLASHES,
     *ADAPTER_CLASHES,
+    *PREFERENCE_CLASHES,
 )
 
 

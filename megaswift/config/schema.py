@@ -41,6 +41,8 @@ def _describe(option: Option) -> dict[str, Any]:
         item["enum"] = [*option.choices, *option.details.get("spellings", {})]
     if option.kind == "list":
         found["anyOf"] = [{"type": "array", "items": item}, {"type": "string"}]
+    elif option.kind == "numbers":
+        found["anyOf"] = [{"type": "array", "items": {"type": "number"}}, {"type": "number"}, {"type": "string"}]
     elif option.kind == "map":
         found.update(type="object", additionalProperties={"type": "string"})
     else:

@@ -15,17 +15,23 @@ from megaswift.config.option import Option, table_of
 from megaswift.config.other_adapters import PeftConfig
 from megaswift.config.parallel import ParallelConfig
 from megaswift.config.quantization import QuantizationConfig
+from megaswift.config.preference import PreferenceConfig
 from megaswift.config.train import TrainConfig
 
-TASKS = {"sft": "supervised fine-tuning on conversations", "pt": "pretraining on plain text"}
+TASKS = {
+    "sft": "supervised fine-tuning on conversations", "pt": "pretraining on plain text",
+    "dpo": "preference learning from pairs of answers: DPO and its kin", "kto": "preference learning from answers with a label: KTO, BCO",
+    "orpo": "preference learning without a reference: ORPO", "cpo": "preference learning without a reference: CPO",
+    "simpo": "preference learning without a reference: SimPO", "rm": "a reward model from pairs of answers"}
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig, "lora": LoraConfig, "peft": PeftConfig, "quantization": QuantizationConfig, "engine": EngineConfig,
-    "parallel": ParallelConfig, "data": DataConfig, "train": TrainConfig, "optim": OptimConfig, "launch": LaunchConfig}
+    "parallel": ParallelConfig, "data": DataConfig, "preference": PreferenceConfig, "train": TrainConfig, "optim": OptimConfig,
+    "launch": LaunchConfig}
 
 SECTION_ALIASES = {
     "training": "train", "parallelism": "parallel", "datasets": "data", "dataset": "data", "optimizer": "optim", "launcher": "launch",
-    "logging": "train", "checkpoint": "train", "tuner": "lora"}
+    "rlhf": "preference", "dpo": "preference", "logging": "train", "checkpoint": "train", "tuner": "lora"}
 """Other headings in a file. A heading only groups: any option may stand under any of them."""
 
 TRAINING = table_of(SECTIONS)
@@ -54,6 +60,7 @@ class Sections:
     engine: EngineConfig
     parallel: ParallelConfig
     data: DataConfig
+    preference: PreferenceConfig
     train: TrainConfig
     optim: OptimConfig
     launch: LaunchConfig

@@ -11,6 +11,7 @@ from typing import Any
 
 from megaswift.errors import Problem, WeightsError
 from megaswift.families.family import FAMILIES, family_of, read_config
+from megaswift.families.scalar_head import has_score, with_score
 from megaswift.families.spec import ModelSpec, RopeSpec
 
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
@@ -52,7 +53,8 @@ def unlisted_spec(config: Mapping[str, Any]) -> ModelSpec:
         "num_query_groups": found["kv_heads"] or heads,
         "kv_channels": width, "ffn_hidden_size": found["ffn"] or 4 * hidden, "add_bias_linear": False}
     dtype = str(config.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    return ModelSpec(
+    spec = ModelSpec(
         family=str(config.get("model_type")), transformer=transformer, vocab_size=found["vocab_size"],
         max_positions=found["max_positions"] or 1 << 30, rope=RopeSpec(10000.0), tied=bool(raw.get("tie_word_embeddings", True)),
         dtype=dtype, hf_config=dict(config))
+    return with_score(spec) if has_score(config) else spec

@@ -6,6 +6,7 @@ Owns which part gets which option. Nothing here trains.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +18,18 @@ from megaswift import log
 from megaswift.bridge.fingerprint import fingerprint
 from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_plan
+from megaswift.config.preference import needs_reference
 from megaswift.data import build as data
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry
 from megaswift.data.processor import tokenizer_in
+from megaswift.data.mismatched import mismatched
 from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.checkpoint_folder import MODEL
 from megaswift.families.model_source import processor_of, tokenizer_of
 from megaswift.families.spec import ModelSpec
 from megaswift.families.vision import has_tower
+from megaswift.losses.contract import Batch
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.picture import picture
 from megaswift.parallel.stages import Split
@@ -38,6 +42,7 @@ from megaswift.trainers.hook import Hook
 from megaswift.trainers.metrics import Metrics, Speed
 from megaswift.trainers.outputs import Outputs
 from megaswift.trainers.progress import Progress
+from megaswift.trainers.reference import Preparation, preparation_of
 from megaswift.trainers.screen import Facts, data_text
 from megaswift.trainers.tasks import TASKS, Task
 from megaswift.trainers.trackers import trackers
@@ -94,7 +99,10 @@ class Build:
         """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a pipeline has stages."""
         reader = (processor_of if has_tower(self.spec.hf_config) else tokenizer_of)(self.cfg, self.folder)
         self.tokenizer = tokenizer_in(reader)
-        source, held = data.build(self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task)
+        if self.spec.scored and self.spec.hf_config.get("pad_token_id") is None:  # transformers' classifiers find the last token by it
+            padding = data.shape_of(self.tokenizer, self.geometry()).pad_id
+            self.spec = replace(self.spec, hf_config={**self.spec.hf_config, "pad_token_id": padding})
+        source, held = data.build(self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels)
         if held is not None and self.layout.pp > 1:
             held = replace(held, geometry=replace(held.geometry, accumulation=self.layout.pp))
         return source, held
@@ -105,13 +113,32 @@ class Build:
         if cfg.model.train_type == "adalora" and cfg.peft.total_step is None:
             cfg = cfg.replace(total_step=total_steps)
         engine = make_engine(cfg, self.spec, self.folder, self.context)
-        if self.cfg.model.random_init:
+        if needs_reference(self.cfg):
+            self.start_from_reference(engine, fresh)
+        elif self.cfg.model.random_init:
             engine.random_init(self.cfg.train.seed)
         elif fresh or self.adapts:
             engine.load_hf(self.folder)
         else:
             engine.keep(self.folder)
         return engine
+
+    def start_from_reference(self, engine: Engine, fresh: bool) -> None:
+        """The reference's weights first; then the model's own, where they are others and no checkpoint brings them."""
+        p = self.cfg.preference
+        engine.load_hf(self.folder if p.ref_model is None else Path(p.ref_model))
+        engine.keep_reference(p.offload_reference)
+        if fresh and p.ref_model is not None:
+            engine.load_hf(self.folder)
+
+    def preparation(self) -> Preparation | None:
+        """What adds to batches what the task's loss reads."""
+        return preparation_of(self.cfg, self.mismatched)
+
+    def mismatched(self, batches: Sequence[Batch]) -> list[Batch]:
+        """KTO's other answers, in batches of the run's shape."""
+        geometry = self.geometry()
+        return mismatched(batches, data.shape_of(self.tokenizer, geometry), self.cfg.data.max_length, geometry.uniform)
 
     def hooks(self, engine: Engine, held: EvalSource | None) -> list[Hook]:
         """In the order of their work within a step: lines first, the checkpoint last."""
@@ -169,7 +196,21 @@ class Build:
                   f"{experts}: {self.folder}{' (random weights)' if self.cfg.model.random_init else ''}",
             parameters=engine.report(), layout=f"{layout.describe()} on {processes} ({where})", picture=grid,
             kernels=engine.kernels, data=data_text(source.stats, 0 if held is None else len(held.data)), dp=layout.dp,
-            accumulation=plan.accumulation, total_steps=total_steps, rows_per_epoch=source.rows, start=start)
+            accumulation=plan.accumulation, total_steps=total_steps, rows_per_epoch=source.rows,
+            start=start, unit=self.task.unit, reference=reference_text(self.cfg, self.adapts))
+
+
+def reference_text(cfg: SwiftConfig, adapts: bool) -> str:
+    """For the first screen; nothing where the task has no reference."""
+    if not needs_reference(cfg):
+        return ""
+    p = cfg.preference
+    new = adapts and cfg.lora.adapters is None
+    start = "the adapters as they start" if adapts else "the model as it starts"
+    what = "the model without its adapters" if new else p.ref_model or start
+    where = ", in host memory between uses" if p.offload_reference else ""
+    moves = f", moved by {p.ref_model_mixup_alpha:g} every {p.ref_model_sync_steps} steps" if p.sync_ref_model else ""
+    return what + where + moves
 
 
 def row_multiple(layout: Layout, fp8: int) -> int:

@@ -47,7 +47,7 @@ class Evaluation(Hook):
         began = time.perf_counter()
         window = Window()
         for microbatches in self.batches():
-            result = loop.engine.evaluate(microbatches, loop.loss)
+            result = loop.engine.evaluate(loop.prepare(loop.engine, microbatches, False), loop.loss)
             step = Step(loop.step, epoch, 0.0, result, 0.0, 0.0, 0)
             window.add(step, weight_of(step, self.count))
         self.last = loop.step

@@ -34,6 +34,15 @@ class Source(Protocol):
         """Goes on from that position."""
 
 
+Prepare = Callable[[Engine, list[Batch], bool], list[Batch]]
+"""What a task adds to micro-batches that its loss reads; True in training."""
+
+
+def as_they_are(engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+    """Nothing."""
+    return batches
+
+
 @dataclass
 class Loop:
     """Steps from `step` to `total_steps`, the same on every rank."""
@@ -45,6 +54,7 @@ class Loop:
     """Learning rate of the step of this number, counted from 0."""
     total_steps: int
     hooks: Sequence[Hook] = ()
+    prepare: Prepare = as_they_are
     step: int = 0
     """Optimizer steps taken."""
     interrupted: int = 0
@@ -66,6 +76,7 @@ class Loop:
                     if microbatches is None:
                         break
                     waited = time.perf_counter() - began
+                    microbatches = self.prepare(self.engine, microbatches, True)
                     rate = self.learning_rate(self.step)
                     result = self.engine.train_batch(microbatches, self.loss, rate)
                     seconds = time.perf_counter() - began

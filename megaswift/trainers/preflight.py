@@ -20,16 +20,16 @@ from megaswift.config.values import show
 from megaswift.data.sources import resolve
 from megaswift.data.template import read_template
 from megaswift.errors import ConfigError, Problem, UserError
-from megaswift.families import ModelSpec, family_of, four_bits, load_spec
+from megaswift.families import ModelSpec, family_of, four_bits
 from megaswift.families.model_source import locate, missing_files
 from megaswift.families.projections import Projection, saved, select, without_dora
-from megaswift.families.unlisted import any_spec
 from megaswift.parallel.checks import check_layout
 from megaswift.parallel.rules import Asked
 from megaswift.parallel.shape import ModelShape
 from megaswift.trainers import outputs
 from megaswift.trainers.adapter_checks import folder_problems, torch_adapter_problems
 from megaswift.trainers.vision_checks import vision_problems
+from megaswift.trainers.model_spec import spec_of
 
 EXPERT_OPTIONS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm")
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
@@ -79,9 +79,9 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     local = Path(str(cfg.model.model)).is_dir()
     problems = missing_files(folder, cfg.model.random_init) if local else []
     if not is_native(cfg):
-        spec = any_spec(folder)
+        spec = spec_of(cfg, folder)
         return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
-    spec = load_spec(folder)
+    spec = spec_of(cfg, folder)
     idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
     adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []
     idle += length_problems(cfg, spec)

@@ -47,7 +47,9 @@ def duration(seconds: float) -> str:
 def short(line: Line) -> str:
     """The figures of a line that matter while one waits."""
     loss = "nan" if line["loss"] is None else f"{line['loss']:.4f}"
-    return f"loss {loss}  lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s"
+    rate = next((line[name] for name in ("rewards/accuracies", "accuracy") if name in line), None)
+    right = "" if rate is None else f"  chosen first {rate:.0%}"
+    return f"loss {loss}{right}  lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s"
 
 
 class Progress(Hook):

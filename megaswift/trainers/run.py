@@ -12,12 +12,10 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.engine_rules import is_native
-from megaswift.families import load_spec
 from megaswift.families.model_source import locate
-from megaswift.families.unlisted import any_spec
 from megaswift.parallel.checks import layout_for
 from megaswift.parallel.shape import ModelShape
+from megaswift.trainers.model_spec import spec_of
 from megaswift.trainers.preflight import preflight
 
 __all__ = ["preflight", "run"]
@@ -31,7 +29,7 @@ def run(cfg: SwiftConfig) -> Path:
     from megaswift.trainers.session import Session
 
     folder = locate(cfg.model, weights=not cfg.model.random_init)
-    spec = load_spec(folder) if is_native(cfg) else any_spec(folder)
+    spec = spec_of(cfg, folder)
     layout = layout_for(cfg, ModelShape.of(spec), int(os.environ.get("WORLD_SIZE", "1")))
     context = start_context(cfg, layout)
     finished = False

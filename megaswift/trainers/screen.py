@@ -41,6 +41,10 @@ class Facts:
     rows_per_epoch: int | None
     start: int = 0
     """The step that a resumed run goes on from."""
+    unit: str = "rows"
+    """What batches and epochs are counted in."""
+    reference: str = ""
+    """What the model is compared with, where the task has a reference."""
 
 
 def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
@@ -52,6 +56,7 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
     layout = facts.layout + engine_text(cfg) + ("\n" + facts.picture if facts.picture else "")
     return [
         ("model", facts.model),
+        *([("reference", facts.reference)] if facts.reference else []),
         ("parameters", f"{p.parameters_total:,} in all, {p.parameters_per_rank:,} on the largest rank{trained_text(p)}"),
         ("memory", f"weights {bytes_text(p.weight_bytes)} + gradients {bytes_text(p.gradient_bytes)} + optimizer "
                    f"{bytes_text(p.optimizer_bytes)} = {bytes_text(state)} on the largest rank, activations not counted{host}"),
@@ -59,7 +64,7 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
         ("kernels", facts.kernels),
         ("data", facts.data),
         ("batch", f"{train.per_device_train_batch_size} per device x {facts.accumulation} accumulation x {facts.dp} data-parallel"
-                  f" = {amount(batch, 'row')} a step, at most {batch * cfg.data.max_length:,} tokens"),
+                  f" = {amount(batch, facts.unit.removesuffix('s'))} a step, at most {batch * cfg.data.max_length:,} tokens"),
         ("steps", steps_text(cfg, facts)),
         ("optimizer", optimizer_text(cfg, facts.total_steps)),
         ("output", output_text(train)),
@@ -85,7 +90,7 @@ def steps_text(cfg: SwiftConfig, facts: Facts) -> str:
     if facts.rows_per_epoch:
         rows_a_step = facts.dp * facts.accumulation * cfg.train.per_device_train_batch_size
         epochs = amount(facts.total_steps * rows_a_step / facts.rows_per_epoch, "epoch", ".4g")
-        text += f" = {epochs} of {amount(facts.rows_per_epoch, 'row')}"
+        text += f" = {epochs} of {amount(facts.rows_per_epoch, facts.unit.removesuffix('s'))}"
     return text + (f", going on after step {facts.start:,}" if facts.start else "")
 
 
@@ -125,6 +130,7 @@ def render(title: str, table: Rows) -> str:
 def data_text(stats: Mapping[str, Any], held: int = 0) -> str:
     """What the data source says of itself, in its own order, and the rows of evaluation."""
     words = []
+    stats = {name: value for name, value in stats.items() if name != "rows" or not {"pairs", "examples"} & set(stats)}
     for name, value in stats.items():
         label = name.replace("_", " ")
         if name in ("fill", "padded_fill"):

@@ -80,7 +80,9 @@ class Session:
         with self.timed("model"), self.memory_advice():
             engine = b.engine(fresh=resume is None, total_steps=total)
             hooks = b.hooks(engine, held)
-        loop = Loop(engine, source, b.task.loss(), lambda step: lr_at(step, total, cfg.optim), total, hooks, seconds=self.seconds)
+        loop = Loop(engine, source, b.task.loss(cfg), lambda step: lr_at(step, total, cfg.optim), total, hooks, seconds=self.seconds)
+        if (preparation := b.preparation()) is not None:
+            loop.hooks, loop.prepare = [preparation, *hooks], preparation.prepare
         if resume is not None:
             with self.timed("resume"):
                 manifest = restore(loop, resume, b.model_facts())

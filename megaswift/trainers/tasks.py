@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megaswift.config import SwiftConfig
+from megaswift.config.preference import beta_of, loss_types_of
 from megaswift.losses.contract import Loss
+from megaswift.losses.cpo import CPO
+from megaswift.losses.dpo import DPO
+from megaswift.losses.dpo_types import Settings
+from megaswift.losses.kto import KTO
+from megaswift.losses.orpo import ORPO
+from megaswift.losses.reward import Reward
 from megaswift.losses.sft import CrossEntropy
 from megaswift.registry import Registry
 
@@ -16,13 +24,44 @@ class Task:
 
     name: str
     title: str
-    loss: Callable[[], Loss]
+    loss: Callable[[SwiftConfig], Loss]
     count: str
     """The count of the loss by which means over several steps are weighed."""
     unit: str
     """What `global_batch_size` counts."""
+    scored: bool = False
+    """The model ends in one number a conversation."""
+    prompt_labels: bool = False
+    """Prompts carry labels too."""
+
+
+def _dpo(cfg: SwiftConfig) -> Loss:
+    p = cfg.preference
+    settings = Settings(beta=beta_of(cfg), label_smoothing=p.label_smoothing, discopop_tau=p.discopop_tau)
+    return DPO(loss_types_of(cfg), p.loss_weights, settings, p.f_divergence_type, p.f_alpha_divergence_coef, p.ld_alpha, p.use_weighting,
+               p.rpo_alpha, p.reference_free)
+
+
+def _kto(cfg: SwiftConfig) -> Loss:
+    p = cfg.preference
+    return KTO(loss_types_of(cfg)[0], beta_of(cfg), p.desirable_weight, p.undesirable_weight)
+
+
+def _cpo(cfg: SwiftConfig) -> Loss:
+    p = cfg.preference
+    likelihood = 0.0 if cfg.task == "simpo" else p.cpo_alpha
+    return CPO(loss_types_of(cfg)[0], beta_of(cfg), p.label_smoothing, likelihood, p.simpo_gamma, p.alpha)
 
 
 TASKS: Registry[Task] = Registry("task")
-TASKS.register("sft", Task("sft", "supervised fine-tuning", CrossEntropy, "label_weight", "rows"))
-TASKS.register("pt", Task("pt", "pretraining", CrossEntropy, "label_weight", "rows"))
+for _task in (
+    Task("sft", "supervised fine-tuning", lambda cfg: CrossEntropy(), "label_weight", "rows"),
+    Task("pt", "pretraining", lambda cfg: CrossEntropy(), "label_weight", "rows"),
+    Task("dpo", "direct preference optimisation", _dpo, "pairs", "pairs"),
+    Task("kto", "Kahneman-Tversky optimisation", _kto, "examples", "examples"),
+    Task("orpo", "odds-ratio preference optimisation", lambda cfg: ORPO(beta_of(cfg)), "pairs", "pairs", prompt_labels=True),
+    Task("cpo", "contrastive preference optimisation", _cpo, "pairs", "pairs"),
+    Task("simpo", "simple preference optimisation", _cpo, "pairs", "pairs"),
+    Task("rm", "reward model", lambda cfg: Reward(cfg.preference.center_rewards_coefficient), "pairs", "pairs", scored=True),
+):
+    TASKS.register(_task.name, _task)

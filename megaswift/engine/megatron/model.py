@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -60,6 +60,12 @@ class SwiftGPT(GPTModel):
         if self.config.sequence_parallel and not self.pre_process:
             return step.padding.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()].contiguous()
         return step.padding
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
+        """Megatron's, which takes an output layer over the vocabulary for granted."""
+        if not self.post_process or hasattr(self, "output_layer"):
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return self._fields(hidden_states) if self.post_process else hidden_states

@@ -1,0 +1,75 @@
+"""Section `preference`: objectives on pairs of answers and on judged answers. The formulas are in `megaswift.losses`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megaswift.config.option import option
+
+DPO_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero",
+              "apo_down", "discopop", "sft", "sigmoid_norm")
+KTO_LOSSES = ("kto", "apo_zero_unpaired", "bco")
+CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
+LOSSES = {"dpo": DPO_LOSSES, "kto": KTO_LOSSES, "cpo": CPO_LOSSES}
+"""What `loss_type` may be, the first by default."""
+BETAS = {"simpo": 2.0}
+"""Where the default is not 0.1."""
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+ALL_LOSSES = tuple(dict.fromkeys((*DPO_LOSSES, *KTO_LOSSES, *CPO_LOSSES)))
+_REFERENCED = ("dpo", "kto")
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """Preference learning"""
+
+    beta: float | None = option(
+        None, "Strength of the pull towards the reference; orpo: weight of the odds ratio. Unset: 0.1, simpo 2", above=0,
+        tasks=("dpo", "kto", "orpo", "cpo", "simpo"))
+    loss_type: tuple[str, ...] = option(
+        (), "Objectives, added up; unset: sigmoid, of kto kto", choices=ALL_LOSSES, spellings={"aot_pair": "aot_unpaired"},
+        tasks=("dpo", "kto", "cpo"), metavar="NAME...")
+    loss_weights: tuple[float, ...] = option((), "Weight of each loss_type; unset: 1 each", tasks=("dpo",), metavar="NUMBER...")
+    label_smoothing: float = option(
+        0.0, "Probability that a label is wrong", minimum=0, below=1, tasks=("dpo", "cpo", "simpo"))
+    f_divergence_type: str = option("reverse_kl", "Divergence from the reference (arXiv:2309.16240)", choices=DIVERGENCES, tasks=("dpo",))
+    f_alpha_divergence_coef: float = option(0.5, "Alpha of alpha_divergence", aliases=("f_alpha_coef",), tasks=("dpo",))
+    ld_alpha: float | None = option(
+        None, "Weight of the tokens by which the longer answer is longer (LD-DPO, arXiv:2409.06411)", minimum=0, maximum=1, tasks=("dpo",))
+    use_weighting: bool = option(False, "Weigh pairs by the policy's own probability (WPO, arXiv:2406.11827)", tasks=("dpo",))
+    rpo_alpha: float | None = option(
+        None, "Add the likelihood of the chosen answer with this weight (RPO, arXiv:2404.19733)", above=0, tasks=("dpo",))
+    discopop_tau: float = option(0.05, "Temperature of discopop", above=0, tasks=("dpo",))
+    reference_free: bool = option(False, "Every log-probability of the reference is 0", tasks=("dpo",))
+    ref_model: str | None = option(
+        None, "Folder of the reference; unset: the model as it starts", aliases=("ref_model_name_or_path",), tasks=_REFERENCED,
+        metavar="DIR")
+    offload_reference: bool = option(False, "The reference's weights lie in host memory between uses", tasks=_REFERENCED)
+    sync_ref_model: bool = option(False, "Move the reference towards the model (TR-DPO, arXiv:2404.09656)", tasks=("dpo",))
+    ref_model_mixup_alpha: float = option(0.6, "Share of the model at each such move", above=0, maximum=1, tasks=("dpo",))
+    ref_model_sync_steps: int = option(512, "Steps between such moves", minimum=1, unit="steps", tasks=("dpo",))
+    precompute_ref_log_probs: bool = option(
+        False, "Score all data by the reference before the first step, and drop its weights", tasks=_REFERENCED)
+    desirable_weight: float = option(1.0, "Weight of desirable answers", minimum=0, tasks=("kto",))
+    undesirable_weight: float = option(1.0, "Weight of undesirable answers", minimum=0, tasks=("kto",))
+    cpo_alpha: float = option(1.0, "Weight of the likelihood of the chosen answer", aliases=("bc_coef",), minimum=0, tasks=("cpo",))
+    simpo_gamma: float = option(1.0, "Margin that simpo asks for", minimum=0, tasks=("cpo", "simpo"))
+    alpha: float = option(0.0, "Shape of the reward; 0: log-probability (AlphaPO, arXiv:2501.03884)", tasks=("cpo", "simpo"))
+    center_rewards_coefficient: float | None = option(
+        None, "Weight of the squared sum of a pair's rewards (arXiv:2312.09244)", above=0, tasks=("rm",))
+
+
+def beta_of(c: Any) -> float:
+    """`beta`, or the default of the task."""
+    return c.preference.beta if c.preference.beta is not None else BETAS.get(c.task, 0.1)
+
+
+def loss_types_of(c: Any) -> tuple[str, ...]:
+    """`loss_type`, or the first of the task."""
+    return ("simpo",) if c.task == "simpo" else c.preference.loss_type or LOSSES.get(c.task, ())[:1]
+
+
+def needs_reference(c: Any) -> bool:
+    """Whether the loss compares with a reference."""
+    return c.task in _REFERENCED and not c.preference.reference_free

@@ -1,0 +1,84 @@
+"""What options of preference learning mean together."""
+
+from __future__ import annotations
+
+from megaswift.config.preference import LOSSES, loss_types_of, needs_reference
+from megaswift.config.rule import Clash, Ignored, Test
+from megaswift.config.sections import Sections
+
+SMOOTHED = frozenset({"exo_pair", "robust", "aot", "aot_unpaired", "sigmoid", "simpo"})
+"""Loss types that read label_smoothing."""
+SORTS = frozenset({"aot", "aot_unpaired"})
+"""Loss types that sort pairs, so that a weight a pair has no meaning."""
+BY_DIVERGENCE = frozenset({"sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sigmoid_norm"})
+"""Loss types of dpo that compare scores of the divergence, not log-ratios."""
+
+
+def _smooths(c: Sections) -> bool:
+    return bool(set(loss_types_of(c)) & SMOOTHED)
+
+
+def _only(name: str) -> Test:
+    return lambda c: name not in loss_types_of(c)
+
+
+def _foreign(c: Sections) -> bool:
+    return c.task in LOSSES and bool(set(c.preference.loss_type) - set(LOSSES[c.task]))
+
+
+def _single(c: Sections) -> bool:
+    return c.task in ("kto", "cpo") and len(c.preference.loss_type) > 1
+
+
+_FREE: Test = lambda c: c.preference.reference_free  # noqa: E731
+_STILL: Test = lambda c: not c.preference.sync_ref_model  # noqa: E731
+_REF = ("reference_free",)
+_NO_REF = "there is no reference with reference_free"
+_TYPE = ("loss_type",)
+
+PREFERENCE_IGNORED: tuple[Ignored, ...] = (
+    *(Ignored(name, _REF, _FREE, _NO_REF, "--reference_free false")
+      for name in ("ref_model", "offload_reference", "sync_ref_model", "precompute_ref_log_probs")),
+    *(Ignored(name, ("sync_ref_model",), _STILL, "needs sync_ref_model", "--sync_ref_model true")
+      for name in ("ref_model_mixup_alpha", "ref_model_sync_steps")),
+    Ignored("offload_reference", ("precompute_ref_log_probs",), lambda c: c.preference.precompute_ref_log_probs,
+            "no weights of the reference are kept with precompute_ref_log_probs", "one of the two"),
+    Ignored("offload_reference", ("train_type", "adapters"), lambda c: c.model.train_type != "full" and c.lora.adapters is None,
+            "the reference of new adapters is the model without them: it has no weights of its own", "--offload_reference false"),
+    Ignored("discopop_tau", _TYPE, _only("discopop"), "belongs to loss_type discopop", "--loss_type discopop"),
+    Ignored("f_alpha_divergence_coef", ("f_divergence_type",), lambda c: c.preference.f_divergence_type != "alpha_divergence",
+            "belongs to alpha_divergence", "--f_divergence_type alpha_divergence"),
+    Ignored("f_divergence_type", _TYPE, lambda c: not set(loss_types_of(c)) & BY_DIVERGENCE,
+            "none of loss_type {loss_type} reads it", "--loss_type sigmoid", ("reverse_kl",)),
+    Ignored("label_smoothing", _TYPE, lambda c: not _smooths(c), "loss_type {loss_type} does not read it", "--loss_type robust", (0.0,)),
+    Ignored("simpo_gamma", _TYPE, lambda c: c.task == "cpo" and "simpo" not in loss_types_of(c), "belongs to loss_type simpo",
+            "--loss_type simpo"),
+)
+
+PREFERENCE_CLASHES: tuple[Clash, ...] = (
+    Clash(_TYPE, _foreign, "is of another task", "megaswift TASK --help lists those of a task"),
+    Clash(_TYPE, _single, "takes one type in this task", "one of them"),
+    Clash(("loss_weights", "loss_type"), lambda c: len(c.preference.loss_weights) not in (0, len(loss_types_of(c))),
+          "should be one number for each loss_type", "--loss_weights with as many numbers"),
+    Clash(("use_weighting", "loss_type"), lambda c: c.preference.use_weighting and bool(set(loss_types_of(c)) & SORTS),
+          "weighs pairs, and {loss_type} sorts them", "--use_weighting false"),
+    Clash(("label_smoothing", "loss_type"), lambda c: "exo_pair" in loss_types_of(c) and c.preference.label_smoothing == 0,
+          "exo_pair takes the logarithm of it, and it is 0", "--label_smoothing 0.001"),
+    Clash(("label_smoothing", "loss_type"), lambda c: "robust" in loss_types_of(c) and c.preference.label_smoothing >= 0.5,
+          "robust divides by 1 - 2 x label_smoothing", "--label_smoothing 0.1"),
+    Clash(("ref_model", "train_type"), lambda c: c.preference.ref_model is not None and c.model.train_type != "full",
+          "a run of adapters holds one model, which is its own reference", "--train_type full, or no --ref_model"),
+    Clash(("sync_ref_model", "precompute_ref_log_probs"), lambda c: c.preference.sync_ref_model and c.preference.precompute_ref_log_probs,
+          "moves a reference that precompute_ref_log_probs has dropped", "one of the two"),
+    Clash(("sync_ref_model", "train_type"), lambda c: c.preference.sync_ref_model and c.model.train_type != "full",
+          "the reference of adapters is the model without them, which does not move", "--train_type full"),
+    Clash(("precompute_ref_log_probs", "loss_type"), lambda c: c.preference.precompute_ref_log_probs and c.task == "kto"
+          and loss_types_of(c)[0] == "kto", "kto compares with answers of other prompts, which change with the batch",
+          "--loss_type apo_zero_unpaired, or keep the reference"),
+    Clash(("per_device_train_batch_size", "loss_type"),
+          lambda c: c.task == "kto" and loss_types_of(c)[0] == "kto" and c.train.per_device_train_batch_size == 1,
+          "gives kto no other answers to compare with: it pairs the prompts of a micro-batch with each other's answers",
+          "--per_device_train_batch_size 4"),
+    Clash(("random_init",), lambda c: c.model.random_init and needs_reference(c),
+          "a reference of random weights says nothing about answers", "--random_init false"),
+)

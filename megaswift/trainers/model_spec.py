@@ -1,0 +1,33 @@
+"""The model of a run as its task needs it: a family's, or any that transformers knows; with a scalar head for reward models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megaswift.config import SwiftConfig
+from megaswift.config.engine_rules import is_native
+from megaswift.errors import ConfigError, Problem
+from megaswift.families import ModelSpec, load_spec
+from megaswift.families.scalar_head import with_score
+from megaswift.families.unlisted import any_spec
+
+
+def spec_of(cfg: SwiftConfig, folder: Path) -> ModelSpec:
+    """What the folder's config.json describes; ConfigError where the task cannot use it."""
+    spec = load_spec(folder) if is_native(cfg) else any_spec(folder)
+    if cfg.task == "rm":
+        return _with_known_score(with_score(spec))
+    if spec.scored:
+        raise ConfigError(Problem(f"--model {cfg.model.model}", f"is a reward model, and {cfg.task} needs one that writes text",
+                                  "the language model it was made from"))
+    return spec
+
+
+def _with_known_score(spec: ModelSpec) -> ModelSpec:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN  # noqa: N811
+
+    kind = str(spec.hf_config.get("model_type"))
+    if kind not in KNOWN:
+        raise ConfigError(Problem("rm", f"transformers has no ...ForSequenceClassification of model_type {kind}, so nobody could load the "
+                                  "reward model", "a model of another family"))
+    return spec

@@ -1,0 +1,142 @@
+"""What preference losses must know before a step: the reference's log-probabilities, and the points from which KTO and BCO count.
+
+Owns when the reference is asked and what is added to a batch's `fields`. The formulas are in `megaswift.losses`, the reference's weights
+are the engine's. As hooks they move the reference (TR-DPO) and keep what must outlive a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaswift.config import SwiftConfig
+from megaswift.config.preference import beta_of, loss_types_of, needs_reference
+from megaswift.engine.protocol import Engine
+from megaswift.losses.contract import Batch, Needs
+from megaswift.losses.kto import USES_DELTA, USES_KL, log_ratios
+from megaswift.losses.reward import scored_at_last_token
+from megaswift.trainers import agree
+from megaswift.trainers.hook import Hook, Step
+
+if TYPE_CHECKING:
+    from megaswift.trainers.loop import Loop
+
+Mismatched = Callable[[Sequence[Batch]], list[Batch]]
+
+
+def scored(engine: Engine, batches: Sequence[Batch], reference: bool) -> list[torch.Tensor]:
+    """Log-probabilities [b, s] of each micro-batch under the model or its reference."""
+    with engine.reference() if reference else nullcontext():
+        found = [outputs.logprobs for outputs in engine.score(batches, Needs())]
+    return [logprobs for logprobs in found if logprobs is not None]
+
+
+def with_field(batches: Sequence[Batch], name: str, values: Sequence[torch.Tensor]) -> list[Batch]:
+    """The micro-batches with one more field."""
+    return [replace(b, fields={**b.fields, name: v}) for b, v in zip(batches, values, strict=True)]
+
+
+class Preparation(Hook):
+    """Adds to micro-batches what a loss reads."""
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches of one step; `training` False in evaluation, which changes no state."""
+        raise NotImplementedError
+
+
+class Reference(Preparation):
+    """Adds `fields["reference"]`."""
+
+    def __init__(self, move_every: int | None = None, share: float = 0.0) -> None:
+        self.move_every, self.share = move_every, share
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches with what the loss reads."""
+        return with_field(batches, "reference", scored(engine, batches, reference=True))
+
+    def on_step(self, loop: Loop, step: Step) -> None:
+        """Moves the reference towards the model."""
+        if self.move_every and step.number % self.move_every == 0:
+            loop.engine.move_reference(self.share)
+
+
+class Baseline(Reference):
+    """Adds KTO's `fields["kl"]` too: the mean log-ratio of mismatched answers, not below 0 (arXiv:2402.01306, section 4).
+
+    One number for each micro-batch index, averaged over data-parallel ranks.
+    """
+
+    def __init__(self, mismatched: Mismatched) -> None:
+        super().__init__()
+        self.mismatched = mismatched
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches with both fields."""
+        others = self.mismatched(batches)
+        with engine.reference():
+            ours, theirs = engine.score(batches, Needs()), engine.score(others, Needs())
+        own = [o.logprobs for o in ours if o.logprobs is not None]
+        rest = with_field(others, "reference", [o.logprobs for o in theirs if o.logprobs is not None])
+        policy = scored(engine, rest, reference=False)
+        sums = [value for p, b in zip(policy, rest, strict=True) for value in _sum_and_count(log_ratios(p, b.to(p.device)))]
+        totals = agree.total(sums)  # replicas of a model-parallel grid count alike, in sum and number
+        zeros = [max(0.0, s / n) if n else 0.0 for s, n in zip(totals[::2], totals[1::2], strict=True)]
+        return with_field(with_field(batches, "reference", own), "kl", [torch.tensor(z) for z in zeros])
+
+
+class RunningMean(Reference):
+    """Adds BCO's `fields["delta"]` too: the mean reward of all examples so far, this step's included (arXiv:2404.04656, section 4.1)."""
+
+    def __init__(self, beta: float) -> None:
+        super().__init__()
+        self.beta, self.sum, self.count = beta, 0.0, 0.0
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches with both fields; evaluation leaves the mean as it is."""
+        made = super().prepare(engine, batches, training)
+        if training:
+            policy = scored(engine, made, reference=False)
+            pairs = [_sum_and_count(log_ratios(p, b.to(p.device))) for p, b in zip(policy, made, strict=True)]
+            found, count = agree.total([sum(p[0] for p in pairs), sum(p[1] for p in pairs)])
+            self.sum, self.count = self.sum + self.beta * found, self.count + count
+        delta = torch.tensor(self.sum / self.count if self.count else 0.0)
+        return with_field(made, "delta", [delta] * len(made))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums."""
+        return {"sum": self.sum, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.sum, self.count = float(state["sum"]), float(state["count"])
+
+
+def _sum_and_count(values: torch.Tensor) -> tuple[float, float]:
+    return float(values.double().sum()), float(values.numel())
+
+
+class LastTokens(Preparation):
+    """For reward models: the head looks at the last token of each conversation, and nowhere else."""
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches with those positions marked."""
+        return [scored_at_last_token(b) for b in batches]
+
+
+def preparation_of(cfg: SwiftConfig, mismatched: Mismatched) -> Preparation | None:
+    """What this run's loss needs; None where a batch says it all."""
+    if cfg.task == "rm":
+        return LastTokens()
+    if not needs_reference(cfg):
+        return None
+    kind = loss_types_of(cfg)[0]
+    if kind in USES_KL:
+        return Baseline(mismatched)
+    if kind in USES_DELTA:
+        return RunningMean(beta_of(cfg))
+    p = cfg.preference
+    return Reference(p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
