@@ -202,8 +202,8 @@ def test_a_mistake_of_another_rank_alone_is_seen_once() -> None:
 
 
 def test_only_commands_that_exist_are_listed() -> None:
-    assert list(COMMANDS) == ["sft", "pt", "config", "data", "convert", "infer", "deploy", "export", "doctor"]
+    assert list(COMMANDS) == ["sft", "pt", "dpo", "kto", "orpo", "cpo", "simpo", "rm", "rlhf", "config", "data", "convert", "infer", "deploy", "export", "doctor"]
     page = usage()
     assert max(map(len, page.splitlines())) <= 80
-    for later in ("plan", "submit", "rlhf", "dpo"):
+    for later in ("plan", "submit", "grpo", "ppo"):
         assert later not in page

@@ -25,7 +25,7 @@ class PreferenceConfig:
     """Preference learning"""
 
     beta: float | None = option(
-        None, "Strength of the pull towards the reference; orpo: weight of the odds ratio. Unset: 0.1, simpo 2", above=0,
+        None, "Pull towards the reference; orpo: weight of the odds. Unset: 0.1, simpo 2", above=0,
         tasks=("dpo", "kto", "orpo", "cpo", "simpo"))
     loss_type: tuple[str, ...] = option(
         (), "Objectives, added up; unset: sigmoid, of kto kto", choices=ALL_LOSSES, spellings={"aot_pair": "aot_unpaired"},
@@ -46,14 +46,15 @@ class PreferenceConfig:
         None, "Folder of the reference; unset: the model as it starts", aliases=("ref_model_name_or_path",), tasks=_REFERENCED,
         metavar="DIR")
     offload_reference: bool = option(False, "The reference's weights lie in host memory between uses", tasks=_REFERENCED)
-    sync_ref_model: bool = option(False, "Move the reference towards the model (TR-DPO, arXiv:2404.09656)", tasks=("dpo",))
-    ref_model_mixup_alpha: float = option(0.6, "Share of the model at each such move", above=0, maximum=1, tasks=("dpo",))
-    ref_model_sync_steps: int = option(512, "Steps between such moves", minimum=1, unit="steps", tasks=("dpo",))
+    sync_ref_model: bool = option(False, "Move the reference towards the model (TR-DPO, arXiv:2404.09656)", tasks=_REFERENCED)
+    ref_model_mixup_alpha: float = option(0.6, "Share of the model at each such move", above=0, maximum=1, tasks=_REFERENCED)
+    ref_model_sync_steps: int = option(512, "Steps between such moves", minimum=1, unit="steps", tasks=_REFERENCED)
     precompute_ref_log_probs: bool = option(
         False, "Score all data by the reference before the first step, and drop its weights", tasks=_REFERENCED)
     desirable_weight: float = option(1.0, "Weight of desirable answers", minimum=0, tasks=("kto",))
     undesirable_weight: float = option(1.0, "Weight of undesirable answers", minimum=0, tasks=("kto",))
-    cpo_alpha: float = option(1.0, "Weight of the likelihood of the chosen answer", aliases=("bc_coef",), minimum=0, tasks=("cpo",))
+    cpo_alpha: float | None = option(
+        None, "Weight of the likelihood of the chosen answer; unset: 1, simpo 0", minimum=0, tasks=("cpo", "simpo"))
     simpo_gamma: float = option(1.0, "Margin that simpo asks for", minimum=0, tasks=("cpo", "simpo"))
     alpha: float = option(0.0, "Shape of the reward; 0: log-probability (AlphaPO, arXiv:2501.03884)", tasks=("cpo", "simpo"))
     center_rewards_coefficient: float | None = option(
@@ -68,6 +69,12 @@ def beta_of(c: Any) -> float:
 def loss_types_of(c: Any) -> tuple[str, ...]:
     """`loss_type`, or the first of the task."""
     return ("simpo",) if c.task == "simpo" else c.preference.loss_type or LOSSES.get(c.task, ())[:1]
+
+
+def likelihood_of(c: Any) -> float:
+    """`cpo_alpha`, or the default of the task."""
+    given = c.preference.cpo_alpha
+    return float(c.task == "cpo") if given is None else given
 
 
 def needs_reference(c: Any) -> bool:

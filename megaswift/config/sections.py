@@ -14,8 +14,8 @@ from megaswift.config.optim import OptimConfig
 from megaswift.config.option import Option, table_of
 from megaswift.config.other_adapters import PeftConfig
 from megaswift.config.parallel import ParallelConfig
-from megaswift.config.quantization import QuantizationConfig
 from megaswift.config.preference import PreferenceConfig
+from megaswift.config.quantization import QuantizationConfig
 from megaswift.config.train import TrainConfig
 
 TASKS = {

@@ -70,8 +70,8 @@ class Baseline(Reference):
     One number for each micro-batch index, averaged over data-parallel ranks.
     """
 
-    def __init__(self, mismatched: Mismatched) -> None:
-        super().__init__()
+    def __init__(self, mismatched: Mismatched, move_every: int | None = None, share: float = 0.0) -> None:
+        super().__init__(move_every, share)
         self.mismatched = mismatched
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
@@ -91,8 +91,8 @@ class Baseline(Reference):
 class RunningMean(Reference):
     """Adds BCO's `fields["delta"]` too: the mean reward of all examples so far, this step's included (arXiv:2404.04656, section 4.1)."""
 
-    def __init__(self, beta: float) -> None:
-        super().__init__()
+    def __init__(self, beta: float, move_every: int | None = None, share: float = 0.0) -> None:
+        super().__init__(move_every, share)
         self.beta, self.sum, self.count = beta, 0.0, 0.0
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
@@ -133,10 +133,8 @@ def preparation_of(cfg: SwiftConfig, mismatched: Mismatched) -> Preparation | No
         return LastTokens()
     if not needs_reference(cfg):
         return None
-    kind = loss_types_of(cfg)[0]
+    p, kind = cfg.preference, loss_types_of(cfg)[0]
+    moves = (p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
     if kind in USES_KL:
-        return Baseline(mismatched)
-    if kind in USES_DELTA:
-        return RunningMean(beta_of(cfg))
-    p = cfg.preference
-    return Reference(p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
+        return Baseline(mismatched, *moves)
+    return RunningMean(beta_of(cfg), *moves) if kind in USES_DELTA else Reference(*moves)

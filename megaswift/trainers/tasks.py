@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
-from megaswift.config.preference import beta_of, loss_types_of
+from megaswift.config.preference import beta_of, likelihood_of, loss_types_of
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
@@ -49,8 +49,7 @@ def _kto(cfg: SwiftConfig) -> Loss:
 
 def _cpo(cfg: SwiftConfig) -> Loss:
     p = cfg.preference
-    likelihood = 0.0 if cfg.task == "simpo" else p.cpo_alpha
-    return CPO(loss_types_of(cfg)[0], beta_of(cfg), p.label_smoothing, likelihood, p.simpo_gamma, p.alpha)
+    return CPO(loss_types_of(cfg)[0], beta_of(cfg), p.label_smoothing, likelihood_of(cfg), p.simpo_gamma, p.alpha)
 
 
 TASKS: Registry[Task] = Registry("task")

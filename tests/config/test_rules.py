@@ -7,6 +7,7 @@ from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.capabilities import NEED_TRANSFORMER_ENGINE, missing_transformer_engine
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
+from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.config.rules import CLASHES, IGNORED
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError
@@ -123,7 +124,8 @@ def test_what_goes_together(words: str) -> None:
 
 
 def test_every_row_is_tried() -> None:
-    clashes, idle = (*ENGINE_CLASHES, *LAUNCH_CLASHES, *ADAPTER_CLASHES), (*ENGINE_IGNORED, *LAUNCH_IGNORED, *ADAPTER_IGNORED)
+    clashes, idle = (*ENGINE_CLASHES, *LAUNCH_CLASHES, *ADAPTER_CLASHES, *PREFERENCE_CLASHES), (
+        *ENGINE_IGNORED, *LAUNCH_IGNORED, *ADAPTER_IGNORED, *PREFERENCE_IGNORED)
     own = [r for r in CLASHES if r not in clashes]
     assert {NAMES[i.split()[0][2:]] for i, _ in IDLE} == {r.option for r in IGNORED if r not in idle}
     assert [name for name, _ in CLASHING] == [r.options[0] for r in own]

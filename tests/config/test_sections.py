@@ -46,7 +46,7 @@ def other_value(name: str) -> object:
         fitting = [c for c in o.choices if c != o.default and c != "none"]
         choice = fitting[0] if fitting else o.choices[0]
         return [choice] if o.kind == "list" else choice
-    return {"int": max(2, int(o.details.get("minimum", 2))), "float": 0.25, "text": "x", "list": ["x"], "map": {"a": "b"}}[o.kind]
+    return {"numbers": [0.5], "int": max(2, int(o.details.get("minimum", 2))), "float": 0.25, "text": "x", "list": ["x"], "map": {"a": "b"}}[o.kind]
 
 
 NEEDS = {
@@ -58,7 +58,9 @@ NEEDS = {
     "node_rank": {"nnodes": 3, "master_addr": "h"}, "nnodes": {"node_rank": 1, "master_addr": "h"},
     "master_addr": {"nnodes": 2, "node_rank": 1}, "master_port": {"nproc_per_node": 2}, "min_lr": {"lr": 0.5},
     "overlap_p2p_comm": {"pp": 2, "vpp": 2}, "fsdp": {"engine": "fsdp2"}, "fsdp_transformer_layer_cls_to_wrap": {"engine": "fsdp2"},
-    "optimizer_cpu_offload": {}} | {
+    "optimizer_cpu_offload": {}, "ref_model_mixup_alpha": {"sync_ref_model": True}, "ref_model_sync_steps": {"sync_ref_model": True},
+    "discopop_tau": {"loss_type": "discopop"}, "f_alpha_divergence_coef": {"f_divergence_type": "alpha_divergence"},
+    "simpo_gamma": {"loss_type": "simpo"}, "desirable_weight": {"micro_batch_size": 2}, "undesirable_weight": {"micro_batch_size": 2}} | {
     name: {"engine": "ddp", "freeze_aligner": False} for name in ("freeze_vit", "freeze_llm")} | {"freeze_aligner": {"engine": "ddp"}} | {
     name: {"train_type": "lora"} for name in ("lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules",
                                               "target_parameters", "modules_to_save", "adapters", "merge_lora")} | {
@@ -79,7 +81,8 @@ REFUSED = ("tp_comm_overlap",)
 def test_every_spelling_sets_its_option(spelling: str) -> None:
     name = NAMES[spelling]
     value = other_value(name)
-    cfg = SwiftConfig(task="sft", **{spelling: value}, **NEEDS.get(name, {}))
+    task = OPTIONS[name].details.get("tasks", ("sft",))[0]
+    cfg = SwiftConfig(task=task, **{spelling: value}, **NEEDS.get(name, {}))
     expected = tuple(value) if isinstance(value, list) else value
     assert cfg.value(name) == expected
     assert name in cfg.given

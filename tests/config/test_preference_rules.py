@@ -1,0 +1,96 @@
+"""Options of preference learning: each row of the rules fires when it should and is silent when its condition is met; what tasks take."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaswift.config import load
+from megaswift.config.preference import beta_of, likelihood_of, loss_types_of, needs_reference
+from megaswift.config.preference_rules import BY_DIVERGENCE, PREFERENCE_CLASHES, PREFERENCE_IGNORED, SMOOTHED, SORTS
+from megaswift.config.sections import NAMES
+from megaswift.errors import ConfigError
+from megaswift.losses import cpo, dpo_types, kto
+
+IDLE = [
+    ("dpo --ref_model r --reference_free", "dpo --ref_model r"),
+    ("dpo --offload_reference --reference_free", "dpo --offload_reference"),
+    ("dpo --sync_ref_model --reference_free", "dpo --sync_ref_model"),
+    ("dpo --precompute_ref_log_probs --reference_free", "dpo --precompute_ref_log_probs"),
+    ("dpo --ref_model_mixup_alpha 0.5", "dpo --ref_model_mixup_alpha 0.5 --sync_ref_model"),
+    ("kto --ref_model_sync_steps 5", "kto --ref_model_sync_steps 5 --sync_ref_model --micro_batch_size 2"),
+    ("dpo --offload_reference --precompute_ref_log_probs", "dpo --offload_reference"),
+    ("dpo --offload_reference --train_type lora", "dpo --offload_reference --train_type lora --adapters a"),
+    ("dpo --discopop_tau 0.1", "dpo --discopop_tau 0.1 --loss_type discopop"),
+    ("dpo --f_alpha_divergence_coef 0.3", "dpo --f_alpha_divergence_coef 0.3 --f_divergence_type alpha_divergence"),
+    ("dpo --f_divergence_type forward_kl --loss_type nca_pair", "dpo --f_divergence_type forward_kl --loss_type nca_pair ipo"),
+    ("dpo --label_smoothing 0.1 --loss_type hinge", "dpo --label_smoothing 0.1"),
+    ("cpo --simpo_gamma 0.5", "cpo --simpo_gamma 0.5 --loss_type simpo"),
+]
+CLASHING = [
+    ("loss_type", "dpo --loss_type kto"),
+    ("loss_type", "cpo --loss_type hinge ipo"),
+    ("loss_weights", "dpo --loss_weights 1 2"),
+    ("use_weighting", "dpo --use_weighting --loss_type aot"),
+    ("label_smoothing", "dpo --loss_type exo_pair"),
+    ("label_smoothing", "dpo --loss_type robust --label_smoothing 0.5"),
+    ("ref_model", "dpo --ref_model r --train_type lora"),
+    ("sync_ref_model", "dpo --sync_ref_model --precompute_ref_log_probs"),
+    ("sync_ref_model", "dpo --sync_ref_model --train_type lora"),
+    ("precompute_ref_log_probs", "kto --precompute_ref_log_probs --micro_batch_size 2"),
+    ("per_device_train_batch_size", "kto --micro_batch_size 1"),
+    ("random_init", "dpo --random_init"),
+]
+
+
+def problems(words: str) -> list[str]:
+    task, *rest = words.split()
+    rest += [] if task != "kto" or "--micro_batch_size" in rest else ["--micro_batch_size", "2"]
+    try:
+        load(task, rest, environ={})
+    except ConfigError as error:
+        return [str(p) for p in error.problems]
+    return []
+
+
+@pytest.mark.parametrize("given, counts", IDLE)
+def test_an_option_that_would_be_ignored(given: str, counts: str) -> None:
+    found = problems(given)
+    assert len(found) == 1 and "would be ignored" in found[0] and found[0].startswith(given.split()[1])
+    assert problems(counts) == []
+
+
+@pytest.mark.parametrize("name, words", CLASHING)
+def test_a_contradiction(name: str, words: str) -> None:
+    found = problems(words)
+    assert len(found) == 1 and found[0].startswith(f"--{name}") and "ignored" not in found[0]
+
+
+def test_every_row_is_tried() -> None:
+    assert {NAMES[i.split()[1][2:]] for i, _ in IDLE} == {r.option for r in PREFERENCE_IGNORED}
+    assert [name for name, _ in CLASHING] == [r.options[0] for r in PREFERENCE_CLASHES]
+
+
+def test_the_rules_know_which_losses_read_what() -> None:
+    types = dpo_types.LOSS_TYPES
+    assert SMOOTHED == {n for n, t in types.items() if t.smoothing} | {n for n, t in cpo.LOSS_TYPES.items() if t.smoothing}
+    assert BY_DIVERGENCE == {n for n, t in types.items() if t.divergence} and SORTS == {n for n, t in types.items() if t.sorts}
+    from megaswift.config.preference import LOSSES
+
+    assert set(LOSSES["dpo"]) == {*types, dpo_types.SFT} and set(LOSSES["kto"]) == set(kto.LOSS_TYPES)
+    assert set(LOSSES["cpo"]) == set(cpo.LOSS_TYPES)
+
+
+@pytest.mark.parametrize("task, beta, types, likelihood, reference", [
+    ("dpo", 0.1, ("sigmoid",), 0.0, True), ("kto", 0.1, ("kto",), 0.0, True), ("cpo", 0.1, ("sigmoid",), 1.0, False),
+    ("simpo", 2.0, ("simpo",), 0.0, False), ("orpo", 0.1, (), 0.0, False), ("rm", 0.1, (), 0.0, False)])
+def test_defaults_of_a_task(task: str, beta: float, types: tuple[str, ...], likelihood: float, reference: bool) -> None:
+    cfg = load(task, ["--micro_batch_size", "2"], environ={})
+    assert (beta_of(cfg), loss_types_of(cfg), needs_reference(cfg)) == (beta, types, reference)
+    assert task not in ("cpo", "simpo") or likelihood_of(cfg) == likelihood
+    assert cfg.data.packing is True
+
+
+def test_names_and_numbers_as_users_write_them() -> None:
+    cfg = load("dpo", ["--loss_type", "sigmoid,aot_pair", "--loss_weights", "1,0.5", "--rlhf_type", "dpo"], environ={})
+    assert cfg.preference.loss_type == ("sigmoid", "aot_unpaired") and cfg.preference.loss_weights == (1.0, 0.5)
+    assert load(None, ["--train_type", "dpo"], environ={}).task == "dpo"
