@@ -36,7 +36,7 @@ class PreferenceConfig:
     f_divergence_type: str = option("reverse_kl", "Divergence from the reference (arXiv:2309.16240)", choices=DIVERGENCES, tasks=("dpo",))
     f_alpha_divergence_coef: float = option(0.5, "Alpha of alpha_divergence", aliases=("f_alpha_coef",), tasks=("dpo",))
     ld_alpha: float | None = option(
-        None, "Weight of the tokens by which the longer answer is longer (LD-DPO, arXiv:2409.06411)", minimum=0, maximum=1, tasks=("dpo",))
+        None, "Weight of tokens beyond the shorter answer (LD-DPO, arXiv:2409.06411)", minimum=0, maximum=1, tasks=("dpo",))
     use_weighting: bool = option(False, "Weigh pairs by the policy's own probability (WPO, arXiv:2406.11827)", tasks=("dpo",))
     rpo_alpha: float | None = option(
         None, "Add the likelihood of the chosen answer with this weight (RPO, arXiv:2404.19733)", above=0, tasks=("dpo",))

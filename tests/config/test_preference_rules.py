@@ -37,14 +37,14 @@ CLASHING = [
     ("sync_ref_model", "dpo --sync_ref_model --precompute_ref_log_probs"),
     ("sync_ref_model", "dpo --sync_ref_model --train_type lora"),
     ("precompute_ref_log_probs", "kto --precompute_ref_log_probs --micro_batch_size 2"),
-    ("per_device_train_batch_size", "kto --micro_batch_size 1"),
+    ("per_device_train_batch_size", "kto --per_device_train_batch_size 1"),
     ("random_init", "dpo --random_init"),
 ]
 
 
 def problems(words: str) -> list[str]:
     task, *rest = words.split()
-    rest += [] if task != "kto" or "--micro_batch_size" in rest else ["--micro_batch_size", "2"]
+    rest += [] if task != "kto" or {"--micro_batch_size", "--per_device_train_batch_size"} & set(rest) else ["--micro_batch_size", "2"]
     try:
         load(task, rest, environ={})
     except ConfigError as error:
