@@ -21,8 +21,8 @@ from megaswift.config.batch import batch_plan
 from megaswift.config.preference import needs_reference
 from megaswift.data import build as data
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry
-from megaswift.data.processor import tokenizer_in
 from megaswift.data.mismatched import mismatched
+from megaswift.data.processor import tokenizer_in
 from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.checkpoint_folder import MODEL

@@ -28,8 +28,8 @@ from megaswift.parallel.rules import Asked
 from megaswift.parallel.shape import ModelShape
 from megaswift.trainers import outputs
 from megaswift.trainers.adapter_checks import folder_problems, torch_adapter_problems
-from megaswift.trainers.vision_checks import vision_problems
 from megaswift.trainers.model_spec import spec_of
+from megaswift.trainers.vision_checks import vision_problems
 
 EXPERT_OPTIONS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm")
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}

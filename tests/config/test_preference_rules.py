@@ -72,8 +72,8 @@ def test_every_row_is_tried() -> None:
 
 def test_the_rules_know_which_losses_read_what() -> None:
     types = dpo_types.LOSS_TYPES
-    assert SMOOTHED == {n for n, t in types.items() if t.smoothing} | {n for n, t in cpo.LOSS_TYPES.items() if t.smoothing}
-    assert BY_DIVERGENCE == {n for n, t in types.items() if t.divergence} and SORTS == {n for n, t in types.items() if t.sorts}
+    assert {n for n, t in types.items() if t.smoothing} | {n for n, t in cpo.LOSS_TYPES.items() if t.smoothing} == SMOOTHED
+    assert {n for n, t in types.items() if t.divergence} == BY_DIVERGENCE and {n for n, t in types.items() if t.sorts} == SORTS
     from megaswift.config.preference import LOSSES
 
     assert set(LOSSES["dpo"]) == {*types, dpo_types.SFT} and set(LOSSES["kto"]) == set(kto.LOSS_TYPES)

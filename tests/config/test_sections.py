@@ -46,7 +46,8 @@ def other_value(name: str) -> object:
         fitting = [c for c in o.choices if c != o.default and c != "none"]
         choice = fitting[0] if fitting else o.choices[0]
         return [choice] if o.kind == "list" else choice
-    return {"numbers": [0.5], "int": max(2, int(o.details.get("minimum", 2))), "float": 0.25, "text": "x", "list": ["x"], "map": {"a": "b"}}[o.kind]
+    number = max(2, int(o.details.get("minimum", 2)))
+    return {"numbers": [0.5], "int": number, "float": 0.25, "text": "x", "list": ["x"], "map": {"a": "b"}}[o.kind]
 
 
 NEEDS = {
