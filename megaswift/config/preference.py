@@ -39,7 +39,7 @@ class PreferenceConfig:
         None, "Weight of tokens beyond the shorter answer (LD-DPO, arXiv:2409.06411)", minimum=0, maximum=1, tasks=("dpo",))
     use_weighting: bool = option(False, "Weigh pairs by the policy's own probability (WPO, arXiv:2406.11827)", tasks=("dpo",))
     rpo_alpha: float | None = option(
-        None, "Add the likelihood of the chosen answer with this weight (RPO, arXiv:2404.19733)", above=0, tasks=("dpo",))
+        None, "Add the likelihood of the chosen answer, so weighted (RPO, arXiv:2404.19733)", above=0, tasks=("dpo",))
     discopop_tau: float = option(0.05, "Temperature of discopop", above=0, tasks=("dpo",))
     reference_free: bool = option(False, "Every log-probability of the reference is 0", tasks=("dpo",))
     ref_model: str | None = option(
