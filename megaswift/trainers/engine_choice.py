@@ -20,8 +20,9 @@ SMALL, MIDDLE = 1e9, 7e9
 def settle(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
     """The configuration with its engine named; `auto` and the options that mean one are resolved. `tell`: which, and why."""
     asked = engine_of(cfg)
-    if cfg.engine.fsdp or cfg.engine.fsdp_config:
+    if tell and (cfg.engine.fsdp or cfg.engine.fsdp_config):
         log.info("engine fsdp2: FSDP's options mean torch's fully_shard (FSDP2); FSDP1 is not used")
+    if cfg.engine.fsdp_config:
         cfg = cfg.replace(**fsdp_json.of(cfg).options)
     if asked != AUTO:
         return cfg if cfg.engine.engine == asked else cfg.replace(engine=asked)
