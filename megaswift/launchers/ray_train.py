@@ -91,7 +91,8 @@ def _connect(address: str, launch: LaunchConfig) -> None:
         ray.init(address, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(Problem(f"Ray at {address}", f"cannot be reached: {first_line(error)}",
-                                  "--ray_address HOST:PORT of a running cluster, or --ray_address local")) from None
+                                  "--ray_address HOST:PORT of a running cluster (one with a token: RAY_AUTH_MODE=token), or "
+                                  "--ray_address local")) from None
 
 
 def _knock(address: str) -> None:

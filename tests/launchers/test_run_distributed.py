@@ -31,6 +31,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("--algorithm nosuch", ["(2 problems)", f"--algorithm nosuch: is not a task; {KNOWN}", "--config: is missing"]),
     ("--config none.yaml --algorithm sft --use_torchrun", ["none.yaml: no such file"]),
     ("--config none.yaml --algorithm sft", ["none.yaml: no such file"]),
+    ("--config run.yaml --algorithm sft --use_torchrun --launcher ray --num_workers 2", ["--use_torchrun: the launcher is ray"]),
     ("--config run.yaml --algorithm sft --use_torchrun --lr x --nnodes 0", ["(2 problems)", "--lr x", "--nnodes 0"]),
 ])
 def test_mistakes_end_with_2(line: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +60,16 @@ def test_with_use_torchrun_one_process_is_torchrun_s_too(monkeypatch: pytest.Mon
     assert command[:5] == [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
     assert command[-4:] == [str(Path(entry.__file__).with_name("sft.py")), "run.yaml", "--lr", "1e-5"]
     assert "MEGASWIFT_CHECKED" not in environ and environ["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_has_what_launchers_start(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun takes the file, Ray's workers the module of that name."""
+    seen = []
+    monkeypatch.setattr(local, "start", lambda command, environ: seen.append(command) or 0)
+    assert run_distributed.main(["--use_torchrun", "--nproc_per_node", "2", "--config", "run.yaml", "--algorithm", task]) == 0
+    script = Path(seen[0][-4])
+    assert script.name == f"{task}.py" and script.is_file() and f'main("{task}")' in script.read_text()
 
 
 def test_a_worker_starts_no_torchrun_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
