@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def ray_folder() -> Any:
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        yield {"RAY_TMPDIR": folder}
+        yield {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN": secrets.token_hex(16)}  # else Ray writes one into the home folder
 
 
 @pytest.mark.process
