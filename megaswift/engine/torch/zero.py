@@ -151,13 +151,13 @@ class ZeroStrategy:
         return (name for name, p in self._names.items() if p.requires_grad)
 
     def live(self, names: Iterable[str]) -> list[Tensor]:
-        """This rank's parts of these weights; of small ones, which stage 3 keeps whole as well, both."""
+        """This rank's parts of these weights; stage 3 keeps small ones whole: freed, or a forward pass would go on with them."""
         found = []
         for parameter in (self._names[name] for name in names):
-            if (part := getattr(parameter, "ds_tensor", None)) is not None:
-                found.append(part)
-            if part is None or parameter.numel():
-                found.append(parameter.data)
+            part = getattr(parameter, "ds_tensor", None)
+            if part is not None and parameter.ds_status.name == "AVAILABLE":
+                parameter.partition()
+            found.append(parameter.data if part is None else part)
         return found
 
     def full(self, name: str, kind: str) -> Tensor:

@@ -1,0 +1,112 @@
+"""Whole runs of preference learning: each task, on either engine; what a reference is after a restart; the reward model in transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaswift.trainers.metrics import read_lines
+from tests.trainers.inputs import write_inputs
+from tests.trainers.runs import run
+
+USUAL = {"--max_steps": 4, "--report_to": "none", "--shuffle": "false", "--lr": "1e-2", "--per_device_train_batch_size": 4}
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """model/, pairs.jsonl and judged.jsonl: sums of one-digit numbers, right and wrong."""
+    made = tmp_path_factory.mktemp("preference")
+    write_inputs(made)
+    draw, pairs, judged = random.Random(0), [], []
+    for i in range(24):
+        a, b = draw.randint(0, 9), draw.randint(0, 9)
+        ask = {"role": "user", "content": f"{a}+{b}="}
+        wrong = str(a + b + draw.randint(1, 4)) * draw.randint(1, 3)
+        pairs.append({"messages": [ask, {"role": "assistant", "content": str(a + b)}], "rejected_response": wrong})
+        judged.append({"messages": [ask, {"role": "assistant", "content": wrong if i % 3 else str(a + b)}], "label": not i % 3})
+    for name, rows in (("pairs", pairs), ("judged", judged)):
+        (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return made
+
+
+def trained(folder: Path, out: Path, task: str, *options: object, ranks: int = 2) -> list[dict[str, Any]]:
+    data = folder / ("judged.jsonl" if task == "kto" else "pairs.jsonl")
+    inputs = ["--model", str(folder / "model"), "--dataset", str(data), "--dataset_cache_dir", str(folder / "cache")]
+    usual = [word for name, value in USUAL.items() if name not in options for word in (name, value)]
+    run(inputs, out, *usual, *options, ranks=ranks, task=task)
+    return read_lines(out / "metrics.jsonl")
+
+
+def figures(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must not depend on how a run is spread."""
+    return [{k: v for k, v in line.items() if k in ("loss", "grad_norm", "kl", "entropy") or "/" in k} for line in lines]
+
+
+def assert_close(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    assert len(some) == len(others) == 4
+    for a, b in zip(figures(some), figures(others), strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("task, options", [
+    ("dpo", ()), ("kto", ()), *(pytest.param(task, options, marks=SLOW) for task, options in (
+        ("kto", ("--loss_type", "bco")), ("orpo", ()), ("cpo", ()), ("simpo", ()), ("rm", ()),
+        ("dpo", ("--loss_type", "sigmoid", "ipo", "--loss_weights", "1", "0.5", "--rpo_alpha", "0.1", "--ld_alpha", "0.5"))))])
+def test_one_curve_on_either_engine_packed_and_not(task: str, options: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    native = trained(folder, tmp_path / "native", task, "--tp", 2, *options)
+    other = trained(folder, tmp_path / "torch", task, "--engine", "ddp", "--packing", "false", *options, ranks=1)
+    assert_close(native, other)
+    assert native[-1]["loss"] < native[0]["loss"]
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize("layout", [("--pp", 2), ("--cp", 2), ("--engine", "zero3", "--per_device_train_batch_size", 2),
+                                    ("--engine", "fsdp2", "--per_device_train_batch_size", 2)])
+def test_one_curve_on_every_layout(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    assert_close(trained(folder, tmp_path / "spread", "dpo", *layout), trained(folder, tmp_path / "one", "dpo", ranks=1))
+
+
+@pytest.mark.process
+def test_the_reference_of_a_resumed_run_is_the_first_model(folder: Path, tmp_path: Path) -> None:
+    whole = trained(folder, tmp_path / "whole", "dpo", "--tp", 2, "--save_steps", 2)
+    resumed = trained(folder, tmp_path / "again", "dpo", "--tp", 2, "--resume_from_checkpoint", tmp_path / "whole/checkpoints/step-2")
+    assert figures(resumed) == figures(whole)[2:]
+    assert whole[0]["loss"] == pytest.approx(0.6931472, abs=1e-6) and whole[0]["rewards/margins"] == 0
+
+
+@pytest.mark.process
+@SLOW
+def test_the_reference_of_new_adapters_is_the_model_without_them(folder: Path, tmp_path: Path) -> None:
+    lora = ("--train_type", "lora", "--lora_rank", 4)
+    native = trained(folder, tmp_path / "native", "dpo", "--tp", 2, *lora)
+    assert_close(native, trained(folder, tmp_path / "one", "dpo", *lora, ranks=1))
+    other = trained(folder, tmp_path / "ddp", "dpo", "--engine", "ddp", *lora, ranks=1)
+    for lines in (native, other):
+        assert lines[0]["loss"] == pytest.approx(0.6931472, abs=1e-6) and lines[0]["rewards/margins"] == 0 != lines[1]["rewards/margins"]
+
+
+@pytest.mark.process
+def test_a_reward_model_judges_in_transformers(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    lines = trained(folder, tmp_path / "out", "rm", "--tp", 2, "--max_steps", 12)
+    assert lines[-1]["accuracy"] >= lines[0]["accuracy"] and lines[-1]["loss"] < lines[0]["loss"]
+    exported = tmp_path / "out" / "hf"
+    model = AutoModelForSequenceClassification.from_pretrained(exported, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    row = json.loads((folder / "pairs.jsonl").read_text().splitlines()[0])
+    asked, chosen = row["messages"]
+    texts = [tokenizer.apply_chat_template([asked, {**chosen, "content": text}], tokenize=False)
+             for text in (chosen["content"], row["rejected_response"])]
+    inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)
+    with torch.no_grad():
+        good, bad = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0].tolist()
+    assert good > bad and model.config.num_labels == 1
