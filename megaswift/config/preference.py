@@ -49,8 +49,6 @@ class PreferenceConfig:
     sync_ref_model: bool = option(False, "Move the reference towards the model (TR-DPO, arXiv:2404.09656)", tasks=_REFERENCED)
     ref_model_mixup_alpha: float = option(0.6, "Share of the model at each such move", above=0, maximum=1, tasks=_REFERENCED)
     ref_model_sync_steps: int = option(512, "Steps between such moves", minimum=1, unit="steps", tasks=_REFERENCED)
-    precompute_ref_log_probs: bool = option(
-        False, "Score all data by the reference before the first step, and drop its weights", tasks=_REFERENCED)
     desirable_weight: float = option(1.0, "Weight of desirable answers", minimum=0, tasks=("kto",))
     undesirable_weight: float = option(1.0, "Weight of undesirable answers", minimum=0, tasks=("kto",))
     cpo_alpha: float | None = option(

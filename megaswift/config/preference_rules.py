@@ -38,11 +38,9 @@ _TYPE = ("loss_type",)
 
 PREFERENCE_IGNORED: tuple[Ignored, ...] = (
     *(Ignored(name, _REF, _FREE, _NO_REF, "--reference_free false")
-      for name in ("ref_model", "offload_reference", "sync_ref_model", "precompute_ref_log_probs")),
+      for name in ("ref_model", "offload_reference", "sync_ref_model")),
     *(Ignored(name, ("sync_ref_model",), _STILL, "needs sync_ref_model", "--sync_ref_model true")
       for name in ("ref_model_mixup_alpha", "ref_model_sync_steps")),
-    Ignored("offload_reference", ("precompute_ref_log_probs",), lambda c: c.preference.precompute_ref_log_probs,
-            "no weights of the reference are kept with precompute_ref_log_probs", "one of the two"),
     Ignored("offload_reference", ("train_type", "adapters"), lambda c: c.model.train_type != "full" and c.lora.adapters is None,
             "the reference of new adapters is the model without them: it has no weights of its own", "--offload_reference false"),
     Ignored("discopop_tau", _TYPE, _only("discopop"), "belongs to loss_type discopop", "--loss_type discopop"),
@@ -68,17 +66,14 @@ PREFERENCE_CLASHES: tuple[Clash, ...] = (
           "robust divides by 1 - 2 x label_smoothing", "--label_smoothing 0.1"),
     Clash(("ref_model", "train_type"), lambda c: c.preference.ref_model is not None and c.model.train_type != "full",
           "a run of adapters holds one model, which is its own reference", "--train_type full, or no --ref_model"),
-    Clash(("sync_ref_model", "precompute_ref_log_probs"), lambda c: c.preference.sync_ref_model and c.preference.precompute_ref_log_probs,
-          "moves a reference that precompute_ref_log_probs has dropped", "one of the two"),
     Clash(("sync_ref_model", "train_type"), lambda c: c.preference.sync_ref_model and c.model.train_type != "full",
           "the reference of adapters is the model without them, which does not move", "--train_type full"),
-    Clash(("precompute_ref_log_probs", "loss_type"), lambda c: c.preference.precompute_ref_log_probs and c.task == "kto"
-          and loss_types_of(c)[0] == "kto", "kto compares with answers of other prompts, which change with the batch",
-          "--loss_type apo_zero_unpaired, or keep the reference"),
     Clash(("per_device_train_batch_size", "loss_type"),
           lambda c: c.task == "kto" and loss_types_of(c)[0] == "kto" and c.train.per_device_train_batch_size == 1,
           "gives kto no other answers to compare with: it pairs the prompts of a micro-batch with each other's answers",
           "--per_device_train_batch_size 4"),
+    Clash(("train_type",), lambda c: c.task == "rm" and c.model.train_type != "full",
+          "would leave the new head untrained in this version", "--train_type full"),
     Clash(("random_init",), lambda c: c.model.random_init and needs_reference(c),
           "a reference of random weights says nothing about answers", "--random_init false"),
 )

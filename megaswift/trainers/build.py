@@ -49,6 +49,8 @@ from megaswift.trainers.trackers import trackers
 from megaswift.trainers.watch import Watch
 
 TEMPLATE = "chat_template.jinja"
+REFERENCE = "reference"
+"""Within a checkpoint: a reference that moves."""
 SHAPE = (
     "family", "num_layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "tied", "experts", "topk", "expert_ffn")
 """What a checkpoint and the model it is loaded into must agree on."""
@@ -65,6 +67,8 @@ class Build:
     context: Context
     outputs: Outputs
     tokenizer: Any = None
+    resumed: Path | None = None
+    """The checkpoint that the run goes on from."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -126,7 +130,11 @@ class Build:
     def start_from_reference(self, engine: Engine, fresh: bool) -> None:
         """The reference's weights first; then the model's own, where they are others and no checkpoint brings them."""
         p = self.cfg.preference
-        engine.load_hf(self.folder if p.ref_model is None else Path(p.ref_model))
+        moved = None if self.resumed is None else self.resumed / REFERENCE
+        if moved is not None and moved.exists():
+            engine.load_hf(moved)
+        else:
+            engine.load_hf(self.folder if p.ref_model is None else Path(p.ref_model))
         engine.keep_reference(p.offload_reference)
         if fresh and p.ref_model is not None:
             engine.load_hf(self.folder)
@@ -154,9 +162,16 @@ class Build:
             facts["base"] = self.base
         checkpoint = Checkpoint(outputs.store, train.save_steps, train.save_total_limit, facts)
         checkpoint.attach = partial(self.attach, engine)
+        if self.cfg.preference.sync_ref_model:
+            checkpoint.beside = partial(self.keep_moved_reference, engine)
         if self.adapts:
             checkpoint.beside = lambda folder: engine.write_adapter(folder / "adapter", self.base)
         return [*hooks, checkpoint]
+
+    def keep_moved_reference(self, engine: Engine, folder: Path) -> None:
+        """A reference that has moved is part of the run's state. Collective."""
+        with engine.reference():
+            engine.export(folder / REFERENCE, self.folder)
 
     def attach(self, engine: Engine, folder: Path) -> None:
         """Beside the state, what turns a checkpoint into a Hugging Face folder without the one it came from."""

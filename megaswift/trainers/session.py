@@ -70,7 +70,7 @@ class Session:
     def prepare(self) -> Loop:
         """Data first: a malformed row stops the run before a model is built."""
         cfg, b = self.cfg, self.build
-        resume = self.resume()
+        resume = b.resumed = self.resume()
         if cfg.data.max_length > self.spec.max_positions:
             log.warn(f"--max_length {cfg.data.max_length} is more than the {self.spec.max_positions} positions that the model's "
                      "config.json names (max_position_embeddings): it may do badly on documents longer than that")

@@ -15,10 +15,8 @@ IDLE = [
     ("dpo --ref_model r --reference_free", "dpo --ref_model r"),
     ("dpo --offload_reference --reference_free", "dpo --offload_reference"),
     ("dpo --sync_ref_model --reference_free", "dpo --sync_ref_model"),
-    ("dpo --precompute_ref_log_probs --reference_free", "dpo --precompute_ref_log_probs"),
     ("dpo --ref_model_mixup_alpha 0.5", "dpo --ref_model_mixup_alpha 0.5 --sync_ref_model"),
     ("kto --ref_model_sync_steps 5", "kto --ref_model_sync_steps 5 --sync_ref_model --micro_batch_size 2"),
-    ("dpo --offload_reference --precompute_ref_log_probs", "dpo --offload_reference"),
     ("dpo --offload_reference --train_type lora", "dpo --offload_reference --train_type lora --adapters a"),
     ("dpo --discopop_tau 0.1", "dpo --discopop_tau 0.1 --loss_type discopop"),
     ("dpo --f_alpha_divergence_coef 0.3", "dpo --f_alpha_divergence_coef 0.3 --f_divergence_type alpha_divergence"),
@@ -34,10 +32,9 @@ CLASHING = [
     ("label_smoothing", "dpo --loss_type exo_pair"),
     ("label_smoothing", "dpo --loss_type robust --label_smoothing 0.5"),
     ("ref_model", "dpo --ref_model r --train_type lora"),
-    ("sync_ref_model", "dpo --sync_ref_model --precompute_ref_log_probs"),
     ("sync_ref_model", "dpo --sync_ref_model --train_type lora"),
-    ("precompute_ref_log_probs", "kto --precompute_ref_log_probs --micro_batch_size 2"),
     ("per_device_train_batch_size", "kto --per_device_train_batch_size 1"),
+    ("train_type", "rm --train_type lora"),
     ("random_init", "dpo --random_init"),
 ]
 

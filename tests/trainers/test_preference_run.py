@@ -84,6 +84,18 @@ def test_the_reference_of_a_resumed_run_is_the_first_model(folder: Path, tmp_pat
 
 @pytest.mark.process
 @SLOW
+@pytest.mark.parametrize("engine", [("--tp", 2), ("--engine", "ddp", "--per_device_train_batch_size", 2)])
+def test_a_reference_that_moves_goes_on_where_it_was(engine: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    moves = (*engine, "--sync_ref_model", "true", "--ref_model_sync_steps", 1, "--ref_model_mixup_alpha", 0.5, "--torch_dtype", "float32")
+    whole = trained(folder, tmp_path / "whole", "dpo", *moves, "--save_steps", 2)
+    still = trained(folder, tmp_path / "still", "dpo", *engine)
+    again = trained(folder, tmp_path / "again", "dpo", *moves, "--resume_from_checkpoint", tmp_path / "whole/checkpoints/step-2")
+    assert figures(whole)[:1] == figures(still)[:1] and figures(whole)[1] != figures(still)[1]
+    assert figures(again) == figures(whole)[2:]
+
+
+@pytest.mark.process
+@SLOW
 def test_the_reference_of_new_adapters_is_the_model_without_them(folder: Path, tmp_path: Path) -> None:
     lora = ("--train_type", "lora", "--lora_rank", 4)
     native = trained(folder, tmp_path / "native", "dpo", "--tp", 2, *lora)
