@@ -15,7 +15,7 @@ AXES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size
 NATIVE_ONLY = (
     *AXES, "virtual_pipeline_parallel_size", "sequence_parallel", "first_stage_layers", "last_stage_layers", "pipeline_layout",
     "cp_comm_type", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm", "tp_comm_overlap", "transformer_impl",
-    "recompute_method", "recompute_num_layers", "recompute_modules", "fp8_format", "fp8_recipe", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+    "recompute_method", "recompute_num_layers", "recompute_modules", "fp8_format", "fp8_recipe",
     "moe_token_dispatcher_type", "moe_grouped_gemm", "precision_aware_optimizer", "optimizer_cpu_offload")
 FSDP_ONLY = ("fsdp", "fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
 READS = ("engine", "deepspeed", "use_fsdp", "fsdp", "fsdp_config")
@@ -82,5 +82,4 @@ ENGINE_CLASHES: tuple[Clash, ...] = (
     Clash(("freeze_llm", "freeze_vit", "freeze_aligner"),
           lambda c: c.model.freeze_llm and c.model.freeze_vit is not False and c.model.freeze_aligner is not False,
           "leaves nothing to train: freeze_vit and freeze_aligner are true unless said otherwise", "--freeze_aligner false"),
-    Clash(("optimizer", *READS), lambda c: engine_of(c) in ZERO and c.optim.optimizer != "adam", "ZeRO steps AdamW", "--optimizer adam"),
 )

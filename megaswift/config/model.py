@@ -9,7 +9,10 @@ from megaswift.config.peft_methods import METHODS
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16",
           "torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
-ATTENTION = {"flash_attn": "flash", "flash_attention_2": "flash", "flash_attention_3": "flash", "eager": "unfused"}
+ATTENTION = {"flash_attn": "flash", "flash_attention_2": "flash", "flash_attention_3": "flash", "eager": "unfused",
+             "flex_attention": "flex"}
+ON_OFF = {"true": "full", "false": "none", "yes": "full", "no": "none", "on": "full", "off": "none"}
+"""gradient_checkpointing is a switch."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,14 @@ class ModelConfig:
         "auto", "Compute precision; auto: the checkpoint's on a GPU, float32 on a CPU", aliases=("dtype", "model_dtype"),
         choices=("auto", "float32", "bfloat16", "float16"), spellings=DTYPES)
     attn_impl: str = option(
-        "auto", "Attention kernel; flash, fused and unfused are Transformer Engine's",
-        aliases=("attn_implementation", "attention_backend"), choices=("auto", "flash", "fused", "unfused", "sdpa"), spellings=ATTENTION)
+        "auto", "Attention kernel: of Transformer Engine (but sdpa, flex), or of transformers", spellings=ATTENTION,
+        aliases=("attn_implementation", "attention_backend"), choices=("auto", "flash", "fused", "unfused", "sdpa", "flex"))
     transformer_impl: str = option(
         "auto", "Layer kernels; auto: Transformer Engine on a GPU that has it", choices=("auto", "transformer_engine", "torch"),
         spellings={"te": "transformer_engine", "local": "torch"})
     recompute_granularity: str | None = option(
-        None, "Recompute activations in the backward pass", choices=("none", "full", "selective"), metavar="none")
+        None, "Recompute activations in the backward pass", aliases=("gradient_checkpointing",), choices=("none", "full", "selective"),
+        spellings=ON_OFF, metavar="none")
     recompute_method: str | None = option(
         None, "Which layers full recompute takes: in groups, or the first; unset: uniform", choices=("uniform", "block"), metavar="METHOD")
     recompute_num_layers: int | None = option(
@@ -55,3 +59,9 @@ class ModelConfig:
     freeze_vit: bool | None = option(None, "A vision-language model's tower does not train; unset: true", metavar="true")
     freeze_aligner: bool | None = option(None, "Nor what joins tower and language model; unset: true", metavar="true")
     freeze_llm: bool | None = option(None, "Nor its language model; unset: false", metavar="false")
+    use_liger: bool = option(False, "Layer kernels of liger-kernel (GPU; not the native engine)", aliases=("use_liger_kernel",))
+    torch_compile: bool = option(False, "Compile decoder layers (not the native engine)")
+    torch_compile_backend: str = option("inductor", "Compiler of torch_compile", choices=("inductor", "aot_eager", "eager"))
+    torch_compile_mode: str | None = option(
+        None, "What inductor is to spare", choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        metavar="default")

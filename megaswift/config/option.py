@@ -67,6 +67,11 @@ class Option:
         return self.details.get("choices", ())
 
     @property
+    def switches(self) -> bool:
+        """Whether it may also be written as a switch: alone, or with true and false."""
+        return "true" in self.details.get("spellings", {})
+
+    @property
     def unit(self) -> str:
         """Unit of the value, empty for pure numbers and text."""
         return self.details.get("unit", "")

@@ -24,7 +24,8 @@ TASK_NAMES = (*TASKS, "grpo", "ppo", "rlhf")
 
 HINTS = {
     "bf16": "--torch_dtype bfloat16", "fp16": "--torch_dtype float16", "fp32": "--torch_dtype float32",
-    "gradient_checkpointing": "--recompute_granularity full", "distributed_timeout_minutes": "--ddp_timeout, in seconds",
+    "gradient_checkpointing_kwargs": "leave it out: layers are recomputed without re-entrance", "optim_args": "--galore_rank and the like",
+    "distributed_timeout_minutes": "--ddp_timeout, in seconds",
     "sequence_parallel_size": "--context_parallel_size", "world_size": "--nproc_per_node", "resume": "--resume_from_checkpoint latest",
     "flash_attn": "--attn_impl flash", "use_flash_attn": "--attn_impl flash", "eval_strategy": "--eval_steps",
     "save_strategy": "--save_steps", "logging_dir": "--output_dir: TensorBoard's files lie in OUT/runs",

@@ -13,9 +13,11 @@ from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch import batch_problems
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
+from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.config.rule import Clash, Ignored, Test
 from megaswift.config.sections import OPTIONS, Sections
+from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED
 from megaswift.config.values import show
 from megaswift.errors import Problem
 
@@ -64,9 +66,6 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("wsd_decay_ratio", _SCHEDULE, lambda c: c.optim.lr_scheduler_type != "wsd",
             "only the wsd schedule has a decay phase (lr_scheduler_type is {lr_scheduler_type})", "--lr_scheduler_type wsd"),
     Ignored("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
-    Ignored("adam_beta1", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
-    Ignored("adam_beta2", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
-    Ignored("adam_epsilon", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
     Ignored("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
     Ignored("fp8_recipe", ("fp8_format",), lambda c: c.model.fp8_format is None, "needs fp8_format", "--fp8_format hybrid"),
     Ignored("recompute_method", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
@@ -111,6 +110,8 @@ IGNORED: tuple[Ignored, ...] = (
     *ENGINE_IGNORED,
     *ADAPTER_IGNORED,
     *PREFERENCE_IGNORED,
+    *OPTIMIZER_IGNORED,
+    *SPEED_IGNORED,
 )
 
 CLASHES: tuple[Clash, ...] = (
@@ -187,6 +188,8 @@ CLASHES: tuple[Clash, ...] = (
     *ENGINE_CLASHES,
     *ADAPTER_CLASHES,
     *PREFERENCE_CLASHES,
+    *OPTIMIZER_CLASHES,
+    *SPEED_CLASHES,
 )
 
 

@@ -213,6 +213,8 @@ def _take(line: CommandLine, flag: str, values: list[str], table: Table) -> None
     if name == "config":
         line.files += values
         line.problems += [] if values else [Problem(flag, "has no value", "--config run.yaml")]
+    elif not values and option is not None and option.switches and name != option.name:
+        line.givens.append(Given(name, True, label))
     elif not values and option is not None and option.kind != "bool":
         line.problems.append(Problem(flag, "has no value", example(option)))
     elif option is None:

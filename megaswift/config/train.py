@@ -36,3 +36,5 @@ class TrainConfig:
         None, "Go on from a checkpoint folder, or from the latest of output_dir", aliases=("load",), metavar="DIR|latest")
     report_to: tuple[str, ...] = option(("tensorboard",), "Other places for the metrics; none: no other", choices=("tensorboard", "wandb"))
     export_hf: bool = option(True, "Write output_dir/hf at the end")
+    neftune_noise_alpha: float | None = option(
+        None, "Noise on embeddings in training (NEFTune; not the native engine); unset: none", above=0, metavar="X")

@@ -40,7 +40,8 @@ def parse(option: Option, raw: Any) -> Any:
         if len(raw) != 1:
             raise Invalid("takes one value", example(option))
         raw = raw[0]
-    return _SCALARS[option.kind](option, raw)
+    value = _SCALARS[option.kind](option, raw)
+    return None if option.optional and option.switches and value == "none" else value
 
 
 def example(option: Option) -> str:
@@ -72,6 +73,8 @@ def show(value: Any) -> str:
 def _text(option: Option, raw: Any) -> str:
     if isinstance(raw, os.PathLike):
         raw = os.fspath(raw)
+    if isinstance(raw, bool) and option.switches:
+        raw = show(raw)
     if not isinstance(raw, str) and (isinstance(raw, bool) or not isinstance(raw, int)):
         raise Invalid("must be text", example(option))
     text = str(raw)

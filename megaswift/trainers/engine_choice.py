@@ -8,6 +8,7 @@ from megaswift import log
 from megaswift.config import SwiftConfig, fsdp_json
 from megaswift.config.adapter_rules import SHARDED, bits_of, method_of
 from megaswift.config.engine_rules import AUTO, NATIVE, engine_of, splits_model
+from megaswift.config.optim import EVERYWHERE, ON_PARTS
 from megaswift.families import FAMILIES
 from megaswift.families.model_source import locate
 from megaswift.families.spec import ModelSpec
@@ -27,6 +28,11 @@ def settle(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
     if asked != AUTO:
         return cfg if cfg.engine.engine == asked else cfg.replace(engine=asked)
     kind, why = choose(any_spec(locate(cfg.model, weights=False)), splits_model(cfg), world_size)
+    optimizer = cfg.optim.optimizer
+    if kind != "ddp" and optimizer in ON_PARTS:
+        kind, why = "fsdp2", f"it and ddp step the optimizer {optimizer}"
+    elif kind != "ddp" and optimizer not in EVERYWHERE:
+        kind, why = "ddp", f"the optimizer {optimizer} steps whole matrices"
     if method_of(cfg) is not None or bits_of(cfg) is not None:
         kind, why = for_adapters(cfg, kind, why)
     if tell:

@@ -29,6 +29,7 @@ from megaswift.parallel.shape import ModelShape
 from megaswift.trainers import outputs
 from megaswift.trainers.adapter_checks import folder_problems, torch_adapter_problems
 from megaswift.trainers.model_spec import spec_of
+from megaswift.trainers.torch_checks import machine_problems
 from megaswift.trainers.vision_checks import vision_problems
 
 EXPERT_OPTIONS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_grouped_gemm")
@@ -94,7 +95,11 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
 
 def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world_size: int) -> list[Problem]:
     """What the torch engine needs beside a model that transformers loads."""
-    problems = check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size))
+    problems = check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size)) + machine_problems(cfg)
+    if "moe_router_score_function" not in spec.transformer:
+        rule = f"is for models with experts, and model_type {spec.family} has none, or has them unlike those that are known here"
+        problems += [Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out") for name in EXPERT_OPTIONS[:2]
+                     if chosen(cfg, name) and getattr(cfg.model, name)]
     if (kind := engine_of(cfg)) in ZERO:
         dtype = cfg.model.torch_dtype  # auto depends on the device: what the file says of it is then checked on the ranks
         problems += missing(kind)

@@ -7,9 +7,11 @@ from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.capabilities import NEED_TRANSFORMER_ENGINE, missing_transformer_engine
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
+from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.config.rules import CLASHES, IGNORED
 from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED
 from megaswift.errors import ConfigError
 
 IDLE = [
@@ -17,9 +19,6 @@ IDLE = [
     ("--min_lr 1e-6 --lr_scheduler_type constant", "--min_lr 1e-6 --lr_scheduler_type linear"),
     ("--wsd_decay_ratio 0.2", "--wsd_decay_ratio 0.2 --lr_scheduler_type wsd"),
     ("--sgd_momentum 0.8", "--sgd_momentum 0.8 --optimizer sgd"),
-    ("--adam_beta1 0.8 --optimizer sgd", "--adam_beta1 0.8"),
-    ("--adam_beta2 0.8 --optimizer sgd", "--adam_beta2 0.8"),
-    ("--adam_epsilon 1e-6 --optimizer sgd", "--adam_epsilon 1e-6"),
     ("--precision_aware_optimizer --optimizer sgd", "--precision_aware_optimizer"),
     ("--fp8_recipe delayed", "--fp8_recipe delayed --fp8_format e4m3"),
     ("--recompute_method uniform", "--recompute_method uniform --recompute_granularity full"),
@@ -124,8 +123,8 @@ def test_what_goes_together(words: str) -> None:
 
 
 def test_every_row_is_tried() -> None:
-    clashes, idle = (*ENGINE_CLASHES, *LAUNCH_CLASHES, *ADAPTER_CLASHES, *PREFERENCE_CLASHES), (
-        *ENGINE_IGNORED, *LAUNCH_IGNORED, *ADAPTER_IGNORED, *PREFERENCE_IGNORED)
+    clashes = (*ENGINE_CLASHES, *LAUNCH_CLASHES, *ADAPTER_CLASHES, *PREFERENCE_CLASHES, *OPTIMIZER_CLASHES, *SPEED_CLASHES)
+    idle = (*ENGINE_IGNORED, *LAUNCH_IGNORED, *ADAPTER_IGNORED, *PREFERENCE_IGNORED, *OPTIMIZER_IGNORED, *SPEED_IGNORED)
     own = [r for r in CLASHES if r not in clashes]
     assert {NAMES[i.split()[0][2:]] for i, _ in IDLE} == {r.option for r in IGNORED if r not in idle}
     assert [name for name, _ in CLASHING] == [r.options[0] for r in own]

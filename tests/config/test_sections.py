@@ -61,7 +61,12 @@ NEEDS = {
     "overlap_p2p_comm": {"pp": 2, "vpp": 2}, "fsdp": {"engine": "fsdp2"}, "fsdp_transformer_layer_cls_to_wrap": {"engine": "fsdp2"},
     "optimizer_cpu_offload": {}, "ref_model_mixup_alpha": {"sync_ref_model": True}, "ref_model_sync_steps": {"sync_ref_model": True},
     "discopop_tau": {"loss_type": "discopop"}, "f_alpha_divergence_coef": {"f_divergence_type": "alpha_divergence"},
-    "simpo_gamma": {"loss_type": "simpo"}, "desirable_weight": {"micro_batch_size": 2}, "undesirable_weight": {"micro_batch_size": 2}} | {
+    "simpo_gamma": {"loss_type": "simpo"}, "desirable_weight": {"micro_batch_size": 2}, "undesirable_weight": {"micro_batch_size": 2},
+    "use_liger": {"engine": "ddp"}, "torch_compile": {"engine": "ddp"},
+    "neftune_noise_alpha": {"engine": "ddp"}, "torch_compile_backend": {"engine": "ddp", "torch_compile": True},
+    "torch_compile_mode": {"engine": "ddp", "torch_compile": True}} | {
+    name: {"engine": "ddp", "optimizer": "galore_adamw"} for name in (
+        "galore_rank", "galore_update_proj_gap", "galore_scale", "galore_proj_type", "galore_target_modules")} | {
     name: {"engine": "ddp", "freeze_aligner": False} for name in ("freeze_vit", "freeze_llm")} | {"freeze_aligner": {"engine": "ddp"}} | {
     name: {"train_type": "lora"} for name in ("lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules",
                                               "target_parameters", "modules_to_save", "adapters", "merge_lora")} | {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megaswift.config.engine import ZERO
@@ -21,19 +19,15 @@ CASES = [
     *(pytest.param(engine, text, marks=pytest.mark.slow) for engine in ("ddp", "fsdp2") for text in (
         "dense single", "dense dp2", "dense dp4 packed", "dense dp2 tied", "moe dp2 packed", "moe dp4", "qwen2 dp2", "gemma2 dp2 packed",
         "gpt_oss dp2", "qwen2_moe dp2 packed", "deepseek_v3 dp2")),
+    *(pytest.param("ddp", f"{text} dp2", marks=pytest.mark.slow) for text in (
+        "mixtral", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v2-greedy", "minimax_m2", "moe filler", "moe-mixed packed")),
 ]
 
 
-@pytest.fixture(scope="module")
-def plain(models: Path) -> References:
-    """Without auxiliary losses: transformers leaves them out unless it is asked."""
-    return References(models, aux=False)
-
-
 @pytest.mark.parametrize(("engine", "text"), CASES)
-def test_equals_hugging_face(engine: str, text: str, pool: Pool, plain: References) -> None:
+def test_equals_hugging_face(engine: str, text: str, pool: Pool, references: References) -> None:
     case: Case = parse(text)
-    folder, recipe, want = plain.of(case)
+    folder, recipe, want = references.of(case)
     task = Task(case, folder, recipe, options={"engine": engine, "recompute_granularity": "full" if case.tied else None})
     got = pool.run("tests.parity.measure:train", task, case.world)[0]
     differences = compare(got, want, recipe)
@@ -41,9 +35,9 @@ def test_equals_hugging_face(engine: str, text: str, pool: Pool, plain: Referenc
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_sees_a_label_that_is_dropped(engine: str, pool: Pool, plain: References) -> None:
+def test_sees_a_label_that_is_dropped(engine: str, pool: Pool, references: References) -> None:
     case = parse("dense dp2")
-    folder, recipe, want = plain.of(case)
+    folder, recipe, want = references.of(case)
     options = {"engine": engine}
     got = pool.run("tests.parity.measure:train", Task(case, folder, recipe, 1, "mask", options), case.world)[0]
     assert any(d.bad for d in compare(got, want, recipe))

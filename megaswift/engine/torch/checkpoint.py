@@ -130,16 +130,18 @@ def load(engine: TorchEngine, directory: Path) -> None:
         log.info(f"{directory} is of {facts['world_size']} processes: same weights and optimizer, random states start anew")
 
 
-def _entries(engine: TorchEngine) -> list[tuple[str, str]]:
+def _entries(engine: TorchEngine) -> dict[tuple[str, str], TensorMeta]:
     """What goes by the name of a parameter: (parameter, kind) in one order on every rank. With adapters also what trains, which is all."""
     trained = list(engine.strategy.trained())
-    weights = trained if engine.adapts else []
-    return [(n, WEIGHT) for n in weights] + [(n, kind) for n in trained for kind in engine.strategy.states() if engine.strategy.steps]
+    found = {(n, WEIGHT): TensorMeta(tuple(engine.shapes[n]), torch.float32) for n in trained if engine.adapts}
+    if engine.strategy.steps:
+        found |= {(n, kind): meta for n in trained for kind, meta in engine.strategy.states(n).items()}
+    return found
 
 
 def _tensors(engine: TorchEngine) -> dict[str, TensorMeta]:
     weights = {} if engine.adapts else {f"{WEIGHT}.{n}": TensorMeta(tuple(t.shape), torch.float32) for n, t in disk_metas(engine).items()}
-    return weights | {f"{kind}.{name}": TensorMeta(tuple(engine.shapes[name]), torch.float32) for name, kind in _entries(engine)}
+    return weights | {f"{kind}.{name}": meta for (name, kind), meta in _entries(engine).items()}
 
 
 def _facts(engine: TorchEngine) -> dict[str, Any]:

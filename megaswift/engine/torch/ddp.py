@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch.adapters import base
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.hollow import make_real
+from megaswift.engine.torch.optimizer_choice import make
 from megaswift.engine.torch.quantised import elements, scale_bytes
-from megaswift.engine.torch.strategy import GRADIENT, WEIGHT, clip_factor, make_optimizer, set_rates, state_names
+from megaswift.engine.torch.strategy import GRADIENT, WEIGHT, clip_factor, set_rates
 from megaswift.engine.torch.vision import trains_tower
 
 
@@ -31,7 +33,7 @@ class Replicated:
         self.ranks = context.layout.world_size
         self.module = self.wrap(module)
         self.parameters = {name: p for name, p in self.named()}
-        self.optimizer = make_optimizer([(n, p) for n, p in self.parameters.items() if p.requires_grad], optim)
+        self.optimizer = make(self.bare, optim)
         self.steps = 0
         self.stepped: Callable[[int], None] = lambda step: None
         """Called after each step that was taken, while the gradients are there."""
@@ -77,7 +79,7 @@ class Replicated:
             if factor < 1.0:
                 for gradient in self.gradients():
                     gradient.mul_(factor)
-            set_rates(self.optimizer, lr, optim.weight_decay)
+            set_rates(self.optimizer.inner, lr, optim.weight_decay)
             self.optimizer.step()
             self.steps += 1
             self.stepped(self.steps)
@@ -86,11 +88,12 @@ class Replicated:
 
     def zero_grad(self) -> None:
         """Forgets gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
-    def states(self) -> tuple[str, ...]:
-        """The optimizer's tensors for each parameter."""
-        return state_names(self.optim)
+    def states(self, name: str) -> dict[str, TensorMeta]:
+        """The optimizer's tensors for a parameter that trains, whole."""
+        return self.optimizer.metas(self.parameters[name])
 
     def trained(self) -> Iterator[str]:
         """Names of the parameters that train."""
@@ -107,32 +110,28 @@ class Replicated:
             return parameter.data
         if kind == GRADIENT:
             return torch.zeros_like(parameter.data) if parameter.grad is None else parameter.grad
-        state = self.optimizer.state[parameter]
-        if kind not in state:
-            for missing in self.states():
-                state[missing] = torch.zeros_like(parameter.data)
-            if "exp_avg" in state:
-                state["step"] = torch.tensor(float(self.steps))
-        return state[kind]
+        return self.optimizer.states(parameter, self.steps)[kind]
 
     def full(self, name: str, kind: str) -> Tensor:
         """The whole tensor."""
         return self.place(name, kind)
 
     def put(self, name: str, kind: str, tensor: Tensor) -> None:
-        """The inverse of `full`; an Adam state takes the number of steps along."""
+        """The inverse of `full`; a state takes the number of steps along."""
         self.place(name, kind).copy_(tensor)
-        state = self.optimizer.state.get(self.parameters[name], {})
-        if "step" in state:
-            state["step"].fill_(float(self.steps))
+        if kind != WEIGHT:
+            self.optimizer.count(self.parameters[name], self.steps)
 
     def sizes(self) -> tuple[int, int, int, int]:
         """(parameters, bytes of weights, of gradients, of optimizer states) of this rank."""
         parts = {name: self.local(p.data) for name, p in self.parameters.items()}
-        trained = sum(parts[name].nbytes for name in self.trained())
+        trained = list(self.trained())
+        gradients = sum(parts[name].nbytes for name in trained)
+        whole = {name: self.optimizer.nbytes(self.parameters[name]) for name in trained}
+        states = sum(whole[name] * parts[name].numel() // self.parameters[name].numel() for name in trained)
         scales = sum(scale_bytes(p) for p in self.parameters.values())
         count = sum(elements(p) if getattr(p, "quant_state", None) else parts[n].numel() for n, p in self.parameters.items())
-        return count, sum(p.nbytes for p in parts.values()) + scales, trained, trained * len(self.states())
+        return count, sum(p.nbytes for p in parts.values()) + scales, gradients, states
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor."""

@@ -28,7 +28,9 @@ from megaswift.engine.torch.choice import wrap
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import Replicated
 from megaswift.engine.torch.host_memory import returned_at_once
+from megaswift.engine.torch.neftune import Noise
 from megaswift.engine.torch.rank_allocation import allocation_of
+from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
 from megaswift.families.spec import ModelSpec
 from megaswift.losses.contract import Batch, Loss, Needs, Outputs
@@ -63,6 +65,7 @@ class TorchEngine:
         self.fields = start.fields
         self.elements = sum(quantised.elements(p) for p in self.fields.parameters())
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
+        self.noise, self.routers = self._noise(), RouterLosses(adapters.base(self.fields.model), self.spec, self.cfg)
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
         self.strategy = wrap(self.kind, self.fields, self.cfg, self.context, self.dtype)
         start.fill(self)
@@ -70,6 +73,10 @@ class TorchEngine:
         if self.allocation is not None:
             assert isinstance(self.strategy, Replicated), "config.adapter_rules says so"
             self.strategy.stepped = self.allocation.stepped
+
+    def _noise(self) -> Noise | None:
+        alpha = self.cfg.train.neftune_noise_alpha
+        return Noise(adapters.base(self.fields.model).get_input_embeddings(), alpha) if alpha else None
 
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
@@ -97,14 +104,21 @@ class TorchEngine:
         self.fields.needs = loss.needs
         for i, batch in enumerate(microbatches):
             here = batch.to(self.context.device)
-            value = objective(here, self._fields(here))
+            if self.noise is not None:
+                self.noise.scale = self.noise.of(here) if train else None
+            self.routers.begin(train)
+            value = objective(here, self._fields(here)) + self.routers.take(here.valid, max(counted.microbatches, 1))
             last = i == len(microbatches) - 1
             if train and last and self.allocation is not None:  # once a global batch, of which every rank adds its share
                 orthogonal = self.allocation.penalty()
                 value = value + orthogonal / self.layout.world_size
             if train:
                 self.strategy.backward(value, last)
+        if self.noise is not None:
+            self.noise.scale = None
         total, metrics = report(objective, self.context)
+        if train:
+            metrics |= self.routers.report(self.context)
         if train and self.allocation is not None:
             metrics["orth_loss"] = float(orthogonal.detach())
         return StepResult(total, metrics, None, False, counted.tokens, counted.label_tokens, counted.counts)
@@ -184,8 +198,9 @@ class TorchEngine:
     @property
     def kernels(self) -> str:
         """For the first screen."""
-        attention = getattr(adapters.base(self.fields.model).config, "_attn_implementation", "")
-        return f"transformers, {attention} attention, {str(self.dtype).removeprefix('torch.')}"
+        attention, chosen = getattr(adapters.base(self.fields.model).config, "_attn_implementation", ""), self.cfg.model
+        extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile + ["liger-kernel"] * chosen.use_liger
+        return ", ".join(["transformers", f"{attention} attention", str(self.dtype).removeprefix("torch."), *extra])
 
     def report(self) -> ParameterReport:
         """Exact sizes, for the first screen. Collective."""

@@ -15,13 +15,15 @@ from megaswift.bridge import peft_config
 from megaswift.bridge.new_head import NEW, new_head
 from megaswift.bridge.open import open_weights
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch import hollow, quantised, vision
+from megaswift.engine.torch import hollow, liger, quantised, vision
+from megaswift.engine.torch.adapters import base
+from megaswift.engine.torch.compiling import compile_layers
 from megaswift.engine.torch.fields import FieldsModel
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.spec import ModelSpec
 from megaswift.families.vision import has_tower
 
-ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfused": "eager"}
+ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfused": "eager", "flex": "flex_attention"}
 """`--attn_impl` to transformers' name."""
 
 
@@ -103,12 +105,16 @@ def prepare(
     """Everything that is done to a model before it is wrapped. `empty`: its parameters have no memory (`hollow`)."""
     model = build(folder, cfg, weights, spec, further, empty)
     hollow.make_hollow(model)
+    if cfg.model.use_liger:
+        liger.apply(model)
     freeze(model, cfg.model.freeze_parameters)
     vision.freeze_parts(model, cfg.model)
     if cfg.model.recompute_granularity == "full":
         cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cfg.model.train_type != "full":
         model = adapt(model, cfg)
+    if cfg.model.torch_compile:
+        compile_layers(model, layer_classes(base(model)), cfg.model)
     return FieldsModel(model)
 
 

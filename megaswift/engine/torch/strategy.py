@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
 
 WEIGHT, GRADIENT = "weight", "gradient"
@@ -30,11 +31,11 @@ class Strategy(Protocol):
     def zero_grad(self) -> None:
         """Forgets gradients."""
 
-    def states(self) -> tuple[str, ...]:
-        """The optimizer's tensors for each parameter."""
+    def states(self, name: str) -> dict[str, TensorMeta]:
+        """The optimizer's tensors for a parameter that trains, whole."""
 
     def full(self, name: str, kind: str) -> Tensor:
-        """The whole float32 tensor: WEIGHT, GRADIENT or one of `states`. Collective."""
+        """The whole tensor: WEIGHT and GRADIENT in float32, or one of `states`. Collective."""
 
     def put(self, name: str, kind: str, tensor: Tensor) -> None:
         """The inverse of `full`; every rank passes the whole tensor. Collective."""
@@ -58,10 +59,15 @@ def decays(name: str, parameter: Tensor) -> bool:
     return len(whole) > 1 and not name.endswith("bias")
 
 
+def groups_of(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    """Parameters with weight decay, and those without."""
+    groups: list[dict[str, Any]] = [{"params": [p for n, p in named if decays(n, p) == flag], "decays": flag} for flag in (True, False)]
+    return [g for g in groups if g["params"]]
+
+
 def make_optimizer(named: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW, or SGD, in two groups: with weight decay and without."""
-    groups: list[dict[str, Any]] = [{"params": [p for n, p in named if decays(n, p) == flag], "decays": flag} for flag in (True, False)]
-    groups = [g for g in groups if g["params"]]
+    groups = groups_of(named)
     if optim.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.sgd_momentum)
     return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon)
@@ -71,13 +77,6 @@ def set_rates(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) 
     """Learning rate and weight decay of every group."""
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
-
-
-def state_names(optim: OptimConfig) -> tuple[str, ...]:
-    """What the optimizer keeps for each parameter."""
-    if optim.optimizer == "sgd":
-        return ("momentum_buffer",) if optim.sgd_momentum else ()
-    return ("exp_avg", "exp_avg_sq")
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.deepspeed_json import KINDS, kind_of, offloads
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch import zero_config
@@ -142,9 +143,11 @@ class ZeroStrategy:
                 self._zero.reset_cpu_buffers()
         self._micro = 0
 
-    def states(self) -> tuple[str, ...]:
-        """The optimizer's tensors for each parameter."""
-        return MOMENTS
+    def states(self, name: str) -> dict[str, TensorMeta]:
+        """The optimizer's tensors for a parameter, whole."""
+        parameter = self._names[name]
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        return {moment: TensorMeta(shape, torch.float32) for moment in MOMENTS}
 
     def trained(self) -> Iterator[str]:
         """Names of the parameters that train."""

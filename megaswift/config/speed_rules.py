@@ -1,0 +1,32 @@
+"""Options for speed and noise that transformers' models have and the native engine has not, and what they cannot go with. No torch."""
+
+from __future__ import annotations
+
+from megaswift.config.engine_rules import AUTO, NATIVE, READS, engine_of
+from megaswift.config.rule import Clash, Ignored, Test
+
+_NATIVE: Test = lambda c: engine_of(c) == NATIVE  # noqa: E731
+_TORCH: Test = lambda c: engine_of(c) not in (NATIVE, AUTO)  # noqa: E731
+_PLAIN: Test = lambda c: not c.model.torch_compile  # noqa: E731
+_OTHER = "belongs to transformers' models, which the native engine does not run"
+TORCH_ONLY = ("use_liger", "torch_compile", "neftune_noise_alpha")
+
+SPEED_IGNORED: tuple[Ignored, ...] = (
+    *(Ignored(name, READS, _NATIVE, _OTHER, "--engine ddp") for name in TORCH_ONLY),
+    Ignored("torch_compile_backend", ("torch_compile",), _PLAIN, "needs torch_compile", "--torch_compile true"),
+    Ignored("torch_compile_mode", ("torch_compile",), _PLAIN, "needs torch_compile", "--torch_compile true"),
+)
+
+SPEED_CLASHES: tuple[Clash, ...] = (
+    Clash(("attn_impl", *READS), lambda c: _NATIVE(c) and c.model.attn_impl == "flex",
+          "is a kernel of transformers' models, which the native engine does not run", "--engine ddp, or --attn_impl auto"),
+    Clash(("attn_impl", *READS), lambda c: _TORCH(c) and c.model.attn_impl == "fused",
+          "is a kernel of Transformer Engine, which transformers' models do not run", "--attn_impl sdpa"),
+    Clash(("attn_impl", "torch_dtype", *READS), lambda c: _TORCH(c) and c.model.attn_impl == "flash" and c.model.torch_dtype == "float32",
+          "computes in half precision, and torch_dtype is float32", "--attn_impl sdpa, or --torch_dtype bfloat16"),
+    Clash(("torch_compile", *READS), lambda c: c.model.torch_compile and engine_of(c) in ("zero3", "zero3_offload"),
+          "reads whole weights, which ZeRO-3 gathers for each small module by hooks that cannot be compiled", "--engine fsdp2"),
+    Clash(("torch_compile_mode", "torch_compile_backend"),
+          lambda c: c.model.torch_compile and c.model.torch_compile_mode is not None and c.model.torch_compile_backend != "inductor",
+          "is for the inductor, and torch_compile_backend is {torch_compile_backend}", "--torch_compile_backend inductor"),
+)

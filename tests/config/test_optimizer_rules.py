@@ -1,0 +1,59 @@
+"""Which engine steps which optimizer, and which options belong to which."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.config.optim import OPTIMIZERS, SPELLINGS
+from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
+from megaswift.config.sections import OPTIONS
+from megaswift.trainers.engine_choice import settle
+from tests.config.test_rules import problems
+from tests.trainers.inputs import write_model
+
+CLASHING = ["--optim adafactor", "--engine zero1 --optim adamw_8bit", "--engine fsdp2 --optim adafactor",
+            "--fsdp offload --optim paged_adamw",
+            "--engine ddp --optim galore_adamw --train_type lora"]
+IDLE = [
+    ("--adam_beta1 0.8 --optim sgd", "--adam_beta1 0.8 --engine ddp --optim lion_8bit"),
+    ("--adam_beta2 0.8 --optim sgd", "--adam_beta2 0.8"),
+    ("--adam_epsilon 1e-6 --engine ddp --optim paged_lion", "--adam_epsilon 1e-6 --engine ddp --optim paged_adamw"),
+    *((f"--{name} {value} --engine ddp --optim adafactor", f"--{name} {value} --engine ddp --optim galore_adafactor") for name, value in (
+        ("galore_rank", 8), ("galore_update_proj_gap", 50), ("galore_scale", 1.0), ("galore_proj_type", "left"),
+        ("optim_target_modules", "mlp"))),
+]
+
+
+def test_contradictions() -> None:
+    for words, clash in zip(CLASHING, OPTIMIZER_CLASHES, strict=True):
+        found = problems(words)
+        assert len(found) == 1 and found[0].startswith("--optim") and clash.options[0] == "optimizer", found
+    assert all({r.option, *r.reads} <= set(OPTIONS) for r in OPTIMIZER_IGNORED)
+
+
+@pytest.mark.parametrize("idle, used", IDLE)
+def test_an_option_that_would_be_ignored(idle: str, used: str) -> None:
+    found = problems(idle)
+    assert len(found) == 1 and found[0].startswith(idle.split()[0]) and "would be ignored" in found[0]
+    assert problems(used) == []
+
+
+def test_every_row_is_tried() -> None:
+    assert len(IDLE) == len(OPTIMIZER_IGNORED)
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *SPELLINGS])
+def test_names(name: str) -> None:
+    """transformers' spellings; all of them under ddp."""
+    assert SwiftConfig(engine="ddp", optim=name).optim.optimizer == SPELLINGS.get(name, name)
+
+
+def test_auto_takes_an_engine_that_can(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("megaswift.trainers.engine_choice.SMALL", 1.0)
+    model = str(write_model(tmp_path_factory.mktemp("m")))
+    assert settle(SwiftConfig(model=model, engine="auto"), 2).engine.engine != "ddp"
+    assert settle(SwiftConfig(model=model, engine="auto", optim="adafactor"), 2).engine.engine == "ddp"
+    assert "the optimizer adafactor steps whole matrices" in capsys.readouterr().err
+    assert settle(SwiftConfig(model=model, engine="auto", optim="lion"), 2).engine.engine == "fsdp2"

@@ -1,0 +1,39 @@
+"""liger-kernel's kernels in a model, put there without a GPU and not run: what is replaced, and what must stay."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from megaswift.engine.torch import liger
+from megaswift.errors import ConfigError
+from tests.parity.models import VARIANTS, config
+
+
+def model(variant: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    made: torch.nn.Module = AutoModelForCausalLM.from_config(config(variant))
+    return made
+
+
+def test_layers_are_replaced_and_the_head_is_not() -> None:
+    """`logits_to_keep` picks the columns that have labels; a fused loss would take the logits away."""
+    pytest.importorskip("liger_kernel")
+    made = model("dense")
+    forward, names = type(made).forward, list(made.state_dict())
+    liger.apply(made)
+    assert type(made).forward is forward and "forward" not in vars(made)
+    assert "logits_to_keep" in inspect.signature(made.forward).parameters
+    norms = [m for n, m in made.named_modules() if n.endswith("norm")]
+    assert norms and all("liger" in m.forward.__func__.__module__ for m in norms), "norms are transformers' still"
+    assert list(made.state_dict()) == names
+
+
+def test_an_architecture_without_kernels_is_refused() -> None:
+    pytest.importorskip("liger_kernel")
+    assert "minimax_m2" in VARIANTS
+    with pytest.raises(ConfigError, match="has no kernels for model_type minimax_m2"):
+        liger.apply(model("minimax_m2"))
