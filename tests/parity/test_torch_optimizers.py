@@ -23,9 +23,9 @@ from tests.parity.references import References
 RECIPE = Recipe(lr=2e-3, max_grad_norm=1.0)
 ONCE = GALORE | {"galore_update_proj_gap": 200}
 """Directions are taken once: singular vectors have no sign of their own, and moments meet the next ones with either."""
-TRIED: dict[str, dict[str, Any]] = {"adafactor": {}, "adamw_8bit": {}}
+TRIED: dict[str, dict[str, Any]] = {"adafactor": {}}
 WIDER: dict[str, dict[str, Any]] = {
-    "sgd": {}, "lion_32bit": {}, "lion_8bit": {}, **{name: {} for name in PAGED},
+    "adamw_8bit": {}, "sgd": {}, "lion_32bit": {}, "lion_8bit": {}, **{name: {} for name in PAGED},
     "galore_adamw": ONCE, "galore_adamw/refreshed": GALORE, "galore_adafactor": ONCE | {"galore_proj_type": "full"},
     "galore_adamw_8bit": ONCE, "galore_adamw/left": ONCE | {"galore_proj_type": "left", "galore_target_modules": ["self_attn"]},
     "galore_adamw/reverse": ONCE | {"galore_proj_type": "reverse_std"}}
@@ -82,9 +82,6 @@ def go(rank: int, world: int, runs: Runs) -> dict[str, Any]:
 
 def reference(name: str, more: dict[str, Any], model: Any) -> Any:
     """The library's own optimizer on a whole model."""
-    import bitsandbytes
-    from transformers.optimization import Adafactor
-
     def groups(parameters: Any) -> list[dict[str, Any]]:
         every = list(parameters)
         parts = [([p for p in every if p.dim() > 1], RECIPE.weight_decay), ([p for p in every if p.dim() == 1], 0.0)]
@@ -95,11 +92,15 @@ def reference(name: str, more: dict[str, Any], model: Any) -> Any:
         if name == "sgd":
             return torch.optim.SGD(groups(parameters), lr=lr, momentum=0.9)
         if "adafactor" in name:
+            from transformers.optimization import Adafactor
+
             return Adafactor(groups(parameters), lr=lr, scale_parameter=False, relative_step=False)
+        if name == "galore_adamw":
+            return torch.optim.AdamW(groups(parameters), lr=lr, betas=RECIPE.betas, eps=RECIPE.eps)
+        import bitsandbytes
+
         if "lion" in name:
             return bitsandbytes.optim.Lion(groups(parameters), lr=lr, betas=RECIPE.betas, optim_bits=bits)
-        if name in ("galore_adamw",):
-            return torch.optim.AdamW(groups(parameters), lr=lr, betas=RECIPE.betas, eps=RECIPE.eps)
         return bitsandbytes.optim.AdamW(groups(parameters), lr=lr, betas=RECIPE.betas, eps=RECIPE.eps, optim_bits=bits)
 
     return PlainGaLore(matrices(model, more), model.parameters(), plain, more) if name.startswith("galore") else plain(model.parameters())
