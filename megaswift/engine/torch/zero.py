@@ -156,7 +156,8 @@ class ZeroStrategy:
     def live(self, names: Iterable[str]) -> list[Tensor]:
         """This rank's parts of these weights; stage 3 keeps small ones whole: freed, or a forward pass would go on with them."""
         found = []
-        for parameter in (self._names[name] for name in names):
+        for name in names:
+            parameter: Any = self._names[name]
             part = getattr(parameter, "ds_tensor", None)
             if part is not None and parameter.ds_status.name == "AVAILABLE":
                 parameter.partition()
