@@ -22,7 +22,7 @@ from megaswift import log
 from megaswift.bridge.hf_source import HfSource, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.bridge.step_source import StepSource
-from megaswift.bridge.transformers_weights import disk_names
+from megaswift.bridge.transformers_weights import buffers, disk_names
 from megaswift.disk import sync
 from megaswift.engine import rng_state
 from megaswift.engine.torch import loading
@@ -82,20 +82,25 @@ def written(engine: TorchEngine, folder: Path, metas: Mapping[str, TensorMeta], 
 
 
 def stream(engine: TorchEngine, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model's files, whole tensor) of a run without adapters: on rank 0; the others iterate over nothing. Collective."""
+    """(name in the model's files, whole tensor) of a run without adapters: on rank 0; the others iterate over nothing. Collective.
+
+    Weights are all that the files hold: buffers too, as the router's expert bias of DeepSeek-V3 is one.
+    """
     bare = base(engine.fields.model)
     names = {name.removeprefix(PREFIX): name for name in (engine.shapes if kind == WEIGHT else engine.strategy.trained())}
     for group in groups(bare, names):
         whole = {name: engine.strategy.full(names[name], kind) for name in group}
         if engine.rank == 0:
             yield from disk_names(bare, {name: tensor.detach().cpu() for name, tensor in whole.items()}).items()
+    if kind == WEIGHT and engine.rank == 0:
+        yield from disk_names(bare, {name: tensor.cpu() for name, tensor in buffers(bare).items()}).items()
 
 
 def disk_metas(engine: TorchEngine) -> dict[str, Tensor]:
-    """What `stream` gives of the weights, without memory."""
+    """What `stream` gives of the weights, in shape and dtype."""
     bare = base(engine.fields.model)
     metas = {name.removeprefix(PREFIX): torch.empty(shape, device="meta") for name, shape in engine.shapes.items()}
-    return disk_names(bare, metas)
+    return disk_names(bare, metas) | disk_names(bare, buffers(bare))
 
 
 def _stream_all(engine: TorchEngine) -> Iterator[tuple[str, Tensor]]:
@@ -140,7 +145,7 @@ def _entries(engine: TorchEngine) -> dict[tuple[str, str], TensorMeta]:
 
 
 def _tensors(engine: TorchEngine) -> dict[str, TensorMeta]:
-    weights = {} if engine.adapts else {f"{WEIGHT}.{n}": TensorMeta(tuple(t.shape), torch.float32) for n, t in disk_metas(engine).items()}
+    weights = {} if engine.adapts else {f"{WEIGHT}.{n}": TensorMeta(tuple(t.shape), t.dtype) for n, t in disk_metas(engine).items()}
     return weights | {f"{kind}.{name}": meta for (name, kind), meta in _entries(engine).items()}
 
 

@@ -5,7 +5,6 @@ Owns the order in which the parts are built and used. The losses, their normalis
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift.bridge.model_folder import write_model
-from megaswift.bridge.transformers_weights import buffers, config_dtype, disk_names, metas_like, stored_dtypes
+from megaswift.bridge.transformers_weights import buffers, config_dtype, metas_like, stored_dtypes
 from megaswift.config import SwiftConfig
 from megaswift.config.engine import ZERO
 from megaswift.engine.objective import Objective, count, outputs_of, report
@@ -179,10 +178,8 @@ class TorchEngine:
 
     def export(self, folder: Path, source: Path) -> None:
         """A Hugging Face folder, each tensor in the dtype that it has in `source`. Collective; rank 0 writes, a piece at a time."""
-        beside = disk_names(self.fields.model, buffers(self.fields.model))
-        metas = metas_like(checkpoint.disk_metas(self) | beside, source)
-        tensors = itertools.chain(self.hf_weights(), beside.items())
-        checkpoint.agree(self, checkpoint.written(self, folder, metas, tensors, lambda writer: writer.close(source)))
+        metas = metas_like(checkpoint.disk_metas(self), source)
+        checkpoint.agree(self, checkpoint.written(self, folder, metas, self.hf_weights(), lambda writer: writer.close(source)))
 
     def write_adapter(self, folder: Path, base: str) -> None:
         """A PEFT folder with what trains. Collective; rank 0 writes."""
