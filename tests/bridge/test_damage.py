@@ -117,7 +117,7 @@ def test_one_file_beside_shards(fresh: Fresh) -> None:
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model_type": "gpt2"}, "model_type 'gpt2': is not a known model family"),
-    ({"architectures": ["Qwen3ForSequenceClassification"]}, "must hold Qwen3ForCausalLM"),
+    ({"architectures": ["Qwen3ForTokenClassification"]}, "must hold Qwen3ForCausalLM"),
     ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "is a field this family's table does not know"),
 ])  # fmt: skip
 def test_the_config_of_another_architecture(changes: dict[str, Any], message: str, fresh: Fresh) -> None:

@@ -41,7 +41,7 @@ def test_a_run_gives_it(options: dict[str, Any], seconds: float, monkeypatch: py
         raise Stop(timeout_s)
 
     monkeypatch.setattr(module, "locate", lambda *_, **__: Path())
-    monkeypatch.setattr(module, "load_spec", lambda _: None)
+    monkeypatch.setattr(module, "spec_of", lambda *_: None)
     monkeypatch.setattr(module, "ModelShape", SimpleNamespace(of=lambda _: None))
     monkeypatch.setattr(module, "layout_for", lambda *_: None)
     monkeypatch.setattr("megaswift.engine.megatron.context.ParallelContext", context)
