@@ -1,8 +1,13 @@
-"""`--engine auto`: which engine serves a run, by its axes, the model's size and what is installed. No torch."""
+"""`--engine auto`: which engine serves a run, by its axes, the model's size, the devices' memory and what is installed.
+
+torch is imported only to look at a device.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+from dataclasses import dataclass
 
 from megaswift import log
 from megaswift.config import SwiftConfig, fsdp_json
@@ -16,6 +21,42 @@ from megaswift.families.unlisted import any_spec
 
 SMALL, MIDDLE = 1e9, 7e9
 """Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth sharding."""
+KINDS = ("ddp", "zero2", "fsdp2")
+"""From what holds most on a rank to what holds least."""
+REASONS = {"ddp": ", whole on each device", "zero2": ": gradients and optimizer states in parts", "fsdp2": ": weights in parts too"}
+SHARE = 0.8
+"""Of a process's memory that weights, gradients and optimizer may take: the rest is for activations."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run has."""
+
+    processes: int
+    memory: float
+    """Bytes for one process."""
+    trains_all: bool = True
+    """False: adapters only, so that weights are nearly all there is."""
+
+    def need(self, kind: str, size: int) -> float:
+        """Bytes on a rank: 4 a parameter for weights, 12 for its gradient and Adam's two moments, whole or in parts."""
+        weights, rest = 4.0 * size, 12.0 * size * self.trains_all
+        whole = {"ddp": (1, 1), "zero2": (1, self.processes), "fsdp2": (self.processes, self.processes)}[kind]
+        return weights / whole[0] + rest / whole[1]
+
+    def holds(self, kind: str, size: int) -> bool:
+        """Whether that fits."""
+        return self.need(kind, size) <= SHARE * self.memory
+
+
+def memory_of_a_process(processes: int) -> float:
+    """Bytes: a GPU's, or the processes' share of this machine's."""
+    import torch
+
+    if torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / here
 
 
 def settle(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
@@ -27,7 +68,8 @@ def settle(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
         cfg = cfg.replace(**fsdp_json.of(cfg).options)
     if asked != AUTO:
         return cfg if cfg.engine.engine == asked else cfg.replace(engine=asked)
-    kind, why = choose(any_spec(locate(cfg.model, weights=False)), splits_model(cfg), world_size)
+    machine = Machine(world_size, memory_of_a_process(world_size), cfg.model.train_type == "full")
+    kind, why = choose(any_spec(locate(cfg.model, weights=False)), splits_model(cfg), machine)
     optimizer = cfg.optim.optimizer
     if kind != "ddp" and optimizer in ON_PARTS:
         kind, why = "fsdp2", f"it and ddp step the optimizer {optimizer}"
@@ -52,7 +94,7 @@ def for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
     return ("zero2", f"{name} cannot be split") if kind in SHARDED and method is not None and method.whole else (kind, why)
 
 
-def choose(spec: ModelSpec, axes: bool, world_size: int) -> tuple[str, str]:
+def choose(spec: ModelSpec, axes: bool, machine: Machine) -> tuple[str, str]:
     """(engine, reason)."""
     size = parameters(spec)
     text = f"{size / 1e9:.3g} B parameters" if size >= 1e8 else f"{size / 1e6:.2f} M parameters"
@@ -60,11 +102,16 @@ def choose(spec: ModelSpec, axes: bool, world_size: int) -> tuple[str, str]:
         return NATIVE, "a model-parallel axis is set"
     if spec.family in FAMILIES and spec.experts and size > MIDDLE:
         return NATIVE, f"{text} in {spec.experts} experts a layer"
-    if size < SMALL or world_size == 1:
+    if machine.processes == 1:
         return "ddp", f"{text}, whole on each device" if size < SMALL else f"{text} on one process, nothing to share them with"
-    if importlib.util.find_spec("deepspeed") is None:
-        return "fsdp2", f"{text}, and deepspeed is not installed"
-    return ("zero2", f"{text}: gradients and optimizer states in parts") if size <= MIDDLE else ("fsdp2", f"{text}: weights in parts too")
+    by_size = "ddp" if size < SMALL else "zero2" if size <= MIDDLE else "fsdp2"
+    known = [k for k in KINDS if k != "zero2" or importlib.util.find_spec("deepspeed") is not None]
+    later = known[next(i for i, k in enumerate(known) if KINDS.index(k) >= KINDS.index(by_size)):]
+    kind = next((k for k in later if machine.holds(k, size)), later[-1])
+    if kind == later[0]:
+        return kind, f"{text}, and deepspeed is not installed" if kind != by_size else f"{text}{REASONS[kind]}"
+    room = f"{machine.memory / 2**30:.0f} GiB a process"
+    return kind, f"{text}: {later[0]} would need about {machine.need(later[0], size) / 2**30:.0f} GiB of {room}"
 
 
 def parameters(spec: ModelSpec) -> int:

@@ -14,7 +14,7 @@ from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES, ModelSpec, family_of
 from megaswift.families.unlisted import unlisted_spec
-from megaswift.trainers.engine_choice import choose, parameters, settle
+from megaswift.trainers.engine_choice import Machine, choose, parameters, settle
 from tests.config.test_rules import problems
 from tests.config.test_sections import NEEDS, other_value
 from tests.parity.models import VARIANTS, config
@@ -129,13 +129,30 @@ CHOICES = [
     (dense("4"), False, 1, True, "ddp", "on one process"),
     (dense("70"), False, 1, False, "ddp", "on one process"),
 ]
+MEMORY = [
+    # model, GiB a process, adapters only; what is taken, and what the reason says
+    (dense("0.6"), 8, False, "zero2", "ddp would need about 7 GiB of 8 GiB a process"),
+    (dense("0.6"), 2, False, "fsdp2", "ddp would need about 7 GiB of 2 GiB a process"),
+    (dense("0.6"), 4, True, "ddp", "whole on each device"),
+    (dense("4"), 80, False, "zero2", "gradients and optimizer states in parts"),
+    (dense("4"), 16, False, "fsdp2", "zero2 would need about"),
+    (dense("70"), 16, False, "fsdp2", "weights in parts too"),
+]
 
 
 @pytest.mark.parametrize("row", CHOICES, ids=lambda row: f"{row[4]}-{row[2]}")
 def test_auto_by_axes_size_and_machine(row: tuple[ModelSpec, bool, int, bool, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     spec, axes, world, deepspeed, engine, reason = row
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if deepspeed else None)
-    taken, why = choose(spec, axes, world)
+    taken, why = choose(spec, axes, Machine(world, 1e15))
+    assert taken == engine and reason in why, why
+
+
+@pytest.mark.parametrize("row", MEMORY, ids=lambda row: f"{row[3]}-{row[1]}")
+def test_auto_by_memory(row: tuple[ModelSpec, int, bool, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, room, adapters, engine, reason = row
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    taken, why = choose(spec, False, Machine(8, room * 2**30, not adapters))
     assert taken == engine and reason in why, why
 
 
