@@ -26,6 +26,10 @@ VARIANTS = ("llama3-rope", "llama-linear", "llama-bias", "qwen3-yarn", "mistral-
             "moe-mixed", "qwen3-tiny-heads", "dense-tied")
 
 
+EXPERTS = ("deepseek_v3", "gpt_oss")
+"""Mixtures that the default run sees under expert parallelism too."""
+
+
 def family_cases() -> list[Case]:
     """Each family under each layout, experts also under EP."""
     names = FAMILIES.names()
@@ -33,9 +37,10 @@ def family_cases() -> list[Case]:
 
 
 def by_tier(cases: list[Case]) -> list[Any]:
-    """By default one layout a family, two of mixtures, and all of two families; the others are the slow tier's."""
-    first = [str(parse(text, model="")) for text in ("tp2 sp", "dp2 ep2")]
-    later = [case.model not in ("qwen3", "qwen3_moe") and str(replace(case, model="")) not in first for case in cases]
+    """By default one layout a family, that of expert parallelism of some, and all of two families; the others are the slow tier's."""
+    first, experts = (str(parse(text, model="")) for text in ("tp2 sp", "dp2 ep2"))
+    whole = {case.model: {first} | ({experts} if case.model in EXPERTS else set()) for case in cases}
+    later = [case.model not in ("qwen3", "qwen3_moe") and str(replace(case, model="")) not in whole[case.model] for case in cases]
     return [pytest.param(case, marks=pytest.mark.slow) if slow else case for case, slow in zip(cases, later, strict=True)]
 
 
@@ -103,7 +108,8 @@ def test_variant_trains(variant: str, text: str, pool: Pool, references: Referen
     check(parse(text, model=variant), pool, references)
 
 
-@pytest.mark.parametrize("text", ["dense single", "dense tp2 sp pp2 cp2", "dense tp4 packed tied", "moe tp2 sp ep2", "gemma2 tp2 sp pp2"])
+@pytest.mark.parametrize("text", ["dense tp2 sp pp2", "moe tp2 sp ep2", *(pytest.param(text, marks=pytest.mark.slow) for text in (
+    "dense single", "dense tp2 sp pp2 cp2", "dense tp4 packed tied", "gemma2 tp2 sp pp2"))])
 def test_gradients_of_every_output(text: str, pool: Pool, references: References) -> None:
     """Entropy, logsumexp, mean logit, log sum of squares, at a temperature: what reinforcement learning differentiates."""
     case = parse(text)
@@ -117,7 +123,8 @@ def test_gradients_of_every_output(text: str, pool: Pool, references: References
     assert not any(d.bad for d in differences), "\n" + table(text, differences)
 
 
-@pytest.mark.parametrize("text", ["dense single", "dense tp2 pp2", "moe tp2 sp ep2"])
+@pytest.mark.parametrize("text", [
+    "moe tp2 sp ep2", *(pytest.param(text, marks=pytest.mark.slow) for text in ("dense single", "dense tp2 pp2"))])
 def test_bf16_checkpoint_comes_back(text: str, pool: Pool, models: Path) -> None:
     """A bfloat16 folder, computed in float32, is exported as the very same bfloat16 tensors."""
     case = parse(text)

@@ -87,9 +87,10 @@ def test_fused_projections(pool: Pool, adapters: Adapters) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("text, leaves, saved", [
-    ("dense pp2 do recompute=full", ("layers.3.self_attn.k_proj",), ()),
+    pytest.param("dense pp2 do recompute=full", ("layers.3.self_attn.k_proj",), (), marks=pytest.mark.slow),
     ("dense pp2 vpp2", ("layers.2.mlp.down_proj",), ()),
-    ("dense tp2 sp", ("v_proj", "up_proj"), ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight")),
+    pytest.param("dense tp2 sp", ("v_proj", "up_proj"), ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"),
+                 marks=pytest.mark.slow),
     ("dense tp2 pp2 do", ("q_proj",), ("lm_head.weight", "model.layers.1.self_attn.q_norm.weight")),
     ("moe tp2 sp dp2 ep2", ("experts.1.gate_proj", "experts.2.down_proj"), ("model.layers.0.mlp.gate.weight",)),
 ], ids=str)
