@@ -84,7 +84,7 @@ def expected(folder: Path, batches: list[Batch]) -> tuple[float, dict[str, Tenso
 
 SLOW = pytest.mark.slow
 CASES: list[Any] = [
-    ("dense tp2 sp pp2", {}), ("moe dp2", {"engine": "fsdp2"}),
+    ("dense tp2 sp pp2", {}), ("moe dp2", {"engine": "fsdp2", "moe_aux_loss_coeff": 0.0}),
     *(pytest.param(text, options, marks=SLOW) for text, options in (
         ("dense single", {}), ("dense tp2", {}), ("dense tp2 tied", {}), ("dense pp2 tied", {}), ("dense cp2 packed", {}),
         ("moe dp2 ep2 do", {"moe_aux_loss_coeff": 0.0}),

@@ -70,7 +70,7 @@ def look(engine: Any) -> Seen:
         zero = module.optimizer
         seen.offloads = bool(getattr(zero, "offload_optimizer", getattr(zero, "cpu_offload", False)))
     else:
-        seen.optimizer = type(strategy.optimizer).__name__
+        seen.optimizer = type(strategy.optimizer.inner).__name__
     seen.states = sum(t.numel() for t in optimizer_tensors(strategy))
     units = [m for m in module.modules() if hasattr(m, "set_reshard_after_forward")]
     if units:
@@ -90,7 +90,7 @@ def local(parameter: nn.Parameter) -> Tensor:
 
 def optimizer_tensors(strategy: Any) -> list[Tensor]:
     """The optimizer's states on this rank, but for counts of steps."""
-    inner = strategy.optimizer if hasattr(strategy, "optimizer") else strategy._inner
+    inner = strategy.optimizer.inner if hasattr(strategy, "optimizer") else strategy._inner
     inner = getattr(inner, "inner", inner)
     states = [t for state in inner.state.values() for t in state.values() if isinstance(t, torch.Tensor) and t.dim()]
     return [t.to_local() if hasattr(t, "to_local") else t for t in states]
