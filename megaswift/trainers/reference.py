@@ -6,8 +6,8 @@ are the engine's. As hooks they move the reference (TR-DPO) and keep what must o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 Mismatched = Callable[[Sequence[Batch]], list[Batch]]
 
 
-def scored(engine: Engine, batches: Sequence[Batch], reference: bool) -> list[torch.Tensor]:
-    """Log-probabilities [b, s] of each micro-batch under the model or its reference."""
-    with engine.reference() if reference else nullcontext():
-        found = [outputs.logprobs for outputs in engine.score(batches, Needs())]
+def scored(engine: Engine, batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """Log-probabilities [b, s] of each micro-batch under the weights that the engine has."""
+    found = [outputs.logprobs for outputs in engine.score(batches, Needs())]
     return [logprobs for logprobs in found if logprobs is not None]
 
 
@@ -40,12 +39,12 @@ def with_field(batches: Sequence[Batch], name: str, values: Sequence[torch.Tenso
     return [replace(b, fields={**b.fields, name: v}) for b, v in zip(batches, values, strict=True)]
 
 
-class Preparation(Hook):
+class Preparation(Hook, ABC):
     """Adds to micro-batches what a loss reads."""
 
+    @abstractmethod
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches of one step; `training` False in evaluation, which changes no state."""
-        raise NotImplementedError
 
 
 class Reference(Preparation):
@@ -56,7 +55,8 @@ class Reference(Preparation):
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches with what the loss reads."""
-        return with_field(batches, "reference", scored(engine, batches, reference=True))
+        with engine.reference():
+            return with_field(batches, "reference", scored(engine, batches))
 
     def on_step(self, loop: Loop, step: Step) -> None:
         """Moves the reference towards the model."""
@@ -78,10 +78,8 @@ class Baseline(Reference):
         """The micro-batches with both fields."""
         others = self.mismatched(batches)
         with engine.reference():
-            ours, theirs = engine.score(batches, Needs()), engine.score(others, Needs())
-        own = [o.logprobs for o in ours if o.logprobs is not None]
-        rest = with_field(others, "reference", [o.logprobs for o in theirs if o.logprobs is not None])
-        policy = scored(engine, rest, reference=False)
+            own, rest = scored(engine, batches), with_field(others, "reference", scored(engine, others))
+        policy = scored(engine, rest)
         sums = [value for p, b in zip(policy, rest, strict=True) for value in _sum_and_count(log_ratios(p, b.to(p.device)))]
         totals = agree.total(sums)  # replicas of a model-parallel grid count alike, in sum and number
         zeros = [max(0.0, s / n) if n else 0.0 for s, n in zip(totals[::2], totals[1::2], strict=True)]
@@ -99,7 +97,7 @@ class RunningMean(Reference):
         """The micro-batches with both fields; evaluation leaves the mean as it is."""
         made = super().prepare(engine, batches, training)
         if training:
-            policy = scored(engine, made, reference=False)
+            policy = scored(engine, made)
             pairs = [_sum_and_count(log_ratios(p, b.to(p.device))) for p, b in zip(policy, made, strict=True)]
             found, count = agree.total([sum(p[0] for p in pairs), sum(p[1] for p in pairs)])
             self.sum, self.count = self.sum + self.beta * found, self.count + count
