@@ -143,7 +143,7 @@ def run(loss: Loss, model: Bigram, microbatches: Sequence[Batch]) -> tuple[float
     return total.item(), gradient, reduced([dict(m) for _, m in parts])
 
 
-def same(ours: tuple[float, Tensor], theirs: tuple[float, Tensor], tolerance: float = 1e-6) -> None:
+def assert_same(ours: tuple[float, Tensor], theirs: tuple[float, Tensor], tolerance: float = 1e-6) -> None:
     """Value and gradient agree, by the largest entry."""
     assert abs(ours[0] - theirs[0]) <= tolerance * max(abs(theirs[0]), 1e-3)
     largest = theirs[1].abs().max().item()
@@ -151,7 +151,7 @@ def same(ours: tuple[float, Tensor], theirs: tuple[float, Tensor], tolerance: fl
     assert (ours[1] - theirs[1]).abs().max().item() <= tolerance * largest
 
 
-def same_metrics(ours: dict[str, float], theirs: dict[str, float], without: tuple[str, ...] = ()) -> None:
+def assert_same_metrics(ours: dict[str, float], theirs: dict[str, float], without: tuple[str, ...] = ()) -> None:
     """Every metric that TRL reports, but those named, has the same value here."""
     assert theirs.keys() - {"num_tokens", *without} <= ours.keys()
     for name in theirs.keys() - {"num_tokens", *without}:

@@ -9,7 +9,7 @@ import torch
 
 from megaswift.losses.cpo import CPO, LOSS_TYPES
 from tests.losses import trainers
-from tests.losses.bigram import Bigram, Doc, documents, padded, pairs, run, same, same_metrics
+from tests.losses.bigram import Bigram, Doc, assert_same, assert_same_metrics, documents, padded, pairs, run
 
 DOCS = documents([(3, 5), (3, 2), (1, 1), (1, 7), (6, 4), (6, 4), (2, 9), (2, 3)])
 TOKENS = sum(len(d.ids) for d in DOCS)
@@ -50,8 +50,8 @@ def test_value_gradient_and_metrics_are_trl_s(trl: Any, case: str) -> None:
     without = ("logits/chosen", "logits/rejected", *([] if loss.cpo_alpha else ["nll_loss"]))
     for microbatches in ([pairs(DOCS, False)], [pairs(DOCS, True)], [pairs(DOCS[:2], True), pairs([], True), pairs(DOCS[2:], False)]):
         value, gradient, metrics = run(loss, model, microbatches)
-        same((value, gradient), expected)
-        same_metrics(metrics, noted, without)
+        assert_same((value, gradient), expected)
+        assert_same_metrics(metrics, noted, without)
 
 
 def test_logits_are_those_of_answers() -> None:

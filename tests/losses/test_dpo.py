@@ -12,7 +12,7 @@ import torch
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_types import LOSS_TYPES, SFT, Settings
 from tests.losses import trainers
-from tests.losses.bigram import Bigram, Doc, documents, padded, pairs, reference_of, run, same, same_metrics
+from tests.losses.bigram import Bigram, Doc, assert_same, assert_same_metrics, documents, padded, pairs, reference_of, run
 
 DOCS = documents([(3, 5), (3, 2), (1, 1), (1, 7), (6, 4), (6, 4), (2, 9), (2, 3), (4, 1), (4, 2)])
 """Five pairs: the chosen answer longer, much shorter, as long, ..."""
@@ -80,25 +80,25 @@ def layouts(loss: DPO, reference: Bigram, docs: list[Doc]) -> list[list[Any]]:
     return [[reference_of(reference, b) for b in microbatches] for microbatches in found]
 
 
-def agree(trl: Any, loss: DPO, docs: list[Doc], dtype: torch.dtype = torch.float64) -> None:
+def assert_agree(trl: Any, loss: DPO, docs: list[Doc], dtype: torch.dtype = torch.float64) -> None:
     both = models(docs, dtype)
     expected = theirs(trl, loss, both, docs)
     noted = trainers.metrics(trl)
     for microbatches in layouts(loss, both[1], docs):
         value, gradient, metrics = run(loss, both[0], microbatches)
-        same((value, gradient), expected)
-        same_metrics(metrics, noted)
+        assert_same((value, gradient), expected)
+        assert_same_metrics(metrics, noted)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_value_gradient_and_metrics_are_trl_s(trl: Any, case: str) -> None:
-    agree(trl, CASES[case], DOCS)
+    assert_agree(trl, CASES[case], DOCS)
 
 
 @pytest.mark.parametrize("case", ALPHAS)
 def test_alpha_divergences_are_trl_s(trl: Any, case: str) -> None:
     """In float32: TRL has no float64 form of this one."""
-    agree(trl, ALPHAS[case], SHORT, torch.float32)
+    assert_agree(trl, ALPHAS[case], SHORT, torch.float32)
 
 
 def test_alpha_divergence_at_0_is_forward_kl(trl: Any) -> None:
@@ -106,7 +106,7 @@ def test_alpha_divergence_at_0_is_forward_kl(trl: Any) -> None:
     both = models(DOCS)
     expected = theirs(trl, DPO(f_divergence="forward_kl"), both, DOCS)
     value, gradient, _ = run(DPO(f_divergence="alpha_divergence", f_alpha=0.0), both[0], [reference_of(both[1], pairs(DOCS, True))])
-    same((value, gradient), expected)
+    assert_same((value, gradient), expected)
 
 
 def test_every_type_of_the_installed_config_is_here(trl: Any) -> None:
@@ -125,7 +125,7 @@ def test_label_smoothing_of_sigmoid_is_that_of_aot_on_one_pair(trl: Any) -> None
     both = models(DOCS)
     single = [theirs(trl, replace(loss, loss_types=("aot",)), both, DOCS[i : i + 2]) for i in range(0, len(DOCS), 2)]
     value, gradient, _ = run(loss, both[0], [reference_of(both[1], pairs(DOCS, True))])
-    same((value, gradient), (sum(v for v, _ in single) / 5, torch.stack([g for _, g in single]).mean(0)))
+    assert_same((value, gradient), (sum(v for v, _ in single) / 5, torch.stack([g for _, g in single]).mean(0)))
 
 
 def test_reference_free_by_hand() -> None:
@@ -137,7 +137,7 @@ def test_reference_free_by_hand() -> None:
     answers = [sum(logp[a, b] for a, b in zip(d.ids[d.begin - 1 :], d.ids[d.begin :], strict=False)) for d in DOCS]
     margins = [0.2 * (c - r) for c, r in zip(answers[::2], answers[1::2], strict=True)]
     expected = sum(torch.log1p(torch.exp(-m)) for m in margins) / 5
-    same((value, gradient), trainers.differentiated(expected, policy.weight))
+    assert_same((value, gradient), trainers.differentiated(expected, policy.weight))
     assert metrics["rewards/chosen"] == pytest.approx(0.2 * sum(a.item() for a in answers[::2]) / 5)
     assert metrics["rewards/accuracies"] == sum(m > 0 for m in margins) / 5
 

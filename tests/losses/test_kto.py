@@ -12,7 +12,7 @@ from megaswift.data.mismatched import mismatched
 from megaswift.losses.contract import Batch, Needs
 from megaswift.losses.kto import KTO, log_ratios
 from tests.losses import bigram, trainers
-from tests.losses.bigram import SHAPE, Bigram, Doc, documents, reference_of, run, same, same_metrics
+from tests.losses.bigram import SHAPE, Bigram, Doc, assert_same, assert_same_metrics, documents, reference_of, run
 
 DOCS = documents([(3, 5), (2, 2), (1, 7), (6, 1), (2, 9), (4, 3), (1, 1)])
 LABELS = [True, False, False, True, True, False, True]
@@ -82,8 +82,8 @@ def test_value_gradient_and_metrics_are_trl_s(trl: Any, models: tuple[Bigram, Bi
     if loss.loss_type == "kto":
         assert noted["kl"] > 0.1, "z0 proves nothing"
     value, gradient, metrics = run(loss, models[0], [whole])
-    same((value, gradient), expected)
-    same_metrics(metrics, noted, () if loss.loss_type == "kto" else ("kl",))
+    assert_same((value, gradient), expected)
+    assert_same_metrics(metrics, noted, () if loss.loss_type == "kto" else ("kl",))
 
 
 def test_micro_batches_have_their_own_z0_and_one_normaliser(trl: Any, models: tuple[Bigram, Bigram]) -> None:
@@ -95,7 +95,7 @@ def test_micro_batches_have_their_own_z0_and_one_normaliser(trl: Any, models: tu
     micro = [examples(DOCS[c], LABELS[c], i % 2 == 0) for i, c in enumerate(cuts)]
     prepared_ = [b for m in (*micro, examples([], [], True)) for b in prepared([m], models)]
     value, gradient, metrics = run(loss, models[0], prepared_)
-    same((value, gradient), expected)
+    assert_same((value, gradient), expected)
     assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
 
 
@@ -131,5 +131,5 @@ def test_bco_by_hand(models: tuple[Bigram, Bigram]) -> None:
         steps = list(zip(d.ids[d.begin - 1 :], d.ids[d.begin :], strict=False))
         reward = 0.2 * (sum(policy[a, b] for a, b in steps) - sum(reference[a, b].detach() for a, b in steps))
         losses.append(torch.log1p(torch.exp(-(reward - delta))) if good else 0.5 * torch.log1p(torch.exp(reward - delta)))
-    same((value, gradient), trainers.differentiated(sum(losses) / 7, models[0].weight))
+    assert_same((value, gradient), trainers.differentiated(sum(losses) / 7, models[0].weight))
     assert metrics["delta"] == pytest.approx(delta)

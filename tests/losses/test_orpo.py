@@ -10,7 +10,7 @@ import torch
 
 from megaswift.losses.orpo import ORPO
 from tests.losses import trainers
-from tests.losses.bigram import Bigram, pairs, run, same, same_metrics
+from tests.losses.bigram import Bigram, assert_same, assert_same_metrics, pairs, run
 from tests.losses.test_cpo import DOCS, TOKENS, columns
 
 
@@ -31,8 +31,8 @@ def test_value_gradient_and_metrics_are_trl_s(trl: Any, beta: float, likely: flo
     without = ("logits/chosen", "logits/rejected")
     for cut in ([(DOCS, False)], [(DOCS, True)], [(DOCS[:2], True), ([], True), (DOCS[2:], False)]):
         value, gradient, metrics = run(ORPO(beta), model, [pairs(docs, packed, every=True) for docs, packed in cut])
-        same((value, gradient), expected)
-        same_metrics(metrics, noted, without)
+        assert_same((value, gradient), expected)
+        assert_same_metrics(metrics, noted, without)
 
 
 def test_without_a_completion_field_the_likelihood_is_the_answers() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megaswift.losses.contract import Batch, Metric, Outputs
 from megaswift.losses.reward import Reward, scored_at_last_token
 from tests.losses import trainers
-from tests.losses.bigram import documents, padded, pairs, reduced, same, same_metrics
+from tests.losses.bigram import assert_same, assert_same_metrics, documents, padded, pairs, reduced
 
 DOCS = documents([(3, 5), (3, 2), (1, 1), (1, 7), (6, 4), (6, 4)])
 TOKENS = sum(len(d.ids) for d in DOCS)
@@ -74,8 +74,8 @@ def test_value_gradient_and_metrics_are_trl_s(trl: Any, centring: float | None, 
     loss = Reward(centring)
     for cut in ([([0, 1, 2], False)], [([0, 1, 2], True)], [([0], True), ([], True), ([1, 2], False), ([], False)]):
         value, gradient, metrics = run(loss, model, [batch(*c, margin) for c in cut])
-        same((value, gradient), expected)
-        same_metrics(metrics, noted)
+        assert_same((value, gradient), expected)
+        assert_same_metrics(metrics, noted)
 
 
 def test_fillers_alone_have_no_loss() -> None:
