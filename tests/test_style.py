@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,16 +30,18 @@ FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.u
 FOREIGN_SIGNATURE = "# noqa: PLR0913 (Megatron's signature)"
 
 
-def dependencies(extras: bool = True) -> set[str]:
-    """Import names of what pyproject.toml asks for."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    optional = [row for extra in project["optional-dependencies"].values() for row in extra]
-    names = {re.split(r"[\[<>=!~ ;]", row)[0].lower().replace("-", "_") for row in project["dependencies"] + optional * extras}
-    return names | IMPORT_NAMES if extras else names
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-BASE = dependencies(extras=False) | {"megatron"}
-TAKEN = dependencies() | set(sys.stdlib_module_names) - {"__main__"}
+def dependencies(extras: Iterable[str]) -> set[str]:
+    """Import names of what pyproject.toml asks for, with these extras."""
+    rows = [*PROJECT["dependencies"], *(row for name in extras for row in PROJECT["optional-dependencies"][name])]
+    return {re.split(r"[\[<>=!~ ;]", row)[0].lower().replace("-", "_") for row in rows}
+
+
+BASE = dependencies(["dev"]) | {"megatron"}
+"""What is there wherever the tests run."""
+TAKEN = dependencies(PROJECT["optional-dependencies"]) | IMPORT_NAMES | set(sys.stdlib_module_names) - {"__main__"}
 
 
 def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -103,7 +105,7 @@ def calls(source: Source) -> Iterator[str]:
 
 
 def skips(source: Source) -> Iterator[str]:
-    """A test that is left out where a library of the base installation is missing: it is not missing, so the test would hide."""
+    """A test that is left out where a library that the tests install is missing: it is not missing, so the test would hide."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("importorskip"):
             name = ast.unparse(node.args[0]).strip("'")

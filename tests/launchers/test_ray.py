@@ -30,7 +30,6 @@ NATIVE, DDP, FSDP = (["--engine", "megatron", "--tp", "2"], ["--engine", "ddp"],
 @pytest.fixture
 def ray_folder() -> Any:
     """Where Ray keeps its sockets, whose paths may have 107 characters."""
-    pytest.importorskip("ray")
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:

@@ -74,11 +74,8 @@ def test_sizes_on_the_screen(pool: Pool, dense: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "bits"), [(name, bits) for name, method in METHODS.items() for bits in method.bits])
 def test_other_adapters_over_few_bits(name: str, bits: int, pool: Pool, dense: Path) -> None:
-    if bits not in METHODS[name].bits:
-        pytest.skip("refused by the rules")
     folder = dense
     options = {"engine": "ddp", "train_type": name, "quantization_bit": bits, **SETTINGS[name][0]}
     got = pool.run(GO, Run(folder, options), 2)[0]
