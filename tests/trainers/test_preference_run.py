@@ -122,3 +122,27 @@ def test_a_reward_model_judges_in_transformers(folder: Path, tmp_path: Path) -> 
     with torch.no_grad():
         good, bad = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0].tolist()
     assert good > bad and model.config.num_labels == 1
+
+
+@pytest.mark.process
+@SLOW
+def test_a_reference_of_its_own(folder: Path, tmp_path: Path) -> None:
+    """--ref_model: other weights than the model starts from, so that the first loss is not log 2; gone on from a checkpoint too."""
+    trained(folder, tmp_path / "cpo", "cpo", ranks=1)
+    reference = ("--ref_model", tmp_path / "cpo" / "hf")
+    native = trained(folder, tmp_path / "native", "dpo", "--tp", 2, *reference, "--save_steps", 2)
+    assert_close(native, trained(folder, tmp_path / "ddp", "dpo", "--engine", "ddp", *reference, ranks=1))
+    assert abs(native[0]["loss"] - 0.6931472) > 1e-3
+    saved = tmp_path / "native/checkpoints/step-2"
+    again = trained(folder, tmp_path / "again", "dpo", "--tp", 2, *reference, "--resume_from_checkpoint", saved)
+    assert figures(again) == figures(native)[2:]
+
+
+@pytest.mark.process
+@SLOW
+def test_the_reference_of_adapters_that_go_on_is_how_they_were(folder: Path, tmp_path: Path) -> None:
+    trained(folder, tmp_path / "first", "cpo", "--train_type", "lora", "--lora_rank", 4, ranks=1)
+    on = ("--train_type", "lora", "--adapters", tmp_path / "first" / "adapter")
+    native = trained(folder, tmp_path / "native", "dpo", "--tp", 2, *on)
+    assert_close(native, trained(folder, tmp_path / "ddp", "dpo", "--engine", "ddp", *on, ranks=1))
+    assert native[0]["loss"] == pytest.approx(0.6931472, abs=1e-6) and native[0]["rewards/margins"] == 0 != native[1]["rewards/margins"]
