@@ -127,6 +127,15 @@ class PlainGaLore:
         self.t += 1
 
 
+def five_steps(*sides: tuple[torch.nn.Module, Any]) -> None:
+    """Each module, whose call is its loss, by its optimizer."""
+    for _ in range(5):
+        for module, optimizer in sides:
+            module.zero_grad()
+            module().backward()
+            optimizer.step()
+
+
 @pytest.mark.parametrize("kind", ["std", "reverse_std", "left", "right", "full"])
 def test_galore_is_the_papers(kind: str) -> None:
     """Five steps, with new directions in the third and the fifth, and with weight decay."""
@@ -139,11 +148,7 @@ def test_galore_is_the_papers(kind: str) -> None:
 
     plain = PlainGaLore([theirs.up.weight, theirs.head.weight], theirs.parameters(), adam, GALORE | {"galore_proj_type": kind})
     set_rates(optimizer.inner, 1e-3, 0.1)
-    for _ in range(5):
-        for module, stepped in ((ours, optimizer), (theirs, plain)):
-            module.zero_grad()
-            module().backward()
-            stepped.step()
+    five_steps((ours, optimizer), (theirs, plain))
     for (n, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert float((a - b).detach().abs().max()) < 1e-5 * float(b.detach().abs().max()), n
 
@@ -164,11 +169,7 @@ def test_galore_is_the_package(kind: str, inner: str) -> None:
         else package.GaLoreAdafactor(groups, lr=1e-3, scale_parameter=False, relative_step=False)
     for group in optimizer.inner.param_groups:
         group["lr"], group["weight_decay"] = 1e-3, 0.0
-    for _ in range(5):
-        for module, stepped in ((ours, optimizer), (theirs, plain)):
-            module.zero_grad()
-            module().backward()
-            stepped.step()
+    five_steps((ours, optimizer), (theirs, plain))
     for (n, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert float((a - b).detach().abs().max()) < 1e-4 * float(b.abs().max()), n
     assert math.isfinite(float(ours().detach()))
