@@ -15,7 +15,7 @@ from megaswift import log
 from megaswift.commands import HELP
 from megaswift.config import SwiftConfig, load
 from megaswift.config.accelerate_options import notices
-from megaswift.config.data import PREFERENCES
+from megaswift.config.data import ALIGNMENT
 from megaswift.config.worker import COUNTS, is_worker, other_launcher, started, without_local_rank
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.launchers import local, ray_train
@@ -49,8 +49,8 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
 
 def _go(task: str, words: list[str]) -> int:
     cfg = load(None if task == RLHF else task, words, complete=True)
-    if task == RLHF and cfg.task not in PREFERENCES:
-        raise ConfigError(Problem("--rlhf_type", "is missing: it says which objective", f"--rlhf_type {' | '.join(PREFERENCES)}"))
+    if task == RLHF and cfg.task not in ALIGNMENT:
+        raise ConfigError(Problem("--rlhf_type", "is missing: it says which objective", f"--rlhf_type {' | '.join(ALIGNMENT)}"))
     worker = is_worker(os.environ)
     world = int(os.environ["WORLD_SIZE"]) if worker else local.world_size(cfg.launch)
     other = other_processes(cfg) if worker else ray_train.missing(cfg.launch)

@@ -12,7 +12,12 @@ PAIRS = ("dpo", "orpo", "cpo", "simpo", "rm")
 EXAMPLES = ("kto",)
 """Tasks whose unit is one answer with a label: desirable or not."""
 PREFERENCES = PAIRS + EXAMPLES
-CHATS = SFT + PREFERENCES
+GRPO, PPO = ("grpo",), ("ppo",)
+RL = GRPO + PPO
+"""Tasks whose rows are prompts, and whose unit is a completion that the model has sampled."""
+ALIGNMENT = PREFERENCES + RL
+"""Tasks that `rlhf_type` may name."""
+CHATS = SFT + ALIGNMENT
 """Tasks of conversations."""
 
 
@@ -28,7 +33,7 @@ class DataConfig:
         2048, "Longest sequence", aliases=("seq_length", "max_seq_length", "cutoff_len"), minimum=1, unit="tokens")
     truncation_strategy: str = option(
         "delete", "What happens to longer rows; split: pt only", choices=("raise", "delete", "left", "right", "split"))
-    packing: bool | None = option(None, "Short rows share one sequence, each apart; unset: off, on for preferences")
+    packing: bool | None = option(None, "Short rows share one sequence, each apart; unset: on but for sft and pt")
     system: str | None = option(None, "System message for rows without one", tasks=CHATS, metavar="TEXT")
     loss_scale: str = option(
         "default", "Which text carries loss: the assistant's turns, the last round, all",

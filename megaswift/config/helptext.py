@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
-from megaswift.config.data import PREFERENCES
+from megaswift.config.data import ALIGNMENT
 from megaswift.config.option import Option
 from megaswift.config.sections import OPTIONS, SECTIONS, TASKS
 from megaswift.config.values import show
@@ -23,7 +23,7 @@ megaswift rlhf: the task that rlhf_type names
   megaswift rlhf --rlhf_type dpo --model DIR --dataset FILE      the same as: megaswift dpo --model DIR --dataset FILE
   megaswift rlhf run.yaml                                        rlhf_type: dpo in the file
 
-""" + "\n".join(f"  {name:<8}{TASKS[name]} (megaswift {name} --help)" for name in PREFERENCES)
+""" + "\n".join(f"  {name:<8}{TASKS[name]} (megaswift {name} --help)" for name in ALIGNMENT)
 LEGEND = ("Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
           "A switch alone means true. A file takes the same names, flat or under section headings.")
 
@@ -38,17 +38,18 @@ def task_help(task: str, width: int | None = None) -> str:
             title, _, note = (cls.__doc__ or key).strip().partition("\n\n")
             lines += ["", title, "-" * len(title), *textwrap.wrap(note.strip(), width)]
         for option in mine:
-            lines += entry(option, width)
+            lines += entry(option, width, task)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def entry(option: Option, width: int) -> Iterator[str]:
-    """The lines of one option."""
+def entry(option: Option, width: int, task: str | None = None) -> Iterator[str]:
+    """The lines of one option, as `task` has it."""
     column = 38 if width >= 96 else 30
     head = f"  --{option.name} {default_text(option)}".rstrip()
     text = option.help
-    if option.choices and len(option.choices) > 1:
-        text += f" ({' | '.join(option.choices)})"
+    choices = option.choices_in(task)
+    if len(choices) > 1:
+        text += f" ({' | '.join(choices)})"
     body = textwrap.wrap(text, width - column, break_on_hyphens=False)
     if len(head) >= column:
         yield head

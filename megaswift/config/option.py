@@ -17,6 +17,8 @@ class Details(TypedDict, total=False):
     aliases: tuple[str, ...]
     unit: str
     choices: tuple[str, ...]
+    choices_of: dict[str, tuple[str, ...]]
+    """By task, where each has choices of its own."""
     spellings: dict[str, str]
     """Other ways to write a choice: `fp32` for `float32`."""
     minimum: float
@@ -65,6 +67,10 @@ class Option:
     def choices(self) -> tuple[str, ...]:
         """The only values allowed; empty when any will do."""
         return self.details.get("choices", ())
+
+    def choices_in(self, task: str | None) -> tuple[str, ...]:
+        """The choices that a task has (None: whichever)."""
+        return self.details.get("choices_of", {}).get(task or "", self.choices)
 
     @property
     def switches(self) -> bool:

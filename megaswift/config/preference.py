@@ -1,23 +1,28 @@
-"""Section `preference`: objectives on pairs of answers and on judged answers. The formulas are in `megaswift.losses`."""
+"""Section `preference`: objectives on pairs of answers and on judged answers, and the reference. The formulas are in `megaswift.losses`.
+
+Reinforcement learning has its own section, `rl`; it shares the reference, `beta` and `loss_type`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from megaswift.config.data import RL
 from megaswift.config.option import option
 
 DPO_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero",
               "apo_down", "discopop", "sft", "sigmoid_norm")
 KTO_LOSSES = ("kto", "apo_zero_unpaired", "bco")
 CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
-LOSSES = {"dpo": DPO_LOSSES, "kto": KTO_LOSSES, "cpo": CPO_LOSSES}
+GRPO_LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+LOSSES = {"dpo": DPO_LOSSES, "kto": KTO_LOSSES, "cpo": CPO_LOSSES, "grpo": GRPO_LOSSES}
 """What `loss_type` may be, the first by default."""
-BETAS = {"simpo": 2.0}
+BETAS = {"simpo": 2.0, "grpo": 0.0, "ppo": 0.05}
 """Where the default is not 0.1."""
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-ALL_LOSSES = tuple(dict.fromkeys((*DPO_LOSSES, *KTO_LOSSES, *CPO_LOSSES)))
-_REFERENCED = ("dpo", "kto")
+ALL_LOSSES = tuple(dict.fromkeys((*DPO_LOSSES, *KTO_LOSSES, *CPO_LOSSES, *GRPO_LOSSES)))
+_REFERENCED = ("dpo", "kto", *RL)
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,11 @@ class PreferenceConfig:
     """Preference learning"""
 
     beta: float | None = option(
-        None, "Pull towards the reference; orpo: weight of the odds. Unset: 0.1, simpo 2", above=0,
-        tasks=("dpo", "kto", "orpo", "cpo", "simpo"))
+        None, "Pull to the reference; orpo: to the odds. Unset: 0.1, simpo 2, grpo 0, ppo 0.05", aliases=("kl_coef",), minimum=0,
+        tasks=("dpo", "kto", "orpo", "cpo", "simpo", *RL))
     loss_type: tuple[str, ...] = option(
-        (), "Objectives, added up; unset: sigmoid, of kto kto", choices=ALL_LOSSES, spellings={"aot_pair": "aot_unpaired"},
-        tasks=("dpo", "kto", "cpo"), metavar="NAME...")
+        (), "Objectives, added up; unset: sigmoid, of kto kto, of grpo dapo", choices=ALL_LOSSES, choices_of=LOSSES,
+        spellings={"aot_pair": "aot_unpaired"}, tasks=tuple(LOSSES), metavar="NAME...")
     loss_weights: tuple[float, ...] = option((), "Weight of each loss_type; unset: 1 each", tasks=("dpo",), metavar="NUMBER...")
     label_smoothing: float = option(
         0.0, "Probability that a label is wrong", minimum=0, below=1, tasks=("dpo", "cpo", "simpo"))
@@ -61,7 +66,8 @@ class PreferenceConfig:
 
 def beta_of(c: Any) -> float:
     """`beta`, or the default of the task."""
-    return c.preference.beta if c.preference.beta is not None else BETAS.get(c.task, 0.1)
+    given: float | None = c.preference.beta
+    return given if given is not None else BETAS.get(c.task, 0.1)
 
 
 def loss_types_of(c: Any) -> tuple[str, ...]:
@@ -76,5 +82,5 @@ def likelihood_of(c: Any) -> float:
 
 
 def needs_reference(c: Any) -> bool:
-    """Whether the loss compares with a reference."""
-    return c.task in _REFERENCED and not c.preference.reference_free
+    """Whether the loss, or the rewards, compare with a reference."""
+    return c.task in _REFERENCED and not c.preference.reference_free and beta_of(c) > 0

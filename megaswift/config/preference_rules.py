@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megaswift.config.preference import LOSSES, loss_types_of, needs_reference
+from megaswift.config.data import RL
+from megaswift.config.preference import LOSSES, beta_of, loss_types_of, needs_reference
 from megaswift.config.rule import Clash, Ignored, Test
 from megaswift.config.sections import Sections
 
@@ -27,17 +28,20 @@ def _foreign(c: Sections) -> bool:
 
 
 def _single(c: Sections) -> bool:
-    return c.task in ("kto", "cpo") and len(c.preference.loss_type) > 1
+    return c.task in ("kto", "cpo", "grpo") and len(c.preference.loss_type) > 1
 
 
 _FREE: Test = lambda c: c.preference.reference_free  # noqa: E731
 _STILL: Test = lambda c: not c.preference.sync_ref_model  # noqa: E731
+_NO_PULL: Test = lambda c: c.task in RL and beta_of(c) == 0  # noqa: E731
 _REF = ("reference_free",)
 _NO_REF = "there is no reference with reference_free"
 _TYPE = ("loss_type",)
 
 PREFERENCE_IGNORED: tuple[Ignored, ...] = (
     *(Ignored(name, _REF, _FREE, _NO_REF, "--reference_free false")
+      for name in ("ref_model", "offload_reference", "sync_ref_model")),
+    *(Ignored(name, ("beta",), _NO_PULL, "there is no reference where beta is 0", "--beta 0.01")
       for name in ("ref_model", "offload_reference", "sync_ref_model")),
     *(Ignored(name, ("sync_ref_model",), _STILL, "needs sync_ref_model", "--sync_ref_model true")
       for name in ("ref_model_mixup_alpha", "ref_model_sync_steps")),
@@ -54,6 +58,7 @@ PREFERENCE_IGNORED: tuple[Ignored, ...] = (
 )
 
 PREFERENCE_CLASHES: tuple[Clash, ...] = (
+    Clash(("beta",), lambda c: c.task not in RL and c.preference.beta == 0, "must be > 0: without it this objective is none", "--beta 0.1"),
     Clash(_TYPE, _foreign, "is of another task", "megaswift TASK --help lists those of a task"),
     Clash(_TYPE, _single, "takes one type in this task", "one of them"),
     Clash(("loss_weights", "loss_type"), lambda c: len(c.preference.loss_weights) not in (0, len(loss_types_of(c))),

@@ -5,22 +5,23 @@ Owns precedence, spellings and task names. Reading is `source.py`, values are `v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megaswift.config.adapter_rules import defaults
-from megaswift.config.data import PREFERENCES
+from megaswift.config.data import ALIGNMENT
 from megaswift.config.option import Option
 from megaswift.config.peft_methods import VARIANTS
+from megaswift.config.rl_rules import missing_rewards
 from megaswift.config.rules import check
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
 from megaswift.config.source import Given, Source
-from megaswift.config.values import Invalid, parse, show
+from megaswift.config.values import TRUE, Invalid, parse, show
 from megaswift.errors import ConfigError, Problem, nearest
 
-TASK_NAMES = (*TASKS, "grpo", "ppo", "rlhf")
-"""Values of `train_type` and `rlhf_type` that name a task; those of TASKS exist here."""
+TASK_NAMES = (*TASKS, "rlhf")
+"""Values of `train_type` that name a task; those of TASKS exist here."""
 
 HINTS = {
     "bf16": "--torch_dtype bfloat16", "fp16": "--torch_dtype float16", "fp32": "--torch_dtype float32",
@@ -31,6 +32,10 @@ HINTS = {
     "save_strategy": "--save_steps", "logging_dir": "--output_dir: TensorBoard's files lie in OUT/runs",
     "quant_method": "--quantization_bit 4: bitsandbytes it is", "load_in_4bit": "--quantization_bit 4",
     "load_in_8bit": "--quantization_bit 8",
+    "vllm_server_host": "--vllm_server_base_url http://HOST:PORT", "vllm_server_port": "--vllm_server_base_url http://HOST:PORT",
+    "vllm_max_model_len": "--max_length: prompt and completion", "vllm_max_model_length": "--max_length: prompt and completion",
+    "max_prompt_length": "--max_length: prompt and completion", "sleep_level": "--rollout_sleep true",
+    "external_plugins": "--reward_funcs FILE.py:function", "num_mini_batches": "--generation_batch_size",
     "tokenizer": "--model: the tokenizer lies in the model's folder"}
 """Names of other toolkits that have another shape here."""
 
@@ -57,7 +62,7 @@ def resolve(task: str | None, sources: Iterable[Source], complete: bool = False)
     state.values = {**defaults(state.values.get("train_type")), **state.values}
     given = frozenset(name for name in state.labels if state.values.get(name) is not None and name not in state.ambient)
     if state.values.get("packing") is None:
-        state.values["packing"] = state.task in PREFERENCES
+        state.values["packing"] = state.task in ALIGNMENT
     parts = {key: cls(**{n: v for n, v in state.values.items() if OPTIONS[n].section == key}) for key, cls in SECTIONS.items()}
     sections = Sections(task=state.task or "sft", **parts, given=given, notices=tuple(state.notices))
     problems = [*state.problems, *check(sections, state.labels, frozenset(state.wrong))]
@@ -82,9 +87,14 @@ def _take(state: State, source: Source) -> None:
         (state.ambient.add if source.ambient else state.ambient.discard)(option.name)
 
 
-def _spelled_out(givens: Iterable[Given]) -> Iterator[Given]:
-    """`train_type dora` is lora with `use_dora`."""
+def _spelled_out(givens: Sequence[Given]) -> Iterator[Given]:
+    """`train_type dora` is lora with `use_dora`; of `use_vllm` and `vllm_mode` together the second says which, where the first is true."""
+    said = {given.name: str(given.value).strip().lower() for given in givens}
+    twice = {"use_vllm", "vllm_mode"} <= said.keys()
+    idle = None if not twice else "use_vllm" if said["use_vllm"] in TRUE else "vllm_mode"
     for given in givens:
+        if given.name == idle:
+            continue
         switch = VARIANTS.get(str(given.value).lower()) if NAMES.get(given.name) == "train_type" else None
         if switch is None:
             yield given
@@ -137,3 +147,5 @@ def _missing(sections: Sections, state: State) -> Iterable[Problem]:
         yield Problem("--model", "is missing", "--model DIR, a Hugging Face model folder")
     if not sections.data.dataset and "dataset" not in state.wrong:
         yield Problem("--dataset", "is missing", "--dataset data.jsonl")
+    if not state.wrong & {"reward_funcs", "reward_model", "environment"}:
+        yield from missing_rewards(sections)

@@ -11,10 +11,13 @@ from pathlib import Path
 from megaswift.config import fsdp_json
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch import batch_problems
+from megaswift.config.data import RL
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
+from megaswift.config.rl_batch import generation_problems
+from megaswift.config.rl_rules import RL_CLASHES, RL_IGNORED
 from megaswift.config.rule import Clash, Ignored, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED
@@ -110,6 +113,7 @@ IGNORED: tuple[Ignored, ...] = (
     *ENGINE_IGNORED,
     *ADAPTER_IGNORED,
     *PREFERENCE_IGNORED,
+    *RL_IGNORED,
     *OPTIMIZER_IGNORED,
     *SPEED_IGNORED,
 )
@@ -188,6 +192,7 @@ CLASHES: tuple[Clash, ...] = (
     *ENGINE_CLASHES,
     *ADAPTER_CLASHES,
     *PREFERENCE_CLASHES,
+    *RL_CLASHES,
     *OPTIMIZER_CLASHES,
     *SPEED_CLASHES,
 )
@@ -213,7 +218,8 @@ def _wrong_task(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:
 
 def _ignored(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
     for r in IGNORED:
-        if r.option in c.given and not wrong & {r.option, *r.reads} and c.value(r.option) not in r.neutral and r.when(c):
+        mine = r.option in c.given and OPTIONS[r.option].belongs_to(c.task)
+        if mine and not wrong & {r.option, *r.reads} and c.value(r.option) not in r.neutral and r.when(c):
             yield Problem(labels[r.option], f"would be ignored: {_fill(r.why, c)}", _fill(r.fix, c) + ", or leave it out")
 
 
@@ -227,7 +233,10 @@ def _clashes(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> I
 def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
     reads = {"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "data_parallel_size"}
     if not wrong & reads:
-        yield from batch_problems(c.train, c.parallel.data_parallel_size, labels)
+        found = list(batch_problems(c.train, c.parallel.data_parallel_size, labels))
+        yield from found
+        if c.task in RL and not found and not wrong & {"generation_batch_size", "steps_per_generation", "num_generations"}:
+            yield from generation_problems(c, labels)
 
 
 def _fill(text: str, c: Sections) -> str:

@@ -16,22 +16,25 @@ from megaswift.config.other_adapters import PeftConfig
 from megaswift.config.parallel import ParallelConfig
 from megaswift.config.preference import PreferenceConfig
 from megaswift.config.quantization import QuantizationConfig
+from megaswift.config.rl import RlConfig
 from megaswift.config.train import TrainConfig
 
 TASKS = {
     "sft": "supervised fine-tuning on conversations", "pt": "pretraining on plain text",
     "dpo": "preference learning from pairs of answers: DPO and its kin", "kto": "preference learning from answers with a label: KTO, BCO",
     "orpo": "preference learning without a reference: ORPO", "cpo": "preference learning without a reference: CPO",
-    "simpo": "preference learning without a reference: SimPO", "rm": "a reward model from pairs of answers"}
+    "simpo": "preference learning without a reference: SimPO", "rm": "a reward model from pairs of answers",
+    "grpo": "reinforcement learning without a critic: GRPO and its kin", "ppo": "reinforcement learning with a critic: PPO"}
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig, "lora": LoraConfig, "peft": PeftConfig, "quantization": QuantizationConfig, "engine": EngineConfig,
-    "parallel": ParallelConfig, "data": DataConfig, "preference": PreferenceConfig, "train": TrainConfig, "optim": OptimConfig,
-    "launch": LaunchConfig}
+    "parallel": ParallelConfig, "data": DataConfig, "preference": PreferenceConfig, "rl": RlConfig, "train": TrainConfig,
+    "optim": OptimConfig, "launch": LaunchConfig}
 
 SECTION_ALIASES = {
     "training": "train", "parallelism": "parallel", "datasets": "data", "dataset": "data", "optimizer": "optim", "launcher": "launch",
-    "rlhf": "preference", "dpo": "preference", "logging": "train", "checkpoint": "train", "tuner": "lora"}
+    "rlhf": "preference", "dpo": "preference", "logging": "train", "checkpoint": "train", "tuner": "lora",
+    "grpo": "rl", "ppo": "rl", "rollout": "rl", "rewards": "rl"}
 """Other headings in a file. A heading only groups: any option may stand under any of them."""
 
 TRAINING = table_of(SECTIONS)
@@ -61,6 +64,7 @@ class Sections:
     parallel: ParallelConfig
     data: DataConfig
     preference: PreferenceConfig
+    rl: RlConfig
     train: TrainConfig
     optim: OptimConfig
     launch: LaunchConfig

@@ -92,7 +92,7 @@ def test_all_mistakes_at_once_each_as_written(tmp_path: Path) -> None:
     (["--tensor_paralel_size", "2"], "did you mean tensor_parallel_size?"),
     (["--train_type", "longlora"], "must be one of full | lora | qlora"),
     (["--train_type", "dpo"], "but this is sft\n    try: megaswift dpo"),
-    (["--rlhf_type", "grpo"], "is not a task of this version; tasks are sft"),
+    (["--rlhf_type", "gkd"], "is not a task of this version; tasks are sft"),
     (["--train_type", "pt"], "but this is sft\n    try: megaswift pt"),
     (["--columns", "{q"], "is not JSON"),
     (["--columns", "q"], "must be pairs FROM=TO"),

@@ -24,7 +24,9 @@ IDLE = [
     ("dpo --label_smoothing 0.1 --loss_type hinge", "dpo --label_smoothing 0.1"),
     ("cpo --simpo_gamma 0.5", "cpo --simpo_gamma 0.5 --loss_type simpo"),
 ]
+IDLE_PULL = [("ref_model", "r"), ("offload_reference", "true"), ("sync_ref_model", "true")]
 CLASHING = [
+    ("beta", "dpo --beta 0"),
     ("loss_type", "dpo --loss_type kto"),
     ("loss_type", "cpo --loss_type hinge ipo"),
     ("loss_weights", "dpo --loss_weights 1 2"),
@@ -60,6 +62,12 @@ def test_an_option_that_would_be_ignored(given: str, counts: str) -> None:
 def test_a_contradiction(name: str, words: str) -> None:
     found = problems(words)
     assert len(found) == 1 and found[0].startswith(f"--{name}") and "ignored" not in found[0]
+
+
+@pytest.mark.parametrize("name, value", IDLE_PULL)
+def test_no_reference_without_a_pull_to_it(name: str, value: str) -> None:
+    assert "there is no reference where beta is 0" in problems(f"grpo --{name} {value}")[0]
+    assert problems(f"grpo --beta 0.1 --{name} {value}") == problems(f"ppo --{name} {value}") == []
 
 
 def test_every_row_is_tried() -> None:

@@ -9,6 +9,7 @@ from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
+from megaswift.config.rl_rules import RL_CLASHES, RL_IGNORED
 from megaswift.config.rules import CLASHES, IGNORED
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED
@@ -127,8 +128,8 @@ def test_what_goes_together(words: str) -> None:
 
 
 def test_every_row_is_tried() -> None:
-    clashes = (*ENGINE_CLASHES, *LAUNCH_CLASHES, *ADAPTER_CLASHES, *PREFERENCE_CLASHES, *OPTIMIZER_CLASHES, *SPEED_CLASHES)
-    idle = (*ENGINE_IGNORED, *LAUNCH_IGNORED, *ADAPTER_IGNORED, *PREFERENCE_IGNORED, *OPTIMIZER_IGNORED, *SPEED_IGNORED)
+    clashes = (*ENGINE_CLASHES, *LAUNCH_CLASHES, *ADAPTER_CLASHES, *PREFERENCE_CLASHES, *RL_CLASHES, *OPTIMIZER_CLASHES, *SPEED_CLASHES)
+    idle = (*ENGINE_IGNORED, *LAUNCH_IGNORED, *ADAPTER_IGNORED, *PREFERENCE_IGNORED, *RL_IGNORED, *OPTIMIZER_IGNORED, *SPEED_IGNORED)
     own = [r for r in CLASHES if r not in clashes]
     assert {NAMES[i.split()[0][2:]] for i, _ in IDLE} == {r.option for r in IGNORED if r not in idle}
     assert [name for name, _ in CLASHING] == [r.options[0] for r in own]

@@ -47,7 +47,8 @@ def other_value(name: str) -> object:
         choice = fitting[0] if fitting else o.choices[0]
         return [choice] if o.kind == "list" else choice
     number = max(2, int(o.details.get("minimum", 2)))
-    return {"numbers": [0.5], "int": number, "float": 0.25, "text": "x", "list": ["x"], "map": {"a": "b"}}[o.kind]
+    part = min(0.25, o.details.get("maximum", 1))
+    return {"numbers": [0.5], "int": number, "float": part, "text": "x", "list": ["x"], "map": {"a": "b"}}[o.kind]
 
 
 NEEDS = {
@@ -76,6 +77,20 @@ NEEDS = {
     name: {"train_type": "qlora", "engine": "ddp"} for name in FOUR_BITS} | {
     "init_r": {"train_type": "adalora", "engine": "ddp", "target_r": 1}, "quantization_bit": {"train_type": "lora", "engine": "ddp"},
     "peft_config": {"train_type": "road", "engine": "ddp"}} | {
+    name: {"loss_type": "vespo"} for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")} | {
+    name: {"loss_type": "sapo"} for name in ("sapo_temperature_pos", "sapo_temperature_neg")} | {
+    name: {"beta": 0.1} for name in ("kl_in_reward", "kl_controller", "use_bias_correction_kl", "offload_reference")} | {
+    name: {"kl_controller": "adaptive", "beta": 0.1} for name in ("target_kl", "kl_horizon")} | {
+    name: {"reward_funcs": ["cosine"]} for name in NAMES if name.startswith("cosine_")} | {
+    name: {"reward_funcs": ["repetition"]} for name in ("repetition_n_grams", "repetition_max_penalty")} | {
+    "soft_max_length": {"reward_funcs": ["soft_overlong"], "soft_cache_length": 1},
+    "soft_cache_length": {"reward_funcs": ["soft_overlong"]},
+    "generation_batch_size": {"num_generations": 2}, "kl_estimator": {"beta": 0.1, "kl_in_reward": True}} | {
+    name: {"use_vllm": True} for name in ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "importance_sampling_mode",
+                                          "importance_sampling_clip_max", "importance_sampling_clip_min")} | {
+    "rollout_server_url": {"rollout_backend": "sglang"}, "rollout_server_timeout": {"rollout_backend": "sglang", "rollout_server_url": "u"},
+    "weight_sync_port": {"rollout_backend": "vllm_server", "rollout_server_url": "u"}, "max_resample_times": {"dynamic_sample": True},
+    "max_turns": {"environment": "e.py:E"}, "reward_weights": {"reward_funcs": ["format"]}} | {
     name: {"pp": 2} for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")}
 
 

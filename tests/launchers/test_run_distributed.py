@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaswift import entry
+from megaswift.config.data import RL
 from megaswift.config.sections import TASKS
 from megaswift.launchers import local
 from scripts import run_distributed
@@ -68,6 +69,7 @@ def test_every_task_has_what_launchers_start(task: str, monkeypatch: pytest.Monk
     seen = []
     monkeypatch.setattr(local, "start", lambda command, environ: seen.append(command) or 0)
     words = ["--use_torchrun", "--nproc_per_node", "2", "--config", "run.yaml", "--algorithm", task, "--per_device_train_batch_size", "4"]
+    words += ["--reward_funcs", "format"] * (task in RL)
     assert run_distributed.main(words) == 0
     script = Path(next(word for word in seen[0] if word.endswith(".py")))
     assert script.name == f"{task}.py" and script.is_file() and f'main("{task}")' in script.read_text()

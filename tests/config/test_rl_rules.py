@@ -1,0 +1,157 @@
+"""Options of reinforcement learning: each row of the rules fires when it should, and is silent when its condition is met."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaswift.config import SwiftConfig, load
+from megaswift.config.helptext import task_help
+from megaswift.config.preference import GRPO_LOSSES, beta_of, needs_reference
+from megaswift.config.rl import corrects_sampler, estimator_of, generations_of, kl_in_reward_of, policy_loss_of
+from megaswift.config.rl_rules import RL_CLASHES, RL_IGNORED
+from megaswift.config.sections import NAMES
+from megaswift.errors import ConfigError
+
+SERVER = "--rollout_backend vllm_server --rollout_server_url http://h:1"
+IDLE = [
+    ("--epsilon 0.3 --loss_type cispo", "--epsilon 0.3"),
+    ("--epsilon_high 0.3 --loss_type sapo", "--epsilon_high 5 --loss_type cispo"),
+    ("--delta 4 --loss_type vespo", "--delta 4 --loss_type bnpo"),
+    ("--sapo_temperature_pos 2", "--sapo_temperature_pos 2 --loss_type sapo"),
+    ("--sapo_temperature_neg 2", "--sapo_temperature_neg 2 --loss_type sapo"),
+    ("--vespo_k_pos 0", "--vespo_k_pos 0 --loss_type vespo"),
+    ("--vespo_lambda_pos 1", "--vespo_lambda_pos 1 --loss_type vespo"),
+    ("--vespo_k_neg 1", "--vespo_k_neg 1 --loss_type vespo"),
+    ("--vespo_lambda_neg 1", "--vespo_lambda_neg 1 --loss_type vespo"),
+    ("--scale_rewards batch --advantage_estimator rloo", "--scale_rewards batch"),
+    ("--multi_objective_aggregation normalize_then_sum --advantage_estimator rloo", "--multi_objective_aggregation normalize_then_sum"),
+    ("--kl_in_reward true", "--kl_in_reward true --beta 0.1"),
+    ("--kl_controller adaptive", "--kl_controller adaptive --beta 0.1"),
+    ("--kl_estimator k2 --beta 0.1", "--kl_estimator k2 --beta 0.1 --advantage_estimator rloo"),
+    ("--use_bias_correction_kl true", "--use_bias_correction_kl true --beta 0.1"),
+    ("--target_kl 3 --beta 0.1", "--target_kl 3 --kl_controller adaptive --beta 0.1"),
+    ("--kl_horizon 3 --beta 0.1", "--kl_horizon 3 --kl_controller adaptive --beta 0.1"),
+    ("--max_resample_times 2", "--max_resample_times 2 --dynamic_sample"),
+    ("--max_turns 2", "--max_turns 2 --environment e.py:Game"),
+    ("--soft_max_length 200", "--soft_max_length 200 --soft_cache_length 20 --reward_funcs soft_overlong"),
+    ("--soft_cache_length 20", "--soft_cache_length 20 --reward_funcs soft_overlong"),
+    ("--cosine_min_len_value_wrong 0", "--cosine_min_len_value_wrong 0 --reward_funcs cosine"),
+    ("--cosine_max_len_value_wrong 1", "--cosine_max_len_value_wrong 1 --reward_funcs cosine"),
+    ("--cosine_min_len_value_correct 0", "--cosine_min_len_value_correct 0 --reward_funcs cosine"),
+    ("--cosine_max_len_value_correct 1", "--cosine_max_len_value_correct 1 --reward_funcs cosine"),
+    ("--cosine_max_len 100", "--cosine_max_len 100 --reward_funcs format cosine"),
+    ("--repetition_n_grams 2", "--repetition_n_grams 2 --reward_funcs repetition"),
+    ("--repetition_max_penalty 0", "--repetition_max_penalty 0 --reward_funcs repetition"),
+    (f"--rollout_batch_size 2 {SERVER}", "--rollout_batch_size 2"),
+    (f"--rollout_sleep true {SERVER}", "--rollout_sleep true"),
+    ("--rollout_server_url http://h:1", "--rollout_server_url http://h:1 --rollout_backend sglang"),
+    ("--rollout_server_timeout 1", f"--rollout_server_timeout 1 {SERVER}"),
+    ("--weight_sync_port 1", f"--weight_sync_port 1 {SERVER}"),
+    ("--vllm_gpu_memory_utilization 0.5", "--vllm_gpu_memory_utilization 0.5 --use_vllm"),
+    ("--vllm_tensor_parallel_size 2", "--vllm_tensor_parallel_size 2 --use_vllm"),
+    ("--importance_sampling_mode token_mask", "--importance_sampling_mode token_mask --use_vllm"),
+    ("--importance_sampling_clip_max 2", "--importance_sampling_clip_max 2 --importance_sampling_correction"),
+    ("--importance_sampling_clip_min 0", "--importance_sampling_clip_min 0 --use_vllm"),
+    ("--num_completions_to_print 3 --log_completions false", "--num_completions_to_print 3"),
+]
+CLASHING = [
+    ("advantage_estimator", "--advantage_estimator gae"),
+    ("advantage_estimator", "ppo --advantage_estimator rloo"),
+    ("num_generations", "--num_generations 1"),
+    ("generation_batch_size", "--generation_batch_size 8 --steps_per_generation 2"),
+    ("max_completion_length", "--max_length 512"),
+    ("truncation_strategy", "--truncation_strategy right"),
+    ("streaming", "--streaming --max_steps 3"),
+    ("reward_weights", "--reward_weights 1 2 --reward_funcs format"),
+    ("reward_funcs", "--reward_funcs soft_overlong"),
+    ("soft_cache_length", "--soft_cache_length 512 --reward_funcs soft_overlong"),
+    ("importance_sampling_level", "--loss_type luspo"),
+    ("importance_sampling_level", "--loss_type vespo --importance_sampling_level sequence"),
+    ("importance_sampling_mode", "--loss_type vespo --use_vllm"),
+    ("importance_sampling_clip_min", "--use_vllm --importance_sampling_clip_min 3"),
+    ("importance_sampling_mode", "--use_vllm --importance_sampling_clip_max none --importance_sampling_mode token_truncate"),
+    ("rollout_server_url", "--rollout_backend sglang"),
+    ("async_generation", "--async_generation --offload_model"),
+]
+
+
+def problems(words: str) -> list[str]:
+    task, *rest = words.split() if not words.startswith("--") else ("grpo", *words.split())
+    try:
+        load(task, rest, environ={})
+    except ConfigError as error:
+        return [str(p) for p in error.problems]
+    return []
+
+
+@pytest.mark.parametrize("given, counts", IDLE)
+def test_an_option_that_would_be_ignored(given: str, counts: str) -> None:
+    found = problems(given)
+    assert len(found) == 1 and "would be ignored" in found[0] and found[0].startswith(given.split()[0]), found
+    assert problems(counts) == []
+
+
+@pytest.mark.parametrize("name, words", CLASHING)
+def test_a_contradiction(name: str, words: str) -> None:
+    found = problems(words)
+    assert len(found) == 1 and found[0].startswith(f"--{name}") and "ignored" not in found[0], found
+
+
+def test_every_row_is_tried() -> None:
+    assert sorted(NAMES[i.split()[0][2:]] for i, _ in IDLE) == sorted(r.option for r in RL_IGNORED)
+    assert [name for name, _ in CLASHING] == [r.options[0] for r in RL_CLASHES]
+
+
+def test_one_mistake_of_another_task_is_told_once() -> None:
+    assert len(problems("dpo --sapo_temperature_pos 2")) == len(problems("sft --vllm_tensor_parallel_size 2")) == 1
+
+
+def settled(task: str, **options: object) -> tuple[object, ...]:
+    c = SwiftConfig(task=task, **options)
+    return generations_of(c), estimator_of(c), policy_loss_of(c), beta_of(c), needs_reference(c), kl_in_reward_of(c), corrects_sampler(c)
+
+
+@pytest.mark.parametrize("task, options, expected", [
+    ("grpo", {}, (8, "grpo", "dapo", 0.0, False, False, False)),
+    ("ppo", {}, (1, "gae", "bnpo", 0.05, True, True, False)),
+    ("grpo", {"beta": 0.1, "loss_type": "cispo", "use_vllm": True}, (8, "grpo", "cispo", 0.1, True, False, True)),
+    ("grpo", {"kl_coef": 0.1, "advantage_estimator": "rloo"}, (8, "rloo", "dapo", 0.1, True, True, False)),
+    ("grpo", {"beta": 0.1, "advantage_estimator": "rloo", "kl_in_reward": False}, (8, "rloo", "dapo", 0.1, True, False, False)),
+    ("ppo", {"beta": 0, "importance_sampling_correction": True}, (1, "gae", "bnpo", 0.0, False, False, True)),
+])
+def test_defaults_of_a_task(task: str, options: dict[str, object], expected: tuple[object, ...]) -> None:
+    assert settled(task, **options) == expected
+
+
+@pytest.mark.parametrize("words, backend", [
+    ("--use_vllm", "vllm"), ("--use_vllm true", "vllm"), ("--use_vllm false", "transformers"), ("--vllm_mode colocate", "vllm"),
+    ("--use_vllm true --vllm_mode colocate", "vllm"), ("--vllm_mode colocate --use_vllm false", "transformers"),
+    ("--use_vllm false --vllm_mode server", "transformers"),
+    ("--use_vllm --vllm_mode server --vllm_server_base_url http://h:1", "vllm_server"),
+    ("--vllm_mode server --use_vllm yes --vllm_server_base_url http://h:1", "vllm_server")])
+def test_the_two_words_for_vllm(words: str, backend: str) -> None:
+    assert load("grpo", words.split(), environ={}).rl.rollout_backend == backend
+
+
+def test_two_backends_are_a_contradiction() -> None:
+    assert "says otherwise" in problems("--use_vllm --rollout_backend sglang --rollout_server_url http://h:1")[0]
+
+
+def test_a_whole_run_needs_something_that_judges() -> None:
+    line = ["--model", "m", "--dataset", "d.jsonl"]
+    with pytest.raises(ConfigError, match="--reward_funcs: is missing"):
+        load("grpo", line, complete=True, environ={})
+    for judge in ("--reward_funcs format", "--reward_model r", "--environment e.py:Game"):
+        assert load("ppo", [*line, *judge.split()], complete=True, environ={}).task == "ppo"
+
+
+def test_what_is_left_out_of_other_tasks() -> None:
+    assert not SwiftConfig(task="sft").to_dict()["rl"]
+    kept = SwiftConfig(task="grpo", loss_type="sapo").to_dict()["rl"]
+    assert kept["sapo_temperature_neg"] == 1.05 and not {"vf_coef", "vespo_k_pos", "kl_estimator"} & set(kept)
+
+
+def test_help_names_the_losses_of_the_task() -> None:
+    pages = {task: " ".join(task_help(task, 120).split()) for task in ("grpo", "ppo", "dpo")}
+    assert f"({' | '.join(GRPO_LOSSES)})" in pages["grpo"] and "| aot |" not in pages["grpo"] and "dr_grpo" not in pages["dpo"]
+    assert "--vf_coef 0.1" in pages["ppo"] and "--vf_coef" not in pages["grpo"] and "--loss_type" not in pages["ppo"]
