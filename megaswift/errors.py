@@ -82,6 +82,12 @@ class CheckpointError(UserError):
     title = "the checkpoint or output directory cannot be used"
 
 
+class RewardError(UserError):
+    """A reward function that fails, or that returns what is no reward."""
+
+    title = "the rewards cannot be used"
+
+
 def first_line(error: BaseException) -> str:
     """What a library's error says, in the one line that a `Problem` has room for; its kind where it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0]

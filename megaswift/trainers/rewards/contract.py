@@ -1,0 +1,149 @@
+"""What a reward function gets and gives, and how several are called and added up.
+
+Owns the samples' form, the options of the named functions and `score_all`. What a value may be is `checked`; which functions there
+are, `load`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from megaswift.errors import Problem
+from megaswift.trainers.rewards.checked import checked, failed, told
+
+Message = Mapping[str, Any]
+Said = str | Sequence[Message]
+"""A text, or messages where the row's prompt was messages."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A completion and all that a reward may know of it."""
+
+    prompt: Said
+    completion: Said
+    """Of the prompt's kind: a text, or `[{"role": "assistant", "content": ...}]`, with tools' turns between in a longer one."""
+    token_ids: Sequence[int]
+    """The completion's, the stop token included."""
+    finished: bool
+    """False: cut off at the longest completion."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns."""
+
+    @property
+    def text(self) -> str:
+        """The model's answer: the completion, or what it said last."""
+        if isinstance(self.completion, str):
+            return self.completion
+        said = [m for m in self.completion if m.get("role", "assistant") == "assistant"]
+        content = said[-1].get("content") if said else ""
+        if isinstance(content, str) or content is None:
+            return content or ""
+        return "".join(part.get("text", "") for part in content)
+
+
+class RewardFunction(Protocol):
+    """Scores samples in their order."""
+
+    @property
+    def name(self) -> str:
+        """For metrics: `rewards/NAME/mean`."""
+        ...
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Columns that every row must have."""
+        ...
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether completions of one prompt are compared, so that all of them must come in one call."""
+        ...
+
+    def __call__(self, judged: Sequence[Judged]) -> Any:
+        """One number a sample."""
+        ...
+
+
+@runtime_checkable
+class AsyncRewardFunction(Protocol):
+    """A reward function that can wait: all of them run at once."""
+
+    async def wait(self, judged: Sequence[Judged]) -> Any:
+        """The same as a call."""
+        ...
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """Of the functions by name; the fields are options of section `rl` under these names."""
+
+    max_completion_length: int
+    cosine_min_len_value_wrong: float = -0.5
+    cosine_max_len_value_wrong: float = 0.0
+    cosine_min_len_value_correct: float = 1.0
+    cosine_max_len_value_correct: float = 0.5
+    cosine_max_len: int | None = None
+    """Unset: max_completion_length."""
+    repetition_n_grams: int = 3
+    repetition_max_penalty: float = -1.0
+    soft_max_length: int | None = None
+    """Unset: max_completion_length."""
+    soft_cache_length: int | None = None
+    """Tokens before soft_max_length over which the punishment grows to 1; soft_overlong needs it."""
+    code_timeout: float = 6.0
+    """Seconds for one test of a program."""
+    code_memory: int = 512
+    """MiB for one test of a program."""
+    allow_unsafe_code: bool = False
+    """Run programs where the system offers no sandbox."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Of samples in their order."""
+
+    per_function: dict[str, list[float]]
+    total: list[float]
+    """The weighted sum."""
+
+
+def missing_columns(functions: Sequence[RewardFunction], columns: frozenset[str]) -> list[Problem]:
+    """What is wrong with a data set of these columns; to be asked before anything is built."""
+    has = f"the data has {', '.join(sorted(columns))}" if columns else "the data has no further columns"
+    return [Problem(f"--reward_funcs {f.name}", f"needs the column {name}; {has}", f"--columns YOURS={name}")
+            for f in functions for name in sorted(f.columns - columns)]
+
+
+@functools.cache
+def _loop() -> asyncio.Runner:
+    """One for the whole run: clients that a user's function keeps belong to the loop in which they first waited."""
+    return asyncio.Runner()
+
+
+def score_all(functions: Sequence[RewardFunction], weights: Sequence[float], judged: Sequence[Judged]) -> Rewards:
+    """Every function's values and their weighted sum; RewardError where a function fails or returns what is no reward."""
+    assert len(functions) == len(weights), "checked with the configuration"
+    waiting = [f for f in functions if isinstance(f, AsyncRewardFunction)] if judged else []
+    found = dict(zip((f.name for f in waiting), _loop().run(_all(waiting, judged)), strict=True)) if waiting else {}
+    for f in functions if judged else ():
+        if f.name not in found:
+            with told(failed(f.name, judged)):
+                returned = f(judged)
+            found[f.name] = checked(f.name, returned, judged)
+    values = {f.name: found.get(f.name, []) for f in functions}
+    total = [sum(w * v for w, v in zip(weights, each, strict=True)) for each in zip(*values.values(), strict=True)]
+    return Rewards(values, total)
+
+
+async def _all(functions: Sequence[Any], judged: Sequence[Judged]) -> list[list[float]]:
+    async def one(function: Any) -> list[float]:
+        with told(failed(function.name, judged)):
+            returned = await function.wait(judged)
+        return checked(function.name, returned, judged)
+
+    return list(await asyncio.gather(*(one(f) for f in functions)))

@@ -1,0 +1,57 @@
+"""From `--reward_funcs` to functions: by name, or `FILE.py:function`. Everything that can be wrong is told before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megaswift.errors import ConfigError, Problem
+from megaswift.registry import Registry
+from megaswift.trainers.rewards import functions
+from megaswift.trainers.rewards.contract import RewardFunction, RewardOptions
+from megaswift.trainers.rewards.user_function import UserFunction, user_function
+
+NAMED: Registry[Callable[[RewardOptions], RewardFunction]] = Registry("reward function")
+NAMED.register("format", functions.answer_format)
+NAMED.register("think_format", functions.think_format)
+NAMED.register("repetition", functions.repetition)
+NAMED.register("soft_overlong", functions.soft_overlong)
+SPELLINGS = {
+    "think_format_reward": "think_format", "repetition_penalty_reward": "repetition", "soft_overlong_punishment_reward": "soft_overlong",
+    "get_soft_overlong_punishment": "soft_overlong",
+}  # fmt: skip
+"""TRL's names."""
+
+
+def is_file_function(name: str) -> bool:
+    """Whether a name is FILE.py:function."""
+    return ":" in name or name.endswith(".py")
+
+
+def _one(name: str, options: RewardOptions) -> RewardFunction:
+    if not is_file_function(name):
+        return NAMED.get(SPELLINGS.get(name, name))(options)
+    if name.endswith(".py"):
+        raise ConfigError(Problem(f"--reward_funcs {name}", "names a file and no function", f"{name}:FUNCTION"))
+    return user_function(name)
+
+
+def reward_functions(names: Sequence[str], options: RewardOptions) -> list[RewardFunction]:
+    """The functions in their order, each under a name of its own; ConfigError with all that is wrong."""
+    found: dict[str, RewardFunction] = {}
+    problems: list[Problem] = []
+    for name in names:
+        try:
+            function = _one(name, options)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if function.name in found and isinstance(function, UserFunction):
+            function = replace(function, name=f"{Path(name.rpartition(':')[0]).stem}.{function.name}")
+        if function.name in found:
+            problems.append(Problem(f"--reward_funcs {name}", "is given twice", "once, with a larger weight in --reward_weights"))
+        found[function.name] = function
+    if problems:
+        raise ConfigError(problems)
+    return list(found.values())

@@ -1,0 +1,18 @@
+"""Samples to score."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megaswift.trainers.rewards.contract import Judged
+
+
+def judged(text: str, tokens: int | None = None, **columns: Any) -> Judged:
+    """A completion of plain text; its tokens are its characters, or so many different ones."""
+    ids = tuple(map(ord, text)) if tokens is None else tuple(range(tokens))
+    return Judged("Q", text, ids, True, columns)
+
+
+def said(text: str, **columns: Any) -> Judged:
+    """The same as messages."""
+    return Judged([{"role": "user", "content": "Q"}], [{"role": "assistant", "content": text}], tuple(map(ord, text)), True, columns)

@@ -1,0 +1,131 @@
+"""Calling reward functions: what they get, what they may return, several at once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megaswift.errors import RewardError
+from megaswift.trainers.rewards.contract import Judged, Rewards, missing_columns, score_all
+from megaswift.trainers.rewards.functions import Each
+from megaswift.trainers.rewards.user_function import AsyncUserFunction, UserFunction
+from tests.trainers.rewards.samples import judged, said
+
+THREE = [judged("a", answer=1), judged("bb", answer=2), judged("ccc")]
+
+
+def returning(values: Any, name: str = "mine") -> UserFunction:
+    return UserFunction(name, lambda **_: values, None, frozenset())
+
+
+def score(*functions: Any, weights: tuple[float, ...] = (), samples: list[Judged] = THREE) -> Rewards:
+    return score_all(functions, weights or (1.0,) * len(functions), samples)
+
+
+def test_the_total_is_the_weighted_sum() -> None:
+    rewards = score(Each("length", lambda s: float(len(s.text))), returning([1, 0, -1]), weights=(0.5, 3.0))
+    assert rewards == Rewards({"length": [1.0, 2.0, 3.0], "mine": [1.0, 0.0, -1.0]}, [3.5, 1.0, -1.5])
+
+
+@pytest.mark.parametrize("values", [
+    (1, 2, 3), np.array([1, 2, 3]), np.array([1, 2, 3], dtype=np.float32), torch.tensor([1.0, 2.0, 3.0]), [np.float64(1), np.int32(2), 3.0],
+    [torch.tensor(1.0), Fraction(2), np.array(3)],
+], ids=["tuple", "ints", "floats", "tensor", "scalars", "mixed"])  # fmt: skip
+def test_numbers_of_any_library_become_floats(values: Any) -> None:
+    found = score(returning(values)).per_function["mine"]
+    assert found == [1.0, 2.0, 3.0] and all(type(value) is float for value in found)
+
+
+@pytest.mark.parametrize(("values", "told"), [
+    (None, "returned None, not a list of 3 numbers"), (1.0, "returned 1.0 (float), not a list"), ("123", "(str), not a list"),
+    ({"a": 1}, "(dict), not a list"), (iter([1, 2, 3]), "not a list of 3 numbers"), (torch.tensor(1.0), "(Tensor), not a list"),
+    ([1.0, 2.0], "returned 2 values for 3 samples"), ([1.0] * 4, "returned 4 values for 3 samples"), ([], "returned 0 values"),
+    ([1.0, None, 2.0], "returned None (NoneType) for sample 1 of 3, the completion 'bb'"),
+    ([1.0, 2.0, "3"], "returned '3' (str) for sample 2 of 3, the completion 'ccc'"),
+    ([math.nan, 0.0, 0.0], "returned nan for sample 0"), ([0.0, math.inf, 0.0], "returned inf for sample 1"),
+    ([0.0, 0.0, -math.inf], "returned -inf for sample 2"), (np.array([0.0, np.nan, 0.0]), "returned nan for sample 1"),
+    ([True, 0.0, 0.0], "returned True (bool) for sample 0"), (np.array([True, False, True]), "returned True (bool)"),
+    (torch.tensor([True, False, True]), "returned True (bool)"), ([1.0, [2.0], 3.0], "returned [2.0] (list) for sample 1"),
+    (np.ones((3, 1)), "returned [1.0] (list) for sample 0"), ([1j, 0.0, 0.0], "returned 1j (complex)"), ([10**400, 0, 0], "returned inf"),
+], ids=str)  # fmt: skip
+def test_what_is_no_reward_is_told_with_function_and_sample(values: Any, told: str) -> None:
+    with pytest.raises(RewardError) as error:
+        score(returning(values, "score_it"))
+    assert told in str(error.value) and "--reward_funcs score_it" in str(error.value) and "try: " in str(error.value)
+
+
+def test_a_function_that_raises_is_told_once_with_the_users_own_lines() -> None:
+    def broken(completions: list[str]) -> list[float]:
+        return [1 / (len(text) - 2) for text in completions]
+
+    with pytest.raises(RewardError) as error:
+        score(UserFunction("broken", broken, frozenset({"completions"}), frozenset()))
+    text = str(error.value)
+    assert "--reward_funcs broken: failed on samples 0 to 2" in text and "ZeroDivisionError" in text
+    assert "return [1 / (len(text) - 2)" in text and "rewards/contract.py" not in text and "checked.py" not in text
+
+
+def test_prompts_completions_and_columns_arrive_as_lists() -> None:
+    got: dict[str, Any] = {}
+
+    def keep(**given: Any) -> list[float]:
+        got.update(given)
+        return [0.0] * len(given["prompts"])
+
+    score(UserFunction("keep", keep, None, frozenset()))
+    assert got == {"prompts": ["Q"] * 3, "completions": ["a", "bb", "ccc"], "completion_ids": [[97], [98, 98], [99, 99, 99]],
+                   "answer": [1, 2, None]}
+    score(UserFunction("keep", keep, None, frozenset()), samples=[said("hi")])
+    assert got["prompts"] == [[{"role": "user", "content": "Q"}]] and got["completions"] == [[{"role": "assistant", "content": "hi"}]]
+
+
+def test_async_functions_wait_together_and_keep_one_loop() -> None:
+    inside, loops = asyncio.Event(), set()
+
+    async def first(**_: Any) -> list[float]:
+        loops.add(asyncio.get_running_loop())
+        await asyncio.wait_for(inside.wait(), 5)
+        return [1.0] * 3
+
+    async def second(**_: Any) -> list[float]:
+        inside.set()
+        return [2.0] * 3
+
+    functions = [AsyncUserFunction(f.__name__, f, None, frozenset()) for f in (first, second)]
+    rewards = score(*functions, returning([4, 4, 4], "plain"))
+    assert list(rewards.per_function) == ["first", "second", "plain"] and rewards.total == [7.0] * 3
+    score(*functions)
+    assert len(loops) == 1
+
+    async def wrong(**_: Any) -> list[Any]:
+        return [0.0, "x", 0.0]
+
+    with pytest.raises(RewardError, match="--reward_funcs wrong: returned 'x'"):
+        score(AsyncUserFunction("wrong", wrong, None, frozenset()))
+
+
+def test_no_samples_call_nobody() -> None:
+    assert score(returning(None), samples=[]) == Rewards({"mine": []}, [])
+
+
+def test_a_missing_column_is_told_before_the_run() -> None:
+    needy = Each("accuracy", lambda s: 0.0, frozenset({"solution"}))
+    (problem,) = missing_columns([needy, returning([])], frozenset({"answer"}))
+    assert str(problem) == ("--reward_funcs accuracy: needs the column solution; the data has answer\n"
+                            "    try: --columns YOURS=solution")
+    assert missing_columns([needy], frozenset({"solution"})) == []
+
+
+def test_the_text_is_what_the_model_said_last() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{}]}
+    parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "42"}]
+    turns = [call, {"role": "tool", "content": "42"}, {"role": "assistant", "content": parts}]
+    assert said("x").text == judged("x").text == "x"
+    assert Judged([], turns, (), True).text == "It is 42"
+    assert Judged([], [call], (), True).text == "" == Judged([], [{"role": "assistant", "content": None}], (), True).text
