@@ -1,0 +1,136 @@
+"""What a trainer may ask of a sampler: completions with their log-probabilities, new weights, and its memory back.
+
+Owns the protocol, the options of all backends, and finding a backend by name: it is the file `rollout_<name>.py` beside this one, imported
+only when it is chosen. Which prompts, how they are rewarded and over which ranks is the trainer's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+from torch import Tensor
+
+import megaswift.inference as package
+from megaswift.errors import ConfigError, Problem, nearest
+
+PREFIX = "rollout_"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, the same for all prompts of a call. Filters work in this order, as in transformers."""
+
+    max_tokens: int
+    """Of a completion, the stop token included."""
+    temperature: float = 1.0
+    """0: the likeliest token."""
+    top_k: int = 0
+    """0: all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """On the tokens of prompt and completion, before the temperature."""
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        """The temperature of the log-probabilities: greedy completions have those of the model itself."""
+        return self.temperature or 1.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer."""
+
+    token_ids: tuple[int, ...]
+    """The stop token included."""
+    logprobs: tuple[float, ...]
+    """Of each token: log-softmax of the model's logits / temperature in float32, before penalty, top-k, top-p and min-p."""
+    finished: bool
+    """By a stop token, not by `max_tokens`."""
+
+
+@dataclass(frozen=True)
+class SamplerOptions:
+    """What backends are made of. Each takes what it knows."""
+
+    dtype: str = "auto"
+    """Of the weights: a torch name, or `auto` for config.json's."""
+    device: str = "cpu"
+    """Of a sampler in this process."""
+    attn_impl: str = "auto"
+    """transformers' name of an attention."""
+    trust_remote_code: bool = False
+    batch_size: int = 64
+    """Most completions under way at a time."""
+    max_length: int | None = None
+    """Most tokens of prompt and completion together; None: the model's own limit."""
+    memory_share: float = 0.3
+    """Of the GPU's memory, for the weights and caches of vLLM in this process."""
+    tensor_parallel_size: int = 1
+    """GPUs of one vLLM engine in this process."""
+    base_urls: tuple[str, ...] = ()
+    """Servers; prompts are spread over them, weights go to each."""
+    timeout: float = 600.0
+    """Seconds for one request to a server."""
+    sync_folder: Path | None = None
+    """A folder that this process writes and the servers read, at the same path, for new weights."""
+    lora_rank: int = 0
+    """Largest rank of the adapters that `update_adapter` will bring; 0: none will come."""
+
+
+class Sampler(Protocol):
+    """A model that answers prompts of tokens."""
+
+    takes_adapters: bool
+    """Whether `update_adapter` works; otherwise `update_weights` has to bring merged weights."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        """A completion for each prompt, in order. Its tokens depend on prompt, weights, sampling and its own seed."""
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """All weights: (Hugging Face name, full tensor), taken one at a time. Wakes a sampler that sleeps."""
+
+    def update_adapter(self, folder: Path) -> None:
+        """The adapters in a PEFT folder on the weights that are there, in place of those before."""
+
+    def sleep(self) -> None:
+        """Gives its memory back, weights and caches; `update_weights` has to come before the next completion."""
+
+    def wake(self) -> None:
+        """Takes memory for weights again; nothing where it is awake."""
+
+    def close(self) -> None:
+        """The end."""
+
+
+def backends() -> list[str]:
+    """Names that `make_sampler` knows."""
+    return sorted(m.name.removeprefix(PREFIX) for m in pkgutil.iter_modules(package.__path__) if m.name.startswith(PREFIX))
+
+
+def _module(name: str) -> ModuleType:
+    known = backends()
+    if name not in known:
+        raise ConfigError(Problem(f"--rollout_backend {name}", f"is not known; known are {', '.join(known)}", nearest(name, known)))
+    return importlib.import_module(f"{package.__name__}.{PREFIX}{name}")
+
+
+def missing(name: str, options: SamplerOptions) -> list[Problem]:
+    """What this machine or these options lack for a backend. Quick: nothing is built, no server is asked."""
+    return _module(name).missing(options)
+
+
+def make_sampler(name: str, folder: Path, options: SamplerOptions) -> Sampler:
+    """The backend `name` for the model in `folder`, of which only the configuration is read: weights come by `update_weights`."""
+    module = _module(name)
+    problems = module.missing(options)
+    if problems:
+        raise ConfigError(problems)
+    return module.build(folder, options)

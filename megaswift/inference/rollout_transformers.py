@@ -1,0 +1,117 @@
+"""The sampler that runs anywhere: a transformers model in this process, decoded by our own loop.
+
+Owns the model: built from its configuration without memory, filled by `update_weights`, emptied by `sleep`. The loop is `decoding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift.engine.torch import hollow
+from megaswift.errors import Problem, UserError, WeightsError, first_line
+from megaswift.inference.decoding import decode
+from megaswift.inference.incoming_weights import Incoming
+from megaswift.inference.load import REFUSALS, quieten
+from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
+from megaswift.inference.row_cache import check_layers
+
+
+def missing(options: SamplerOptions) -> list[Problem]:
+    """transformers is always there."""
+    problems = []
+    if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, None), torch.dtype):
+        problems.append(Problem(f"dtype {options.dtype} of the sampler", "is no type of torch", "auto, float32 or bfloat16"))
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        problems.append(Problem(f"device {options.device} of the sampler", "this machine has no CUDA", "cpu"))
+    return problems
+
+
+def _model(folder: Path, options: SamplerOptions) -> Any:
+    """transformers' model with hollow parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    quieten()
+    trust = options.trust_remote_code
+    how = {} if options.attn_impl == "auto" else {"attn_implementation": options.attn_impl}
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+        own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+        if options.dtype != "auto":
+            own = getattr(torch, options.dtype)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # weights come as floating-point tensors
+        with torch.random.fork_rng(), hollow.without_weights():
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=own or torch.float32, trust_remote_code=trust, **how)
+    except REFUSALS as error:
+        raise WeightsError(Problem(f"--model {folder}", f"transformers cannot build it for sampling: {first_line(error)}")) from None
+    hollow.make_hollow(model)
+    return model.eval().requires_grad_(False)
+
+
+class TransformersSampler:
+    """A transformers model that answers batches of prompts. Asleep, without memory, until weights come."""
+
+    takes_adapters = False
+
+    def __init__(self, folder: Path, options: SamplerOptions) -> None:
+        self.options, self.device = options, torch.device(options.device)
+        self.model = _model(folder, options)
+        check_layers(self.model.config)
+        self.incoming = Incoming(self.model)
+        self.ready = False
+        """Whether all weights are there."""
+
+    def wake(self) -> None:
+        """Memory for the weights, with nothing in it yet; buffers to the device."""
+        hollow.make_real(self.model.parameters(), self.device)
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.device:
+                    module._buffers[name] = buffer.to(self.device)
+
+    def sleep(self) -> None:
+        """Lets the weights go."""
+        hollow.empty_out(self.model)
+        self.ready = False
+
+    def close(self) -> None:
+        """The same, for good."""
+        self.sleep()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies them in place, each as it comes."""
+        self.wake()
+        self.ready = False
+        self.incoming.fill(weights)
+        self.ready = True
+
+    def update_adapter(self, folder: Path) -> None:
+        """Not here: adapters come merged into the weights."""
+        raise NotImplementedError("takes_adapters is False")
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        """Batches of prompts of similar length, each decoded to its end."""
+        assert self.ready, "update_weights comes before generate, and again after sleep"
+        assert len(prompts) == len(seeds) and all(len(p) for p in prompts) and sampling.max_tokens > 0
+        asked = [tuple(p) for p in prompts]
+        order = sorted(range(len(asked)), key=lambda i: (-len(asked[i]), asked[i]))  # equal prompts side by side
+        found: dict[int, Completion] = {}
+        try:
+            with torch.inference_mode():
+                for start in range(0, len(order), self.options.batch_size):
+                    chosen = order[start:start + self.options.batch_size]
+                    done = decode(self.model, [asked[i] for i in chosen], sampling, [seeds[i] for i in chosen])
+                    found |= dict(zip(chosen, done, strict=True))
+        except torch.OutOfMemoryError as error:
+            raise UserError(Problem("memory of the GPU, sampling", first_line(error), "a smaller --rollout_batch_size")) from None
+        return [found[i] for i in range(len(asked))]
+
+
+def build(folder: Path, options: SamplerOptions) -> TransformersSampler:
+    """The sampler for the model in `folder`."""
+    return TransformersSampler(folder, options)

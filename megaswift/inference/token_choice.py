@@ -1,0 +1,75 @@
+"""From logits to the next token of each row: penalty, temperature, top-k, top-p, min-p, and a draw by one uniform number a row.
+
+The sets that filters leave are those of transformers' warpers. The uniform number is an argument, so that no row depends on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megaswift.inference.rollout import Sampling
+
+BLOCK = 128
+"""Uniform numbers that a row's generator gives at a time: always so many, so that the n-th is the same for every length."""
+LARGEST = 1 - 2.0**-40
+"""Of the uniform numbers, so that their product with a sum stays below the sum."""
+
+
+class Draws:
+    """A generator for each row, and its numbers of the present block of steps. On the CPU, whatever the model is on."""
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.device = device
+        self.block = torch.empty(0)
+
+    def at(self, step: int) -> Tensor:
+        """[rows] float64 in [0, 1), for the token of this step; steps are asked for one after the other."""
+        if step % BLOCK == 0:
+            numbers = [torch.rand(BLOCK, generator=g, dtype=torch.float64) for g in self.generators]
+            self.block = torch.stack(numbers, 1).clamp_(max=LARGEST).to(self.device)  # [BLOCK, rows]
+        return self.block[step % BLOCK]
+
+    def keep(self, rows: Tensor) -> None:
+        """Goes on with these rows only."""
+        self.generators = [self.generators[i] for i in rows.tolist()]
+        self.block = self.block[:, rows]
+
+
+def filtered(scores: Tensor, sampling: Sampling) -> Tensor:
+    """`scores` [b, V] with -inf for what top-k, then top-p, then min-p leave out."""
+    out = float("-inf")
+    if 0 < sampling.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[:, -1:], out)
+    if sampling.top_p < 1:
+        ascending, order = scores.sort(-1)
+        drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        drop[:, -1] = False  # the likeliest stays
+        scores = scores.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), out)
+    if sampling.min_p > 0:
+        chances = scores.softmax(-1)
+        drop = chances < sampling.min_p * chances.amax(-1, keepdim=True)
+        scores = scores.masked_fill(drop, out)
+    return scores
+
+
+def drawn(scores: Tensor, uniform: Tensor) -> Tensor:
+    """[b]: the token at which the running sum of softmax(scores [b, V]) passes `uniform` [b]."""
+    sums = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+    found = torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)[:, 0]
+    return found.clamp_(max=scores.shape[-1] - 1)
+
+
+def choose(logits: Tensor, sampling: Sampling, uniform: Tensor | None, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(tokens [b], their log-probabilities [b]) from logits [b, V]. `seen` [b, V]: tokens that are penalised."""
+    logits = logits.float()
+    scores = logits if sampling.scale == 1 else logits / sampling.scale
+    wanted = scores
+    if seen is not None:
+        penalty = sampling.repetition_penalty
+        wanted = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+    tokens = wanted.argmax(-1) if uniform is None else drawn(filtered(wanted, sampling), uniform)
+    return tokens, scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
