@@ -1,0 +1,155 @@
+"""Advantages: from rewards of completions, or of tokens, to what a policy's loss multiplies its weights with.
+
+Owns pure functions of float tensors: `[n]` completions of which those of one prompt follow one another, `group` of them, or `[b, s]`
+tokens. A reward that is NaN was not given: it moves no mean, and its completion gets advantage 0. Nothing here gathers over ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-4
+"""Added to standard deviations, as TRL does."""
+
+
+def mean_and_std(rewards: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Both along `dim`, kept, over what is not NaN; the standard deviation is Bessel's, and NaN for fewer than two."""
+    count = (~rewards.isnan()).sum(dim, keepdim=True)
+    mean = rewards.nanmean(dim, keepdim=True)
+    return mean, (((rewards - mean) ** 2).nansum(dim, keepdim=True) / torch.where(count > 1, count - 1, torch.nan)).sqrt()
+
+
+def _scaled(rewards: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """A group of one has no spread and no advantage."""
+    return ((rewards - mean) / (std + EPSILON)).nan_to_num(nan=0.0)
+
+
+def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tensor:
+    """[n]: rewards less the mean of their group, over a standard deviation: the group's (arXiv 2402.03300), the batch's
+    (arXiv 2508.08221) or none (arXiv 2503.20783)."""
+    assert scale in ("group", "batch", "none"), f"unknown scale {scale}"
+    grouped = rewards.view(-1, group)
+    mean, std = mean_and_std(grouped, 1)
+    if scale == "none":
+        return (grouped - mean).nan_to_num(nan=0.0).flatten()
+    if scale == "batch":
+        std = mean_and_std(rewards, 0)[1]
+    return _scaled(grouped, mean, std).flatten()
+
+
+def rloo(rewards: Tensor, group: int, normalize: bool = False) -> Tensor:
+    """[n]: rewards less the mean of the others of their group (arXiv 2402.14740); `normalize` over the batch."""
+    grouped = rewards.view(-1, group)
+    others = (~grouped.isnan()).sum(1, keepdim=True) - 1
+    advantages = (grouped - (grouped.nansum(1, keepdim=True) - grouped) / others).flatten()
+    return _scaled(advantages, *mean_and_std(advantages, 0)) if normalize else advantages.nan_to_num(nan=0.0)
+
+
+def reinforce_plus_plus(rewards: Tensor, group: int = 1) -> Tensor:
+    """[n]: rewards, less what the KL costs their completion, normalised over the whole batch (REINFORCE++, arXiv 2501.03262).
+
+    With a `group` the mean of each group is taken off first (the same authors' REINFORCE++-baseline).
+    """
+    grouped = rewards.view(-1, group)
+    centred = (grouped - mean_and_std(grouped, 1)[0]).flatten() if group > 1 else rewards
+    return _scaled(centred, *mean_and_std(centred, 0))
+
+
+def weighted_sum(per_function: Tensor, weights: Tensor) -> Tensor:
+    """[n] of [n, functions] and [functions]; NaN where no function gave a reward."""
+    return (per_function * weights).nansum(1).masked_fill(per_function.isnan().all(1), torch.nan)
+
+
+def aggregated(per_function: Tensor, weights: Tensor, group: int, how: str, scale: str = "group") -> Tensor:
+    """[n]: group advantages of several rewards [n, functions]. `how`: `sum_then_normalize`, or `normalize_then_sum` (GDPO,
+    arXiv 2601.05242), where each function is normalised within its group, their weighted sum over the batch, and `scale` unread."""
+    if how == "sum_then_normalize":
+        return group_advantages(weighted_sum(per_function, weights), group, scale)
+    assert how == "normalize_then_sum", f"unknown aggregation {how}"
+    grouped = per_function.view(-1, group, per_function.shape[1])
+    mean, std = mean_and_std(grouped, 1)
+    normalised = ((grouped - mean) / (std + EPSILON)).view_as(per_function)
+    total = (normalised * weights).nansum(1).masked_fill(per_function.isnan().all(1), torch.nan)
+    return _scaled(total, *mean_and_std(total, 0))
+
+
+def without_spread(rewards: Tensor, group: int) -> Tensor:
+    """bool [groups]: groups whose rewards are all the same, and which teach nothing."""
+    std = mean_and_std(rewards.view(-1, group), 1)[1].squeeze(1)
+    return std.isclose(torch.zeros_like(std))
+
+
+def kl_estimate(logprobs: Tensor, reference: Tensor, kind: str = "k3") -> Tensor:
+    """A token's estimate of KL(policy, reference) from log-probabilities of what the policy wrote, by its names in
+    Schulman's note "Approximating KL divergence" (2020): k1 unbiased and of either sign, k2 and k3 never negative, k3 unbiased."""
+    difference = logprobs - reference
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    assert kind == "k3", f"unknown estimator {kind}"
+    return torch.exp(-difference) + difference - 1
+
+
+def token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor, documents: Tensor) -> Tensor:
+    """[b, s]: minus the penalty at each token in `mask`, and a completion's score at its last one (InstructGPT, arXiv 2203.02155).
+
+    Args:
+        scores: [documents], of every document of the batch; read where it has a token in the mask.
+        penalties: [b, s], such as coefficient x KL.
+        mask: bool [b, s].
+        documents: int64 [b, s], `document_index` of the batch.
+    """
+    chosen = mask.flatten().nonzero().squeeze(1)
+    of = documents.flatten()[chosen]
+    last = torch.ones_like(of, dtype=torch.bool)
+    last[:-1] = of[1:] != of[:-1]
+    given = torch.zeros_like(penalties).flatten().index_add(0, chosen[last], scores.to(penalties.dtype)[of[last]])
+    return given.view_as(penalties) - penalties * mask
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:  # noqa: PLR0913
+    """(advantages, returns), [b, s] each: generalised advantage estimation (arXiv 1506.02438 eq. 16) over the tokens in `mask`.
+
+    The token after a masked one is the next in the mask: what tools write passes no time. A document ends its episode; several in one
+    row are told apart by `documents`, int64 [b, s].
+    """
+    advantages = torch.zeros_like(values)
+    after, carried = values.new_zeros(values.shape[0]), values.new_zeros(values.shape[0])
+    for t in reversed(range(values.shape[1])):
+        if documents is not None and t + 1 < values.shape[1]:
+            goes_on = documents[:, t] == documents[:, t + 1]
+            after, carried = after * goes_on, carried * goes_on
+        now = rewards[:, t] + gamma * after - values[:, t] + gamma * lam * carried
+        carried, after = torch.where(mask[:, t], now, carried), torch.where(mask[:, t], values[:, t], after)
+        advantages[:, t] = now * mask[:, t]
+    return advantages, (advantages + values) * mask
+
+
+def moments(x: Tensor, mask: Tensor) -> Tensor:
+    """float64 [3]: count, sum and sum of squares of x in `mask`; these add up over micro-batches and ranks."""
+    chosen = x[mask].double()
+    return torch.stack([chosen.new_tensor(float(chosen.numel())), chosen.sum(), (chosen**2).sum()])
+
+
+def whiten(x: Tensor, mask: Tensor, total: Tensor | None = None, shift_mean: bool = True) -> Tensor:
+    """x [b, s] over its standard deviation in `mask`, 0 elsewhere; the mean is 0, or stays what it was without `shift_mean`.
+
+    `total`: the `moments` of everything that is whitened together, if that is more than x.
+    """
+    count, added, squares = moments(x, mask) if total is None else total
+    mean = added / count.clamp(min=1)
+    variance = ((squares - count * mean**2) / (count - 1).clamp(min=1)).clamp(min=0)
+    whitened = (x.double() - mean) * (variance + 1e-8).rsqrt()
+    return (whitened if shift_mean else whitened + mean).to(x.dtype) * mask
+
+
+def entropy_threshold(entropies: Tensor, share: float) -> Tensor:
+    """0-d: tokens of at least this entropy are the `share` of all with the highest (arXiv 2506.01939). [k]: of all completion tokens."""
+    return entropies.float().quantile(1 - share)
+
+
+def next_kl_coefficient(coefficient: float, kl: float, target: float, samples: int, horizon: int) -> float:
+    """The adaptive controller of arXiv 1909.08593, section 2.2: up by at most a fifth of samples / horizon where KL exceeds its target."""
+    return coefficient * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)

@@ -1,0 +1,160 @@
+"""Policy optimisation: GRPO and its kin, RLOO, and PPO's policy. One loss over completions whose advantages are known.
+
+Owns what goes into the formulas of `policy_types.py`: weights of tokens or completions, masks, the KL to the reference, the bonus for
+entropy. Of `batch.fields` it reads `completions` (int64 [n], document numbers; fillers left out) and, [b, s] each, `advantages`;
+`old` (log-probabilities of the policy that counts as the old one; absent where that is this policy), `sampled` (the sampler's own),
+`ratio` (weights against the sampler's mismatch), `reference`, `keep` (bool: tokens that the policy learns from), where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaswift.losses.advantages import kl_estimate
+from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
+from megaswift.losses.documents import document_counts, document_index, document_sums
+from megaswift.losses.pairs import token_mean
+from megaswift.losses.policy_metrics import clip_metrics, per_completion, upper_clip, vespo_metrics
+from megaswift.losses.policy_types import HIGHEST, LOSS_TYPES, LOWEST, LossType, Settings, Weighed
+from megaswift.losses.sampler_gap import gap_metrics, ratio_metrics
+
+LEVELS = ("token", "sequence")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The loss of a policy; its options have the names of TRL's GRPOConfig."""
+
+    loss_type: str = "dapo"
+    settings: Settings = Settings()
+    importance_sampling_level: str = "token"
+    """`sequence`: GSPO (arXiv 2507.18071), one weight a completion, the geometric mean of its tokens' weights."""
+    beta: float = 0.0
+    """Weight of the KL to the reference."""
+    kl_in_reward: bool = False
+    """The KL is in the rewards already: no term here."""
+    kl_estimator: str = "k3"
+    use_bias_correction_kl: bool = True
+    """Multiply the KL by the weights (DeepSeek-V3.2, arXiv 2512.02556)."""
+    off_policy_mask_threshold: float | None = None
+    """Drop completions of negative advantage whose mean log-ratio, sampler to policy, exceeds this (arXiv 2512.02556)."""
+    entropy_coef: float = 0.0
+    """Weight of the mean entropy of the tokens that the policy learns from, which is to grow."""
+    max_completion_length: int | None = None
+    """By which `dr_grpo` divides."""
+    temperature: float = 1.0
+    """At which completions were sampled."""
+    ratio_level: str = "token"
+    """`sequence`: each `ratio` is its whole completion's."""
+
+    def __post_init__(self) -> None:
+        assert self.loss_type in LOSS_TYPES, f"unknown loss type {self.loss_type}"
+        assert self.importance_sampling_level in LEVELS and self.ratio_level in LEVELS, "a level is token or sequence"
+        assert self.max_completion_length or not self.kind.per_place, f"{self.loss_type} needs max_completion_length"
+
+    @property
+    def kind(self) -> LossType:
+        """The loss type."""
+        return LOSS_TYPES[self.loss_type]
+
+    @property
+    def needs(self) -> Needs:
+        """Log-probabilities at the sampling temperature, and the entropy."""
+        return Needs(fields=frozenset({"logprobs", "entropy"}), temperature=self.temperature)
+
+    @property
+    def has_kl(self) -> bool:
+        """The KL to the reference is a term."""
+        return self.beta != 0 and not self.kl_in_reward
+
+    @property
+    def by_completion(self) -> bool:
+        """All tokens of a completion have the same weight."""
+        return self.importance_sampling_level == "sequence" or self.kind.weighs_whole
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        """`completions`, those without a label included; `completion_tokens`; and `kept_tokens` for the entropy."""
+        found = {"completions": float(batch.fields["completions"].numel()), "completion_tokens": float(batch.label_tokens)}
+        return found | ({"kept_tokens": float(_kept(batch).sum())} if self.entropy_coef else {})
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+        """Terms for the policy, the KL and the entropy, and TRL's metrics."""
+        assert outputs.logprobs is not None and outputs.entropy is not None
+        mask, kept = batch.loss_weights != 0, _kept(batch)
+        logprobs = outputs.logprobs
+        old = batch.fields["old"].to(logprobs.dtype) if "old" in batch.fields else logprobs.detach()
+        x = self.weigh(logprobs, old, batch)
+        per_token = self.kind.formula(x) * kept * self._close_enough(x, old, batch)
+        if "ratio" in batch.fields and not self.kind.corrects:
+            per_token = per_token * batch.fields["ratio"].to(old.dtype)
+        terms = [self._term("loss/policy", per_token, batch)]
+        metrics: dict[str, Metric] = {"entropy": token_mean(outputs.entropy, mask), **self._metrics(x, old, batch)}
+        if self.has_kl:
+            kl = kl_estimate(logprobs, batch.fields["reference"].to(old.dtype), self.kl_estimator)
+            kl = kl * x.weights if self.use_bias_correction_kl else kl
+            metrics["kl"] = token_mean(kl, mask)
+            terms.append(self._term("loss/kl", kl, batch, self.beta))
+        if self.entropy_coef:
+            terms.append(Term("loss/entropy", -(outputs.entropy * kept).sum(), "kept_tokens", self.entropy_coef))
+        return terms, metrics
+
+    def weigh(self, logprobs: Tensor, old: Tensor, batch: Batch) -> Weighed:
+        """What the formulas read, from log-probabilities [b, s] of the policy and of the old one."""
+        log_ratio = (logprobs - old) * (batch.loss_weights != 0)
+        whole = self._completion_log_weights(log_ratio.detach(), batch) if self.kind.corrects else torch.zeros_like(old)
+        if self.kind.weighs_whole:
+            log_ratio = document_sums(batch, log_ratio)[document_index(batch)]
+        elif self.by_completion:
+            log_ratio = self._completion_mean(log_ratio, batch)
+        return Weighed(logprobs, batch.fields["advantages"].to(old.dtype), log_ratio.exp(), whole, self.settings)
+
+    def _completion_mean(self, x: Tensor, batch: Batch) -> Tensor:
+        """[b, s]: the mean over the labelled tokens of each token's completion of x, which is 0 elsewhere."""
+        lengths = document_counts(batch, batch.loss_weights != 0).clamp(min=1)
+        return (document_sums(batch, x) / lengths)[document_index(batch)]
+
+    def _completion_log_weights(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """[b, s]: log(policy / old), and log(old / sampler) where that was corrected, of the completion of each token."""
+        total = document_sums(batch, log_ratio.clamp(-HIGHEST, HIGHEST))[document_index(batch)]
+        if "ratio" in batch.fields:
+            log_correction = batch.fields["ratio"].to(log_ratio.dtype).log().clamp(LOWEST, HIGHEST) * (batch.loss_weights != 0)
+            if self.ratio_level == "sequence":
+                total = total + self._completion_mean(log_correction, batch)
+            else:
+                total = total + document_sums(batch, log_correction)[document_index(batch)]
+        return total.clamp(LOWEST, HIGHEST)
+
+    def _close_enough(self, x: Weighed, old: Tensor, batch: Batch) -> Tensor:
+        """[b, s] or 0-d: 0 for tokens of completions that are dropped. Both the sampler and earlier steps may have led away."""
+        if self.off_policy_mask_threshold is None:
+            return old.new_ones(())
+        since = batch.fields.get("sampled", old).to(old.dtype) - x.logprobs.detach()
+        mean = self._completion_mean(since.nan_to_num(nan=0.0) * (batch.loss_weights != 0), batch)
+        return ((x.advantages >= 0) | (mean <= self.off_policy_mask_threshold)).to(old.dtype)
+
+    def _term(self, name: str, per_token: Tensor, batch: Batch, weight: float = 1.0) -> Term:
+        mask = batch.loss_weights != 0
+        total = per_completion(batch, per_token, mask).sum() if self.kind.token_mean else (per_token * mask).sum()
+        return Term(name, total, self.kind.denominator, weight / (self.max_completion_length or 1) if self.kind.per_place else weight)
+
+    def _metrics(self, x: Weighed, old: Tensor, batch: Batch) -> dict[str, Metric]:
+        found: dict[str, Metric] = {}
+        if self.kind.clips:
+            found |= clip_metrics(x, batch, self.by_completion)
+        elif self.loss_type == "cispo":
+            found |= upper_clip(x, batch, self.by_completion)
+        elif self.loss_type == "vespo":
+            found |= vespo_metrics(x, batch)
+        if "sampled" in batch.fields:
+            found |= gap_metrics(old, batch)
+        return found | (ratio_metrics(batch, self.ratio_level) if "ratio" in batch.fields else {})
+
+
+def _kept(batch: Batch) -> Tensor:
+    """bool [b, s]: labelled tokens that the policy learns from."""
+    mask = batch.loss_weights != 0
+    return mask & batch.fields["keep"] if "keep" in batch.fields else mask

@@ -1,0 +1,60 @@
+"""What policy optimisation reports: which weights were clipped, in which completions most, under TRL's names.
+
+Owns means over the completions of `batch.fields["completions"]`, and metrics made of them. A weight that belongs to a whole completion
+counts once for each completion, one of a token once for each token.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megaswift.losses.contract import Batch, Max, Mean, Metric, Min
+from megaswift.losses.documents import document_counts, document_sums
+from megaswift.losses.pairs import mean_of, token_mean
+from megaswift.losses.policy_types import Weighed, vespo_weights
+
+
+def completion_lengths(batch: Batch, mask: Tensor) -> Tensor:
+    """int64 [n]: tokens in the mask of each completion."""
+    return document_counts(batch, mask)[batch.fields["completions"]]
+
+
+def per_completion(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) -> Tensor:
+    """[n]: the mean of x [b, s] over the masked tokens of each completion; `empty` for one that has none. Differentiable."""
+    lengths = completion_lengths(batch, mask)
+    means = document_sums(batch, x * mask)[batch.fields["completions"]] / lengths.clamp(min=1)
+    return means + empty * (lengths == 0)
+
+
+def reported_mean(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0.0) -> Mean:
+    """The mean over labelled tokens, or over completions."""
+    mask = batch.loss_weights != 0
+    return mean_of(per_completion(batch, x, mask, empty)) if by_completion else token_mean(x, mask)
+
+
+def clip_metrics(x: Weighed, batch: Batch, by_completion: bool) -> dict[str, Metric]:
+    """The share of weights that a bound holds back, below, above and both; the smallest and largest share of a completion."""
+    s, mask = x.settings, batch.loss_weights != 0
+    low = ((x.bounded < 1 - s.epsilon) & (x.advantages < 0)).to(x.weights.dtype)
+    high = ((x.bounded > 1 + s.high) & (x.advantages > 0)).to(x.weights.dtype)
+    seen = completion_lengths(batch, mask) >= (0 if by_completion else 1)
+    lowest, highest = per_completion(batch, low, mask)[seen], per_completion(batch, high, mask)[seen]
+    return {
+        "clip_ratio/low_mean": reported_mean(batch, low, by_completion),
+        "clip_ratio/high_mean": reported_mean(batch, high, by_completion),
+        "clip_ratio/region_mean": reported_mean(batch, low + high, by_completion),
+        # Shares lie between 0 and 1, so these change nothing where a micro-batch has no completion.
+        "clip_ratio/low_min": Min(lowest.min() if lowest.numel() else 1.0),
+        "clip_ratio/high_max": Max(highest.max() if highest.numel() else 0.0),
+    }
+
+
+def upper_clip(x: Weighed, batch: Batch, by_completion: bool) -> dict[str, Metric]:
+    """The share of weights that CISPO truncates where the advantage is positive."""
+    clipped = (x.weights > x.settings.high) & (x.advantages > 0)
+    return {"cispo_clip_ratio": reported_mean(batch, clipped.to(x.weights.dtype), by_completion)}
+
+
+def vespo_metrics(x: Weighed, batch: Batch) -> dict[str, Metric]:
+    """The mean weight of a completion; 1 for one without labels, whose log-ratio is 0."""
+    return {"vespo/phi_seq_mean": reported_mean(batch, vespo_weights(x), by_completion=True, empty=1.0)}

@@ -1,0 +1,123 @@
+"""The loss types of policy optimisation: what a token adds to the loss, and by what its sum is divided.
+
+Owns formulas, and which options they read. Names are those of TRL's GRPOConfig; `rloo` is TRL's RLOOTrainer. Each formula returns one
+number a token, [b, s], neither masked nor reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOWEST, HIGHEST = math.log(1e-8), 20.0
+"""Where VESPO ends the logarithm of a weight (its authors' code, after arXiv 2602.10693)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Numbers that loss types read."""
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    """As `epsilon` when None; for `cispo` the largest weight itself."""
+    delta: float | None = None
+    """Largest weight of the unclipped side too (INTELLECT-2, arXiv 2505.07291)."""
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    @property
+    def high(self) -> float:
+        """The upper epsilon."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What is known about the tokens of a micro-batch, [b, s] each."""
+
+    logprobs: Tensor
+    """Under the policy; differentiable."""
+    advantages: Tensor
+    weights: Tensor
+    """Policy / old policy: the token's, or its completion's; differentiable."""
+    completion_log_weights: Tensor
+    """log of the whole completion's weight, the sampler's correction included and between `LOWEST` and `HIGHEST`; no gradient."""
+    settings: Settings
+
+    @property
+    def bounded(self) -> Tensor:
+        """The weights, not above `delta`."""
+        return self.weights if self.settings.delta is None else self.weights.clamp(max=self.settings.delta)
+
+
+def _clipped(x: Weighed) -> Tensor:
+    """PPO's surrogate, arXiv 1707.06347 eq. 7; with two epsilons DAPO's, arXiv 2503.14476 eq. 8."""
+    clipped = x.weights.clamp(1 - x.settings.epsilon, 1 + x.settings.high)
+    return -torch.minimum(x.bounded * x.advantages, clipped * x.advantages)
+
+
+def _cispo(x: Weighed) -> Tensor:
+    """CISPO, arXiv 2506.13585, with ScaleRL's upper bound alone: REINFORCE under a truncated weight."""
+    return -x.weights.clamp(max=x.settings.high).detach() * x.advantages * x.logprobs
+
+
+def _sapo(x: Weighed) -> Tensor:
+    """SAPO, arXiv 2511.20347: a sigmoid gate around weight 1 in place of the clip."""
+    temperature = torch.where(x.advantages > 0, x.settings.sapo_temperature_pos, x.settings.sapo_temperature_neg)
+    return -torch.sigmoid(temperature * (x.weights - 1)) * 4 / temperature * x.advantages
+
+
+def vespo_weights(x: Weighed) -> Tensor:
+    """[b, s], without a gradient: w^k exp(lambda (1 - w)) of the completion's weight w, which is 1 at w = 1 (arXiv 2602.10693)."""
+    s, good = x.settings, x.advantages >= 0
+    k, rate = torch.where(good, s.vespo_k_pos, s.vespo_k_neg), torch.where(good, s.vespo_lambda_pos, s.vespo_lambda_neg).clamp(min=1e-4)
+    log_w = x.completion_log_weights
+    return torch.exp(rate + k * log_w - rate * log_w.exp()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _vespo(x: Weighed) -> Tensor:
+    """VESPO, arXiv 2602.10693: REINFORCE, each completion under a smooth function of its whole weight."""
+    return -vespo_weights(x) * x.advantages * x.logprobs
+
+
+@dataclass(frozen=True)
+class LossType:
+    """A formula and its normaliser."""
+
+    formula: Callable[[Weighed], Tensor]
+    denominator: str
+    """`completions` or `completion_tokens`, of the global batch."""
+    token_mean: bool = False
+    """Takes the mean over each completion's tokens first."""
+    per_place: bool = False
+    """Divides by `max_completion_length` too."""
+    weighs_whole: bool = False
+    """The weight is the whole completion's, whatever the level."""
+    corrects: bool = False
+    """The formula takes the sampler's mismatch into its weight, so that nothing is multiplied by it afterwards."""
+
+    @property
+    def clips(self) -> bool:
+        """Has a lower and an upper bound, whose effect is reported."""
+        return self.formula is _clipped
+
+
+LOSS_TYPES: dict[str, LossType] = {
+    "grpo": LossType(_clipped, "completions", token_mean=True),  # arXiv 2402.03300 eq. 3
+    "bnpo": LossType(_clipped, "completion_tokens"),
+    "dr_grpo": LossType(_clipped, "completions", per_place=True),  # arXiv 2503.20783
+    "dapo": LossType(_clipped, "completion_tokens"),  # arXiv 2503.14476
+    "luspo": LossType(_clipped, "completions"),  # arXiv 2602.05261
+    "rloo": LossType(_clipped, "completions", token_mean=True, weighs_whole=True),  # arXiv 2402.14740
+    "cispo": LossType(_cispo, "completion_tokens"),
+    "sapo": LossType(_sapo, "completions", token_mean=True),
+    "vespo": LossType(_vespo, "completion_tokens", corrects=True),
+}
