@@ -84,8 +84,11 @@ class Engine(Protocol):
     def move_reference(self, share: float) -> None:
         """reference = share x model + (1 - share) x reference."""
 
-    def hf_weights(self, dtype: Any = None) -> Iterator[tuple[str, Tensor]]:
-        """Streamed (Hugging Face name, full tensor), adapters merged in: export and rollout sync. Collective; rank 0 gets tensors."""
+    def hf_weights(self, dtype: Any = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Streamed (Hugging Face name, full tensor), adapters merged in: export and rollout sync.
+
+        Collective; rank 0 gets tensors, or every rank.
+        """
 
     def load_hf(self, directory: Path) -> None:
         """Weights from a Hugging Face folder, each rank reading its own slices."""

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megaswift.engine.megatron import stand_ins
+from megaswift.engine.megatron import gloo_collectives, stand_ins
 
 BOTH = "0.16-0.19"
 
@@ -44,7 +43,7 @@ class Replacement:
 
 _CORE = "megatron.core."
 _FACTORY = "creates a tensor with device='cuda'"
-_SELF = "gloo copies whole gradient buffers to send them to itself: 6% of a step of 20 M parameters on one rank"
+_RING = "gloo's ring wakes every rank n times, and copies whole gradient buffers to send them to itself"
 _SPLITS = "gloo wants split sizes as lists of ints; the MoE dispatcher passes tensors"
 _UNEVEN = "gloo refuses uneven sizes; the MoE dispatcher with ETP > 1 needs them"
 _TRACKER = "the RNG tracker keeps the device's random state"
@@ -89,12 +88,13 @@ REPLACEMENTS = (
     Replacement("torch.cuda.random:get_rng_state", stand_ins.own(stand_ins.get_rng), "activation recompute keeps the device's RNG state"),
     Replacement("torch:Tensor.cuda", stand_ins.own(stand_ins.same), "moves parameters and gradients"),
     Replacement("torch.nn:Module.cuda", stand_ins.own(stand_ins.same), "moves modules"),
-    Replacement("torch.distributed:all_to_all_single", stand_ins.all_to_all, _SPLITS),
-    Replacement("torch.distributed:all_gather", stand_ins.gather_uneven, _UNEVEN),
-    Replacement("torch.distributed:reduce_scatter", stand_ins.reduce_scatter_uneven, _UNEVEN),
-    Replacement(_CORE + "distributed.param_and_grad_buffer:_coalescing_manager", stand_ins.coalesce, _SELF),
-    Replacement(_CORE + "distributed.param_and_grad_buffer:dist_reduce_scatter_func", stand_ins.alone(dist.reduce_scatter_tensor), _SELF),
-    Replacement(_CORE + "distributed.param_and_grad_buffer:dist_all_gather_func", stand_ins.alone(dist.all_gather_into_tensor), _SELF),
+    Replacement("torch.distributed:all_to_all_single", gloo_collectives.all_to_all, _SPLITS),
+    Replacement("torch.distributed:all_gather", gloo_collectives.all_gather, _UNEVEN),
+    Replacement("torch.distributed:reduce_scatter", gloo_collectives.reduce_scatter, _UNEVEN),
+    Replacement("torch.distributed:all_gather_into_tensor", gloo_collectives.all_gather_into_tensor, _RING),
+    Replacement("torch.distributed:reduce_scatter_tensor", gloo_collectives.reduce_scatter_tensor, _RING),
+    Replacement("torch.distributed:all_reduce", gloo_collectives.all_reduce, _RING),
+    Replacement(_CORE + "distributed.param_and_grad_buffer:_coalescing_manager", stand_ins.bundle, "waits for collectives that have ended"),
     Replacement(_CORE + "tensor_parallel.random:_get_cuda_rng_state", stand_ins.own(stand_ins.get_rng), _TRACKER),
     Replacement(_CORE + "tensor_parallel.random:_set_cuda_rng_state", stand_ins.own(stand_ins.set_rng), _TRACKER),
 )

@@ -175,12 +175,12 @@ class MegatronEngine:
                 dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
         return [outputs_of(fields, needs) for fields in found]
 
-    def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) on rank 0; every rank iterates. Adapters are merged in."""
+    def hf_weights(self, dtype: torch.dtype | None = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. Adapters are merged in."""
         gather_weights(self.chunks)
         if self.lora is not None:
-            return ((name, t if dtype is None else t.to(dtype)) for name, t in self.lora.merged())
-        return self.weights.stream(lambda p: p.data if dtype is None else p.data.to(dtype))
+            return ((name, t if dtype is None else t.to(dtype)) for name, t in self.lora.merged(everywhere))
+        return self.weights.stream(lambda p: p.data if dtype is None else p.data.to(dtype), everywhere)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name in a PEFT folder without its prefix, full tensor) of what trains in a LoRA run, as `hf_weights` streams weights."""

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from megaswift.bridge.adapters import Adapter, AdapterPlan, AdapterSettings, Half, merged
 from megaswift.bridge.peft_folder import PeftFolder, adapter_values
-from megaswift.bridge.plan import WeightPlan
+from megaswift.bridge.plan import Group, WeightPlan
 from megaswift.config.lora import LoraConfig
+from megaswift.engine.everywhere import from_main
 from megaswift.engine.megatron import lora_layers as layers
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.weights import Placed, RankWeights
@@ -157,16 +158,22 @@ class RankAdapters:
             if saved & set(group.entries[0].hf):
                 yield from self.weights.stream_group(group, value)
 
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of the model with its adapters, in the engine's dtype: what rollouts sample from. Collective."""
+    def merged(self, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of the model with its adapters, in the engine's dtype: what rollouts sample from. Collective.
+
+        Rank 0 gets them, or every rank.
+        """
         for group in self.weights.plan.groups:
-            mine = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}
-            halves: dict[str, list[list[Tensor]]] = {}
-            for name, adapters in mine.items():
-                found = [[self.gather(one, half, lambda p: p.data) for half in one.halves] for one in adapters]
-                halves[name] = [[t for t in one if t is not None] for one in found]  # only rank 0 gets tensors
-            for name, tensor in self.weights.stream_group(group, lambda p: p.data):
-                yield name, merged(mine[name], tensor, halves[name]).to(tensor.dtype) if name in mine else tensor
+            yield from from_main(self._merged(group)) if everywhere else self._merged(group)
+
+    def _merged(self, group: Group) -> Iterator[tuple[str, Tensor]]:
+        mine = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}
+        halves: dict[str, list[list[Tensor]]] = {}
+        for name, adapters in mine.items():
+            found = [[self.gather(one, half, lambda p: p.data) for half in one.halves] for one in adapters]
+            halves[name] = [[t for t in one if t is not None] for one in found]  # only rank 0 gets tensors
+        for name, tensor in self.weights.stream_group(group, lambda p: p.data):
+            yield name, merged(mine[name], tensor, halves[name]).to(tensor.dtype) if name in mine else tensor
 
     def gather(self, adapter: Adapter, half: Half, value: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """One half whole, on rank 0; None elsewhere."""

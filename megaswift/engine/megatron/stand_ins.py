@@ -1,4 +1,4 @@
-"""What stands in CUDA's and NCCL's place on a CPU: streams that run in order, random states, collectives that gloo lacks.
+"""What stands in CUDA's place on a CPU: streams that run in order, random states, bundles of collectives.
 
 Owns the objects only; where each one goes, and why, is the table in device.py.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 
 class Stream:
@@ -79,78 +78,17 @@ def set_rng(state: torch.Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(state)
 
 
-_all_to_all_single = dist.all_to_all_single
-_all_gather = dist.all_gather
-_reduce_scatter = dist.reduce_scatter
-_coalescing_manager = dist._coalescing_manager
-
-
-def _sizes(sizes: Any) -> list[int] | None:
-    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
-
-
-def all_to_all(output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None,
-                group: Any = None, async_op: bool = False) -> Any:
-    """Split sizes as lists of ints, also where tensors are given."""
-    return _all_to_all_single(output, input.contiguous(), _sizes(output_split_sizes), _sizes(input_split_sizes), group, async_op)
-
-
-def gather_uneven(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """all_gather of shards whose first dimensions differ: padded to the longest."""
-    rows = [o.shape[0] for o in outputs] if outputs[0].dim() else [1]
-    if len(set(rows)) == 1:
-        return _all_gather(outputs, tensor.contiguous(), group, async_op)
-    longest = max(rows)
-    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
-    padded[: tensor.shape[0]] = tensor
-    full = [torch.empty_like(padded) for _ in outputs]
-    _all_gather(full, padded, group)
-    for output, got in zip(outputs, full, strict=True):
-        output.copy_(got[: output.shape[0]])
-    return None
-
-
-def reduce_scatter_uneven(output: torch.Tensor, inputs: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None,
-                           async_op: bool = False) -> Any:
-    """reduce_scatter of parts whose first dimensions differ: all-reduced, then cut."""
-    rows = [i.shape[0] for i in inputs]
-    if len(set(rows)) == 1:
-        return _reduce_scatter(output, [i.contiguous() for i in inputs], op, group, async_op)
-    total = torch.cat(list(inputs))
-    dist.all_reduce(total, op, group)
-    start = sum(rows[: dist.get_rank(group)])
-    output.copy_(total[start : start + output.shape[0]])
-    return None
-
-
-class _Done:
-    """The handle of a collective that needed no message."""
+class Done:
+    """The handle of a collective that has ended."""
 
     def wait(self) -> None:
         """Done."""
 
 
 @contextlib.contextmanager
-def coalesce(group: Any, async_ops: bool = False, **kwargs: Any) -> Iterator[Any]:
-    """Megatron's bundle of collectives; nothing where the group is this rank alone."""
-    if group.size() == 1:
-        yield _Done()
-    else:
-        with _coalescing_manager(group, async_ops=async_ops, **kwargs) as manager:
-            yield manager
-
-
-def alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """`collective(output, input, group=...)` that sends nothing where the group is this rank alone."""
-
-    def run(output: torch.Tensor, input: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        if group is None or group.size() > 1:
-            return collective(output, input, *args, group=group, **kwargs)
-        if output.data_ptr() != input.data_ptr():
-            output.copy_(input)
-        return _Done()
-
-    return run
+def bundle(*_: Any, **__: Any) -> Iterator[Done]:
+    """Megatron's bundle of collectives: each of them has ended when it returns."""
+    yield Done()
 
 
 def own(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megaswift.bridge.dist_keys import padded_vocabulary
 from megaswift.bridge.new_head import drawn
 from megaswift.bridge.plan import Entry, Group, WeightPlan
+from megaswift.engine.everywhere import from_main
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.nf4_layers import NF4Matrix
@@ -128,13 +129,13 @@ class RankWeights:
             ranks, rank = self.tp_of(placed.entry)
             placed.held.copy_(placed.entry.read(source, ranks, rank, self.padded))
 
-    def stream(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+    def stream(self, value: Callable[[Tensor], Tensor | None], everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the CPU) of `value(parameter)` for all entries in the plan's order.
 
-        Collective: every rank iterates to the end; only rank 0 yields tensors, one group of entries at a time.
+        Collective: every rank iterates to the end; only rank 0 yields tensors, one group of entries at a time. `everywhere`: all do.
         """
         for group in self.plan.groups:
-            yield from self.stream_group(group, value)
+            yield from from_main(self.stream_group(group, value)) if everywhere else self.stream_group(group, value)
 
     def stream_group(self, group: Group, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """The part of `stream` that is about one group of entries."""

@@ -81,8 +81,8 @@ def written(engine: TorchEngine, folder: Path, metas: Mapping[str, TensorMeta], 
     return problems
 
 
-def stream(engine: TorchEngine, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model's files, whole tensor) of a run without adapters: on rank 0; the others iterate over nothing. Collective.
+def stream(engine: TorchEngine, kind: str, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """(name in the model's files, whole tensor) of a run without adapters, on rank 0 or everywhere; others iterate over nothing. Collective.
 
     Weights are all that the files hold: buffers too, as the router's expert bias of DeepSeek-V3 is one.
     """
@@ -90,9 +90,9 @@ def stream(engine: TorchEngine, kind: str) -> Iterator[tuple[str, Tensor]]:
     names = {name.removeprefix(PREFIX): name for name in (engine.shapes if kind == WEIGHT else engine.strategy.trained())}
     for group in groups(bare, names):
         whole = {name: engine.strategy.full(names[name], kind) for name in group}
-        if engine.rank == 0:
+        if everywhere or engine.rank == 0:
             yield from disk_names(bare, {name: tensor.detach().cpu() for name, tensor in whole.items()}).items()
-    if kind == WEIGHT and engine.rank == 0:
+    if kind == WEIGHT and (everywhere or engine.rank == 0):
         yield from disk_names(bare, {name: tensor.cpu() for name, tensor in buffers(bare).items()}).items()
 
 

@@ -167,10 +167,10 @@ class TorchEngine:
         assert self.remembered is not None, "keep_reference was not called"
         self.remembered.blend(share)
 
-    def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) on rank 0; every rank iterates. Not of a run with adapters: they merge on disk."""
+    def hf_weights(self, dtype: torch.dtype | None = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. Not of a run with adapters: they merge on disk."""
         assert not self.adapts, "adapters are merged by bridge.merge"
-        return ((name, t if dtype is None else t.to(dtype)) for name, t in checkpoint.stream(self, WEIGHT))
+        return ((name, t if dtype is None else t.to(dtype)) for name, t in checkpoint.stream(self, WEIGHT, everywhere))
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, gradient) after `accumulate`, of a run without adapters; rank 0 gets tensors."""

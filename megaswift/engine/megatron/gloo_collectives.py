@@ -1,0 +1,102 @@
+"""Collectives over gloo in one exchange, with the sizes that Megatron-Core needs.
+
+gloo passes data round a ring: n - 1 steps, each of which wakes every rank. Where more ranks than cores share a machine the waiting
+is all the time there is (8 ranks on 2 cores, 8 kB: reduce_scatter 124 ms, all_reduce 27 ms, all_to_all 8 ms), so gathers and sums
+travel by all_to_all here: as many bytes as the ring's, but for small all-reduces, where bytes do not matter. Sums are taken in the
+order of ranks, so every rank has the same one. All have ended when they return, `async_op` or not. Uneven parts, which gloo refuses and the MoE dispatcher with ETP > 1 sends, come along.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaswift.engine.megatron.stand_ins import Done
+
+SMALL = 1 << 16
+"""Elements up to which an all-reduce sends everything to everyone."""
+
+_all_to_all_single = dist.all_to_all_single
+_all_reduce = dist.all_reduce
+_REDUCTIONS = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}
+
+
+def _sizes(sizes: Any) -> list[int] | None:
+    return sizes.tolist() if isinstance(sizes, Tensor) else sizes
+
+
+def all_to_all(output: Tensor, input: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None,
+               async_op: bool = False) -> Any:
+    """Split sizes as lists of ints, also where tensors are given."""
+    return _all_to_all_single(output, input.contiguous(), _sizes(output_split_sizes), _sizes(input_split_sizes), group, async_op)
+
+
+def _gathered(tensor: Tensor, counts: list[int], group: Any) -> Tensor:
+    """All ranks' elements, `counts[rank]` of each, end to end."""
+    mine = tensor.reshape(-1)
+    got = mine.new_empty(sum(counts))
+    _all_to_all_single(got, mine.repeat(len(counts)), counts, [mine.numel()] * len(counts), group)
+    return got
+
+
+def _received(parts: Tensor, counts: list[int], group: Any) -> Tensor:
+    """[ranks, elements]: what each rank holds of this rank's part; `parts` are all parts of `counts[rank]` elements end to end."""
+    mine = counts[dist.get_rank(group)]
+    got = parts.new_empty(len(counts), mine)
+    _all_to_all_single(got.view(-1), parts, [mine] * len(counts), counts, group)
+    return got
+
+
+def all_gather(outputs: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """The ranks' tensors, whose first dimensions may differ."""
+    counts = [output.numel() for output in outputs]
+    for output, got in zip(outputs, _gathered(tensor, counts, group).split(counts), strict=True):
+        output.copy_(got.view_as(output))
+    return Done() if async_op else None
+
+
+def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """The ranks' tensors end to end; nothing is sent where the group is this rank alone."""
+    ranks = dist.get_world_size(group)
+    if ranks > 1:
+        output.copy_(_gathered(input, [input.numel()] * ranks, group).view_as(output))
+    elif output.data_ptr() != input.data_ptr():
+        output.copy_(input.view_as(output))
+    return Done() if async_op else None
+
+
+def reduce_scatter(output: Tensor, inputs: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    """The sum of this rank's part; the parts' first dimensions may differ."""
+    parts = torch.cat([part.reshape(-1) for part in inputs])
+    output.copy_(_REDUCTIONS[op](_received(parts, [part.numel() for part in inputs], group), 0).view_as(output))
+    return Done() if async_op else None
+
+
+def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    """The sum of this rank's part of equal ones; nothing is sent where the group is this rank alone."""
+    ranks = dist.get_world_size(group)
+    if ranks > 1:
+        output.copy_(_REDUCTIONS[op](_received(input.reshape(-1), [output.numel()] * ranks, group), 0).view_as(output))
+    elif output.data_ptr() != input.data_ptr():
+        output.copy_(input.view_as(output))
+    return Done() if async_op else None
+
+
+def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    """Small ones in one exchange, large ones in two (gloo's own between two ranks), others than sum, max and min by gloo."""
+    ranks = dist.get_world_size(group)
+    small = tensor.numel() <= SMALL
+    if op not in _REDUCTIONS or (not small and ranks == 2):
+        _all_reduce(tensor, op, group)
+    elif ranks > 1:
+        flat, count = tensor.detach().reshape(-1), tensor.numel()
+        if small:
+            total = _REDUCTIONS[op](_gathered(flat, [count] * ranks, group).view(ranks, count), 0)
+        else:
+            counts = [len(part) for part in flat.tensor_split(ranks)]
+            total = _gathered(_REDUCTIONS[op](_received(flat, counts, group), 0), counts, group)
+        tensor.detach().copy_(total.view_as(tensor))
+    return Done() if async_op else None
