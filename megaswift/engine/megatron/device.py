@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import sys
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +155,12 @@ def _import_without_compiler() -> None:
         torch.compile = compiler
 
 
+def _replace(changes: Iterable[Replacement]) -> None:
+    for change in changes:
+        owner, name, _ = resolve(change.symbol)
+        setattr(owner, name, change.value)
+
+
 def install() -> None:
     """Make Megatron-Core run on this machine; a second call does nothing. Where CUDA is, only undefined names are mended."""
     global _installed
@@ -164,13 +171,13 @@ def install() -> None:
         _without_transformer_engine()
         return
     assert "megatron.core" not in sys.modules, "megaswift.engine.megatron has to be imported before megatron.core"
+    torchs = [change for change in REPLACEMENTS if not change.symbol.startswith(_CORE)]
+    _replace(torchs)  # Megatron-Core's modules bind some of these when they are imported
     _import_without_compiler()
+    _replace(change for change in REPLACEMENTS if change not in torchs)
     for row in CONSTANTS:
         function = innermost(resolve(row.symbol)[2])
         function.__code__ = _cpu_constant(function.__code__)
-    for change in REPLACEMENTS:
-        owner, name, _ = resolve(change.symbol)
-        setattr(owner, name, change.value)
     # the tracker of random states warns when the CPU's generator was used: here it is the one to use, at each dropout
     logging.getLogger(_CORE + "tensor_parallel.random").addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     _without_transformer_engine()

@@ -3,11 +3,13 @@
 gloo passes data round a ring: n - 1 steps, each of which wakes every rank. Where more ranks than cores share a machine the waiting
 is all the time there is (8 ranks on 2 cores, 8 kB: reduce_scatter 124 ms, all_reduce 27 ms, all_to_all 8 ms), so gathers and sums
 travel by all_to_all here: as many bytes as the ring's, but for small all-reduces, where bytes do not matter. Sums are taken in the
-order of ranks, so every rank has the same one. All have ended when they return, `async_op` or not. Uneven parts, which gloo refuses and the MoE dispatcher with ETP > 1 sends, come along.
+order of ranks, so every rank has the same one. All have ended when they return, `async_op` or not. Uneven parts, which gloo refuses
+and the MoE dispatcher with ETP > 1 sends, come along. Parameters are named as torch's are: some callers pass them by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ SMALL = 1 << 16
 
 _all_to_all_single = dist.all_to_all_single
 _all_reduce = dist.all_reduce
-_REDUCTIONS = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}
+_REDUCTIONS: dict[Any, Callable[[Tensor, int], Tensor]] = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}
 
 
 def _sizes(sizes: Any) -> list[int] | None:
@@ -50,28 +52,28 @@ def _received(parts: Tensor, counts: list[int], group: Any) -> Tensor:
     return got
 
 
-def all_gather(outputs: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
     """The ranks' tensors, whose first dimensions may differ."""
-    counts = [output.numel() for output in outputs]
-    for output, got in zip(outputs, _gathered(tensor, counts, group).split(counts), strict=True):
+    counts = [output.numel() for output in tensor_list]
+    for output, got in zip(tensor_list, _gathered(tensor, counts, group).split(counts), strict=True):
         output.copy_(got.view_as(output))
     return Done() if async_op else None
 
 
-def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
+def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
     """The ranks' tensors end to end; nothing is sent where the group is this rank alone."""
     ranks = dist.get_world_size(group)
     if ranks > 1:
-        output.copy_(_gathered(input, [input.numel()] * ranks, group).view_as(output))
-    elif output.data_ptr() != input.data_ptr():
-        output.copy_(input.view_as(output))
+        output_tensor.copy_(_gathered(input_tensor, [input_tensor.numel()] * ranks, group).view_as(output_tensor))
+    elif output_tensor.data_ptr() != input_tensor.data_ptr():
+        output_tensor.copy_(input_tensor.view_as(output_tensor))
     return Done() if async_op else None
 
 
-def reduce_scatter(output: Tensor, inputs: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
     """The sum of this rank's part; the parts' first dimensions may differ."""
-    parts = torch.cat([part.reshape(-1) for part in inputs])
-    output.copy_(_REDUCTIONS[op](_received(parts, [part.numel() for part in inputs], group), 0).view_as(output))
+    parts = torch.cat([part.reshape(-1) for part in input_list])
+    output.copy_(_REDUCTIONS[op](_received(parts, [part.numel() for part in input_list], group), 0).view_as(output))
     return Done() if async_op else None
 
 

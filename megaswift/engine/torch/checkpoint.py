@@ -82,7 +82,7 @@ def written(engine: TorchEngine, folder: Path, metas: Mapping[str, TensorMeta], 
 
 
 def stream(engine: TorchEngine, kind: str, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model's files, whole tensor) of a run without adapters, on rank 0 or everywhere; others iterate over nothing. Collective.
+    """(name in the model's files, whole tensor) of a run without adapters, on rank 0 or everywhere; others iterate over none. Collective.
 
     Weights are all that the files hold: buffers too, as the router's expert bias of DeepSeek-V3 is one.
     """

@@ -168,7 +168,7 @@ class TorchEngine:
         self.remembered.blend(share)
 
     def hf_weights(self, dtype: torch.dtype | None = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. Not of a run with adapters: they merge on disk."""
+        """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. Not with adapters: they merge on disk."""
         assert not self.adapts, "adapters are merged by bridge.merge"
         return ((name, t if dtype is None else t.to(dtype)) for name, t in checkpoint.stream(self, WEIGHT, everywhere))
 
