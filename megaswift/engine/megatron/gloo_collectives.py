@@ -23,7 +23,8 @@ SMALL = 1 << 16
 
 _all_to_all_single = dist.all_to_all_single
 _all_reduce = dist.all_reduce
-_REDUCTIONS: dict[Any, Callable[[Tensor, int], Tensor]] = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}
+_REDUCTIONS: dict[Any, Callable[[Tensor, int], Tensor]] = {
+    dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}
 
 
 def _sizes(sizes: Any) -> list[int] | None:
