@@ -29,11 +29,11 @@ run() {
   "$env/bin/python" -m pytest -q --durations=15 --durations-min=1 -m "$marks" "$@" || code=$?
   case $code in 0) ran=1 ;; 5) ;; *) exit "$code" ;; esac
 }
-# Two at a time, unless tests were picked by hand; those with processes fill the cores by themselves.
-alone() { local marks=$1 pair=(); shift; [ $# -gt 0 ] || pair=(-n 2); run "$marks" "${pair[@]}" "$@"; }
+# Two at a time, unless tests were picked by hand.
+pair=(); [ $# -gt 0 ] || pair=(-n 2)
 case "$tier" in
-  fast) alone "not process and not wide and not slow and not gpu" "$@" ;;
-  default) alone "not process and not slow and not gpu" "$@"; run "process and not slow and not gpu" "$@" ;;
+  fast) run "not process and not wide and not slow and not gpu" "${pair[@]}" "$@" ;;
+  default) run "not process and not slow and not gpu" "${pair[@]}" "$@"; run "process and not slow and not gpu" "${pair[@]}" "$@" ;;
   slow) run "slow and not gpu" "$@" ;;
   gpu) run "gpu" "$@" ;;
 esac
