@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from megaswift import log
-from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES
+from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES, RL
 from megaswift.data import hub
 from megaswift.data.cache import cache_root
 from megaswift.data.collate import Shape
@@ -54,8 +54,8 @@ def units(data: Any, train: Any, tokenizer: Any, task: str) -> tuple[Units, Unit
 
 
 def kind_of(task: str) -> str:
-    """What a task's global batch counts: `rows`, `pairs` or `examples`."""
-    return "pairs" if task in PAIRS else "examples" if task in EXAMPLES else "rows"
+    """What a task's global batch counts: `rows`, `pairs`, `examples` or, of reinforcement learning, `completions`."""
+    return "completions" if task in RL else "pairs" if task in PAIRS else "examples" if task in EXAMPLES else "rows"
 
 
 def check_task(data: Any, task: str) -> None:

@@ -116,6 +116,10 @@ class ChatRenderer:
             self._finders[template] = TurnFinder(render, self.templates.end_tokens)
         return self._finders[template]
 
+    def prompt(self, sample: Sample) -> str:
+        """The text of a conversation up to where the assistant's answer begins; RowError when the template refuses it."""
+        return self._text(self.templates.pick(sample.tools), sample.messages, sample.tools, prompt=True)
+
     def render(self, sample: Sample) -> Rendered:
         """The text of the whole conversation and its loss spans; RowError when the template refuses it."""
         template = self.templates.pick(sample.tools)

@@ -141,10 +141,18 @@ def too_long(docs: Documents, long: np.ndarray, max_length: int) -> DataError:
     return DataError([_too_long(docs, int(i), max_length) for i in long[:10]])
 
 
+def row_of(docs: Documents, i: int) -> int:
+    """The row of its store that document i, which has tokens, is of."""
+    return int(np.searchsorted(docs.stores[docs.store[i]].offsets, docs.start[i], side="right")) - 1
+
+
+def place(docs: Documents, i: int) -> str:
+    """`file:line` of document i."""
+    return docs.stores[docs.store[i]].place(row_of(docs, i))
+
+
 def _too_long(docs: Documents, i: int, max_length: int) -> Problem:
-    store = docs.stores[docs.store[i]]
-    row = int(np.searchsorted(store.offsets, docs.start[i], side="right")) - 1
-    return Problem(store.place(row), f"{docs.length[i]} tokens, --max_length is {max_length}",
+    return Problem(place(docs, i), f"{docs.length[i]} tokens, --max_length is {max_length}",
                    "a larger --max_length, or --truncation_strategy delete, left or right")
 
 

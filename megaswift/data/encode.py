@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
-from megaswift.config.data import PREFERENCES
+from megaswift.config.data import ALIGNMENT
 from megaswift.data.cache import cache_root
 from megaswift.data.chat import ChatRenderer, Rendered, Templates, templates_of
 from megaswift.data.cuts import cuts_of
@@ -47,7 +47,7 @@ class EncodeSpec:
     """File column -> canonical column."""
     strict: bool = True
     begin: list[int] = field(default_factory=list)
-    """Tokens before a plain prompt of preferences: what the tokenizer itself puts before a text."""
+    """Tokens before a plain prompt: what the tokenizer itself puts before a text."""
     processor: ProcessorSpec | None = None
     """Of a model that reads images."""
     image_folder: str = ""
@@ -68,8 +68,8 @@ class Encoded:
     """float32, one a unit: margins or labels of preferences."""
     causes: dict[str, int] = field(default_factory=dict)
     """Of the bad rows: units that could be read and are of no use."""
-    images: list[str] = field(default_factory=list)
-    """What each row keeps of its images; empty for a model that reads text only."""
+    beside: list[str] = field(default_factory=list)
+    """JSON that each row keeps beside its tokens; none where no row does."""
 
 
 def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
@@ -82,11 +82,11 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
     if task == "pt" and tokenizer.eos_token_id is None:
         raise DataError(Problem(f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
                                 "has no end-of-text token (eos_token) to put after a document"))
-    plain = task == "pt" or (task in PREFERENCES and not tokenizer.chat_template and data.chat_template is None)
+    plain = task == "pt" or (task in ALIGNMENT and not tokenizer.chat_template and data.chat_template is None)
     return EncodeSpec(
         task=task, tokenizer=backend.to_str(), eos_id=tokenizer.eos_token_id,
         templates=None if plain else templates_of(tokenizer, data.chat_template),
-        begin=_before(tokenizer) if task in PREFERENCES else [],
+        begin=_before(tokenizer) if task in ALIGNMENT else [],
         loss_scale=data.loss_scale, system=data.system, columns=dict(data.columns), strict=data.strict,
         processor=reader.spec if isinstance(reader, Processor) else None,
         image_folder=str(cache_root(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "")
@@ -132,6 +132,8 @@ class Encoder:
         self._tokenizer.post_processor = processors.Sequence([])  # adds nothing here, but would trim white space off the offsets
         self._chat = ChatRenderer(spec.templates, spec.loss_scale) if spec.templates is not None else None
         self._end = spec.eos_id if spec.task == "pt" else None
+        self.keeps = spec.processor is not None
+        """Whether rows keep something beside their tokens."""
         cuts = cuts_of(self._tokenizer)
         self._pieces = PieceEncoder(self._tokenizer, cuts, token_range) if cuts is not None else None
 
@@ -201,7 +203,7 @@ class Encoder:
         tokens: list[np.ndarray] = []
         masks: list[np.ndarray] = []
         lines: list[int] = []
-        images: list[str] = []
+        beside: list[str] = []
         problems: list[Problem] = []
         bad = 0
         rows = iter(rows)
@@ -218,11 +220,11 @@ class Encoder:
             for ids, mask in self.tokenize(good):
                 tokens.append(ids)
                 masks.append(mask)
-            images += [getattr(r, "images", "") for r in good] if self.spec.processor else []
+            beside += [getattr(r, "beside", "") for r in good] if self.keeps else []
         lengths = np.array([len(t) for t in tokens], dtype=np.int64)
         flat = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
         return Encoded(flat, np.concatenate(masks) if masks else np.zeros(0, dtype=np.uint8), lengths,
-                       np.array(lines, dtype=np.int64), problems, bad, images=images)
+                       np.array(lines, dtype=np.int64), problems, bad, beside=beside)
 
     def encode_part(self, part: Part) -> Encoded:
         """The rows of a part of a file."""

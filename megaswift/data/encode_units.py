@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.config.data import PREFERENCES
+from megaswift.config.data import PREFERENCES, RL
 from megaswift.data.chat import Rendered
 from megaswift.data.encode import BATCH, SHOWN, Encoded, Encoder, EncodeSpec, row_problem
+from megaswift.data.encode_prompts import PromptEncoder
 from megaswift.data.formats import recognise
 from megaswift.data.images import no_images
 from megaswift.data.preference import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, Unit, UnitError
@@ -31,6 +32,8 @@ Side = tuple[np.ndarray, np.ndarray]
 
 def encoder_for(spec: EncodeSpec) -> Encoder | UnitEncoder:
     """The encoder of a task."""
+    if spec.task in RL:
+        return PromptEncoder(spec)
     if spec.task in PREFERENCES:
         return UnitEncoder(spec)
     return Encoder(spec) if spec.processor is None else VisionEncoder(spec)

@@ -157,6 +157,15 @@ def batches(rows: Sequence[Sequence[list[Document]]], packed: bool, shape: Shape
             for micro, n in zip(rows, plain, strict=True)]
 
 
+def same_data(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """DataError when a checkpoint's position is one in other data, or in another order."""
+    for key, what in _SAME.items():
+        if state.get(key) != now[key]:
+            raise DataError(Problem(
+                "--resume_from_checkpoint", f"{what} is not what it was in the checkpoint ({state.get(key)}, now {now[key]})",
+                "the same data and options, or a new run from the exported weights"))
+
+
 @dataclass
 class StoredSource:
     """Batches from token stores: endless, in a known order."""
@@ -217,12 +226,7 @@ class StoredSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, on this or another number of ranks; DataError when the data are not the same."""
-        now = self.state_dict()
-        for key, what in _SAME.items():
-            if state.get(key) != now[key]:
-                raise DataError(Problem(
-                    "--resume_from_checkpoint", f"{what} is not what it was in the checkpoint ({state.get(key)}, now {now[key]})",
-                    "the same data and options, or a new run from the exported weights"))
+        same_data(state, self.state_dict())
         self._ahead.clear()
         self._taken = state["rows_taken"]
         if state["rows"] != self.rows:  # packed for another context-parallel size: rows are other rows

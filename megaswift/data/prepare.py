@@ -31,8 +31,8 @@ WORKER_BYTES = 2 << 20
 """Input that is worth the start of another process (about a second)."""
 IMAGE_WORKER_BYTES = 1 << 16
 """The same where each row brings images, which take far longer than its text."""
-_CODE = ("chat.py", "turns.py", "encode.py", "encode_units.py", "preference.py", "cuts.py", "pieces.py", "sample.py", "readers.py",
-         "sources.py", "store.py", "images.py", "processor.py", "vision_encode.py", "formats")
+_CODE = ("chat.py", "turns.py", "encode.py", "encode_units.py", "preference.py", "encode_prompts.py", "questions.py", "cuts.py",
+         "pieces.py", "sample.py", "readers.py", "sources.py", "store.py", "images.py", "processor.py", "vision_encode.py", "formats")
 
 
 @cache

@@ -117,3 +117,22 @@ def with_system(sample: Sample, system: str | None) -> Sample:
     if not system or not sample.messages or sample.messages[0]["role"] in ("system", "developer"):
         return sample
     return Sample(({"role": "system", "content": system}, *sample.messages), (None, *sample.loss), sample.tools)
+
+
+def text_or_messages(row: Mapping[str, Any], column: str) -> str | Sample:
+    """A text, or messages (a list, one object, or JSON text of either)."""
+    value: Any = row.get(column)
+    if isinstance(value, str) and value.lstrip().startswith(("[{", "{")) and '"role"' in value:
+        value = decoded(value, column, "a list of messages")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, tuple, dict)):
+        raise RowError(column, describe(value), "a string or a list of messages")
+    return conversation([value] if isinstance(value, dict) else value, column)
+
+
+def plain_row(row: Mapping[str, Any]) -> None:
+    """RowError for what only a chat template could write into plain texts."""
+    for column in ("system", "tools"):
+        if row.get(column):
+            raise RowError(column, "beside texts, which are trained without a chat template", "messages in their place")

@@ -35,11 +35,13 @@ first word; what it says of training is left aside), the options of the section 
 
   --samples N   samples to show (default 3)
   --first N     number of the first one, from 0 (default 0)
-  --task TASK   pt: plain text; dpo, orpo, cpo, simpo, rm: pairs; kto: labelled answers (default sft: conversations)
+  --task TASK   pt: plain text; dpo, orpo, cpo, simpo, rm: pairs; kto: labelled answers; grpo, ppo: prompts (default sft: conversations)
 """
 MODEL_OPTIONS = ("model", "use_hf", "model_revision", "trust_remote_code")
 ORDER_OPTIONS = ("shuffle", "dataloader_num_workers")
 """Of the section data, but without effect here."""
+PROMPT_OPTIONS = ("max_completion_length",)
+"""Of the section rl: how long a prompt may be."""
 SPLIT_OPTIONS = ("seed", "data_seed")
 """They choose what is held out."""
 GREEN, DIM, OFF = "\033[1;32m", "\033[2m", "\033[0m"
@@ -92,7 +94,7 @@ def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
         if name in SPLIT_OPTIONS:
             used, why = cfg.data.split_dataset_ratio > 0, "chooses the held-out rows, and none are held out"
         else:
-            used = name in MODEL_OPTIONS or (OPTIONS[name].section == "data" and name not in ORDER_OPTIONS)
+            used = name in (*MODEL_OPTIONS, *PROMPT_OPTIONS) or (OPTIONS[name].section == "data" and name not in ORDER_OPTIONS)
             why = "samples are shown in the files' order" if name == "shuffle" else "belongs to training"
         if not used:
             problems.append(Problem(given.label, f"would be ignored by data show: {why}", "leave it out"))
@@ -217,7 +219,7 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     reader = reader_for(cfg)
     from megaswift.data.build import kind_of  # brings torch; help and mistakes are answered without
 
-    show = show_rows if kind_of(cfg.task) == "rows" else show_units
+    show = {"rows": show_rows, "completions": show_prompts}.get(kind_of(cfg.task), show_units)
     print("\n".join(show(cfg, cfg.task, reader, range(first, first + count))))
     return 0
 
@@ -259,6 +261,20 @@ def show_units(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> lis
                  f"{len(made):,} examples, {int(made.values.sum()):,} of them desirable")
     lines += [] if held is None else [f"for evaluation: {len(held):,} {kind}"]
     return lines + summary(docs, None, cfg.data.max_length, packing=False)
+
+
+def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
+    """Some prompts with the columns that rewards see, then their lengths."""
+    from megaswift.data.prompts import prompts_of
+
+    source, held = prompts_of(cfg, tokenizer, 1)
+    prompts, lines = source.prompts, []
+    for i in _shown(which, len(prompts), "prompts"):
+        prompt = prompts.read(i)
+        lines += [f"--- prompt {i} (row {prompt.number}): {len(prompt.token_ids)} tokens", _document(prompts.docs, i, tokenizer)]
+        lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in prompt.columns.items()] + [""]
+    lines.append(f"{len(prompts):,} prompts" + ("" if held is None else f", for evaluation {len(held):,}"))
+    return lines + histogram(prompts.docs.length, "tokens a prompt")
 
 
 def _counts(docs: Documents, i: int) -> str:

@@ -2,7 +2,8 @@
 
     tokens.bin int32 [all tokens]   mask.bin uint8 [all tokens]   rows.npy int64 [rows + 1] offsets
     labels.npy int64 [rows]: tokens with a label   lines.npy int64 [rows]: place in the file
-    images.bin, images.npy int64 [2, rows + 1]: of rows with images, JSON that names them; offsets, and where the last one's tokens end
+    beside.bin, beside.npy int64 [2, rows + 1]: what rows keep beside their tokens, as JSON: the names of images, the columns of a
+        prompt; offsets, and where the last image's tokens end
     values.npy float32 [units]: margins or labels, of preferences alone; a unit is one row here, or two (chosen, rejected)
     manifest.json: counts, files, and `content`, a hash of tokens, mask and values
 
@@ -36,11 +37,11 @@ def write_piece(folder: Path, number: int, piece: Encoded) -> None:
     np.save(f"{base}.rows.npy", np.stack([piece.lengths, _labels(piece.mask, piece.lengths), piece.lines]))
     if piece.values is not None:
         np.save(f"{base}.values.npy", piece.values)
-    if piece.images:
-        texts = [t.encode() for t in piece.images]
-        ends = [json.loads(t)["end"] if t else 0 for t in piece.images]
-        Path(f"{base}.images").write_bytes(b"".join(texts))
-        np.save(f"{base}.images.npy", np.array([[len(t) for t in texts], ends], dtype=np.int64))
+    if piece.beside:
+        texts = [t.encode() for t in piece.beside]
+        ends = [json.loads(t).get("end", 0) if t else 0 for t in piece.beside]
+        Path(f"{base}.beside").write_bytes(b"".join(texts))
+        np.save(f"{base}.beside.npy", np.array([[len(t) for t in texts], ends], dtype=np.int64))
     report = {"bad": piece.bad, "causes": piece.causes, "problems": [[p.what, p.rule, p.fix] for p in piece.problems]}
     base.with_suffix(".done").write_text(json.dumps(report))
 
@@ -92,7 +93,7 @@ def merge(folder: Path, paths: list[str], target: Path, facts: dict[str, Any]) -
     np.save(new / "rows.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     np.save(new / "labels.npy", labels)
     np.save(new / "lines.npy", lines)
-    _merge_images(folder, len(paths), new)
+    kept = _merge_beside(folder, len(paths), new)
     values = [np.load(path) for path in sorted(folder.glob("piece-*.values.npy"))]
     if values:
         np.save(new / "values.npy", joined := np.concatenate(values))
@@ -100,20 +101,26 @@ def merge(folder: Path, paths: list[str], target: Path, facts: dict[str, Any]) -
         facts = {"units": len(joined)} | facts
     (new / "manifest.json").write_text(json.dumps({"version": VERSION, "rows": len(lengths), "tokens": int(lengths.sum()),
                                                    "labels": int(labels.sum()), "files": files,
-                                                   "content": "-".join(d.hexdigest() for d in digests.values())} | facts, indent=1))
+                                                   "content": "-".join(d.hexdigest() for d in digests.values()),
+                                                   "beside": kept} | facts, indent=1))
     new.rename(target)
 
 
-def _merge_images(folder: Path, pieces: int, new: Path) -> None:
+def _merge_beside(folder: Path, pieces: int, new: Path) -> str:
+    """A hash of all of it; empty where rows keep nothing."""
     named = [folder / f"piece-{i:06d}" for i in range(pieces)]
-    bases = [base for base in named if base.with_suffix(".images").exists()]
+    bases = [base for base in named if base.with_suffix(".beside").exists()]
     if not bases:
-        return
-    with (new / "images.bin").open("wb") as out:
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    with (new / "beside.bin").open("wb") as out:
         for base in bases:
-            out.write(base.with_suffix(".images").read_bytes())
-    lengths, ends = np.concatenate([np.load(f"{base}.images.npy") for base in bases], axis=1)
-    np.save(new / "images.npy", np.stack([np.concatenate([[0], np.cumsum(lengths)]), np.concatenate([ends, [0]])]))
+            part = base.with_suffix(".beside").read_bytes()
+            digest.update(part)
+            out.write(part)
+    lengths, ends = np.concatenate([np.load(f"{base}.beside.npy") for base in bases], axis=1)
+    np.save(new / "beside.npy", np.stack([np.concatenate([[0], np.cumsum(lengths)]), np.concatenate([ends, [0]])]))
+    return digest.hexdigest()
 
 
 class TokenStore:
@@ -128,8 +135,8 @@ class TokenStore:
         self.offsets: np.ndarray = np.load(folder / "rows.npy", mmap_mode="r")
         self.labels: np.ndarray = np.load(folder / "labels.npy", mmap_mode="r")
         self.lines: np.ndarray = np.load(folder / "lines.npy", mmap_mode="r")
-        pictured = (folder / "images.npy").exists()
-        self._images: np.ndarray | None = np.load(folder / "images.npy", mmap_mode="r") if pictured else None
+        keeps = (folder / "beside.npy").exists()
+        self._beside: np.ndarray | None = np.load(folder / "beside.npy", mmap_mode="r") if keeps else None
         self.values: np.ndarray | None = np.load(folder / "values.npy") if "units" in self.manifest else None
 
     def __len__(self) -> int:
@@ -165,21 +172,21 @@ class TokenStore:
     @property
     def image_ends(self) -> np.ndarray:
         """int64 [rows]: tokens of a row up to the end of its last image; 0 without one."""
-        return np.zeros(len(self), dtype=np.int64) if self._images is None else np.asarray(self._images[1, :-1])
+        return np.zeros(len(self), dtype=np.int64) if self._beside is None else np.asarray(self._beside[1, :-1])
 
-    def images(self, i: int) -> dict[str, Any] | None:
-        """{"text", "files", "end"} of row i; None without images."""
-        if self._images is None or self._images[0, i] == self._images[0, i + 1]:
+    def beside(self, i: int) -> dict[str, Any] | None:
+        """What row i keeps beside its tokens: {"text", "files", "end"} of its images, or a prompt's own (`prompts.py`)."""
+        if self._beside is None or self._beside[0, i] == self._beside[0, i + 1]:
             return None
-        with (self.folder / "images.bin").open("rb") as f:
-            f.seek(int(self._images[0, i]))
-            found: dict[str, Any] = json.loads(f.read(int(self._images[0, i + 1] - self._images[0, i])))
+        with (self.folder / "beside.bin").open("rb") as f:
+            f.seek(int(self._beside[0, i]))
+            found: dict[str, Any] = json.loads(f.read(int(self._beside[0, i + 1] - self._beside[0, i])))
         return found
 
     def check_images(self) -> None:
         """DataError for rows whose images are gone since they were tokenised."""
         rows = np.flatnonzero(self.image_ends).tolist()
-        lost = [(i, file) for i in rows for file in (self.images(i) or {"files": ()})["files"] if not Path(file).is_file()]
+        lost = [(i, file) for i in rows for file in (self.beside(i) or {"files": ()})["files"] if not Path(file).is_file()]
         if lost:
             told = [Problem(self.place(i), f"column images: no such file: {file}") for i, file in lost[:10]]
             more = [Problem(f"and {len(lost) - 10} more images", "are gone too")] if len(lost) > 10 else []

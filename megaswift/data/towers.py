@@ -57,7 +57,7 @@ class Towers:
         ids, _, sample = document
         k = int(np.searchsorted(self._first, sample, side="right")) - 1
         store, number = self.stores[k], sample - int(self._first[k])
-        kept = store.images(number)
+        kept = store.beside(number)
         if kept is None:
             return None
         try:

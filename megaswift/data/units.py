@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megaswift.data.documents import Documents, cut, gather, held_out, too_long
+from megaswift.data.documents import Documents, cut, gather, held_out, place, too_long
 from megaswift.data.encode_units import first_label
 from megaswift.data.preference import IDENTICAL
 from megaswift.data.sources import Source
@@ -65,9 +65,7 @@ def gather_units(stores: list[tuple[Source, TokenStore]]) -> Units:
 
 def _place(units: Units, i: int) -> str:
     """`file:line` of unit i."""
-    at = i * units.width
-    store = units.docs.stores[units.docs.store[at]]
-    return store.place(int(np.searchsorted(store.offsets, units.docs.start[at], side="right")) - 1)
+    return place(units.docs, i * units.width)
 
 
 def truncate_units(units: Units, max_length: int, strategy: str) -> Units:

@@ -30,7 +30,7 @@ class Seen(Rendered):
     """int32 [n]"""
     mask: np.ndarray
     """uint8 [n]: 1 where a token carries loss; never on an image's."""
-    images: str
+    beside: str
     """What the trainer needs to read its images again, as JSON; empty where there are none."""
 
 

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.data.encode import row_problem
-from megaswift.data.formats import FORMATS, Format, sample_of
-from megaswift.data.preference import COLUMNS
+from megaswift.data.formats import sample_of
+from megaswift.data.questions import answerable, unanswered
 from megaswift.data.sample import RowError, Sample
 from megaswift.data.sources import parts_of, resolve
 from megaswift.errors import DataError, Problem
 from megaswift.inference.prompts import PromptError, Prompts
 
-ANSWERS = ("response", "output")
-"""Columns that formats of training need and a question does not have."""
 SHOWN = 10
 
 
@@ -39,15 +37,9 @@ def _no_hub(name: str, subset: str | None) -> tuple[Path, ...]:
 
 def _sample(row: Mapping[str, Any]) -> Sample:
     """The conversation or text of a row; an answer that is not there is an empty one."""
-    row = {k: v for k, v in row.items() if k not in COLUMNS}
-    present = {k for k, v in row.items() if v is not None}
-    asks: list[Format] = [f for f in FORMATS if "sft" in f.tasks and set(f.required) - present
-                          and set(f.required) - present <= set(ANSWERS) and present & set(f.required)]
-    if present >= {"text"} and not asks:
-        return sample_of(row, "pt")
-    if asks and not any(present >= set(f.required) for f in FORMATS if "sft" in f.tasks):
-        row = {**row, **dict.fromkeys(ANSWERS, "")}
-    return sample_of(row, "sft")
+    filled = answerable(row, "sft")
+    plain = row.get("text") is not None and not unanswered(row, "sft")
+    return sample_of(filled, "pt" if plain else "sft")
 
 
 def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: Prompts) -> tuple[tuple[int, ...], str | None]:

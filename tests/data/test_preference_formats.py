@@ -160,7 +160,7 @@ WRONG = [
     ("sft", {"messages": [U, A], "rejected_response": "x"}, f"the format {MS} is for megaswift dpo, orpo, cpo, simpo, rm, not for sft"),
     ("sft", {"prompt": "x", "chosen": "y", "rejected": "z"}, f"the format {TRL} is for megaswift dpo"),
     ("sft", {"instruction": "x", "output": ["y", "z"]}, f"the format {ALPACA} is for"),
-    ("dpo", {"messages": [U, A]}, "the format messages is for megaswift sft, not for dpo; expected a row of alpaca preference or messages"),
+    ("dpo", {"messages": [U, A]}, "the format messages is for megaswift sft, grpo, ppo, not for dpo; expected a row of alpaca preference"),
     ("dpo", {"messages": [U, A], "label": True}, "not for dpo"),
     ("kto", {"messages": [U, A], "rejected_response": "x"}, "not for kto; expected a row of messages + label or prompt, completion, label"),
     ("pt", {"messages": [U, A], "label": True}, "not for pt"),

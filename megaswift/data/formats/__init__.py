@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaswift.config.data import RL, SFT
 from megaswift.data.preference import Unit
 from megaswift.data.sample import RowError, Sample
 from megaswift.registry import Registry
@@ -29,7 +30,7 @@ class Format:
     required: tuple[str, ...]
     parse: Callable[[Row], Sample | Unit]
     optional: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ("sft",)
+    tasks: tuple[str, ...] = SFT + RL
     detect: Callable[[Row], bool] = _any_row
     """For formats that share a column: a look at the value."""
     rank: int = 0
@@ -37,6 +38,9 @@ class Format:
 
     beside: tuple[str, ...] = ()
     """For messages: the columns of another format that this one reads too, or one of that sort."""
+
+    common: bool = False
+    """Its columns say little by themselves: for other tasks the row is of no known format."""
 
     def columns(self) -> str:
         """The columns for a message: required ones, then [optional ones]."""
@@ -58,7 +62,7 @@ def known_formats(task: str) -> str:
 def recognise(row: Row, task: str) -> Format:
     """The format of a row; RowError that lists the known ones when its columns fit none."""
     present = {k for k, v in row.items() if v is not None}
-    fitting = _ordered(f for f in FORMATS if present.issuperset(f.required) and f.detect(row))
+    fitting = _ordered(f for f in FORMATS if present.issuperset(f.required) and f.detect(row) and (task in f.tasks or not f.common))
     usable = [f for f in fitting if task in f.tasks]
     if usable and (fitting[0].rank >= 0 or fitting[0] is usable[0]):
         return usable[0]

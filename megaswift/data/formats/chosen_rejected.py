@@ -7,31 +7,11 @@ Texts are taken as they are, without a chat template, and end with the end-of-te
 from __future__ import annotations
 
 from os.path import commonprefix
-from typing import Any
 
 from megaswift.config.data import EXAMPLES, PAIRS
 from megaswift.data.formats import FORMATS, Format, Row
 from megaswift.data.preference import Unit, example, number, pair, texts, truth
-from megaswift.data.sample import RowError, Sample, conversation, decoded, describe, string, with_system
-
-
-def _read(row: Row, column: str) -> str | Sample:
-    """A text, or messages (a list, one object, or JSON text of either)."""
-    value: Any = row.get(column)
-    if isinstance(value, str) and value.lstrip().startswith(("[{", "{")) and '"role"' in value:
-        value = decoded(value, column, "a list of messages")
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, (list, tuple, dict)):
-        raise RowError(column, describe(value), "a string or a list of messages")
-    return conversation([value] if isinstance(value, dict) else value, column)
-
-
-def _plain(row: Row) -> None:
-    """RowError for what only a chat template could write into plain texts."""
-    for column in ("system", "tools"):
-        if row.get(column):
-            raise RowError(column, "beside texts, which are trained without a chat template", "messages in prompt and answers")
+from megaswift.data.sample import Sample, conversation, plain_row, string, text_or_messages, with_system
 
 
 def _said(value: str | Sample, role: str) -> Sample:
@@ -55,24 +35,24 @@ def _whole(answer: str | Sample) -> bool:
 
 def parse(row: Row) -> Unit:
     """A pair."""
-    prompt = None if row.get("prompt") is None else _read(row, "prompt")
-    chosen, rejected = _read(row, "chosen"), _read(row, "rejected")
+    prompt = None if row.get("prompt") is None else text_or_messages(row, "prompt")
+    chosen, rejected = text_or_messages(row, "chosen"), text_or_messages(row, "rejected")
     if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, Sample):
         if prompt is None:  # TRL's rule: the space before the first different word belongs to the answers
             prompt = commonprefix([chosen, rejected])
             if chosen != rejected:
                 prompt = prompt.removesuffix(" ")
             chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]
-        _plain(row)
+        plain_row(row)
         return texts(prompt, {"chosen": chosen, "rejected": rejected}, number(row))
     return pair(_joined(row, prompt, chosen), _joined(row, prompt, rejected), number(row), ("chosen", "rejected"))
 
 
 def parse_labelled(row: Row) -> Unit:
     """A labelled completion."""
-    prompt, answer = _read(row, "prompt"), _read(row, "completion")
+    prompt, answer = text_or_messages(row, "prompt"), text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(answer, str):
-        _plain(row)
+        plain_row(row)
         return texts(prompt, {"completion": answer}, truth(row))
     sample = _joined(row, prompt, answer)
     begin = None if _whole(answer) else len(sample.messages) - len(_said(answer, "assistant").messages)

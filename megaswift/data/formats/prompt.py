@@ -1,0 +1,23 @@
+"""`prompt`: a text, taken as it is, or messages up to where the model speaks; every other column goes to the rewards. As TRL has it."""
+
+from __future__ import annotations
+
+from megaswift.config.data import RL
+from megaswift.data.formats import FORMATS, Format, Row
+from megaswift.data.sample import RowError, Sample, conversation, plain_row, string, text_or_messages
+
+
+def parse(row: Row) -> Sample:
+    """The prompt."""
+    found = text_or_messages(row, "prompt")
+    if isinstance(found, str):
+        if not found.strip():
+            raise RowError("prompt", "an empty prompt", "a text that the model goes on from, or messages")
+        plain_row(row)
+        return Sample(text=found)
+    if found.messages[-1]["role"] == "assistant":
+        raise RowError("prompt", "ends with the assistant's message", "a question at the end; an answer in a column of its own")
+    return conversation(found.messages, "prompt", string(row, "system", optional=True), row.get("tools"))
+
+
+FORMATS.register("prompt", Format("prompt", ("prompt",), parse, ("tools", "system"), RL, rank=7, common=True))

@@ -1,0 +1,168 @@
+"""The prompts of reinforcement learning: which ones the next generation answers, the same on every rank, and a position to go back to.
+
+Owns the room that a prompt has, the order of prompts and their state. Tokens and columns come from the stores that `encode_prompts.py`
+fills; what is sampled from a prompt, and how it is judged, belongs to the trainers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megaswift import log
+from megaswift.config.sections import Sections
+from megaswift.data.build import data_seed
+from megaswift.data.documents import Documents, cut, gather, hold_out, place, row_of
+from megaswift.data.loader import same_data
+from megaswift.data.order import Order
+from megaswift.data.prepare import prepare
+from megaswift.errors import DataError, Problem
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question to the model."""
+
+    number: int
+    """Of its row, counted through all data sets in the order given."""
+    token_ids: tuple[int, ...]
+    said: str | tuple[dict[str, Any], ...]
+    """The text, or the messages that the chat template has rendered (a system message of --system among them)."""
+    columns: Mapping[str, Any]
+    """The row's other columns, for rewards; what JSON cannot hold (dates) as text."""
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts in file order, read when they are asked for."""
+
+    docs: Documents
+
+    def __len__(self) -> int:
+        return len(self.docs)
+
+    def read(self, i: int) -> Prompt:
+        """Prompt i."""
+        store = self.docs.stores[self.docs.store[i]]
+        kept = store.beside(row_of(self.docs, i))
+        assert kept is not None
+        said, tools = kept["said"], kept["tools"]
+        return Prompt(int(self.docs.sample[i]), tuple(self.docs.read(i)[0].tolist()), said if isinstance(said, str) else tuple(said),
+                      kept["columns"], None if tools is None else tuple(tools))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names these prompts by their tokens, rows and columns."""
+        parts = [self.docs.fingerprint, *(store.manifest["beside"] for store in self.docs.stores)]
+        return hashlib.sha256("-".join(parts).encode()).hexdigest()[:32]
+
+
+@dataclass
+class PromptSource:
+    """The prompts of one generation after the other: endless, in a known order, the same on every rank."""
+
+    prompts: Prompts
+    per_generation: int
+    """Prompts of a generation over all ranks."""
+    order: Order
+    _taken: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Prompts of an epoch."""
+        return len(self.prompts)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the prompts so far."""
+        return self._taken / self.rows
+
+    def steps_for(self, epochs: float) -> int:
+        """Generations that see each prompt `epochs` times, the last one running on into the next epoch where it must."""
+        return max(1, math.ceil(epochs * self.rows / self.per_generation - 1e-9))
+
+    def next(self) -> list[Prompt]:
+        """The prompts of the next generation."""
+        which = self.order.slice(self._taken, self._taken + self.per_generation)
+        found = [self.prompts.read(int(i)) for i in which]
+        self._taken += self.per_generation
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in prompts, and what names the data and their order."""
+        return {"version": 1, "rows_taken": self._taken, "rows": self.rows, "fingerprint": self.prompts.fingerprint,
+                "shuffle": self.order.shuffle, "seed": self.order.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position; DataError when the prompts are not the same. A generation may have another size."""
+        same_data(state, self.state_dict())
+        self._taken = int(state["rows_taken"])
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Prompts, their tokens, and what happened to some rows."""
+        docs = self.prompts.docs
+        return {"rows": float(self.rows), "documents": float(self.rows), "tokens": float(docs.length.sum()),
+                "longest": float(docs.length.max()), "global_batch": float(self.per_generation),
+                **{k: float(v) for k, v in docs.counted.items() if k != "rows"}}
+
+
+def prompts_of(c: Sections, tokenizer: Any, per_generation: int) -> tuple[PromptSource, list[Prompt] | None]:
+    """(training, evaluation) prompts of a run: held out ones, or those of --val_dataset, in file order."""
+    docs = _read(c, tokenizer, c.data.dataset)
+    held = _read(c, tokenizer, c.data.val_dataset, val=True) if c.data.val_dataset else None
+    seed = data_seed(c.data, c.train)
+    if held is None:
+        docs, held = hold_out(docs, c.data.split_dataset_ratio, seed)
+    if len(docs) < per_generation:
+        raise DataError(Problem(
+            ", ".join(c.data.dataset), f"{log.amount(len(docs), 'prompt')}, fewer than the {per_generation} of one generation",
+            f"more completions of each (--num_generations), a smaller --global_batch_size or --generation_batch_size, more data, or "
+            f"{c.data.dataset[0]}#{per_generation} to repeat rows"))
+    kept = None if held is None else Prompts(held)
+    source = PromptSource(Prompts(docs), per_generation, Order(len(docs), c.data.shuffle, seed))
+    return source, None if kept is None else [kept.read(i) for i in range(len(kept))]
+
+
+def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) -> Documents:
+    docs = fitting(gather(prepare(c.data, tokenizer, c.task, val)), c.data.max_length, c.rl.max_completion_length,
+                   c.data.truncation_strategy)
+    where = f"{', '.join(names)}: " if val else ""
+    why = {"deleted": "are too long", "truncated": "are too long", "empty": "have no token"}
+    for what, text in why.items():
+        if docs.counted.get(what):
+            room = f" ({_room(c.data.max_length, c.rl.max_completion_length)})" if what != "empty" else ""
+            log.warn(f"{where}{docs.counted[what]} of {docs.counted['rows']} prompts {text}{room}: "
+                     + ("their first tokens are cut away" if what == "truncated" else "left out"))
+    return docs
+
+
+def _room(longest: int, completion: int) -> str:
+    return f"--max_length {longest} less --max_completion_length {completion} leaves a prompt {longest - completion} tokens"
+
+
+def fitting(docs: Documents, longest: int, completion: int, strategy: str) -> Documents:
+    """Prompts of at least one token that leave room for a completion; others by one of raise, delete, left."""
+    room = longest - completion
+    long = np.flatnonzero(docs.length > room)
+    counted = dict(docs.counted)
+    if len(long) and strategy == "raise":
+        raise DataError([Problem(place(docs, int(i)), f"{docs.length[i]} tokens; {_room(longest, completion)}",
+                                 "a larger --max_length, or --truncation_strategy delete or left") for i in long[:10]])
+    if len(long):
+        counted["deleted" if strategy == "delete" else "truncated"] = len(long)
+    kept = docs if strategy == "delete" else cut(docs, long, room, strategy)
+    fits = (kept.length > 0) & (kept.length <= room)
+    if empty := int((docs.length < 1).sum()):
+        counted["empty"] = empty
+    if not fits.any():
+        raise DataError(Problem(f"--max_length {longest}", f"no prompt is left of {len(docs)}: the shortest has {int(docs.length.min())} "
+                                f"tokens; {_room(longest, completion)}", f"--max_length {int(docs.length.max()) + completion}"))
+    return replace(kept, counted=counted).take(np.flatnonzero(fits))
