@@ -1,0 +1,201 @@
+"""What clients of sampling servers share: JSON over HTTP, prompts spread over servers, and weights handed over as a folder of files.
+
+Owns how requests fail and what the user is told. What is asked, and what answers mean, belongs to each backend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megaswift.errors import ConfigError, Problem, UserError, first_line
+from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
+
+KEY = "MEGASWIFT_ROLLOUT_API_KEY"
+"""The environment's name for the servers' token."""
+SHARD_BYTES = 1 << 30
+SHOWN = 300
+"""Characters of a server's answer in an error."""
+CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
+"""What goes with the weights into a folder that a server reads, from the model's own."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server."""
+
+    base_url: str
+    timeout: float
+    kind: str
+    """For messages: `vLLM`."""
+    start: str
+    """The command that starts one, for messages."""
+
+    def get(self, path: str) -> Any:
+        """The JSON at a path."""
+        return self._ask("GET", path, None)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """The JSON that answers a request; None where the answer is no JSON."""
+        return self._ask("POST", path, {} if body is None else body)
+
+    def _ask(self, method: str, path: str, body: Any) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {os.environ[KEY]}"
+        data = None if body is None else json.dumps(body).encode("utf-8")
+        request = urllib.request.Request(self.base_url.rstrip("/") + path, data, headers, method=method)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy for the internet has no way to these machines
+        try:
+            with opener.open(request, timeout=self.timeout) as answer:
+                text = answer.read().decode("utf-8")
+        except urllib.error.HTTPError as error:
+            said = error.read().decode("utf-8", "replace")[:SHOWN]
+            raise ServerError(Problem(f"{method} {request.full_url}", f"the {self.kind} server answers {error.code}: {said}",
+                                      self.start if error.code in (401, 403, 404, 405) else "look at its log"), error.code) from None
+        except (urllib.error.URLError, OSError, HTTPException) as error:
+            inner = getattr(error, "reason", None)
+            rule = f"no answer of a {self.kind} server ({first_line(inner if isinstance(inner, OSError) else error)})"
+            raise ServerError(Problem(f"{method} {request.full_url}", rule, self.start)) from None
+        try:
+            return json.loads(text)
+        except ValueError:
+            return None
+
+
+class ServerError(UserError):
+    """A server that does not do what it was asked."""
+
+    title = "the sampling server failed"
+
+    def __init__(self, problem: Problem, status: int = 0) -> None:
+        super().__init__(problem)
+        self.status = status
+
+
+def unusable(options: SamplerOptions, name: str) -> list[Problem]:
+    """What clients need of the options."""
+    problems = []
+    for url in options.base_urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            problems.append(Problem(f"the server {url!r} of the backend {name}", "is no address", "http://127.0.0.1:8000"))
+    if options.sync_folder is None and not options.lora_rank:
+        problems.append(Problem(f"the backend {name}", "has no folder for new weights",
+                                "a folder that the servers read at the same path; on one machine, one below /dev/shm"))
+    return problems
+
+
+def version_of(text: object, oldest: tuple[int, ...], server: Server) -> None:
+    """ConfigError for a server that is older than what this client was written for, or that does not tell."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", str(text))[:len(oldest)])
+    if len(numbers) < len(oldest) or numbers < oldest:
+        wanted = f"{'.'.join(map(str, oldest))} or later"
+        raise ConfigError(Problem(server.base_url, f"is {server.kind} {text}, and {wanted} is needed", f"install {wanted}"))
+
+
+@dataclass
+class Servers:
+    """Several servers of one kind."""
+
+    servers: Sequence[Server]
+    at_once: int
+    """Most requests under way at each."""
+
+    def each(self, ask: Callable[[Server], Any]) -> list[Any]:
+        """Asks all of them at the same time."""
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            return list(pool.map(ask, self.servers))
+
+    def complete(self, ask: Callable[[Server, int], Completion], count: int) -> list[Completion]:
+        """`ask` for each of `count` prompts, spread evenly: prompt i goes to server i mod n."""
+        with ThreadPoolExecutor(max(1, min(count, self.at_once * len(self.servers)))) as pool:
+            return list(pool.map(lambda i: ask(self.servers[i % len(self.servers)], i), range(count)))
+
+
+def checked(tokens: Sequence[int], logprobs: Sequence[float | None], finished: bool, sampling: Sampling) -> Completion:
+    """A completion from a server's answer; ServerError for one that cannot be trained on."""
+    if not tokens or len(tokens) != len(logprobs) or any(value is None for value in logprobs):
+        raise ServerError(Problem("a completion", f"has {len(tokens)} tokens and {len(logprobs)} log-probabilities, or some are missing",
+                                  "a version of the server that this client was written for"))
+    if len(tokens) > sampling.max_tokens:
+        raise ServerError(Problem("a completion", f"has {len(tokens)} tokens, and {sampling.max_tokens} were allowed"))
+    return Completion(tuple(map(int, tokens)), tuple(float(value) for value in logprobs if value is not None), finished)
+
+
+class WeightFolder:
+    """Rounds of weights, each a Hugging Face folder of its own below `root`; the one before goes when the next is taken."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        self.root, self.model = root, model
+        self.round = 0
+        self.last: Path | None = None
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
+        """A new folder with these weights, written in shards as they come."""
+        self.round += 1
+        folder = self.root / f"weights-{os.getpid()}-{self.round}"
+        try:
+            folder.mkdir(parents=True)
+            for pattern in CONFIG_FILES:
+                for file in self.model.glob(pattern):
+                    if not file.name.endswith(".index.json"):
+                        shutil.copyfile(file, folder / file.name)
+            self._shards(folder, weights)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise UserError(Problem(str(folder), f"weights for the sampler cannot be written ({first_line(error)})",
+                                    "a folder with room for the model")) from None
+        return folder
+
+    def _shards(self, folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+        where: dict[str, str] = {}
+        shard: dict[str, Tensor] = {}
+        size = total = number = 0
+
+        def close() -> None:
+            name = f"model-{number:05d}.safetensors"
+            save_file(shard, folder / name, metadata={"format": "pt"})
+            where.update(dict.fromkeys(shard, name))
+            shard.clear()
+
+        for name, tensor in weights:
+            if shard and size + tensor.nbytes > SHARD_BYTES:
+                close()
+                size, number = 0, number + 1
+            shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            size, total = size + tensor.nbytes, total + tensor.nbytes
+        close()
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def taken(self, folder: Path) -> None:
+        """The servers have read it: the round before is not needed any more."""
+        if self.last is not None:
+            shutil.rmtree(self.last, ignore_errors=True)
+        self.last = folder
+
+    def close(self) -> None:
+        """Removes what is left."""
+        if self.last is not None:
+            shutil.rmtree(self.last, ignore_errors=True)
+        self.last = None
+
+
+def loopback(options: SamplerOptions, port: int) -> tuple[str, ...]:
+    """The servers' addresses; one on this machine where none is given."""
+    return options.base_urls or (f"http://127.0.0.1:{port}",)

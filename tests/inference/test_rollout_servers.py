@@ -1,0 +1,129 @@
+"""Clients of vLLM's and SGLang's servers against a small server that speaks their wire format; the real ones have not been asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.errors import ConfigError, UserError
+from megaswift.inference import rollout_vllm, server_client
+from megaswift.inference.rollout import Sampler, SamplerOptions, Sampling, backends, make_sampler, missing
+from tests.inference.models import folder
+from tests.inference.sampling_server import Backend, Refused, Sglang, Vllm, serving
+from tests.inference.test_rollout_transformers import PROMPTS, filled, weights
+
+KINDS: dict[str, type[Backend]] = {"vllm_server": Vllm, "sglang": Sglang}
+SAMPLING = Sampling(12, temperature=0.8, top_k=30, top_p=0.95, min_p=0.01, stop_token_ids=(1, 7, 9))
+SEEDS = range(40, 46)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder(tmp_path_factory.mktemp("servers") / "model")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def client(kind: str, model: Path, *urls: str, **options: Any) -> Sampler:
+    return make_sampler(kind, model, SamplerOptions(base_urls=urls, timeout=20, **options))
+
+
+def test_two_servers_answer_as_the_sampler_that_they_are_made_of(
+        kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, settings, seeds, tokens and log-probabilities arrive; new weights come through the folder, in several shards."""
+    monkeypatch.setattr(server_client, "SHARD_BYTES", 20000)
+    alone = filled(model, batch_size=1)  # as the servers here take one prompt at a time
+    want = alone.generate(PROMPTS, SAMPLING, SEEDS)
+    assert {c.finished for c in want} == {True, False}
+    one, two = KINDS[kind](model), KINDS[kind](model)
+    with serving(one) as first, serving(two) as second:
+        made = client(kind, model, first, second, sync_folder=tmp_path / "sync")
+        made.update_weights((n, t + 0.1) for n, t in weights(model))
+        assert made.generate(PROMPTS, SAMPLING, SEEDS) != want
+        made.update_weights(weights(model))
+        assert made.generate(PROMPTS, SAMPLING, SEEDS) == want
+        made.sleep()
+        made.wake()
+        greedy = Sampling(5, temperature=0)
+        assert made.generate(PROMPTS, greedy, SEEDS) == alone.generate(PROMPTS, greedy, SEEDS)
+        [kept] = (tmp_path / "sync").iterdir()
+        assert len(list(kept.glob("*.safetensors"))) > 2
+        made.close()
+        assert not list((tmp_path / "sync").iterdir())
+    for backend in (one, two):
+        asked = [path for path, _ in backend.calls if path in ("/generate", "/v1/completions")]
+        assert len(asked) == 9
+
+
+def test_adapters_are_loaded_in_place_of_those_before(kind: str, model: Path, tmp_path: Path) -> None:
+    backend = KINDS[kind](model)
+    backend.sampler.update_weights(weights(model))
+    with serving(backend) as url:
+        made = client(kind, model, url, lora_rank=8)
+        assert made.takes_adapters
+        for round in ("one", "two"):
+            made.update_adapter(tmp_path / round)
+            assert list(backend.adapters.values()) == [str(tmp_path / round)]
+            assert len(made.generate(PROMPTS, SAMPLING, SEEDS)) == 6
+
+
+def test_no_server_and_no_folder_are_told(kind: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder for new weights"):
+        client(kind, model, "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="is no address"):
+        client(kind, model, "127.0.0.1:8000", sync_folder=tmp_path)
+    with pytest.raises(UserError, match=r"no answer of a .* server \(.*refused.*\)\n    try: .*(vllm serve|launch_server)"):
+        client(kind, model, "http://127.0.0.1:9", sync_folder=tmp_path)
+
+
+def test_the_token_goes_with_every_request(kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(KINDS[kind](model), token="s3cret") as url:
+        monkeypatch.delenv(server_client.KEY, raising=False)
+        with pytest.raises(UserError, match="401"):
+            client(kind, model, url, sync_folder=tmp_path)
+        monkeypatch.setenv(server_client.KEY, "s3cret")
+        client(kind, model, url, sync_folder=tmp_path)
+
+
+MODEL = {"model_config": {"logprobs_mode": "raw_logprobs"}}
+CHOICE = {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-0.1, -0.2]}, "finish_reason": "stop"}
+WRONG: list[tuple[str, str, Any, str]] = [
+    ("vllm_server", "/version", {"version": "0.21.9"}, "0.22 or later is needed"),
+    ("vllm_server", "/server_info", Refused(404, "Not Found"), "VLLM_SERVER_DEV_MODE=1 vllm serve"),
+    ("vllm_server", "/server_info", {"vllm_config": MODEL}, "tells raw_logprobs.*\n.*--logprobs-mode processed_logprobs"),
+    ("vllm_server", "/v1/models", {"data": [{"id": "m", "max_model_len": 80}]}, "takes 80 tokens .* 90 may come.*\n.*--max-model-len 90"),
+    ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "logprobs": None}]}, "has no token_ids, logprobs"),
+    ("vllm_server", "/v1/completions", {"choices": [CHOICE]}, "stops without one of the run's stop tokens"),
+    ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "finish_reason": "length", "token_ids": [5]}]}, "1 tokens and 2 log"),
+    ("vllm_server", "/collective_rpc", Refused(500, "boom"), "answers 500: .*boom"),
+    ("sglang", "/get_server_info", {"version": "0.4.9"}, "0.5 or later is needed"),
+    ("sglang", "/generate", {"text": "x", "meta_info": {}}, "has no output_token_logprobs"),
+    ("sglang", "/generate", {"meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}}, "ended by 'abort'"),
+    ("sglang", "/update_weights_from_disk", {"success": False, "message": "no such file"}, "did not take new weights: no such file"),
+]
+
+
+@pytest.mark.parametrize(("kind", "path", "said", "told"), WRONG, ids=[f"{k}{p}-{i}" for i, (k, p, _, _) in enumerate(WRONG)])
+def test_what_servers_do_wrong_is_told(kind: str, path: str, said: Any, told: str, model: Path, tmp_path: Path) -> None:
+    backend = KINDS[kind](model)
+    backend.told[path] = said
+    with serving(backend) as url, pytest.raises(UserError, match=told):
+        made = client(kind, model, url, sync_folder=tmp_path, max_length=90)
+        made.update_weights(weights(model))
+        made.generate(PROMPTS, SAMPLING, SEEDS)
+
+
+def test_vllm_in_process_is_refused_where_it_is_not_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backends() == ["sglang", "transformers", "vllm", "vllm_server"]
+    monkeypatch.setattr(rollout_vllm.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="vLLM is not installed here"):
+        make_sampler("vllm", model, SamplerOptions())
+    monkeypatch.setattr(rollout_vllm.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(rollout_vllm.metadata, "version", lambda name: "0.11.2")
+    [problem] = missing("vllm", SamplerOptions())
+    assert "0.11.2 is installed" in problem.rule
