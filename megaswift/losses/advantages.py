@@ -26,8 +26,10 @@ def _scaled(rewards: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tensor:
-    """[n]: rewards less the mean of their group, over a standard deviation: the group's (arXiv 2402.03300), the batch's
-    (arXiv 2508.08221) or none (arXiv 2503.20783)."""
+    """[n]: rewards less the mean of their group, over a standard deviation.
+
+    `scale`: the group's (arXiv 2402.03300), the batch's (arXiv 2508.08221) or none (arXiv 2503.20783).
+    """
     assert scale in ("group", "batch", "none"), f"unknown scale {scale}"
     grouped = rewards.view(-1, group)
     mean, std = mean_and_std(grouped, 1)
@@ -62,8 +64,11 @@ def weighted_sum(per_function: Tensor, weights: Tensor) -> Tensor:
 
 
 def aggregated(per_function: Tensor, weights: Tensor, group: int, how: str, scale: str = "group") -> Tensor:
-    """[n]: group advantages of several rewards [n, functions]. `how`: `sum_then_normalize`, or `normalize_then_sum` (GDPO,
-    arXiv 2601.05242), where each function is normalised within its group, their weighted sum over the batch, and `scale` unread."""
+    """[n]: group advantages of several rewards [n, functions], with a weight each.
+
+    `how`: `sum_then_normalize`, or `normalize_then_sum` (GDPO, arXiv 2601.05242), which normalises each function within its group and the
+    weighted sum over the batch, and does not read `scale`.
+    """
     if how == "sum_then_normalize":
         return group_advantages(weighted_sum(per_function, weights), group, scale)
     assert how == "normalize_then_sum", f"unknown aggregation {how}"
@@ -81,8 +86,10 @@ def without_spread(rewards: Tensor, group: int) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: str = "k3") -> Tensor:
-    """A token's estimate of KL(policy, reference) from log-probabilities of what the policy wrote, by its names in
-    Schulman's note "Approximating KL divergence" (2020): k1 unbiased and of either sign, k2 and k3 never negative, k3 unbiased."""
+    """A token's estimate of KL(policy, reference) from log-probabilities of what the policy wrote.
+
+    Named as in Schulman's note "Approximating KL divergence" (2020): k1 and k3 are unbiased, k2 and k3 never negative.
+    """
     difference = logprobs - reference
     if kind == "k1":
         return difference
@@ -109,7 +116,7 @@ def token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor, documents: Te
     return given.view_as(penalties) - penalties * mask
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:  # noqa: PLR0913
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(advantages, returns), [b, s] each: generalised advantage estimation (arXiv 1506.02438 eq. 16) over the tokens in `mask`.
 
     The token after a masked one is the next in the mask: what tools write passes no time. A document ends its episode; several in one

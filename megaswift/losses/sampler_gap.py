@@ -58,8 +58,10 @@ class Correction:
 
 
 def gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
-    """Mean and largest |difference|, and the mean of exp |difference|: by what factor a token's probability is off (as NeMo-RL
-    reports it), 1 where both agree."""
+    """Mean and largest |difference|, and the mean of exp |difference|: the factor by which a token's probability is off, 1 for none.
+
+    The last one is NeMo-RL's.
+    """
     away = (logprobs.detach() - batch.fields["sampled"].to(logprobs.dtype)).abs()
     known = (batch.loss_weights != 0) & ~away.isnan()
     away = torch.where(known, away, 0.0)

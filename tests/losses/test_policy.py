@@ -87,19 +87,46 @@ def theirs(trl: Any, loss: Policy, data: Rollouts, both: tuple[Bigram, Bigram]) 
     return trainers.differentiated(trl._compute_loss(trl.model, inputs), trl.model.weight)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_value_gradient_and_metrics_are_trl_s(trl: Any, case: str) -> None:
-    loss, names = CASES[case]
-    both = models()
-    data = known_to(loss, names, rollouts(*both), both[0])
+def assert_agree(trl: Any, loss: Policy, data: Rollouts, both: tuple[Bigram, Bigram]) -> dict[str, float]:
     expected = theirs(trl, loss, data, both)
     noted = trainers.metrics(trl)
     for microbatches in data.layouts():
         value, gradient, metrics = run(loss, both[0], microbatches)
         assert_same((value, gradient), expected)
         assert_same_metrics(metrics, noted, ("policy_loss", "entropy_coef"))
+    return noted
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_value_gradient_and_metrics_are_trl_s(trl: Any, case: str) -> None:
+    loss, names = CASES[case]
+    both = models()
+    data = known_to(loss, names, rollouts(*both), both[0])
+    noted = assert_agree(trl, loss, data, both)
     if loss.kind.clips and "old" in names and (loss.settings.delta or 9) > 1 + loss.settings.high:
         assert noted["clip_ratio/low_mean"] > 0 and noted["clip_ratio/high_mean"] > 0, "a clip that proves nothing"
+
+
+def test_vespo_far_from_the_old_policy_is_trl_s(trl: Any) -> None:
+    """Where logarithms of weights end, of tokens and of completions; settings under which such weights still count."""
+    both = models()
+    loss = Policy("vespo", Settings(vespo_k_pos=0.05, vespo_lambda_pos=0.1, vespo_k_neg=0.05, vespo_lambda_neg=0.0))
+    data = rollouts(*both, distance=30.0).without("sampled")
+    logprobs = label_fields(both[0], data.docs)["log_probs"]
+    away = [torch.where(m, p - o, 0.0) for p, o, m in zip(logprobs, data.known["old"], data.learnt, strict=True)]
+    assert min(a.min() for a in away) < -20 and min(a.clamp(-20, 20).sum() for a in away) < -19
+    assert_agree(trl, loss, data, both)
+
+
+def test_a_completion_without_labels_is_no_extreme(trl: Any) -> None:
+    """All tokens are clipped from below but those that are not there."""
+    both = models()
+    data = rollouts(*both)
+    old = [v + 0.7 for v in label_fields(both[0], data.docs)["log_probs"]]
+    data = replace(data, known={**data.known, "old": old, "advantages": [-torch.ones_like(v) for v in old]})
+    loss = Policy("dapo", beta=0.1)  # clipped weights have no gradient; the KL has one
+    assert assert_agree(trl, loss, data.without("sampled"), both)["clip_ratio/low_min"] == 1
+    assert assert_agree(trl, replace(loss, importance_sampling_level="sequence"), data.without("sampled"), both)["clip_ratio/low_min"] == 0
 
 
 def test_every_type_of_the_installed_trainer_is_here(trl: Any) -> None:
