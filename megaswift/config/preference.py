@@ -15,7 +15,7 @@ DPO_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_
               "apo_down", "discopop", "sft", "sigmoid_norm")
 KTO_LOSSES = ("kto", "apo_zero_unpaired", "bco")
 CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
-GRPO_LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+GRPO_LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "rloo")
 LOSSES = {"dpo": DPO_LOSSES, "kto": KTO_LOSSES, "cpo": CPO_LOSSES, "grpo": GRPO_LOSSES}
 """What `loss_type` may be, the first by default."""
 BETAS = {"simpo": 2.0, "grpo": 0.0, "ppo": 0.05}

@@ -57,17 +57,16 @@ class RlConfig:
     rollout_backend: str = option(
         "transformers", "What samples: in this process, or a server of its own", aliases=("use_vllm", "vllm_mode"), choices=BACKENDS,
         spellings=BACKEND_SPELLINGS, tasks=RL)
-    rollout_batch_size: int = option(64, "Completions that transformers samples together on a rank", minimum=1, unit="rows", tasks=RL)
+    rollout_batch_size: int = option(64, "Completions under way together, in a sampler or at its servers", minimum=1, tasks=RL)
     rollout_sleep: bool = option(
         False, "The sampler gives its memory back while the model trains", aliases=("vllm_enable_sleep_mode",), tasks=RL)
-    rollout_server_url: str | None = option(
-        None, "Address of the sampler's server: http://127.0.0.1:8000", aliases=("vllm_server_base_url", "sglang_server_base_url"),
-        tasks=RL, metavar="URL")
+    rollout_server_url: tuple[str, ...] = option(
+        (), "Addresses of the sampler's servers; unset: the usual port of this machine",
+        aliases=("vllm_server_base_url", "sglang_server_base_url"), tasks=RL, metavar="URL...")
     rollout_server_timeout: float = option(
-        240.0, "Longest wait for the server to be there", aliases=("vllm_server_timeout",), above=0, unit="seconds", tasks=RL)
-    weight_sync_port: int = option(
-        51216, "Port of the group in which a server receives weights", aliases=("vllm_group_port", "vllm_server_group_port"), minimum=1,
-        maximum=65535, tasks=RL)
+        600.0, "Longest wait for an answer of such a server", aliases=("vllm_server_timeout",), above=0, unit="seconds", tasks=RL)
+    rollout_sync_folder: str | None = option(
+        None, "Folder through which these servers get new weights; unset: in output_dir", tasks=RL, metavar="DIR")
     vllm_gpu_memory_utilization: float = option(0.3, "Part of each GPU's memory for vLLM in this process", above=0, maximum=1, tasks=RL)
     vllm_tensor_parallel_size: int = option(1, "Ranks that vLLM in this process spreads a model over", minimum=1, unit="ranks", tasks=RL)
     offload_model: bool = option(False, "The model's weights lie in host memory while completions are sampled", tasks=RL)
@@ -91,6 +90,10 @@ class RlConfig:
     soft_cache_length: int | None = option(
         None, "Reward soft_overlong: tokens before that, over which it falls to -1", minimum=1, unit="tokens", tasks=RL)
 
+    code_timeout: float = option(6.0, "Reward code: longest run of one test of a program", above=0, unit="seconds", tasks=RL)
+    code_memory: int = option(512, "Reward code: most memory of one test of a program", minimum=16, unit="MiB", tasks=RL)
+    allow_unsafe_code: bool = option(False, "Reward code: run programs even where this system has no sandbox", tasks=RL)
+
     advantage_estimator: str | None = option(
         None, "How rewards become advantages; unset: grpo, of ppo gae", choices=ESTIMATORS,
         choices_of={"grpo": ESTIMATORS[:3], "ppo": ESTIMATORS[3:]}, tasks=RL, metavar="NAME")
@@ -103,7 +106,7 @@ class RlConfig:
     kl_in_reward: bool | None = option(
         None, "The pull to the reference is in rewards, not in the loss; unset: not for grpo", tasks=RL)
     kl_estimator: str | None = option(
-        None, "Estimate of the divergence in rewards; unset: k1", choices=("k1", "k2", "k3"), tasks=RL, metavar="NAME")
+        None, "Estimate of the divergence; unset: k3 in the loss, k1 in rewards", choices=("k1", "k2", "k3"), tasks=RL, metavar="NAME")
     kl_controller: str = option("fixed", "Whether beta follows the divergence (arXiv:1909.08593)", choices=("fixed", "adaptive"), tasks=RL)
     target_kl: float = option(6.0, "Divergence of a completion that adaptive beta aims at", above=0, unit="nats", tasks=RL)
     kl_horizon: int = option(10000, "Completions over which adaptive beta moves", minimum=1, unit="completions", tasks=RL)
@@ -151,7 +154,8 @@ class RlConfig:
     gamma: float = option(1.0, "Discount of later rewards", above=0, maximum=1, tasks=PPO)
     lam: float = option(0.95, "Lambda of gae (arXiv:1506.02438)", aliases=("gae_lambda",), minimum=0, maximum=1, tasks=PPO)
     whiten_rewards: bool = option(False, "Rewards of a batch are brought to deviation 1", tasks=PPO)
-    whiten_advantages: bool = option(True, "Advantages of a batch are brought to mean 0 and deviation 1", tasks=PPO)
+    whiten_advantages: bool | None = option(
+        None, "Advantages of a batch are brought to mean 0 and deviation 1; unset: gae's", aliases=("normalize_advantages",), tasks=RL)
 
     log_completions: bool = option(True, "Write completions with their rewards to completions.jsonl and the report", tasks=RL)
     num_completions_to_print: int | None = option(
@@ -170,14 +174,27 @@ def estimator_of(c: Any) -> str:
 
 
 def policy_loss_of(c: Any) -> str:
-    """The policy's loss type; PPO's is a mean over the tokens of the global batch."""
-    return loss_types_of(c)[0] if c.task in GRPO else "bnpo"
+    """The policy's loss type; unset it is that of the estimator's paper. PPO's is a mean over the tokens of the global batch."""
+    if c.task not in GRPO:
+        return "bnpo"
+    return "rloo" if estimator_of(c) == "rloo" and not c.preference.loss_type else loss_types_of(c)[0]
 
 
 def kl_in_reward_of(c: Any) -> bool:
     """Whether the divergence from the reference is taken off the rewards (and is then no term of the loss)."""
     given: bool | None = c.rl.kl_in_reward
     return beta_of(c) > 0 and (estimator_of(c) != "grpo" if given is None else given)
+
+
+def kl_estimator_of(c: Any) -> str:
+    """The estimate of the divergence, in the rewards or in the loss."""
+    return c.rl.kl_estimator or ("k1" if kl_in_reward_of(c) else "k3")
+
+
+def whitens(c: Any) -> bool:
+    """Whether the advantages of gae or rloo are whitened over the batch; the others have a scale of their own."""
+    given: bool | None = c.rl.whiten_advantages
+    return estimator_of(c) == "gae" if given is None else given
 
 
 def corrects_sampler(c: Any) -> bool:

@@ -11,7 +11,7 @@ from megaswift.config.rule import Clash, Ignored, Test
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem
 
-CLIPS = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
+CLIPS = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo"})
 """Loss types that clip the ratio on both sides."""
 CLIPS_ABOVE = CLIPS | {"cispo"}
 ALONE = 2
@@ -32,7 +32,7 @@ def _strict(names: Iterable[str], reads: tuple[str, ...], when: Test, why: str, 
 
 
 def _unrewarded(name: str) -> Test:
-    return lambda c: name not in c.rl.reward_funcs
+    return lambda c: not any(name in f for f in c.rl.reward_funcs if ":" not in f)  # under TRL's names too
 
 
 def _other_loss(*types: str) -> Test:
@@ -41,6 +41,10 @@ def _other_loss(*types: str) -> Test:
 
 def _other_backend(*names: str) -> Test:
     return lambda c: c.rl.rollout_backend not in names
+
+
+def _overlong(c: Sections) -> bool:
+    return not _unrewarded("soft_overlong")(c)
 
 
 def _bounds_cross(c: Sections) -> bool:
@@ -55,10 +59,10 @@ def _no_bound(c: Sections) -> bool:
 
 def _tail_is_all(c: Sections) -> bool:
     tail = c.rl.soft_cache_length
-    return "soft_overlong" in c.rl.reward_funcs and tail is not None and tail >= (c.rl.soft_max_length or c.rl.max_completion_length)
+    return _overlong(c) and tail is not None and tail >= (c.rl.soft_max_length or c.rl.max_completion_length)
 
 
-_LOSS, _BACKEND, _FUNCS = ("loss_type",), ("rollout_backend",), ("reward_funcs",)
+_LOSS, _BACKEND, _FUNCS, _GAE = ("loss_type",), ("rollout_backend",), ("reward_funcs",), ("advantage_estimator",)
 _PULL = ("beta", "kl_in_reward", "advantage_estimator")
 _NO_PULL: Test = lambda c: beta_of(c) == 0  # noqa: E731
 _NO_ENVIRONMENT: Test = lambda c: c.rl.environment is None  # noqa: E731
@@ -76,17 +80,23 @@ RL_IGNORED: tuple[Ignored, ...] = (
     *_rows(("sapo_temperature_pos", "sapo_temperature_neg"), _LOSS, _other_loss("sapo"), "belongs to loss_type sapo", "--loss_type sapo"),
     *_strict(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), _LOSS, _other_loss("vespo"),
              "belongs to loss_type vespo", "--loss_type vespo"),
-    Ignored("scale_rewards", ("advantage_estimator",), _NOT_GRPO, "{advantage_estimator} scales rewards in its own way",
+    Ignored("scale_rewards", _GAE, _NOT_GRPO, "{advantage_estimator} scales rewards in its own way",
             "--advantage_estimator grpo"),
-    Ignored("multi_objective_aggregation", ("advantage_estimator",), _NOT_GRPO, "{advantage_estimator} adds rewards up",
+    Ignored("multi_objective_aggregation", _GAE, _NOT_GRPO, "{advantage_estimator} adds rewards up",
             "--advantage_estimator grpo", ("sum_then_normalize",)),
     Ignored("kl_in_reward", ("beta",), _NO_PULL, _ZERO, "--beta 0.01"),
     Ignored("kl_controller", ("beta",), _NO_PULL, _ZERO, "--beta 0.01", ("fixed",)),
-    Ignored("kl_estimator", _PULL, lambda c: not kl_in_reward_of(c), "the divergence is not in the rewards", "--kl_in_reward true"),
+    Ignored("kl_estimator", ("beta",), _NO_PULL, _ZERO, "--beta 0.01"),
     Ignored("use_bias_correction_kl", _PULL, lambda c: beta_of(c) == 0 or kl_in_reward_of(c), "the loss has no divergence in it",
             "--beta 0.01 --kl_in_reward false", (False,)),
     *_rows(("target_kl", "kl_horizon"), ("kl_controller",), lambda c: c.rl.kl_controller != "adaptive",
            "belongs to kl_controller adaptive", "--kl_controller adaptive"),
+    *_rows(("code_timeout", "code_memory", "allow_unsafe_code"), _FUNCS, _unrewarded("code"), "belongs to the reward code",
+           "--reward_funcs ... code"),
+    Ignored("whiten_advantages", _GAE, lambda c: estimator_of(c) not in ("gae", "rloo"), "{advantage_estimator} has a scale of its own",
+            "--advantage_estimator rloo"),
+    Ignored("importance_sampling_level", (*_LOSS, *_GAE), lambda c: policy_loss_of(c) == "rloo",
+            "loss_type rloo weighs whole completions", "--loss_type grpo", ()),
     *_rows(("max_resample_times",), ("dynamic_sample",), lambda c: not c.rl.dynamic_sample, "needs dynamic_sample",
            "--dynamic_sample true"),
     *_rows(("max_turns",), ("environment",), _NO_ENVIRONMENT, "needs an environment", "--environment FILE.py:NAME"),
@@ -96,12 +106,9 @@ RL_IGNORED: tuple[Ignored, ...] = (
               "cosine_max_len"), _FUNCS, _unrewarded("cosine"), "belongs to the reward cosine", "--reward_funcs ... cosine"),
     *_strict(("repetition_n_grams", "repetition_max_penalty"), _FUNCS, _unrewarded("repetition"), "belongs to the reward repetition",
              "--reward_funcs ... repetition"),
-    *_rows(("rollout_batch_size",), _BACKEND, _other_backend("transformers"), "{rollout_backend} forms its batches itself",
-           "--rollout_backend transformers"),
     *_rows(("rollout_sleep",), _BACKEND, _other_backend("transformers", "vllm"), "{rollout_backend} is a program of its own", _VLLM_FIX),
-    *_rows(("rollout_server_url", "rollout_server_timeout"), _BACKEND, _other_backend(*SERVERS), "{rollout_backend} is no server",
-           _SERVER_FIX),
-    *_rows(("weight_sync_port",), _BACKEND, _other_backend("vllm_server"), "belongs to rollout_backend vllm_server", _SERVER_FIX),
+    *_rows(("rollout_server_url", "rollout_server_timeout", "rollout_sync_folder"), _BACKEND, _other_backend(*SERVERS),
+           "{rollout_backend} is no server", _SERVER_FIX),
     *_rows(("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"), _BACKEND, _other_backend("vllm"),
            "belongs to rollout_backend vllm", _VLLM_FIX),
     *_strict(("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min"), _CORRECTION, _UNCORRECTED,
@@ -110,7 +117,6 @@ RL_IGNORED: tuple[Ignored, ...] = (
            "--log_completions true"),
 )
 
-_GAE = ("advantage_estimator",)
 _LEVEL = ("importance_sampling_level", "loss_type")
 _ASYNC: Test = lambda c: c.rl.async_generation  # noqa: E731
 
@@ -132,7 +138,7 @@ RL_CLASHES: tuple[Clash, ...] = (
     Clash(("reward_weights", "reward_funcs", "reward_model"),
           lambda c: len(c.rl.reward_weights) not in (0, len(c.rl.reward_funcs) + len(c.rl.reward_model)),
           "should be one number for each of reward_funcs and then of reward_model", "--reward_weights with as many numbers"),
-    Clash(("reward_funcs", "soft_cache_length"), lambda c: "soft_overlong" in c.rl.reward_funcs and c.rl.soft_cache_length is None,
+    Clash(("reward_funcs", "soft_cache_length"), lambda c: _overlong(c) and c.rl.soft_cache_length is None,
           "soft_overlong needs to know over how many tokens it falls", "--soft_cache_length 128"),
     Clash(("soft_cache_length", "reward_funcs", "soft_max_length", "max_completion_length"), _tail_is_all,
           "should be less than soft_max_length, or than max_completion_length where that is unset", "--soft_cache_length 128"),
@@ -147,8 +153,6 @@ RL_CLASHES: tuple[Clash, ...] = (
           "is not below importance_sampling_clip_max {importance_sampling_clip_max}", "--importance_sampling_clip_min 0.5"),
     Clash(("importance_sampling_mode", "importance_sampling_clip_min", "importance_sampling_clip_max"), _no_bound,
           "needs a bound to cut weights to", "--importance_sampling_clip_max 3"),
-    Clash(("rollout_server_url", "rollout_backend"), lambda c: c.rl.rollout_backend in SERVERS and c.rl.rollout_server_url is None,
-          "is missing: {rollout_backend} runs by itself somewhere", "--rollout_server_url http://127.0.0.1:8000"),
     Clash(("async_generation", "offload_model", "offload_optimizer", "rollout_sleep"),
           lambda c: _ASYNC(c) and (c.rl.offload_model or c.rl.offload_optimizer or c.rl.rollout_sleep),
           "samples while the model trains, so neither can give its memory to the other",

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
+
 import pytest
 
 from megaswift.config import SwiftConfig, load
 from megaswift.config.helptext import task_help
 from megaswift.config.preference import GRPO_LOSSES, beta_of, needs_reference
-from megaswift.config.rl import corrects_sampler, estimator_of, generations_of, kl_in_reward_of, policy_loss_of
-from megaswift.config.rl_rules import RL_CLASHES, RL_IGNORED
+from megaswift.config.rl import (
+    BACKENDS,
+    RlConfig,
+    corrects_sampler,
+    estimator_of,
+    generations_of,
+    kl_estimator_of,
+    kl_in_reward_of,
+    policy_loss_of,
+    whitens,
+)
+from megaswift.config.rl_rules import CLIPS, RL_CLASHES, RL_IGNORED
 from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError
 
-SERVER = "--rollout_backend vllm_server --rollout_server_url http://h:1"
+SERVER = "--rollout_backend vllm_server"
 IDLE = [
     ("--epsilon 0.3 --loss_type cispo", "--epsilon 0.3"),
     ("--epsilon_high 0.3 --loss_type sapo", "--epsilon_high 5 --loss_type cispo"),
@@ -27,14 +39,19 @@ IDLE = [
     ("--multi_objective_aggregation normalize_then_sum --advantage_estimator rloo", "--multi_objective_aggregation normalize_then_sum"),
     ("--kl_in_reward true", "--kl_in_reward true --beta 0.1"),
     ("--kl_controller adaptive", "--kl_controller adaptive --beta 0.1"),
-    ("--kl_estimator k2 --beta 0.1", "--kl_estimator k2 --beta 0.1 --advantage_estimator rloo"),
+    ("--kl_estimator k2", "--kl_estimator k2 --beta 0.1"),
     ("--use_bias_correction_kl true", "--use_bias_correction_kl true --beta 0.1"),
     ("--target_kl 3 --beta 0.1", "--target_kl 3 --kl_controller adaptive --beta 0.1"),
     ("--kl_horizon 3 --beta 0.1", "--kl_horizon 3 --kl_controller adaptive --beta 0.1"),
+    ("--code_timeout 2", "--code_timeout 2 --reward_funcs code"),
+    ("--code_memory 99", "--code_memory 99 --reward_funcs code"),
+    ("--allow_unsafe_code", "--allow_unsafe_code --reward_funcs code"),
+    ("--whiten_advantages true", "--normalize_advantages true --advantage_estimator rloo"),
+    ("--importance_sampling_level sequence --loss_type rloo", "--importance_sampling_level sequence --loss_type grpo"),
     ("--max_resample_times 2", "--max_resample_times 2 --dynamic_sample"),
     ("--max_turns 2", "--max_turns 2 --environment e.py:Game"),
     ("--soft_max_length 200", "--soft_max_length 200 --soft_cache_length 20 --reward_funcs soft_overlong"),
-    ("--soft_cache_length 20", "--soft_cache_length 20 --reward_funcs soft_overlong"),
+    ("--soft_cache_length 20", "--soft_cache_length 20 --reward_funcs get_soft_overlong_punishment"),
     ("--cosine_min_len_value_wrong 0", "--cosine_min_len_value_wrong 0 --reward_funcs cosine"),
     ("--cosine_max_len_value_wrong 1", "--cosine_max_len_value_wrong 1 --reward_funcs cosine"),
     ("--cosine_min_len_value_correct 0", "--cosine_min_len_value_correct 0 --reward_funcs cosine"),
@@ -42,11 +59,10 @@ IDLE = [
     ("--cosine_max_len 100", "--cosine_max_len 100 --reward_funcs format cosine"),
     ("--repetition_n_grams 2", "--repetition_n_grams 2 --reward_funcs repetition"),
     ("--repetition_max_penalty 0", "--repetition_max_penalty 0 --reward_funcs repetition"),
-    (f"--rollout_batch_size 2 {SERVER}", "--rollout_batch_size 2"),
     (f"--rollout_sleep true {SERVER}", "--rollout_sleep true"),
     ("--rollout_server_url http://h:1", "--rollout_server_url http://h:1 --rollout_backend sglang"),
     ("--rollout_server_timeout 1", f"--rollout_server_timeout 1 {SERVER}"),
-    ("--weight_sync_port 1", f"--weight_sync_port 1 {SERVER}"),
+    ("--rollout_sync_folder d", f"--rollout_sync_folder d {SERVER}"),
     ("--vllm_gpu_memory_utilization 0.5", "--vllm_gpu_memory_utilization 0.5 --use_vllm"),
     ("--vllm_tensor_parallel_size 2", "--vllm_tensor_parallel_size 2 --use_vllm"),
     ("--importance_sampling_mode token_mask", "--importance_sampling_mode token_mask --use_vllm"),
@@ -70,7 +86,6 @@ CLASHING = [
     ("importance_sampling_mode", "--loss_type vespo --use_vllm"),
     ("importance_sampling_clip_min", "--use_vllm --importance_sampling_clip_min 3"),
     ("importance_sampling_mode", "--use_vllm --importance_sampling_clip_max none --importance_sampling_mode token_truncate"),
-    ("rollout_server_url", "--rollout_backend sglang"),
     ("async_generation", "--async_generation --offload_model"),
 ]
 
@@ -108,16 +123,19 @@ def test_one_mistake_of_another_task_is_told_once() -> None:
 
 def settled(task: str, **options: object) -> tuple[object, ...]:
     c = SwiftConfig(task=task, **options)
-    return generations_of(c), estimator_of(c), policy_loss_of(c), beta_of(c), needs_reference(c), kl_in_reward_of(c), corrects_sampler(c)
+    return (generations_of(c), estimator_of(c), policy_loss_of(c), beta_of(c), needs_reference(c), kl_in_reward_of(c), kl_estimator_of(c),
+            whitens(c), corrects_sampler(c))
 
 
 @pytest.mark.parametrize("task, options, expected", [
-    ("grpo", {}, (8, "grpo", "dapo", 0.0, False, False, False)),
-    ("ppo", {}, (1, "gae", "bnpo", 0.05, True, True, False)),
-    ("grpo", {"beta": 0.1, "loss_type": "cispo", "use_vllm": True}, (8, "grpo", "cispo", 0.1, True, False, True)),
-    ("grpo", {"kl_coef": 0.1, "advantage_estimator": "rloo"}, (8, "rloo", "dapo", 0.1, True, True, False)),
-    ("grpo", {"beta": 0.1, "advantage_estimator": "rloo", "kl_in_reward": False}, (8, "rloo", "dapo", 0.1, True, False, False)),
-    ("ppo", {"beta": 0, "importance_sampling_correction": True}, (1, "gae", "bnpo", 0.0, False, False, True)),
+    ("grpo", {}, (8, "grpo", "dapo", 0.0, False, False, "k3", False, False)),
+    ("ppo", {}, (1, "gae", "bnpo", 0.05, True, True, "k1", True, False)),
+    ("grpo", {"beta": 0.1, "loss_type": "cispo", "use_vllm": True}, (8, "grpo", "cispo", 0.1, True, False, "k3", False, True)),
+    ("grpo", {"kl_coef": 0.1, "advantage_estimator": "rloo"}, (8, "rloo", "rloo", 0.1, True, True, "k1", False, False)),
+    ("grpo", {"beta": 0.1, "advantage_estimator": "rloo", "kl_in_reward": False, "loss_type": "dapo", "kl_estimator": "k2",
+              "normalize_advantages": True}, (8, "rloo", "dapo", 0.1, True, False, "k2", True, False)),
+    ("ppo", {"beta": 0, "importance_sampling_correction": True, "whiten_advantages": False},
+     (1, "gae", "bnpo", 0.0, False, False, "k3", False, True)),
 ])
 def test_defaults_of_a_task(task: str, options: dict[str, object], expected: tuple[object, ...]) -> None:
     assert settled(task, **options) == expected
@@ -127,8 +145,8 @@ def test_defaults_of_a_task(task: str, options: dict[str, object], expected: tup
     ("--use_vllm", "vllm"), ("--use_vllm true", "vllm"), ("--use_vllm false", "transformers"), ("--vllm_mode colocate", "vllm"),
     ("--use_vllm true --vllm_mode colocate", "vllm"), ("--vllm_mode colocate --use_vllm false", "transformers"),
     ("--use_vllm false --vllm_mode server", "transformers"),
-    ("--use_vllm --vllm_mode server --vllm_server_base_url http://h:1", "vllm_server"),
-    ("--vllm_mode server --use_vllm yes --vllm_server_base_url http://h:1", "vllm_server")])
+    ("--use_vllm --vllm_mode server --vllm_server_base_url http://h:1 http://h:2", "vllm_server"),
+    ("--vllm_mode server --use_vllm yes --vllm_server_base_url http://h:1 http://h:2", "vllm_server")])
 def test_the_two_words_for_vllm(words: str, backend: str) -> None:
     assert load("grpo", words.split(), environ={}).rl.rollout_backend == backend
 
@@ -145,10 +163,21 @@ def test_a_whole_run_needs_something_that_judges() -> None:
         assert load("ppo", [*line, *judge.split()], complete=True, environ={}).task == "ppo"
 
 
+def test_the_rules_know_the_losses_samplers_and_rewards_that_there_are() -> None:
+    from megaswift.inference.rollout import backends
+    from megaswift.losses.policy_types import LOSS_TYPES
+    from megaswift.trainers.rewards.contract import RewardOptions
+
+    assert set(GRPO_LOSSES) == set(LOSS_TYPES) and {n for n, t in LOSS_TYPES.items() if t.clips} == CLIPS
+    assert set(backends()) <= set(BACKENDS)
+    ours = {f.name: f.default for f in fields(RlConfig)}
+    assert all(f.default in (MISSING, ours[f.name]) for f in fields(RewardOptions))
+
+
 def test_what_is_left_out_of_other_tasks() -> None:
     assert not SwiftConfig(task="sft").to_dict()["rl"]
     kept = SwiftConfig(task="grpo", loss_type="sapo").to_dict()["rl"]
-    assert kept["sapo_temperature_neg"] == 1.05 and not {"vf_coef", "vespo_k_pos", "kl_estimator"} & set(kept)
+    assert kept["sapo_temperature_neg"] == 1.05 and not {"vf_coef", "vespo_k_pos", "code_timeout"} & set(kept)
 
 
 def test_help_names_the_losses_of_the_task() -> None:

@@ -85,11 +85,12 @@ NEEDS = {
     name: {"reward_funcs": ["repetition"]} for name in ("repetition_n_grams", "repetition_max_penalty")} | {
     "soft_max_length": {"reward_funcs": ["soft_overlong"], "soft_cache_length": 1},
     "soft_cache_length": {"reward_funcs": ["soft_overlong"]},
-    "generation_batch_size": {"num_generations": 2}, "kl_estimator": {"beta": 0.1, "kl_in_reward": True}} | {
+    "generation_batch_size": {"num_generations": 2}, "kl_estimator": {"beta": 0.1}} | {
     name: {"use_vllm": True} for name in ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "importance_sampling_mode",
                                           "importance_sampling_clip_max", "importance_sampling_clip_min")} | {
-    "rollout_server_url": {"rollout_backend": "sglang"}, "rollout_server_timeout": {"rollout_backend": "sglang", "rollout_server_url": "u"},
-    "weight_sync_port": {"rollout_backend": "vllm_server", "rollout_server_url": "u"}, "max_resample_times": {"dynamic_sample": True},
+    name: {"rollout_backend": "sglang"} for name in ("rollout_server_url", "rollout_server_timeout", "rollout_sync_folder")} | {
+    name: {"reward_funcs": ["code"]} for name in ("code_timeout", "code_memory", "allow_unsafe_code")} | {
+    "whiten_advantages": {"advantage_estimator": "rloo"}, "max_resample_times": {"dynamic_sample": True},
     "max_turns": {"environment": "e.py:E"}, "reward_weights": {"reward_funcs": ["format"]}} | {
     name: {"pp": 2} for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")}
 
