@@ -106,3 +106,17 @@ def on_main(work: Callable[[], T], hours: float = 0.0) -> T:
     if kind == "failed":
         raise RuntimeError("rank 0 failed; its message says why")
     raise getattr(errors, kind, UserError)(value)
+
+
+def together(work: Callable[[], T]) -> list[T]:
+    """Every rank's result of its own work, in rank order, on every rank; a user's mistake on one of them is raised on all."""
+    mistake: UserError | None = None
+    found: list[T] = []
+    try:
+        found.append(work())
+    except UserError as error:
+        mistake = error
+    told = gather(None if mistake is None else (type(mistake).__name__, mistake.problems))
+    for kind, problems in filter(None, told):
+        raise mistake or getattr(errors, kind, UserError)(problems)
+    return [value for share in gather(found) for value in share]

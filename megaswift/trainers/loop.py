@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megaswift.engine.protocol import Engine
@@ -43,6 +43,15 @@ def as_they_are(engine: Engine, batches: list[Batch], training: bool) -> list[Ba
     return batches
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What a source tells of the step that it gave, besides its micro-batches."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time that was work of its own and no wait for data, by part of the run."""
+
+
 @dataclass
 class Loop:
     """Steps from `step` to `total_steps`, the same on every rank."""
@@ -55,6 +64,7 @@ class Loop:
     total_steps: int
     hooks: Sequence[Hook] = ()
     prepare: Prepare = as_they_are
+    beside: Callable[[], Beside] = Beside
     step: int = 0
     """Optimizer steps taken."""
     interrupted: int = 0
@@ -75,14 +85,19 @@ class Loop:
                     microbatches = self.take(signal.number)
                     if microbatches is None:
                         break
-                    waited = time.perf_counter() - began
+                    beside = self.beside()
+                    worked = sum(beside.seconds.values())
+                    waited = time.perf_counter() - began - worked
                     microbatches = self.prepare(self.engine, microbatches, True)
                     rate = self.learning_rate(self.step)
                     result = self.engine.train_batch(microbatches, self.loss, rate)
+                    result = replace(result, metrics={**result.metrics, **beside.metrics})
                     seconds = time.perf_counter() - began
                     self.step += 1
                     self.spent("waiting for data", waited)
-                    self.spent("training steps", seconds - waited)
+                    self.spent("training steps", seconds - waited - worked)
+                    for part, spent in beside.seconds.items():
+                        self.spent(part, spent)
                     squares = sum(length_squares(b) for b in microbatches)
                     self.emit("on_step", Step(self.step, self.source.epoch, rate, result, seconds, waited, squares))
                 if self.step or self.mistake is None:

@@ -46,6 +46,11 @@ class Outputs:
         return self.root / "eval.jsonl"
 
     @property
+    def completions(self) -> Path:
+        """What a policy wrote, with rewards."""
+        return self.root / "completions.jsonl"
+
+    @property
     def hf(self) -> Path:
         """The Hugging Face export."""
         return self.root / "hf"

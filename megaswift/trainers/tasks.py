@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megaswift.config import SwiftConfig
 from megaswift.config.preference import beta_of, likelihood_of, loss_types_of
+from megaswift.config.rl import kl_in_reward_of, policy_loss_of
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_types import Settings
 from megaswift.losses.kto import KTO
 from megaswift.losses.orpo import ORPO
+from megaswift.losses.policy import Policy
+from megaswift.losses.policy_types import Settings as Formulas
 from megaswift.losses.reward import Reward
 from megaswift.losses.sft import CrossEntropy
 from megaswift.registry import Registry
@@ -52,6 +55,16 @@ def _cpo(cfg: SwiftConfig) -> Loss:
     return CPO(loss_types_of(cfg)[0], beta_of(cfg), p.label_smoothing, likelihood_of(cfg), p.simpo_gamma, p.alpha)
 
 
+def _policy(cfg: SwiftConfig) -> Loss:
+    rl = cfg.rl
+    formulas = Formulas(**{f.name: getattr(rl, f.name) for f in fields(Formulas)})
+    return Policy(
+        loss_type=policy_loss_of(cfg), settings=formulas, importance_sampling_level=rl.importance_sampling_level, beta=beta_of(cfg),
+        kl_in_reward=kl_in_reward_of(cfg), use_bias_correction_kl=rl.use_bias_correction_kl,
+        off_policy_mask_threshold=rl.off_policy_mask_threshold, entropy_coef=rl.entropy_coef,
+        max_completion_length=rl.max_completion_length, temperature=rl.temperature, ratio_level=rl.importance_sampling_mode.split("_")[0])
+
+
 TASKS: Registry[Task] = Registry("task")
 for _task in (
     Task("sft", "supervised fine-tuning", lambda cfg: CrossEntropy(), "label_weight", "rows"),
@@ -62,5 +75,7 @@ for _task in (
     Task("cpo", "contrastive preference optimisation", _cpo, "pairs", "pairs"),
     Task("simpo", "simple preference optimisation", _cpo, "pairs", "pairs"),
     Task("rm", "reward model", lambda cfg: Reward(cfg.preference.center_rewards_coefficient), "pairs", "pairs", scored=True),
+    Task("grpo", "group relative policy optimisation", _policy, "completions", "completions"),
+    Task("ppo", "proximal policy optimisation", _policy, "completions", "completions"),
 ):
     TASKS.register(_task.name, _task)

@@ -1,0 +1,1 @@
+"""Reinforcement learning: from prompts to the steps of a policy."""

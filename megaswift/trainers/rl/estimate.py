@@ -1,0 +1,110 @@
+"""From rewards to numbers for each token: advantages, the critic's targets, weights against the sampler's mismatch.
+
+Owns which formula a run uses and how completions become its tensors: [n, t], own tokens from the left. The formulas are in
+`megaswift.losses`. The same on every rank, as its input is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megaswift.config import SwiftConfig
+from megaswift.data.completions import Completed
+from megaswift.losses import advantages as formulas
+from megaswift.losses.sampler_gap import Correction
+from megaswift.trainers.rl.judge import Rollout
+from megaswift.trainers.rl.settings import Settings
+
+Numbers = dict[str, list[np.ndarray]]
+"""By field, the numbers of each completion's own tokens."""
+
+
+@dataclass
+class Estimator:
+    """The estimator of a run. Its only state is the weight of the divergence, which a controller may move."""
+
+    cfg: SwiftConfig
+    settings: Settings
+    beta: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, rollouts: Sequence[Rollout], completed: Sequence[Completed]) -> Numbers:
+        """`advantages` and whatever else the run's losses read."""
+        mask = token_mask(completed)
+        penalties = self.penalties(completed, mask)
+        found = self.of_tokens(rollouts, completed, (penalties, mask)) if self.settings.estimator == "gae" else {
+            "advantages": self.of_completions(rollouts, penalties.sum(1)).unsqueeze(1).expand(mask.shape)}
+        if self.settings.corrects:
+            found["ratio"] = self.ratios(padded(completed, "old", mask) - padded(completed, "sampled", mask))
+        return {name: [row[own].numpy() for row, own in zip(values.float(), mask, strict=True)] for name, values in found.items()}
+
+    def penalties(self, completed: Sequence[Completed], mask: Tensor) -> Tensor:
+        """[n, t]: what the divergence from the reference costs in rewards; moves the controller."""
+        if not self.settings.kl_in_reward:
+            return torch.zeros(mask.shape)
+        kl = formulas.kl_estimate(padded(completed, "old", mask), padded(completed, "reference", mask), self.settings.kl_estimator) * mask
+        cost, rl = self.beta * kl, self.cfg.rl
+        per_completion = float(kl.sum(1).mean())
+        self.metrics = {"kl": float(kl.sum() / mask.sum().clamp(min=1)), "objective/kl": per_completion, "objective/kl_coef": self.beta}
+        if rl.kl_controller == "adaptive":
+            self.beta = formulas.next_kl_coefficient(self.beta, per_completion, rl.target_kl, len(completed), rl.kl_horizon)
+        return cost
+
+    def ratios(self, gap: Tensor) -> Tensor:
+        """[n, t]: weights against the sampler's mismatch, of each token or each completion."""
+        rl = self.cfg.rl
+        correction = Correction(rl.importance_sampling_mode, rl.importance_sampling_clip_max, rl.importance_sampling_clip_min)
+        gap = gap.nan_to_num(nan=0.0)
+        return correction.bound(gap.sum(1, keepdim=True).expand_as(gap) if correction.level == "sequence" else gap)
+
+    def of_completions(self, rollouts: Sequence[Rollout], penalties: Tensor) -> Tensor:
+        """[n]: one advantage a completion."""
+        group, rl = self.settings.group, self.cfg.rl
+        total = torch.tensor([r.total for r in rollouts]) - penalties
+        if self.settings.estimator == "rloo":
+            return formulas.rloo(total, group)
+        if self.settings.estimator == "reinforce_plus_plus":
+            return formulas.reinforce_plus_plus(total, group)
+        if rl.multi_objective_aggregation == "normalize_then_sum":
+            names = [*rollouts[0].rewards]
+            each = torch.tensor([[r.rewards[n] for n in names] for r in rollouts])
+            weights = torch.tensor(rl.reward_weights or [1.0] * len(names))
+            return formulas.aggregated(each, weights, group, rl.multi_objective_aggregation)
+        return formulas.group_advantages(total, group, rl.scale_rewards)
+
+    def of_tokens(self, rollouts: Sequence[Rollout], completed: Sequence[Completed], rest: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Advantages and returns by the critic's values."""
+        penalties, mask = rest
+        rl, values = self.cfg.rl, padded(completed, "values", mask)
+        documents = torch.arange(len(completed)).unsqueeze(1).expand(mask.shape)
+        rewards = formulas.token_rewards(torch.tensor([r.total for r in rollouts]), penalties, mask, documents)
+        if rl.whiten_rewards:
+            rewards = formulas.whiten(rewards, mask, shift_mean=False)
+        advantages, returns = formulas.gae(rewards, values, mask, rl.gamma, rl.lam)
+        return {"advantages": formulas.whiten(advantages, mask) if rl.whiten_advantages else advantages, "returns": returns}
+
+    def state_dict(self) -> dict[str, float]:
+        """The weight of the divergence."""
+        return {"beta": self.beta}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """The inverse."""
+        self.beta = float(state["beta"])
+
+
+def token_mask(completed: Sequence[Completed]) -> Tensor:
+    """bool [n, t]: places of own tokens, from the left; none of completions without loss."""
+    counts = torch.tensor([0 if c.silent else c.count for c in completed])
+    return torch.arange(max(1, int(counts.max()))) < counts.unsqueeze(1)
+
+
+def padded(completed: Sequence[Completed], name: str, mask: Tensor) -> Tensor:
+    """float32 [n, t]: a field of all completions, 0 elsewhere."""
+    held = [c.values[name] for c in completed if not c.silent]
+    flat = torch.from_numpy(np.concatenate(held)) if held else torch.zeros(0)
+    return torch.zeros(mask.shape).masked_scatter(mask, flat)

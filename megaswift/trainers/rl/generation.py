@@ -1,0 +1,75 @@
+"""Completions of a generation, spread over data-parallel ranks, the same list on every rank afterwards.
+
+Owns who samples what and when the sampler gets the engine's weights. A completion draws from a seed of its own, made of the run's seed, the
+generation and its number, so that the layout of the ranks leaves no trace in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megaswift.engine.protocol import Engine
+from megaswift.inference.rollout import Completion, Sampler, Sampling
+from megaswift.parallel.layout import Coordinates, Layout
+from megaswift.trainers import agree
+
+
+def samples_here(at: Coordinates) -> bool:
+    """Whether this rank has a sampler: the first of each data-parallel replica has."""
+    return at.tp == at.pp == at.cp == 0
+
+
+def seeds(seed: int, generation: int, count: int) -> list[int]:
+    """One for each completion, below 2^63."""
+    return [int(np.random.SeedSequence([seed, generation, i]).generate_state(1, np.uint64)[0] >> 1) for i in range(count)]
+
+
+@dataclass
+class Generation:
+    """The samplers of a run, seen from one rank."""
+
+    engine: Engine
+    at: Coordinates
+    sampler: Sampler | None
+    """None on ranks without one."""
+    sampling: Sampling
+    seed: int
+
+    @property
+    def layout(self) -> Layout:
+        """Of the training ranks."""
+        return self.engine.layout
+
+    def own(self, count: int, group: int = 1) -> range:
+        """Which of `count` completions this rank writes, or judges: in whole groups then."""
+        if self.sampler is None:
+            return range(0)
+        edges = [count // group * r // self.layout.dp * group for r in range(self.layout.dp + 1)]
+        return range(edges[self.at.dp], edges[self.at.dp + 1])
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks for its data-parallel replica."""
+        return self.sampler is not None
+
+    def synchronise(self) -> None:
+        """The samplers get the weights that the engine has. Collective."""
+        weights = self.engine.hf_weights(everywhere=self.layout.dp > 1)
+        if self.sampler is not None:
+            self.sampler.update_weights(weights)
+        for _ in weights:  # ranks without a sampler, and what a sampler left over: the stream is collective
+            pass
+
+    def write(self, prompts: Sequence[Sequence[int]], generation: int) -> list[Completion]:
+        """One completion for each prompt, on every rank. Collective."""
+        mine, drawn = self.own(len(prompts)), seeds(self.seed, generation, len(prompts))
+
+        def work() -> list[Completion]:
+            if self.sampler is None or not mine:
+                return []
+            return self.sampler.generate([prompts[i] for i in mine], self.sampling, [drawn[i] for i in mine])
+
+        return [completion for share in agree.together(work) for completion in share]

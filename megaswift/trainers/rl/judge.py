@@ -1,0 +1,56 @@
+"""Completions as rewards see them, and what the rewards say, on every rank.
+
+Owns the text of a completion. Each rank judges what it sampled; a mistake of a reward function on one rank stops the run on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megaswift.data.prompts import Prompt
+from megaswift.inference.rollout import Completion
+from megaswift.trainers import agree
+from megaswift.trainers.rewards.contract import Judged, RewardFunction, score_all
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A prompt, a completion, what it is worth."""
+
+    prompt: Prompt
+    completion: Completion
+    text: str
+    rewards: dict[str, float]
+    total: float
+    """The weighted sum."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The reward functions of a run."""
+
+    functions: Sequence[RewardFunction]
+    weights: Sequence[float]
+    decode: Callable[[Sequence[int]], str]
+    """Tokens to text, without special tokens."""
+
+    def judged(self, prompt: Prompt, completion: Completion, text: str) -> Judged:
+        """Text, or a message where the prompt was messages."""
+        said: Any = text if isinstance(prompt.said, str) else [{"role": "assistant", "content": text}]
+        return Judged(prompt.said if isinstance(prompt.said, str) else list(prompt.said), said, completion.token_ids, completion.finished,
+                      prompt.columns)
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion], mine: range) -> list[Rollout]:
+        """All rollouts, on every rank; this one judges `mine`. Collective."""
+        texts = [self.decode(c.token_ids) for c in completions]
+
+        def work() -> list[tuple[dict[str, float], float]]:
+            if not mine:
+                return []
+            found = score_all(self.functions, self.weights, [self.judged(prompts[i], completions[i], texts[i]) for i in mine])
+            return [({n: values[k] for n, values in found.per_function.items()}, found.total[k]) for k in range(len(mine))]
+
+        rewards = [reward for share in agree.together(work) for reward in share]
+        return [Rollout(*one, *reward) for one, reward in zip(zip(prompts, completions, texts, strict=True), rewards, strict=True)]

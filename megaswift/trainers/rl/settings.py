@@ -1,0 +1,62 @@
+"""What of a configuration the steps of a policy depend on, with every default worked out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaswift.config import SwiftConfig
+from megaswift.config.preference import beta_of
+from megaswift.config.rl import corrects_sampler, estimator_of, kl_in_reward_of
+from megaswift.config.rl_batch import generation_plan
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arithmetic and switches of a run, the same on every rank."""
+
+    seed: int
+    group: int
+    """Completions of a prompt."""
+    generation: int
+    """Completions of a generation."""
+    slices: int
+    """Optimizer steps of one pass over a generation."""
+    iterations: int
+    """Passes over a generation."""
+    temperature: float
+    beta: float
+    estimator: str
+    kl_in_reward: bool
+    kl_estimator: str = "k1"
+    mask_truncated: bool = False
+    corrects: bool = False
+    """Weigh samples against the sampler's mismatch."""
+    tries: int = 1
+    """Samplings of a generation until every group has a spread."""
+    top_entropy_quantile: float = 1.0
+
+    @property
+    def batch(self) -> int:
+        """Completions of an optimizer step."""
+        return self.generation // self.slices
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps on a generation."""
+        return self.slices * self.iterations
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether the policy's log-probabilities before the first step must be known apart from the step's own."""
+        return self.steps > 1 or self.corrects or self.kl_in_reward
+
+
+def settings_of(cfg: SwiftConfig, dp: int) -> Settings:
+    """The settings of a run on `dp` data-parallel ranks."""
+    rl, plan = cfg.rl, generation_plan(cfg, dp)
+    return Settings(
+        seed=cfg.train.seed, group=plan.generations, generation=plan.completions, slices=plan.batches, iterations=plan.iterations,
+        temperature=rl.temperature, beta=beta_of(cfg),
+        estimator=estimator_of(cfg), kl_in_reward=kl_in_reward_of(cfg), kl_estimator=rl.kl_estimator or "k1",
+        mask_truncated=rl.mask_truncated_completions, corrects=corrects_sampler(cfg),
+        tries=1 + rl.max_resample_times if rl.dynamic_sample else 1, top_entropy_quantile=rl.top_entropy_quantile)

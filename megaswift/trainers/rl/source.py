@@ -1,0 +1,192 @@
+"""The steps of a policy: prompts to completions, rewards, advantages, micro-batches. A source of batches for the train loop.
+
+Owns the order of a generation and what of it outlives a restart. Sampling is `generation.py`, rewards are `judge.py`, advantages
+`estimate.py`, where numbers stand in a micro-batch `data/completions.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megaswift.data.completions import Completed, Layout, Micro
+from megaswift.data.loader import LoaderGeometry
+from megaswift.data.prompts import PromptSource
+from megaswift.engine.protocol import Engine
+from megaswift.losses.contract import Batch, Needs
+from megaswift.trainers.loop import Beside
+from megaswift.trainers.rl.estimate import Estimator
+from megaswift.trainers.rl.generation import Generation
+from megaswift.trainers.rl.judge import Judge, Rollout
+from megaswift.trainers.rl.scoring import Numbers, token_numbers
+from megaswift.trainers.rl.settings import Settings
+from megaswift.trainers.rl.statistics import spread, statistics
+
+CRITIC = Needs(fields=frozenset(), head="score")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a source works with."""
+
+    prompts: PromptSource
+    generation: Generation
+    judge: Judge
+    estimator: Estimator
+    layout: Layout
+    geometry: LoaderGeometry
+    critic: Engine | None = None
+
+
+class RolloutSource:
+    """Gives this rank's micro-batches of one optimizer step after the other; samples anew when a generation is used up."""
+
+    def __init__(self, settings: Settings, parts: Parts) -> None:
+        self.settings, self.parts = settings, parts
+        self.generations = 0
+        """Those that were begun."""
+        self.completed: list[Completed] = []
+        """Of the present generation, in the order of their numbers; the same on every rank."""
+        self.used = settings.steps
+        """Optimizer steps taken on it."""
+        self.fresh: list[tuple[Rollout, float]] = []
+        """What the last step was the first to use, each with its mean advantage."""
+        self.metrics: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the prompts so far."""
+        return self.parts.prompts.epoch
+
+    def next(self) -> list[Batch]:
+        """The micro-batches of the next optimizer step. Collective."""
+        self.seconds, self.fresh = {}, []
+        if self.used == self.settings.steps:
+            self.generate()
+        micros = self.micros(self.used % self.settings.slices)
+        self.used += 1
+        if self.settings.top_entropy_quantile < 1.0:
+            with self.timed("scoring"):
+                micros = self.with_uncertain_ones(micros)
+        return self.parts.layout.batches(micros)
+
+    def beside(self) -> Beside:
+        """Metrics of the generation that the last step was on, and where the time went."""
+        return Beside(self.metrics, self.seconds)
+
+    def generate(self) -> None:
+        """A new generation, ready for its first step."""
+        with self.timed("weight sync"):
+            self.parts.generation.synchronise()
+        rollouts = self.sample()
+        self.completed = [completed_of(i, r, self.settings.mask_truncated) for i, r in enumerate(rollouts)]
+        self.used = 0
+        with self.timed("scoring"):
+            self.score()
+        made = self.parts.estimator(rollouts, self.completed)
+        for name, values in made.items():
+            self.put(name, dict(enumerate(values)))
+        self.metrics = statistics(rollouts, self.settings.group) | self.parts.estimator.metrics
+        self.fresh = [(r, float(a.mean()) if len(a) else 0.0) for r, a in zip(rollouts, made["advantages"], strict=True)]
+
+    def sample(self) -> list[Rollout]:
+        """Prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for it."""
+        settings, kept = self.settings, list[Rollout]()
+        spare: list[Rollout] = []
+        for _ in range(settings.tries):
+            prompts = [p for p in self.parts.prompts.next() for _ in range(settings.group)]
+            with self.timed("generation"):
+                completions = self.parts.generation.write([p.token_ids for p in prompts], self.generations)
+            self.generations += 1
+            with self.timed("rewards"):
+                rollouts = self.parts.judge(prompts, completions, self.parts.generation.own(len(prompts), settings.group))
+            for start in range(0, len(rollouts), settings.group):
+                group = rollouts[start:start + settings.group]
+                (kept if settings.tries == 1 or spread(group) else spare).extend(group)
+            if len(kept) >= settings.generation:
+                break
+        return (kept + spare)[: settings.generation]
+
+    def score(self) -> None:
+        """Log-probabilities of the policy as it is and of the reference, values of the critic: where the run needs them."""
+        settings, engine, critic = self.settings, self.parts.generation.engine, self.parts.critic
+        needs = Needs(temperature=settings.temperature)
+        if settings.needs_old:
+            self.put("old", self.numbers(engine, needs))
+        if settings.beta:
+            with engine.reference():
+                self.put("reference", self.numbers(engine, needs))
+        if critic is not None:
+            self.put("values", self.numbers(critic, CRITIC))
+
+    def numbers(self, engine: Engine, needs: Needs) -> Numbers:
+        """Of all completions. Collective."""
+        micros = [micro for k in range(self.settings.slices) for micro in self.micros(k)]
+        return token_numbers(engine, micros, self.parts.layout, needs, self.parts.generation.first)
+
+    def put(self, name: str, numbers: Numbers) -> None:
+        """One more field of every completion; silent ones have none."""
+        self.completed = [c if c.silent else replace(c, values={**c.values, name: numbers[c.number]}) for c in self.completed]
+
+    def micros(self, part: int) -> list[Micro]:
+        """This rank's micro-batches of one of the generation's optimizer steps, as completions."""
+        order = np.random.default_rng([self.settings.seed, self.generations]).permutation(len(self.completed))
+        which = order[part * self.settings.batch:(part + 1) * self.settings.batch]
+        return [[self.completed[i] for i in micro] for micro in self.parts.geometry.own(which)]
+
+    def with_uncertain_ones(self, micros: list[Micro]) -> list[Micro]:
+        """`keep`: the tokens whose entropy is in the upper part, over all ranks (arXiv:2506.01939)."""
+        needs = Needs(fields=frozenset({"entropy"}), temperature=self.settings.temperature)
+        found = token_numbers(self.parts.generation.engine, micros, self.parts.layout, needs, self.parts.generation.first)
+        least = np.quantile(np.concatenate([*found.values()]), 1 - self.settings.top_entropy_quantile) if found else 0.0
+        return [[c if c is None or c.silent else replace(c, values={**c.values, "keep": found[c.number] >= least}) for c in micro]
+                for micro in micros]
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Adds the block's time to a part of the step."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position; a generation that is not used up goes along."""
+        kept = self.completed if self.used < self.settings.steps else []
+        return {"prompts": self.parts.prompts.state_dict(), "generations": self.generations, "used": self.used,
+                "estimator": self.parts.estimator.state_dict(), "metrics": dict(self.metrics), "completed": [to_json(c) for c in kept]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.parts.prompts.load_state_dict(state["prompts"])
+        self.generations, self.used, self.metrics = int(state["generations"]), int(state["used"]), dict(state["metrics"])
+        self.completed = [from_json(c) for c in state["completed"]]
+        self.parts.estimator.load_state_dict(state["estimator"])
+
+
+def completed_of(number: int, rollout: Rollout, mask_truncated: bool) -> Completed:
+    """A rollout as the loss sees it."""
+    completion = rollout.completion
+    silent = mask_truncated and not completion.finished
+    values = {} if silent else {"sampled": np.asarray(completion.logprobs, dtype=np.float32)}
+    return Completed(number, rollout.prompt.token_ids, completion.token_ids, [True] * len(completion.token_ids), values, silent)
+
+
+def to_json(c: Completed) -> dict[str, Any]:
+    """A completion as plain values; float32 survives."""
+    values = {name: [str(v.dtype), v.tolist()] for name, v in c.values.items()}
+    return {"number": c.number, "prompt": [*c.prompt], "written": [*c.written], "own": [*map(int, c.own)], "values": values,
+            "silent": c.silent}
+
+
+def from_json(state: Mapping[str, Any]) -> Completed:
+    """The inverse."""
+    values = {name: np.asarray(v, dtype=dtype) for name, (dtype, v) in state["values"].items()}
+    return Completed(state["number"], state["prompt"], state["written"], [*map(bool, state["own"])], values, state["silent"])
