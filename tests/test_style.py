@@ -25,8 +25,10 @@ PICKLE_ALLOWED = {
 }
 CATCH_ALL_ALLOWED = {
     "megaswift/data/tokenizer.py": "the tokenizers library raises Exception itself; its subclasses of others' making go on",
+    "megaswift/trainers/rewards/jail.py": "a judged program may raise anything; it ends its own process",
     "megaswift/trainers/rewards/checked.py": "a user's reward function may raise anything; it is told with the user's own traceback",
 }
+RUNS_PROGRAMS = {"megaswift/trainers/rewards/jail.py": "judged programs, in a process that can only compute"}
 FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
 FOREIGN_SIGNATURE = "# noqa: PLR0913 (Megatron's signature)"
 
@@ -97,7 +99,8 @@ def calls(source: Source) -> Iterator[str]:
             continue
         name = ast.unparse(node.func)
         keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
-        if name in FORBIDDEN_CALLS or keywords.get("allow_pickle") == "True":
+        judged = name == "exec" and source.path.as_posix() in RUNS_PROGRAMS
+        if (name in FORBIDDEN_CALLS and not judged) or keywords.get("allow_pickle") == "True":
             yield source.at(node, f"calls {name}")
         if keywords.get("shell") == "True":
             yield source.at(node, "starts a shell")

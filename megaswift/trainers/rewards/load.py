@@ -8,20 +8,28 @@ from pathlib import Path
 
 from megaswift.errors import ConfigError, Problem
 from megaswift.registry import Registry
-from megaswift.trainers.rewards import functions
+from megaswift.trainers.rewards import accuracy, code_reward, functions
 from megaswift.trainers.rewards.contract import RewardFunction, RewardOptions
 from megaswift.trainers.rewards.user_function import UserFunction, user_function
 
 NAMED: Registry[Callable[[RewardOptions], RewardFunction]] = Registry("reward function")
+NAMED.register("accuracy", accuracy.accuracy)
+NAMED.register("reasoning_accuracy", accuracy.reasoning_accuracy)
+NAMED.register("cosine", accuracy.cosine)
+NAMED.register("length", accuracy.length)
+NAMED.register("code", code_reward.code)
+NAMED.register("code_all", code_reward.code_all)
 NAMED.register("format", functions.answer_format)
 NAMED.register("think_format", functions.think_format)
 NAMED.register("repetition", functions.repetition)
 NAMED.register("soft_overlong", functions.soft_overlong)
 SPELLINGS = {
+    "accuracy_reward": "accuracy", "reasoning_accuracy_reward": "reasoning_accuracy", "cosine_scaled_reward": "cosine",
+    "code_reward": "code", "binary_code_reward": "code_all",
     "think_format_reward": "think_format", "repetition_penalty_reward": "repetition", "soft_overlong_punishment_reward": "soft_overlong",
     "get_soft_overlong_punishment": "soft_overlong",
 }  # fmt: skip
-"""TRL's names."""
+"""Names of TRL and open-r1."""
 
 
 def is_file_function(name: str) -> bool:
