@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import processors
 
 from megaswift.config import SwiftConfig
 from megaswift.data import show
@@ -76,14 +77,17 @@ def test_conversations_are_transformers_own_up_to_the_answer(tmp_path: Path, kin
         assert prompt == Prompt(i, tuple(ids), tuple(messages), columns, tuple(row["tools"]) if "tools" in row else None)
 
 
-@pytest.mark.parametrize("kind", ["qwen", "llama", "mistral"])
-def test_texts_are_taken_as_they_are(tmp_path: Path, kind: str) -> None:
-    own = tokenizer(kind)
-    texts = ["The capital of ", "日本語 🙂", *([own.bos_token + "hello"] if own.bos_token else [])]
-    found = all_of(source(tmp_path, [{"prompt": t, "n": 1} for t in texts], kind=kind, name=None)[0])
-    plain = [own(t, add_special_tokens=False)["input_ids"] for t in texts]
-    begin = own("x")["input_ids"][: len(own("x")["input_ids"]) - len(own("x", add_special_tokens=False)["input_ids"])]
-    assert [p.token_ids for p in found] == [tuple(ids if ids[:1] == begin[:1] else begin + ids) for ids in plain]
+@pytest.mark.parametrize("begins", [True, False])
+def test_texts_are_taken_as_the_tokenizer_takes_them(tmp_path: Path, begins: bool) -> None:
+    own, bos = tokenizer("llama"), "<|begin_of_text|>"
+    if begins:
+        own.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, own.convert_tokens_to_ids(bos))])
+    texts = ["The capital of ", "日本語 🙂", bos + "hello"]
+    rows = jsonl(tmp_path / "d.jsonl", [{"prompt": t, "n": 1} for t in texts])
+    found = all_of(prompts_of(run(tmp_path, rows), own, 1)[0])
+    expected = [own(t)["input_ids"] for t in texts[:2]] + [own(texts[2], add_special_tokens=False)["input_ids"]]
+    assert [p.token_ids for p in found] == [tuple(e) for e in expected] and (found[0].token_ids[0] == own.bos_token_id) == begins
     assert [p.said for p in found] == texts and all(p.columns == {"n": 1} and p.tools is None for p in found)
 
 
