@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load
+from megaswift.config.data import RL
 from megaswift.config.engine_rules import engine_of
+from megaswift.config.rl_batch import generation_plan
 from megaswift.errors import ConfigError
 
 
@@ -202,6 +204,8 @@ def test_the_examples_run_as_pasted(path: Path) -> None:
     world = (cfg.launch.nproc_per_node or 1) * (cfg.launch.nnodes or 1)
     assert path.parent.name in (task, "fallback", "ray") and f"configs/{path.parent.name}/{path.name}" == argv[0]
     assert dp is None or dp * p.tensor_parallel_size * p.pipeline_parallel_size * p.context_parallel_size == world
+    if task in RL:
+        assert generation_plan(cfg, dp or world).steps >= 1
     if path.parent.name == "ray":
         assert cfg.launch.launcher == "ray" and cfg.launch.num_workers
     for each, billions, parts, said in SIZE.findall(text):

@@ -151,6 +151,12 @@ def test_the_two_words_for_vllm(words: str, backend: str) -> None:
     assert load("grpo", words.split(), environ={}).rl.rollout_backend == backend
 
 
+@pytest.mark.parametrize("words", ["--rlhf_type grpo", "--train_type ppo", "--task grpo"])
+def test_a_task_by_any_of_its_words(words: str) -> None:
+    cfg = load(None, words.split(), environ={})
+    assert cfg.task == words.split()[1] and cfg.data.packing is True and cfg.model.train_type == "full"
+
+
 def test_two_backends_are_a_contradiction() -> None:
     assert "says otherwise" in problems("--use_vllm --rollout_backend sglang --rollout_server_url http://h:1")[0]
 
