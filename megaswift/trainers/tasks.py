@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from megaswift.config import SwiftConfig
 from megaswift.config.preference import beta_of, likelihood_of, loss_types_of
-from megaswift.config.rl import kl_in_reward_of, policy_loss_of
+from megaswift.config.rl import kl_estimator_of, kl_in_reward_of, policy_loss_of
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
@@ -60,7 +60,7 @@ def _policy(cfg: SwiftConfig) -> Loss:
     formulas = Formulas(**{f.name: getattr(rl, f.name) for f in fields(Formulas)})
     return Policy(
         loss_type=policy_loss_of(cfg), settings=formulas, importance_sampling_level=rl.importance_sampling_level, beta=beta_of(cfg),
-        kl_in_reward=kl_in_reward_of(cfg), use_bias_correction_kl=rl.use_bias_correction_kl,
+        kl_in_reward=kl_in_reward_of(cfg), kl_estimator=kl_estimator_of(cfg), use_bias_correction_kl=rl.use_bias_correction_kl,
         off_policy_mask_threshold=rl.off_policy_mask_threshold, entropy_coef=rl.entropy_coef,
         max_completion_length=rl.max_completion_length, temperature=rl.temperature, ratio_level=rl.importance_sampling_mode.split("_")[0])
 

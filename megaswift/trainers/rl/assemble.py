@@ -51,10 +51,10 @@ def sampler_of(cfg: SwiftConfig, folder: Path, context: Context, dtype: str) -> 
     if not samples_here(context.coordinates):
         return None
     rl = cfg.rl
-    urls = () if rl.rollout_server_url is None else (rl.rollout_server_url,)
     options = SamplerOptions(dtype=dtype, device=str(context.device), trust_remote_code=cfg.model.trust_remote_code,
                              batch_size=rl.rollout_batch_size, max_length=cfg.data.max_length, memory_share=rl.vllm_gpu_memory_utilization,
-                             tensor_parallel_size=rl.vllm_tensor_parallel_size, base_urls=urls, timeout=rl.rollout_server_timeout)
+                             tensor_parallel_size=rl.vllm_tensor_parallel_size, base_urls=rl.rollout_server_url,
+                             timeout=rl.rollout_server_timeout)
     return make_sampler(rl.rollout_backend, folder, options)
 
 
