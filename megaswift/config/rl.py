@@ -83,7 +83,7 @@ class RlConfig:
     cosine_max_len_value_correct: float = option(0.5, "Reward cosine: of a right answer of cosine_max_len", tasks=RL)
     cosine_max_len: int | None = option(
         None, "Reward cosine: the longest answer; unset: max_completion_length", minimum=1, unit="tokens", tasks=RL)
-    repetition_n_grams: int = option(3, "Reward repetition: words that count as one when they recur", minimum=1, unit="words", tasks=RL)
+    repetition_n_grams: int = option(3, "Reward repetition: tokens that count as one when they recur", minimum=1, unit="tokens", tasks=RL)
     repetition_max_penalty: float = option(-1.0, "Reward repetition: of an answer that only repeats itself", maximum=0, tasks=RL)
     soft_max_length: int | None = option(
         None, "Reward soft_overlong: -1 from here on; unset: max_completion_length", minimum=1, unit="tokens", tasks=RL)
