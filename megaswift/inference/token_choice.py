@@ -16,6 +16,8 @@ BLOCK = 128
 """Uniform numbers that a row's generator gives at a time: always so many, so that the n-th is the same for every length."""
 LARGEST = 1 - 2.0**-40
 """Of the uniform numbers, so that their product with a sum stays below the sum."""
+PART, FEW = 128, 1024
+"""Columns whose sum is looked at first, so that running sums over a whole vocabulary are not needed; vocabularies that need no parts."""
 
 
 class Draws:
@@ -56,11 +58,33 @@ def filtered(scores: Tensor, sampling: Sampling) -> Tensor:
     return scores
 
 
-def drawn(scores: Tensor, uniform: Tensor) -> Tensor:
-    """[b]: the token at which the running sum of softmax(scores [b, V]) passes `uniform` [b]."""
-    sums = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
-    found = torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)[:, 0]
-    return found.clamp_(max=scores.shape[-1] - 1)
+def part_sums(weights: Tensor) -> Tensor:
+    """[b, parts] float64: sums of `weights` [b, V] in parts of PART columns; one part where they are few."""
+    count = weights.shape[-1]
+    if count <= FEW:
+        return weights.sum(-1, keepdim=True, dtype=torch.float64)
+    rest = count % PART
+    sums = weights[:, :count - rest].unflatten(1, (-1, PART)).sum(-1)
+    return (torch.cat([sums, weights[:, count - rest:].sum(-1, keepdim=True)], 1) if rest else sums).double()
+
+
+def _passed(weights: Tensor, uniform: Tensor) -> Tensor:
+    """[b, 1]: the column at which the running sum of `weights` [b, n] passes the share `uniform` [b] of their sum."""
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    found = torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)
+    return found.clamp_(max=weights.shape[-1] - 1)  # only where weights are not finite
+
+
+def drawn(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
+    """[b]: tokens by their `weights` [b, V], of which `sums` are the `part_sums`: first the part, then the token in it."""
+    if sums.shape[-1] == 1:
+        return _passed(weights, uniform)[:, 0]
+    part = _passed(sums, uniform)
+    own, edge = sums.gather(1, part)[:, 0], sums.cumsum(-1)
+    within = (uniform * edge[:, -1] - (edge.gather(1, part)[:, 0] - own)) / own
+    columns = part * PART + torch.arange(PART, device=weights.device)  # [b, PART]
+    inside = weights.gather(1, columns.clamp(max=weights.shape[-1] - 1)).masked_fill(columns >= weights.shape[-1], 0)
+    return columns.gather(1, _passed(inside, within.clamp(0, LARGEST)))[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor | None, seen: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -71,5 +95,16 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor | None, seen: Ten
     if seen is not None:
         penalty = sampling.repetition_penalty
         wanted = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
-    tokens = wanted.argmax(-1) if uniform is None else drawn(filtered(wanted, sampling), uniform)
-    return tokens, scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp_()
+    sums = part_sums(weights)
+    total = sums.sum(-1)
+    if uniform is None:
+        tokens = wanted.argmax(-1)
+    else:
+        wanted = filtered(wanted, sampling)
+        if wanted is not scores:
+            weights = wanted.softmax(-1)
+            sums = part_sums(weights)
+        tokens = drawn(weights, sums, uniform)
+    return tokens, ((scores.gather(1, tokens[:, None]) - top)[:, 0] - total.log()).float()

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from megaswift.inference.rollout import Sampling
-from megaswift.inference.token_choice import BLOCK, Draws, choose, drawn, filtered
+from megaswift.inference.token_choice import BLOCK, Draws, choose, drawn, filtered, part_sums
 
 
 def scores(rows: int = 40, size: int = 97, seed: int = 1) -> torch.Tensor:
@@ -33,14 +33,18 @@ def test_filters_leave_what_transformers_leaves(top_k: int, top_p: float, min_p:
     assert bool((found > float("-inf")).any(1).all())
 
 
-def test_draws_have_the_probabilities_of_the_scores() -> None:
-    """Evenly spread numbers hit each token as often as its probability says, up to the spacing."""
-    logits, count = filtered(scores(1, 30), Sampling(1, top_k=12)), 20000
+@pytest.mark.parametrize("size", [30, 1024, 1025, 1300])
+def test_draws_have_the_probabilities_of_the_scores(size: int) -> None:
+    """Evenly spread numbers hit each token as often as its probability says, up to the spacing; also where sums are in parts."""
+    logits, count = filtered(scores(1, size), Sampling(1, top_k=12)), 20000
+    weights = logits.exp().expand(count, -1)
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    hits = drawn(logits.expand(count, -1), uniform).bincount(minlength=30) / count
+    found = drawn(weights, part_sums(weights), uniform)
+    hits = found.bincount(minlength=size) / count
     assert (hits - logits[0].double().softmax(-1)).abs().max() < 1.5 / count
+    assert bool((found.diff() >= 0).all())
     ends = torch.tensor([0.0, 1 - 2.0**-40], dtype=torch.float64)
-    assert bool((logits[0, drawn(logits.expand(2, -1), ends)] > float("-inf")).all())
+    assert bool((logits[0, drawn(weights[:2], part_sums(weights[:2]), ends)] > float("-inf")).all())
 
 
 def test_uniform_numbers_do_not_depend_on_who_else_draws() -> None:
@@ -56,9 +60,10 @@ def test_uniform_numbers_do_not_depend_on_who_else_draws() -> None:
     assert abs(float(wanted.mean()) - 0.5) < 0.06 and len(set(wanted.tolist())) == len(wanted)
 
 
-def test_told_log_probabilities_are_before_penalty_and_filters() -> None:
-    logits = scores(3, 20)
-    seen = torch.zeros(3, 20, dtype=torch.bool)
+@pytest.mark.parametrize("size", [20, 3000])
+def test_told_log_probabilities_are_before_penalty_and_filters(size: int) -> None:
+    logits = scores(3, size)
+    seen = torch.zeros(3, size, dtype=torch.bool)
     seen[:, :10] = True
     sampling = Sampling(1, temperature=0.5, top_k=2, repetition_penalty=2.0)
     tokens, told = choose(logits, sampling, torch.full((3,), 0.3, dtype=torch.float64), seen)
