@@ -7,7 +7,7 @@ what the engine writes is the engine's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +55,10 @@ class Checkpoint(Hook):
         rank, ranks = agree.rank(), agree.world_size()
         hooks = {type(h).__name__: state for h in loop.hooks if (state := h.state_dict())}
         state = {**self.facts, "total_steps": loop.total_steps, "data": loop.source.state_dict(), "hooks": hooks}
-        folder = agree.on_main(lambda: self._open(loop.step))
-        loop.engine.save(folder / ENGINE)
+        engines = {ENGINE: loop.engine, **loop.engines}
+        folder = agree.on_main(lambda: self._open(loop.step, [*engines]))
+        for name, engine in engines.items():
+            engine.save(folder / name)
         self.beside(folder)
         agree.barrier()
         files = {name: entry for share in agree.gather(commit.hash_share(folder, rank, ranks)) for name, entry in share.items()}
@@ -67,9 +69,10 @@ class Checkpoint(Hook):
         tell(f"step {loop.step}: checkpoint {done} ({size / 2**20:,.1f} MiB, {time.perf_counter() - began:.1f} s)")
         return done
 
-    def _open(self, step: int) -> Path:
+    def _open(self, step: int, names: Sequence[str]) -> Path:
         folder = self.store.begin(step)
-        (folder / ENGINE).mkdir()
+        for name in names:
+            (folder / name).mkdir()
         self.attach(folder)
         return folder
 
@@ -84,7 +87,8 @@ def restore(loop: Loop, folder: Path, model: Mapping[str, Any]) -> dict[str, Any
     problems += [p for share in agree.gather(commit.verify_share(folder, manifest, rank, ranks)) for p in share]
     if problems:
         raise CheckpointError(problems)
-    loop.engine.load(folder / ENGINE)
+    for name, engine in {ENGINE: loop.engine, **loop.engines}.items():
+        engine.load(folder / name)
     loop.source.load_state_dict(manifest["data"])
     for hook in loop.hooks:
         if type(hook).__name__ in manifest["hooks"]:

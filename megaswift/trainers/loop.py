@@ -49,7 +49,9 @@ class Beside:
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Time that was work of its own and no wait for data, by part of the run."""
+    """Time that was work of its own, by part of the run."""
+    waiting: float = 0.0
+    """Of it, what was spent while the loop waited for the micro-batches."""
 
 
 @dataclass
@@ -65,6 +67,8 @@ class Loop:
     hooks: Sequence[Hook] = ()
     prepare: Prepare = as_they_are
     beside: Callable[[], Beside] = Beside
+    engines: Mapping[str, Engine] = field(default_factory=dict)
+    """Others that are trained too, by their folder in a checkpoint."""
     step: int = 0
     """Optimizer steps taken."""
     interrupted: int = 0
@@ -85,17 +89,17 @@ class Loop:
                     microbatches = self.take(signal.number)
                     if microbatches is None:
                         break
-                    beside = self.beside()
-                    worked = sum(beside.seconds.values())
-                    waited = time.perf_counter() - began - worked
+                    waited = time.perf_counter() - began
                     microbatches = self.prepare(self.engine, microbatches, True)
                     rate = self.learning_rate(self.step)
                     result = self.engine.train_batch(microbatches, self.loss, rate)
+                    beside = self.beside()
                     result = replace(result, metrics={**result.metrics, **beside.metrics})
+                    waited -= beside.waiting
                     seconds = time.perf_counter() - began
                     self.step += 1
                     self.spent("waiting for data", waited)
-                    self.spent("training steps", seconds - waited - worked)
+                    self.spent("training steps", seconds - waited - sum(beside.seconds.values()))
                     for part, spent in beside.seconds.items():
                         self.spent(part, spent)
                     squares = sum(length_squares(b) for b in microbatches)

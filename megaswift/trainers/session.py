@@ -27,11 +27,11 @@ from megaswift.trainers import (
 from megaswift.trainers.checkpoint import restore
 from megaswift.trainers.interrupt import Interrupted
 from megaswift.trainers.loop import Loop
-from megaswift.trainers.rl.assemble import prompts, steps
+from megaswift.trainers.rl import assemble as rl
 from megaswift.trainers.schedule import lr_at
 
-PARTS = ("start-up", "data", "model", "resume", "waiting for data", "weight sync", "generation", "rewards", "scoring", "training steps",
-          "logging", "evaluation", "checkpoints", "export")
+PARTS = ("start-up", "data", "model", "resume", "waiting for data", "weight sync", "generation", "rewards", "scoring", "critic",
+         "training steps","logging", "evaluation", "checkpoints", "export")
 """Of a run's wall time, in the order of the report."""
 
 
@@ -78,15 +78,15 @@ class Session:
             log.warn(f"--max_length {cfg.data.max_length} is more than the {self.spec.max_positions} positions that the model's "
                      "config.json names (max_position_embeddings): it may do badly on documents longer than that")
         with self.timed("data"):
-            source, held = (prompts(b), None) if cfg.task in RL else b.data()
+            source: Any
+            source, held = (rl.prompts(b), None) if cfg.task in RL else b.data()
             total = build.count_steps(cfg, source)
         with self.timed("model"), self.memory_advice():
             engine = b.engine(fresh=resume is None, total_steps=total)
             hooks = b.hooks(engine, held)
         loop = Loop(engine, source, b.task.loss(cfg), lambda step: lr_at(step, total, cfg.optim), total, hooks, seconds=self.seconds)
         if cfg.task in RL:
-            loop.source, record = steps(b, engine, source)
-            loop.hooks, loop.beside = [record, *hooks], loop.source.beside
+            rl.attach(b, loop, source)
         elif (preparation := b.preparation()) is not None:
             loop.hooks, loop.prepare = [preparation, *hooks], preparation.prepare
         if resume is not None:

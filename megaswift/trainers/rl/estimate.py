@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
-from megaswift.config.rl import whitens
 from megaswift.data.completions import Completed
 from megaswift.losses import advantages as formulas
 from megaswift.losses.sampler_gap import Correction
@@ -68,7 +67,7 @@ class Estimator:
         group, rl = self.settings.group, self.cfg.rl
         total = torch.tensor([r.total for r in rollouts]) - penalties
         if self.settings.estimator == "rloo":
-            return formulas.rloo(total, group, whitens(self.cfg))
+            return formulas.rloo(total, group, self.settings.whitens)
         if self.settings.estimator == "reinforce_plus_plus":
             return formulas.reinforce_plus_plus(total, group)
         if rl.multi_objective_aggregation == "normalize_then_sum":
@@ -87,7 +86,7 @@ class Estimator:
         if rl.whiten_rewards:
             rewards = formulas.whiten(rewards, mask, shift_mean=False)
         advantages, returns = formulas.gae(rewards, values, mask, rl.gamma, rl.lam)
-        return {"advantages": formulas.whiten(advantages, mask) if whitens(self.cfg) else advantages, "returns": returns}
+        return {"advantages": formulas.whiten(advantages, mask) if self.settings.whitens else advantages, "returns": returns}
 
     def state_dict(self) -> dict[str, float]:
         """The weight of the divergence."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
 from megaswift.config.preference import beta_of
-from megaswift.config.rl import corrects_sampler, estimator_of, kl_estimator_of, kl_in_reward_of
+from megaswift.config.rl import corrects_sampler, estimator_of, kl_estimator_of, kl_in_reward_of, whitens
 from megaswift.config.rl_batch import generation_plan
 
 
@@ -28,6 +28,8 @@ class Settings:
     estimator: str
     kl_in_reward: bool
     kl_estimator: str = "k1"
+    whitens: bool = False
+    """Bring advantages of gae and rloo to mean 0 and deviation 1."""
     mask_truncated: bool = False
     corrects: bool = False
     """Weigh samples against the sampler's mismatch."""
@@ -57,6 +59,6 @@ def settings_of(cfg: SwiftConfig, dp: int) -> Settings:
     return Settings(
         seed=cfg.train.seed, group=plan.generations, generation=plan.completions, slices=plan.batches, iterations=plan.iterations,
         temperature=rl.temperature, beta=beta_of(cfg),
-        estimator=estimator_of(cfg), kl_in_reward=kl_in_reward_of(cfg), kl_estimator=kl_estimator_of(cfg),
+        estimator=estimator_of(cfg), kl_in_reward=kl_in_reward_of(cfg), kl_estimator=kl_estimator_of(cfg), whitens=whitens(cfg),
         mask_truncated=rl.mask_truncated_completions, corrects=corrects_sampler(cfg),
         tries=1 + rl.max_resample_times if rl.dynamic_sample else 1, top_entropy_quantile=rl.top_entropy_quantile)

@@ -20,14 +20,13 @@ from megaswift.data.prompts import PromptSource
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, Needs
 from megaswift.trainers.loop import Beside
+from megaswift.trainers.rl.critic import Critic
 from megaswift.trainers.rl.estimate import Estimator
 from megaswift.trainers.rl.generation import Generation
 from megaswift.trainers.rl.judge import Judge, Rollout
 from megaswift.trainers.rl.scoring import Numbers, token_numbers
 from megaswift.trainers.rl.settings import Settings
 from megaswift.trainers.rl.statistics import spread, statistics
-
-CRITIC = Needs(fields=frozenset(), head="score")
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Parts:
     estimator: Estimator
     layout: Layout
     geometry: LoaderGeometry
-    critic: Engine | None = None
+    critic: Critic | None = None
 
 
 class RolloutSource:
@@ -78,7 +77,9 @@ class RolloutSource:
 
     def beside(self) -> Beside:
         """Metrics of the generation that the last step was on, and where the time went."""
-        return Beside(self.metrics, self.seconds)
+        if (critic := self.parts.critic) is None:
+            return Beside(self.metrics, self.seconds, sum(self.seconds.values()))
+        return Beside(self.metrics | critic.metrics, {**self.seconds, "critic": critic.seconds}, sum(self.seconds.values()))
 
     def generate(self) -> None:
         """A new generation, ready for its first step."""
@@ -123,7 +124,7 @@ class RolloutSource:
             with engine.reference():
                 self.put("reference", self.numbers(engine, needs))
         if critic is not None:
-            self.put("values", self.numbers(critic, CRITIC))
+            self.put("values", self.numbers(critic.engine, critic.loss.needs))
 
     def numbers(self, engine: Engine, needs: Needs) -> Numbers:
         """Of all completions. Collective."""

@@ -1,0 +1,63 @@
+"""PPO's critic: a model with a scalar head, an engine of its own on the ranks of the policy's, that learns what completions are worth.
+
+Owns when it steps: once for each step of the policy, on the same micro-batches, before it. What it learns from is in the batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaswift.config import SwiftConfig
+from megaswift.engine.protocol import Engine
+from megaswift.families.scalar_head import with_score
+from megaswift.families.spec import ModelSpec
+from megaswift.losses.contract import Batch
+from megaswift.losses.value import PARTS, Value, explained_variance
+from megaswift.trainers.engines import Context, make_engine
+from megaswift.trainers.reference import Preparation
+
+if TYPE_CHECKING:
+    from megaswift.trainers.loop import Loop
+
+
+class Critic(Preparation):
+    """Trains beside the policy."""
+
+    def __init__(self, engine: Engine, loss: Value, learning_rate: Callable[[int], float]) -> None:
+        self.engine, self.loss, self.learning_rate = engine, loss, learning_rate
+        self.steps = 0
+        self.metrics: dict[str, float] = {}
+        self.seconds = 0.0
+
+    def on_start(self, loop: Loop) -> None:
+        """Goes on with the schedule where the run does."""
+        self.steps = loop.step
+
+    def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+        """The micro-batches as they are, learnt from."""
+        began = time.perf_counter()
+        result = self.engine.train_batch(batches, self.loss, self.learning_rate(self.steps))
+        self.steps += 1
+        explained = explained_variance(result.metrics)
+        self.metrics = {name: value for name, value in result.metrics.items() if name not in PARTS}
+        self.metrics |= {"value/grad_norm": result.grad_norm or 0.0}
+        if explained is not None:
+            self.metrics["value/explained_variance"] = explained
+        self.seconds = time.perf_counter() - began
+        return batches
+
+
+def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Context, fresh: bool) -> Engine:
+    """The critic of a run: the policy's model, or `critic_model`, with a scalar head; `fresh` False: a checkpoint has the weights."""
+    scored = with_score(spec)
+    start = folder if cfg.rl.critic_model is None else Path(cfg.rl.critic_model)
+    engine = make_engine(cfg, replace(scored, hf_config={**scored.hf_config}), start, context)
+    if fresh:
+        engine.load_hf(start)
+    else:
+        engine.keep(start)
+    return engine
