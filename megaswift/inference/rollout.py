@@ -79,6 +79,8 @@ class SamplerOptions:
     """Servers; prompts are spread over them, weights go to each."""
     timeout: float = 600.0
     """Seconds for one request to a server."""
+    wait: float = 0.0
+    """Seconds for servers to be there at the start."""
     sync_folder: Path | None = None
     """A folder that this process writes and the servers read, at the same path, for new weights."""
     lora_rank: int = 0

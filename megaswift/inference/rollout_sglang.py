@@ -49,6 +49,7 @@ class SglangSampler:
         self.servers.each(self._fit)
 
     def _fit(self, server: Server) -> None:
+        server.reach(self.options.wait)
         try:
             info = server.get("/server_info")
         except ServerError as error:

@@ -52,6 +52,7 @@ class VllmServerSampler:
 
     def _fit(self, server: Server) -> str:
         """The name of the model that a server has; errors for one that cannot be used."""
+        server.reach(self.options.wait)
         version_of((server.get("/version") or {}).get("version"), OLDEST, server)
         info = server.get("/server_info?config_format=json") or {}
         mode = info.get("vllm_config", {}).get("model_config", {}).get("logprobs_mode")

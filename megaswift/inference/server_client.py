@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
@@ -52,6 +53,18 @@ class Server:
     def post(self, path: str, body: Any = None) -> Any:
         """The JSON that answers a request; None where the answer is no JSON."""
         return self._ask("POST", path, {} if body is None else body)
+
+    def reach(self, seconds: float) -> None:
+        """Waits for a server that is starting, so long at most."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self.get("/health")
+                return
+            except ServerError as error:
+                if error.status not in (0, 503) or time.monotonic() >= deadline:  # nobody there yet, or still loading
+                    raise
+            time.sleep(min(1.0, seconds))
 
     def _ask(self, method: str, path: str, body: Any) -> Any:
         headers = {"Content-Type": "application/json"}

@@ -83,7 +83,7 @@ class Vllm(Backend):
 
     def routes(self) -> dict[str, Callable[[Any], Any]]:
         return {
-            "/version": lambda _: {"version": "0.26.1+cu129"},
+            "/health": lambda _: None, "/version": lambda _: {"version": "0.26.1+cu129"},
             "/server_info": lambda _: {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}},
             "/v1/models": lambda _: {"object": "list", "data": [{"id": "served", "max_model_len": 96}]},
             "/v1/completions": self.completions, "/collective_rpc": self.rpc, "/reset_prefix_cache": lambda _: {"success": True},
@@ -117,8 +117,9 @@ class Sglang(Backend):
     """`sglang.launch_server`."""
 
     def routes(self) -> dict[str, Callable[[Any], Any]]:
-        return {"/get_server_info": lambda _: {"version": "0.5.9"}, "/generate": self.generate, "/flush_cache": lambda _: None,
-                "/update_weights_from_disk": self.update, "/load_lora_adapter": self.load_adapter, "/unload_lora_adapter": self.unload}
+        return {"/health": lambda _: None, "/get_server_info": lambda _: {"version": "0.5.9"},
+                "/generate": self.generate, "/flush_cache": lambda _: None, "/update_weights_from_disk": self.update,
+                "/load_lora_adapter": self.load_adapter, "/unload_lora_adapter": self.unload}
 
     def generate(self, body: dict[str, Any]) -> Any:
         known(body, SGLANG_FIELDS)
@@ -149,8 +150,8 @@ class Sglang(Backend):
 
 
 @contextmanager
-def serving(backend: Backend, token: str | None = None) -> Iterator[str]:
-    """The address of the server for the length of a block."""
+def serving(backend: Backend, token: str | None = None, port: int = 0) -> Iterator[str]:
+    """The address of the server for the length of a block; any free port, or this one."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: Any) -> None: ...
@@ -175,7 +176,7 @@ def serving(backend: Backend, token: str | None = None) -> Iterator[str]:
         def do_POST(self) -> None:
             self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:

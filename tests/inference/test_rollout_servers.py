@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,19 @@ def test_no_server_and_no_folder_are_told(kind: str, model: Path, tmp_path: Path
         client(kind, model, "127.0.0.1:8000", sync_folder=tmp_path)
     with pytest.raises(UserError, match=r"no answer of a .* server \(.*refused.*\)\n    try: .*(vllm serve|launch_server)"):
         client(kind, model, "http://127.0.0.1:9", sync_folder=tmp_path)
+
+
+def test_a_server_that_starts_later_is_waited_for(model: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    backend = Vllm(model)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(client, "vllm_server", model, f"http://127.0.0.1:{port}", sync_folder=tmp_path, wait=30)
+        time.sleep(0.3)
+        with serving(backend, port=port):
+            made.result()
+    assert [path for path, _ in backend.calls] == ["/health", "/version", "/server_info", "/v1/models"]
 
 
 def test_the_token_goes_with_every_request(kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,84 @@
+"""What vLLM in process is asked, by a stand-in that takes the same calls: order and arguments. vLLM itself has not been run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megaswift.inference.rollout import Completion, SamplerOptions, Sampling, make_sampler
+
+SAMPLING = Sampling(3, temperature=0.5, top_k=4, stop_token_ids=(7,))
+
+
+class Engine:
+    """Records what `vllm.LLM` is asked; its completions are the prompt's tokens."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.calls: list[Any] = []
+        self.llm_engine = SimpleNamespace(remove_lora=lambda number: self.calls.append(("remove_lora", number)))
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(("wake_up", *tags))
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset")
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self.calls.append((method, [name for name, _ in kwargs.pop("weights_iterator")]))
+        assert not kwargs
+
+    def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool, lora_request: Any = None) -> list[Any]:
+        self.calls.append(("generate", None if lora_request is None else lora_request.lora_path))
+        assert all(p.ignore_eos and p.stop_token_ids == [7] and p.logprobs == 0 for p in params) and not use_tqdm
+        found = []
+        for prompt, param in zip(prompts, params, strict=True):
+            tokens = prompt["prompt_token_ids"][:param.max_tokens]
+            told = [{t: SimpleNamespace(logprob=-float(param.seed)), 99: SimpleNamespace(logprob=0.0)} for t in tokens]
+            reason = "stop" if tokens[-1] == 7 else "length"
+            found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=told, finish_reason=reason)]))
+        return found
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    lora: Any = ModuleType("vllm.lora.request")
+    lora.LoRARequest = lambda name, number, path: SimpleNamespace(lora_int_id=number, lora_path=path)
+    module: Any = ModuleType("vllm")
+    module.LLM, module.SamplingParams = Engine, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", lora)
+    monkeypatch.setattr("megaswift.inference.rollout_vllm.missing", lambda options: [])
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def test_weights_come_before_caches_and_sleep_drops_both(vllm: None, tmp_path: Path) -> None:
+    made: Any = make_sampler("vllm", tmp_path, SamplerOptions(batch_size=9, max_length=64))
+    assert made.llm.options["load_format"] == "dummy" and made.llm.options["logprobs_mode"] == "processed_logprobs"
+    with pytest.raises(AssertionError):
+        made.generate([[1]], SAMPLING, [1])
+    made.update_weights([("a", torch.ones(1)), ("b", torch.ones(1))])
+    found = made.generate([[1, 2, 3, 4], [5, 7]], SAMPLING, [11, 12])
+    made.sleep()
+    made.sleep()
+    assert found == [Completion((1, 2, 3), (-11.0,) * 3, False), Completion((5, 7), (-12.0,) * 2, True)]
+    assert made.llm.calls == [("sleep", 2), ("wake_up", "weights"), ("reload_weights", ["a", "b"]), "reset", ("wake_up", "kv_cache"),
+                              ("generate", None), ("sleep", 2)]
+
+
+def test_adapters_replace_one_another_and_the_base_is_kept(vllm: None, tmp_path: Path) -> None:
+    made: Any = make_sampler("vllm", tmp_path, SamplerOptions(lora_rank=8))
+    assert made.takes_adapters and made.llm.options["max_lora_rank"] == 8
+    for name in ("one", "two"):
+        made.update_adapter(tmp_path / name)
+        made.generate([[1, 7]], SAMPLING, [0])
+    assert [c for c in made.llm.calls if c[0] in ("sleep", "generate", "remove_lora")] == [
+        ("sleep", 1), ("generate", str(tmp_path / "one")), ("remove_lora", 1), ("generate", str(tmp_path / "two"))]
