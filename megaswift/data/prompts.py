@@ -57,6 +57,11 @@ class Prompts:
         return Prompt(int(self.docs.sample[i]), tuple(self.docs.read(i)[0].tolist()), said if isinstance(said, str) else tuple(said),
                       kept["columns"], None if tools is None else tuple(tools))
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of the first prompt's columns."""
+        return frozenset(self.read(0).columns)
+
     @cached_property
     def fingerprint(self) -> str:
         """Names these prompts by their tokens, rows and columns."""
@@ -72,6 +77,8 @@ class PromptSource:
     per_generation: int
     """Prompts of a generation over all ranks."""
     order: Order
+    steps: int = 1
+    """Optimizer steps on the completions of one generation."""
     _taken: int = 0
 
     @property
@@ -85,8 +92,8 @@ class PromptSource:
         return self._taken / self.rows
 
     def steps_for(self, epochs: float) -> int:
-        """Generations that see each prompt `epochs` times, the last one running on into the next epoch where it must."""
-        return max(1, math.ceil(epochs * self.rows / self.per_generation - 1e-9))
+        """Optimizer steps that see each prompt `epochs` times, the last generation running on into the next epoch where it must."""
+        return self.steps * max(1, math.ceil(epochs * self.rows / self.per_generation - 1e-9))
 
     def next(self) -> list[Prompt]:
         """The prompts of the next generation."""
@@ -114,8 +121,8 @@ class PromptSource:
                 **{k: float(v) for k, v in docs.counted.items() if k != "rows"}}
 
 
-def prompts_of(c: Sections, tokenizer: Any, per_generation: int) -> tuple[PromptSource, list[Prompt] | None]:
-    """(training, evaluation) prompts of a run: held out ones, or those of --val_dataset, in file order."""
+def prompts_of(c: Sections, tokenizer: Any, per_generation: int, steps: int = 1) -> tuple[PromptSource, list[Prompt] | None]:
+    """(training, evaluation) prompts of a run: held out ones, or those of --val_dataset, in file order. `steps`: a generation's."""
     docs = _read(c, tokenizer, c.data.dataset)
     held = _read(c, tokenizer, c.data.val_dataset, val=True) if c.data.val_dataset else None
     seed = data_seed(c.data, c.train)
@@ -127,7 +134,7 @@ def prompts_of(c: Sections, tokenizer: Any, per_generation: int) -> tuple[Prompt
             f"more completions of each (--num_generations), a smaller --global_batch_size or --generation_batch_size, more data, or "
             f"{c.data.dataset[0]}#{per_generation} to repeat rows"))
     kept = None if held is None else Prompts(held)
-    source = PromptSource(Prompts(docs), per_generation, Order(len(docs), c.data.shuffle, seed))
+    source = PromptSource(Prompts(docs), per_generation, Order(len(docs), c.data.shuffle, seed), steps)
     return source, None if kept is None else [kept.read(i) for i in range(len(kept))]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.capabilities import chosen, missing_transformer_engine
+from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import engine_of, is_native, zero_config
@@ -29,6 +30,7 @@ from megaswift.parallel.shape import ModelShape
 from megaswift.trainers import outputs
 from megaswift.trainers.adapter_checks import folder_problems, torch_adapter_problems
 from megaswift.trainers.model_spec import spec_of
+from megaswift.trainers.rl.checks import policy_problems
 from megaswift.trainers.torch_checks import machine_problems
 from megaswift.trainers.vision_checks import vision_problems
 
@@ -54,6 +56,8 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
     collect(lambda: device_problems(cfg), ConfigError)
     collect(lambda: model_problems(cfg, world_size), UserError)
     collect(lambda: data_problems(cfg), ConfigError)
+    if cfg.task in RL:
+        collect(lambda: policy_problems(cfg, world_size), ConfigError)
     collect(lambda: outputs.check(cfg), ConfigError)
     collect(lambda: tracker_problems(cfg.train.report_to), ConfigError)
     if len(errors) == 1:

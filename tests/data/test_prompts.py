@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ def test_a_text_takes_no_system_message_and_messages_take_a_template(tmp_path: P
 def test_order_epochs_and_resume(tmp_path: Path) -> None:
     made = source(tmp_path, numbered(5), 3)[0]
     assert (made.rows, made.steps_for(1), made.steps_for(0.2), made.steps_for(3)) == (5, 2, 1, 5)
+    assert replace(made, steps=6).steps_for(1) == 12 and made.prompts.columns == {"n"}
     seen = [p.number for _ in range(5) for p in made.next()]
     orders = [np.random.default_rng([42, epoch]).permutation(5).tolist() for epoch in range(3)]
     assert seen == sum(orders, []) and made.epoch == 3

@@ -72,7 +72,8 @@ def prompts(build: Build) -> PromptSource:
     """What completions are asked for; the tokenizer is the build's from here on."""
     cfg = build.cfg
     build.tokenizer = tokenizer_of(cfg, build.folder)
-    return prompts_of(cfg, build.tokenizer, generation_plan(cfg, build.layout.dp).prompts)[0]
+    plan = generation_plan(cfg, build.layout.dp)
+    return prompts_of(cfg, build.tokenizer, plan.prompts, plan.steps)[0]
 
 
 def rewards(cfg: SwiftConfig) -> list[RewardFunction]:

@@ -1,0 +1,65 @@
+"""What is refused of a run of reinforcement learning before it starts, all at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.errors import UserError
+from megaswift.trainers.preflight import preflight
+from megaswift.trainers.rl.checks import policy_problems
+from tests.test_cli import model_folder
+
+GOOD = {"reward_funcs": ["format"], "num_generations": 2, "gbs": 4}
+
+
+def told(world_size: int = 2, task: str = "grpo", **options: object) -> list[str]:
+    return [str(p).partition("\n")[0] for p in policy_problems(SwiftConfig(task=task, **{**GOOD, **options}), world_size)]
+
+
+def test_a_good_run_passes(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def even(completions, **columns): ...\n")
+    model_folder(tmp_path)
+    assert told() == told(task="ppo", critic_model=str(tmp_path)) == []
+    mine = f"{tmp_path}/mine.py:even"
+    assert told(reward_funcs=[mine, "think_format_reward"], environment=mine, reward_model=[str(tmp_path)]) == []
+
+
+@pytest.mark.parametrize("options, expected", [
+    ({"reward_funcs": ["formt"]}, "reward function 'formt': is not known"),
+    ({"reward_funcs": ["no/file.py:f"]}, "--reward_funcs no/file.py:f: there is no file no/file.py"),
+    ({"reward_funcs": ["file.py"]}, "--reward_funcs file.py: names nothing in a file"),
+    ({"environment": "game"}, "--environment game: names nothing in a file"),
+    ({"reward_model": ["no/model"]}, "--reward_model no/model: no such folder"),
+    ({"task": "ppo", "critic_model": "tests"}, "--critic_model tests: has no config.json"),
+    ({"task": "ppo", "ref_model": "no/model"}, "--ref_model no/model: no such folder"),
+    ({"steps_per_generation": 3}, "--steps_per_generation 3: 3 passes of 2 completions are 6"),
+    ({"gbs": None, "num_generations": 8}, "--global_batch_size 2: is not a multiple of num_generations 8"),
+    ({"rollout_backend": "sglang", "rollout_server_url": "here"}, "the server 'here' of the backend sglang: is no address"),
+])
+def test_a_mistake(options: dict[str, object], expected: str) -> None:
+    (found,) = told(**options)
+    assert found.startswith(expected)
+
+
+def test_all_of_them_at_once() -> None:
+    found = told(gbs=None, num_generations=8, reward_funcs=["formt", "a.py:f"], reward_model=["no/model"], rollout_backend="vllm_server",
+                 rollout_server_url="x")
+    assert len(found) == 5
+
+
+def test_a_batch_that_the_layout_breaks_is_told_with_the_layout(tmp_path: Path) -> None:
+    assert told(world_size=3) == []
+    with pytest.raises(UserError) as error:
+        preflight(SwiftConfig(task="grpo", model=str(model_folder(tmp_path)), random_init=True, dataset="d",
+                              output_dir=str(tmp_path / "out"), **{**GOOD, "reward_funcs": ["x"]}), 3)
+    found = [p.what for p in error.value.problems]
+    assert found.count("--global_batch_size 4") == found.count("reward function 'x'") == 1
+
+
+def test_a_missing_library_is_told_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert told(use_vllm=True)[0].startswith("--rollout_backend vllm: vLLM is not installed here")
