@@ -92,6 +92,8 @@ class Sampler(Protocol):
 
     takes_adapters: bool
     """Whether `update_adapter` works; otherwise `update_weights` has to bring merged weights."""
+    shared: bool
+    """Whether the samplers of all processes are one, servers somewhere: then one process updates them, while none generates."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         """A completion for each prompt, in order. Its tokens depend on prompt, weights, sampling and its own seed."""

@@ -37,6 +37,8 @@ def build(folder: Path, options: SamplerOptions) -> SglangSampler:
 class SglangSampler:
     """Completions of one or more SGLang servers."""
 
+    shared = True
+
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         self.options = options
         self.takes_adapters = options.lora_rank > 0

@@ -56,7 +56,7 @@ def _model(folder: Path, options: SamplerOptions) -> Any:
 class TransformersSampler:
     """A transformers model that answers batches of prompts. Asleep, without memory, until weights come."""
 
-    takes_adapters = False
+    takes_adapters = shared = False
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         self.options, self.device = options, torch.device(options.device)

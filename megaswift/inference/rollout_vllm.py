@@ -44,6 +44,8 @@ def build(folder: Path, options: SamplerOptions) -> VllmSampler:
 class VllmSampler:
     """An engine of vLLM in this process."""
 
+    shared = False
+
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process: tensors are handed over, not copied
         self.vllm: Any = importlib.import_module("vllm")

@@ -38,6 +38,8 @@ def build(folder: Path, options: SamplerOptions) -> VllmServerSampler:
 class VllmServerSampler:
     """Completions of one or more vLLM servers."""
 
+    shared = True
+
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         self.options = options
         self.takes_adapters = options.lora_rank > 0

@@ -58,10 +58,11 @@ class Generation:
     def synchronise(self) -> None:
         """The samplers get the weights that the engine has. Collective."""
         weights = self.engine.hf_weights(everywhere=self.layout.dp > 1)
-        if self.sampler is not None:
+        if self.sampler is not None and (self.at.dp == 0 or not self.sampler.shared):
             self.sampler.update_weights(weights)
         for _ in weights:  # ranks without a sampler, and what a sampler left over: the stream is collective
             pass
+        agree.barrier()  # servers have loaded them before another rank asks
 
     def write(self, prompts: Sequence[Sequence[int]], generation: int) -> list[Completion]:
         """One completion for each prompt, on every rank. Collective."""
