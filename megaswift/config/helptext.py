@@ -14,7 +14,7 @@ from megaswift.config.values import show
 USAGE = """\
 megaswift {task}: {what}
 
-  megaswift {task} run.yaml --lr 2e-5     a YAML or JSON file, then options over it
+  megaswift {task} run.yaml --lr 2e-5     a YAML or JSON file, options over it
   NPROC_PER_NODE=8 megaswift {task} --tp 4 --model DIR --dataset FILE
   torchrun --nproc_per_node 8 megaswift/{task}.py --model DIR --dataset FILE"""
 RLHF_USAGE = """\

@@ -10,7 +10,7 @@ from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
 
 
 @pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("task", ["sft", "pt"])
+@pytest.mark.parametrize("task", ["sft", "pt", "grpo"])
 def test_page(task: str, width: int) -> None:
     page = task_help(task, width)
     assert max(map(len, page.splitlines())) <= width
