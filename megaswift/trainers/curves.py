@@ -61,7 +61,8 @@ def draw(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
     figure = Figure(figsize=(9, 6.4), dpi=150, layout="constrained")
     axes = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [3.2, 1, 1]})
     steps = column(lines, "step")
-    _loss(axes[0], steps, lines, evals)
+    watched = watched_of(lines)
+    _main(axes[0], steps, lines, evals)
     axes[0].set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold", pad=10)
     few = {"marker": "o", "markersize": 3} if len(lines) < 40 else {}
     axes[1].plot(steps, column(lines, "learning_rate"), color=MEAN, linewidth=1.4, **few)
@@ -69,7 +70,7 @@ def draw(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
     if bounds := limits(column(lines, "grad_norm")):
         axes[2].set_ylim(*bounds)
     axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
-    for axis, name in zip(axes, ("loss", "learning rate", "gradient norm"), strict=True):
+    for axis, name in zip(axes, (watched, "learning rate", "gradient norm"), strict=True):
         axis.set_ylabel(name, color=INK, fontsize=9)
         axis.grid(color=GRID, linewidth=0.7)
         axis.tick_params(colors=INK, labelsize=8, length=0)
@@ -83,8 +84,14 @@ def draw(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
     fresh.replace(picture)
 
 
-def _loss(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> None:
-    losses = column(lines, "loss")
+def watched_of(lines: Sequence[Mapping[str, Any]]) -> str:
+    """What one watches: the loss, or the reward where there is one; the loss of a policy says nothing."""
+    return "reward" if any("reward" in line for line in lines) else "loss"
+
+
+def _main(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> None:
+    watched = watched_of(lines)
+    losses = column(lines, watched)
     window = smoothing_window(len(lines))
     if window > 1:
         axis.plot(steps, losses, color=RAW, linewidth=0.9, label="each line")
@@ -93,7 +100,7 @@ def _loss(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], ev
         axis.plot(steps, losses, color=MEAN, linewidth=1.6, marker="o" if len(lines) < 40 else None, markersize=3, label="training")
     shown = list(losses)
     if evals:
-        values = column(evals, "loss")
+        values = column(evals, watched)
         shown += values
         axis.plot(column(evals, "step"), values, color=EVAL, linewidth=1.2, marker="D", markersize=4, label="evaluation")
     bad = [line["step"] for line in lines if line.get("skipped")]
@@ -102,7 +109,7 @@ def _loss(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], ev
     if bounds := limits(shown):
         axis.set_ylim(*bounds)
     if evals or window > 1 or bad:
-        axis.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper right")
+        axis.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper right" if watched == "loss" else "lower right")
     last = next(((s, v) for s, v in zip(reversed(steps), reversed(losses), strict=True) if math.isfinite(v)), None)
     if last is not None:
         axis.annotate(f"{last[1]:.4g}", last, xytext=(6, 0), textcoords="offset points", fontsize=8, color=INK, va="center")

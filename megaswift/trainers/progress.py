@@ -46,10 +46,10 @@ def duration(seconds: float) -> str:
 
 def short(line: Line) -> str:
     """The figures of a line that matter while one waits."""
-    loss = "nan" if line["loss"] is None else f"{line['loss']:.4f}"
+    loss = f"reward {line['reward']:.4f}" if "reward" in line else "loss nan" if line["loss"] is None else f"loss {line['loss']:.4f}"
     rate = next((line[name] for name in ("rewards/accuracies", "accuracy") if name in line), None)
     right = "" if rate is None else f"  chosen first {rate:.0%}"
-    return f"loss {loss}{right}  lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s"
+    return f"{loss}{right}  lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s"
 
 
 class Progress(Hook):
@@ -84,6 +84,9 @@ class Progress(Hook):
 
     def on_evaluate(self, loop: Loop, line: Line) -> None:
         """One line an evaluation."""
+        if "reward" in line:
+            tell(f"step {line['step']}: evaluation reward {line['reward']:.4f} over {line['prompts']:,} prompts")
+            return
         tell(f"step {line['step']}: evaluation loss {line['loss']:.4f} over {line['label_tokens']:,} label tokens")
 
     def close(self) -> None:

@@ -19,12 +19,19 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.log import amount
 from megaswift.trainers.charts import Points, Series, line_chart
-from megaswift.trainers.curves import column, limits, smooth, smoothing_window
+from megaswift.trainers.curves import column, limits, smooth, smoothing_window, watched_of
 from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.progress import duration
 from megaswift.trainers.screen import Rows
 
 PACKAGES = ("megaswift", "torch", "megatron-core", "transformer-engine", "transformers", "tokenizers", "safetensors", "datasets", "numpy")
+
+POLICY = (("reward_std", "spread of rewards within a group"), ("kl", "divergence from the reference"),
+          ("entropy", "entropy"), ("completions/mean_length", "tokens of a completion"), ("completions/clipped_ratio", "share cut off"),
+          ("clip_ratio/region_mean", "share of clipped tokens"), ("sampling/sampling_logp_difference/mean", "sampler against trainer"))
+"""Curves of reinforcement learning."""
+SAMPLES = 12
+"""Completions that the page shows: of the last generation."""
 
 STYLE = """
 :root{--ink:#1d2430;--soft:#5d6775;--line:#e2e6ec;--card:#fff;--page:#f5f6f8;--blue:#1f5fb4;--pale:#9ec5f4;--orange:#d9730d;
@@ -85,12 +92,13 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     """The figures one looks for first: value, what it is."""
     if not lines:
         return [("0", "logged steps")]
-    losses = [v for v in column(lines, "loss") if math.isfinite(v)]
+    watched = watched_of(lines)
+    losses = [v for v in column(lines, watched) if math.isfinite(v)]
     speeds = sorted(v for v in column(lines, "tokens_per_second") if math.isfinite(v))
     last = lines[-1]
-    found = [(f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "nan", "training loss, first and last line")]
-    if evals and evals[-1]["loss"] is not None:
-        found.append((f"{evals[-1]['loss']:.4g}", f"evaluation loss at step {evals[-1]['step']:,}"))
+    found = [(f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "nan", f"training {watched}, first and last line")]
+    if evals and evals[-1][watched] is not None:
+        found.append((f"{evals[-1][watched]:.4g}", f"evaluation {watched} at step {evals[-1]['step']:,}"))
     found.append((f"{last['step']:,}", f"optimizer step{'s'[:last['step'] - 1]}, {amount(last['epoch'], 'epoch', '.3g')}"))
     found.append((f"{sum(line['tokens'] for line in lines):,}", f"tokens, {sum(line['label_tokens'] for line in lines):,} with a label"))
     if speeds:
@@ -108,15 +116,18 @@ def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
     def points(name: str, of: list[dict[str, Any]]) -> Points:
         return list(zip(column(of, "step"), column(of, name), strict=True))
 
-    losses = column(lines, "loss")
+    watched = watched_of(lines)
+    losses = column(lines, watched)
     window = smoothing_window(len(lines))
     averaged = list(zip(column(lines, "step"), smooth(losses, window), strict=True))
-    loss = [Series("each line", points("loss", lines), "raw" if window > 1 else "mean")]
+    loss = [Series("each line", points(watched, lines), "raw" if window > 1 else "mean")]
     loss += [Series(f"median of {window} lines", averaged, "mean")] if window > 1 else []
-    loss += [Series("evaluation", points("loss", evals), "eval", marks=True)] if evals else []
-    cards = [("loss", loss, limits(losses + column(evals, "loss")))]
+    loss += [Series("evaluation", points(watched, evals), "eval", marks=True)] if evals else []
+    cards = [(watched, loss, limits(losses + column(evals, watched)))]
     for name, title in (("grad_norm", "gradient norm"), ("learning_rate", "learning rate"), ("tokens_per_second", "tokens per second"),
-                        ("step_time", "seconds per step"), ("memory_gib", "peak memory, GiB")):
+                        ("step_time", "seconds per step"), ("memory_gib", "peak memory, GiB"), *POLICY):
+        if not any(name in line for line in lines):
+            continue
         cards.append((title, [Series(title, points(name, lines), "mean")], limits(column(lines, name))))
     html = []
     for title, series, bounds in cards:
@@ -134,6 +145,19 @@ def table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozenset(), 
         cell = f"<pre>{escape(text)}</pre>" if "\n" in text else escape(text)
         html.append(f'<tr{" class=given" if label in given else ""}><td>{escape(label)}</td><td>{cell}</td></tr>')
     return f'<div class="card"><table class="{style}">{"".join(html)}</table></div>'
+
+
+def samples(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Completions of the last generation with their rewards; nothing where there are none."""
+    last = [row for row in rows if row["step"] == rows[-1]["step"]][:SAMPLES]
+    if not last:
+        return ""
+    cells = []
+    for row in last:
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else "\n".join(f"{m['role']}: {m['content']}" for m in row["prompt"])
+        judged = ", ".join(f"{name.removeprefix('rewards/')} {value:.3g}" for name, value in row.items() if name.startswith("rewards/"))
+        cells.append((f"{judged}; advantage {row['advantage']:.3g}", f"{prompt}\n→ {row['completion']}"))
+    return f"<h2>Completions of step {last[0]['step']:,}</h2>{table(cells)}"
 
 
 def timings(seconds: Mapping[str, float]) -> str:
@@ -156,15 +180,15 @@ def configuration(cfg: SwiftConfig) -> str:
     return "".join(html)
 
 
-def page(cfg: SwiftConfig, story: Story, lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
-    """The page's text."""
+def page(cfg: SwiftConfig, story: Story, lines: list[dict[str, Any]], evals: list[dict[str, Any]], answers: str = "") -> str:
+    """The page's text; `answers`: a section of its own, HTML."""
     figures = "".join(f'<div class="card tile"><b>{escape(v)}</b><span>{escape(w)}</span></div>'
                       for v, w in tiles(lines, evals, sum(story.seconds.values())))
     when = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     where = escape(str(Path(cfg.train.output_dir).resolve()))
     body = (
         f'<h1>{escape(story.title)}</h1><p class="sub">{escape(story.status)} · {when} · {where}</p>'
-        f'<div class="tiles">{figures}</div><h2>Curves</h2><div class="charts">{charts(lines, evals)}</div>'
+        f'<div class="tiles">{figures}</div><h2>Curves</h2><div class="charts">{charts(lines, evals)}</div>{answers}'
         f'<h2>The run</h2>{table(story.rows, style="wide")}<h2>Where the time went</h2>{timings(story.seconds)}'
         f"<h2>Configuration</h2>{configuration(cfg)}<h2>Versions</h2>{table(versions())}")
     view = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -172,8 +196,9 @@ def page(cfg: SwiftConfig, story: Story, lines: list[dict[str, Any]], evals: lis
             f"<title>{escape(story.title)}</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n")
 
 
-def write(path: Path, cfg: SwiftConfig, story: Story, logs: tuple[Path, Path]) -> None:
-    """The page on disk, whole or not at all. `logs`: metrics.jsonl and eval.jsonl."""
+def write(path: Path, cfg: SwiftConfig, story: Story, logs: tuple[Path, Path, Path]) -> None:
+    """The page on disk, whole or not at all. `logs`: metrics.jsonl, eval.jsonl and completions.jsonl."""
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(page(cfg, story, read_lines(logs[0]), read_lines(logs[1])), encoding="utf-8")
+    lines, evals, answers = (read_lines(log) for log in logs)
+    fresh.write_text(page(cfg, story, lines, evals, samples(answers)), encoding="utf-8")
     fresh.replace(path)

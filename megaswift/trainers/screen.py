@@ -45,6 +45,8 @@ class Facts:
     """What batches and epochs are counted in."""
     reference: str = ""
     """What the model is compared with, where the task has a reference."""
+    more: tuple[tuple[str, str], ...] = ()
+    """Rows of the task's own, after the data."""
 
 
 def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
@@ -63,6 +65,7 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
         ("layout", layout),
         ("kernels", facts.kernels),
         ("data", facts.data),
+        *facts.more,
         ("batch", f"{train.per_device_train_batch_size} per device x {facts.accumulation} accumulation x {facts.dp} data-parallel"
                   f" = {amount(batch, facts.unit.removesuffix('s'))} a step, at most {batch * cfg.data.max_length:,} tokens"),
         ("steps", steps_text(cfg, facts)),

@@ -79,21 +79,24 @@ class Session:
                      "config.json names (max_position_embeddings): it may do badly on documents longer than that")
         with self.timed("data"):
             source: Any
-            source, held = (rl.prompts(b), None) if cfg.task in RL else b.data()
+            held: Any
+            source, held = rl.prompts(b) if cfg.task in RL else b.data()
             total = build.count_steps(cfg, source)
         with self.timed("model"), self.memory_advice():
             engine = b.engine(fresh=resume is None, total_steps=total)
-            hooks = b.hooks(engine, held)
+            hooks = b.hooks(engine, None if cfg.task in RL else held)
         loop = Loop(engine, source, b.task.loss(cfg), lambda step: lr_at(step, total, cfg.optim), total, hooks, seconds=self.seconds)
         if cfg.task in RL:
-            rl.attach(b, loop, source)
+            rl.attach(b, loop, source, held)
         elif (preparation := b.preparation()) is not None:
             loop.hooks, loop.prepare = [preparation, *hooks], preparation.prepare
         if resume is not None:
             with self.timed("resume"):
                 manifest = restore(loop, resume, b.model_facts())
                 build.changed(manifest["config"], cfg.to_dict())
-        facts = b.facts(engine, source, held, total, loop.step)
+        facts = b.facts(engine, source, None if cfg.task in RL else held, total, loop.step)
+        if cfg.task in RL:
+            facts = rl.with_more(facts, b, source)
         self.rows = screen.rows(cfg, facts)
         if agree.rank() == 0:
             log.info(screen.render(facts.title, self.rows))
@@ -145,5 +148,5 @@ class Session:
         title = f"{self.build.task.title}: {Path(str(self.cfg.model.model)).name}"
         curves.draw(out.metrics, out.evaluation, out.curves, title)
         story = report.Story(title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v})
-        report.write(out.report, self.cfg, story, (out.metrics, out.evaluation))
+        report.write(out.report, self.cfg, story, (out.metrics, out.evaluation, out.completions))
         log.info(f"what happened, with curves: {out.report}")

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from megaswift.config import SwiftConfig
 from megaswift.config.rl import estimator_of
 from megaswift.config.rl_batch import generation_plan
 from megaswift.data import build as data
 from megaswift.data.completions import Layout
-from megaswift.data.prompts import PromptSource, prompts_of
+from megaswift.data.prompts import Prompt, Prompts, PromptSource, prompts_of
+from megaswift.errors import DataError
 from megaswift.families.model_source import tokenizer_of
-from megaswift.inference.rollout import Sampler, SamplerOptions, Sampling, make_sampler
+from megaswift.log import amount
 from megaswift.losses.value import Value
-from megaswift.trainers.engines import Context
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.reference import Reference
-from megaswift.trainers.rewards.contract import RewardFunction, RewardOptions
-from megaswift.trainers.rewards.load import reward_functions
+from megaswift.trainers.rewards.contract import missing_columns
 from megaswift.trainers.rl.critic import Critic, critic_engine
 from megaswift.trainers.rl.estimate import Estimator
-from megaswift.trainers.rl.generation import Generation, samples_here
+from megaswift.trainers.rl.evaluation import RewardEvaluation
+from megaswift.trainers.rl.generation import Generation
 from megaswift.trainers.rl.judge import Judge
 from megaswift.trainers.rl.record import Record
+from megaswift.trainers.rl.rewards import rewards_of, weights_of
+from megaswift.trainers.rl.sampler import sampler_of, sampling_of
 from megaswift.trainers.rl.settings import settings_of
 from megaswift.trainers.rl.source import Parts, RolloutSource
+from megaswift.trainers.screen import Facts
 
 if TYPE_CHECKING:
     from megaswift.trainers.build import Build
@@ -35,51 +36,37 @@ if TYPE_CHECKING:
 
 CRITIC = "critic"
 """Within a checkpoint."""
+LOOKED_AT = 20_000
+"""Prompts whose columns are compared with what rewards need, before training."""
 Rate = Callable[[int], float]
 
 
-def sampling_of(cfg: SwiftConfig, tokenizer: Any, folder: Path) -> Sampling:
-    """How tokens are drawn; completions end at the tokenizer's end of a turn, or where the model's generation configuration says."""
-    rl = cfg.rl
-    return Sampling(max_tokens=rl.max_completion_length, temperature=rl.temperature, top_k=rl.top_k, top_p=rl.top_p, min_p=rl.min_p or 0.0,
-                    repetition_penalty=rl.repetition_penalty, stop_token_ids=stops(tokenizer, folder))
-
-
-def stops(tokenizer: Any, folder: Path) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's, and those of generation_config.json."""
-    from transformers import GenerationConfig
-
-    found = [tokenizer.eos_token_id]
-    if (folder / "generation_config.json").is_file():
-        more = GenerationConfig.from_pretrained(folder).eos_token_id
-        found += more if isinstance(more, list) else [more]
-    return tuple(dict.fromkeys(int(t) for t in found if t is not None))
-
-
-def sampler_of(cfg: SwiftConfig, folder: Path, context: Context, dtype: str) -> Sampler | None:
-    """This rank's sampler; None where another rank of the replica has it."""
-    if not samples_here(context.coordinates):
-        return None
-    rl = cfg.rl
-    options = SamplerOptions(dtype=dtype, device=str(context.device), trust_remote_code=cfg.model.trust_remote_code,
-                             batch_size=rl.rollout_batch_size, max_length=cfg.data.max_length, memory_share=rl.vllm_gpu_memory_utilization,
-                             tensor_parallel_size=rl.vllm_tensor_parallel_size, base_urls=rl.rollout_server_url,
-                             timeout=rl.rollout_server_timeout, sync_folder=Path(folder_) if (folder_ := rl.rollout_sync_folder) else None)
-    return make_sampler(rl.rollout_backend, folder, options)
-
-
-def prompts(build: Build) -> PromptSource:
-    """What completions are asked for; the tokenizer is the build's from here on."""
+def prompts(build: Build) -> tuple[PromptSource, list[Prompt]]:
+    """What completions are asked for, and the held-out ones; the tokenizer is the build's from here on."""
     cfg = build.cfg
     build.tokenizer = tokenizer_of(cfg, build.folder)
     plan = generation_plan(cfg, build.layout.dp)
-    return prompts_of(cfg, build.tokenizer, plan.prompts, plan.steps)[0]
+    source, held = prompts_of(cfg, build.tokenizer, plan.prompts, plan.steps)
+    if problems := missing_columns(rewards_of(cfg), common_columns(source.prompts)):
+        raise DataError(problems)
+    return source, held or []
 
 
-def rewards(cfg: SwiftConfig) -> list[RewardFunction]:
-    """The functions of a run; ConfigError with all that is wrong."""
-    given = {f.name: getattr(cfg.rl, f.name) for f in fields(RewardOptions) if hasattr(cfg.rl, f.name)}
-    return reward_functions(cfg.rl.reward_funcs, RewardOptions(**given))
+def common_columns(prompts: Prompts) -> frozenset[str]:
+    """Columns that every row has, as far as looked at."""
+    return frozenset.intersection(*(frozenset(prompts.read(i).columns) for i in range(min(len(prompts), LOOKED_AT))))
+
+
+def with_more(facts: Facts, build: Build, source: PromptSource) -> Facts:
+    """The first screen's rows about sampling and rewards; an epoch passes over each prompt once."""
+    cfg, plan = build.cfg, generation_plan(build.cfg, build.layout.dp)
+    names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
+    judges = ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, weights_of(cfg), strict=True))
+    sampling = (f"{amount(plan.generations, 'completion')} of {amount(plan.prompts, 'prompt')} at a time, up to "
+                f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {amount(build.layout.dp, 'rank')}, "
+                f"for {amount(plan.steps, 'step')}")
+    rows = source.rows * plan.generations * plan.iterations
+    return replace(facts, rows_per_epoch=rows, more=(("sampling", sampling), ("rewards", judges)))
 
 
 def critic(build: Build, rate: Rate) -> Critic | None:
@@ -92,14 +79,13 @@ def critic(build: Build, rate: Rate) -> Critic | None:
     return Critic(engine, Value(cfg.rl.cliprange_value, cfg.rl.vf_coef), lambda step: share * rate(step))
 
 
-def attach(build: Build, loop: Loop, source: PromptSource) -> None:
+def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt]) -> None:
     """Gives a loop the steps of a policy on these prompts, and all that goes with them."""
     cfg, context, tokenizer, engine = build.cfg, build.context, build.tokenizer, loop.engine
     settings, geometry = settings_of(cfg, build.layout.dp), build.geometry()
     sampler = sampler_of(cfg, build.folder, context, str(engine.dtype).removeprefix("torch."))
     generation = Generation(engine, context.coordinates, sampler, sampling_of(cfg, tokenizer, build.folder), cfg.train.seed)
-    functions = rewards(cfg)
-    judge = Judge(functions, cfg.rl.reward_weights or [1.0] * len(functions), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    judge = Judge(rewards_of(cfg), weights_of(cfg), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     layout = Layout(data.shape_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform)
     trained = critic(build, loop.learning_rate)
     parts = Parts(source, generation, judge, Estimator(cfg, settings, settings.beta), layout, geometry, trained)
@@ -113,4 +99,7 @@ def attach(build: Build, loop: Loop, source: PromptSource) -> None:
         hooks.append(Record(build.outputs.completions, rollouts, cfg.rl.num_completions_to_print))
     if cfg.preference.sync_ref_model and settings.beta:
         hooks.append(Reference(cfg.preference.ref_model_sync_steps, cfg.preference.ref_model_mixup_alpha))
-    loop.hooks = [*hooks, *loop.hooks]
+    *before, checkpoint = loop.hooks
+    if held:
+        before.append(RewardEvaluation(build.outputs.evaluation, held, (generation, judge), cfg.train.eval_steps))
+    loop.hooks = [*hooks, *before, checkpoint]

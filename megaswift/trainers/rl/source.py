@@ -26,7 +26,7 @@ from megaswift.trainers.rl.generation import Generation
 from megaswift.trainers.rl.judge import Judge, Rollout
 from megaswift.trainers.rl.scoring import Numbers, token_numbers
 from megaswift.trainers.rl.settings import Settings
-from megaswift.trainers.rl.statistics import spread, statistics
+from megaswift.trainers.rl.summary import spread, statistics
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""Held-out prompts answered by the policy as it is: mean rewards, in eval.jsonl. Touches no state of the run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaswift.data.prompts import Prompt
+from megaswift.trainers import agree
+from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.metrics import drop_after, to_json
+from megaswift.trainers.rl.generation import Generation
+from megaswift.trainers.rl.judge import Judge
+from megaswift.trainers.rl.summary import statistics
+
+if TYPE_CHECKING:
+    from megaswift.trainers.loop import Loop
+
+APART = 2**40
+"""Added to the step, it numbers an evaluation's draws apart from those of any generation."""
+
+
+class RewardEvaluation(Hook):
+    """One completion of each held-out prompt every `eval_steps` and after the last step."""
+
+    part = "evaluation"
+
+    def __init__(self, path: Path, prompts: Sequence[Prompt], work: tuple[Generation, Judge], every: int | None) -> None:
+        self.path, self.prompts, self.every = path, prompts, every
+        self.generation, self.judge = work
+
+    def on_start(self, loop: Loop) -> None:
+        """Drops the lines past the checkpoint."""
+        if agree.rank() == 0:
+            drop_after(self.path, loop.step)
+
+    def on_step(self, loop: Loop, step: Step) -> None:
+        """Evaluates when it is due."""
+        if step.number == loop.total_steps or self.every and step.number % self.every == 0:
+            self.evaluate(loop, step)
+
+    def evaluate(self, loop: Loop, step: Step) -> dict[str, Any]:
+        """One pass over the prompts, one line."""
+        began = time.perf_counter()
+        self.generation.synchronise()
+        completions = self.generation.write([p.token_ids for p in self.prompts], APART + step.number)
+        rollouts = self.judge(self.prompts, completions, self.generation.own(len(self.prompts)))
+        line: dict[str, Any] = {"step": step.number, "epoch": step.epoch, "loss": math.nan, **statistics(rollouts, 1)}
+        line |= {"prompts": len(self.prompts), "seconds": time.perf_counter() - began}
+        if agree.rank() == 0:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(to_json(line) + "\n")
+        loop.emit("on_evaluate", line)
+        return line

@@ -1,0 +1,49 @@
+"""The sampler of a run and how it draws, from its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.inference.rollout import Sampler, SamplerOptions, Sampling, make_sampler
+from megaswift.trainers.engines import Context
+from megaswift.trainers.rl.generation import samples_here
+
+SYNC = "sync"
+"""Within the output directory: new weights for servers."""
+
+
+def sampling_of(cfg: SwiftConfig, tokenizer: Any, folder: Path) -> Sampling:
+    """How tokens are drawn; completions end at the tokenizer's end of a turn, or where the model's generation configuration says."""
+    rl = cfg.rl
+    return Sampling(max_tokens=rl.max_completion_length, temperature=rl.temperature, top_k=rl.top_k, top_p=rl.top_p, min_p=rl.min_p or 0.0,
+                    repetition_penalty=rl.repetition_penalty, stop_token_ids=stops(tokenizer, folder))
+
+
+def stops(tokenizer: Any, folder: Path) -> tuple[int, ...]:
+    """Tokens that end a completion: the tokenizer's, and those of generation_config.json."""
+    from transformers import GenerationConfig
+
+    found = [tokenizer.eos_token_id]
+    if (folder / "generation_config.json").is_file():
+        more = GenerationConfig.from_pretrained(folder).eos_token_id
+        found += more if isinstance(more, list) else [more]
+    return tuple(dict.fromkeys(int(t) for t in found if t is not None))
+
+
+def sampler_options(cfg: SwiftConfig, device: str = "cpu", dtype: str = "auto") -> SamplerOptions:
+    """What the backend is made of."""
+    rl = cfg.rl
+    sync = Path(cfg.train.output_dir) / SYNC if rl.rollout_sync_folder is None else Path(rl.rollout_sync_folder)
+    return SamplerOptions(
+        dtype=dtype, device=device, trust_remote_code=cfg.model.trust_remote_code, batch_size=rl.rollout_batch_size,
+        max_length=cfg.data.max_length, memory_share=rl.vllm_gpu_memory_utilization, tensor_parallel_size=rl.vllm_tensor_parallel_size,
+        base_urls=rl.rollout_server_url, timeout=rl.rollout_server_timeout, sync_folder=sync)
+
+
+def sampler_of(cfg: SwiftConfig, folder: Path, context: Context, dtype: str) -> Sampler | None:
+    """This rank's sampler; None where another rank of the replica has it."""
+    if not samples_here(context.coordinates):
+        return None
+    return make_sampler(cfg.rl.rollout_backend, folder, sampler_options(cfg, str(context.device), dtype))
