@@ -15,10 +15,11 @@ def spread(group: Sequence[Rollout]) -> bool:
 
 
 def statistics(rollouts: Sequence[Rollout], group: int) -> dict[str, float]:
-    """`reward` and `reward_std` (mean over groups of the spread within), each function's, lengths, and shares of odd ones."""
+    """`reward` and `reward_std` over all of them, each function's, lengths, and shares of odd ones."""
     totals = np.asarray([r.total for r in rollouts], dtype=np.float64).reshape(-1, group)
     deviation = totals.std(1, ddof=1) if group > 1 else np.zeros(len(totals))
-    found = {"reward": totals.mean(), "reward_std": deviation.mean(), "frac_reward_zero_std": (deviation < 1e-8).mean()}
+    found = {"reward": totals.mean(), "reward_std": totals.std(ddof=1) if totals.size > 1 else 0.0,
+             "frac_reward_zero_std": (deviation < 1e-8).mean()}
     for name in rollouts[0].rewards:
         values = np.asarray([r.rewards[name] for r in rollouts], dtype=np.float64)
         found |= {f"rewards/{name}/mean": values.mean(), f"rewards/{name}/std": values.std(ddof=1) if len(values) > 1 else 0.0}

@@ -1,0 +1,75 @@
+"""Completions that nobody sampled: known from prompt and seed alone, for runs whose samples must be those of another toolkit.
+
+`run` is `runs.run` with the transformers sampler replaced, on the ranks, by one that plays; `played` says what it plays.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
+from tests.parity.pool import shared
+
+SPECIAL, DIGITS, STOP = 4, range(30, 40), 1
+"""Of the tokenizer of `inputs.write_model`: special tokens, the tokens of 0 to 9, the end of a turn."""
+
+
+def played(seed: int, length: int | None = None) -> Completion:
+    """Two to eight digits, or `length` tokens, of which the last is the end of the turn in two of three."""
+    draw = np.random.default_rng(seed)
+    count = int(draw.integers(3, 9)) if length is None else length
+    ids = draw.choice(DIGITS, count).tolist()
+    finished = length is not None or bool(draw.integers(3))
+    if finished:
+        ids[-1] = STOP
+    return Completion(tuple(ids), tuple((-1.0 - draw.random(count)).astype(np.float32).tolist()), finished)
+
+
+class Player:
+    """A sampler without a model."""
+
+    takes_adapters = False
+
+    def __init__(self, length: int | None) -> None:
+        self.length = length
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        """What belongs to the seeds."""
+        return [played(seed, self.length) for _, seed in zip(prompts, seeds, strict=True)]
+
+    def update_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Takes them all: the stream is collective."""
+        for _ in weights:
+            pass
+
+    def sleep(self) -> None:
+        """Nothing to give back."""
+
+    wake = close = sleep
+
+
+def run(inputs: Sequence[str], out: Path, *options: object, ranks: int = 2, length: int | None = None) -> str:
+    """A run of grpo on played completions that succeeds; what its ranks printed."""
+    words = [*inputs, "--output_dir", str(out), *map(str, options)]
+    return shared().logged("tests.trainers.played:work", (words, length), ranks, timeout=240.0)
+
+
+def work(rank: int, world: int, command: tuple[list[str], int | None]) -> None:
+    """The life of a worker (on the ranks)."""
+    from megaswift.entry import main
+    from megaswift.inference import rollout_transformers
+
+    words, length = command
+
+    def build(folder: Path, options: SamplerOptions) -> Any:
+        return Player(length)
+
+    rollout_transformers.build = build  # type: ignore[assignment]
+    sys.argv = ["megaswift/grpo.py", *words]
+    code = main("grpo", words)
+    assert code == 0, f"exit code {code}"

@@ -1,0 +1,174 @@
+"""Steps of GRPO beside TRL's own GRPOTrainer: the same model, completions, rewards and micro-batches, float32.
+
+TRL's trainer runs as installed, on one process; both get their completions from `played`. Loss, gradient norm and KL of every step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.rl.generation import seeds
+from tests.parity.models import build
+from tests.trainers import played
+from tests.trainers.inputs import write_model
+
+STEPS, BATCH, GROUP, RATE, LONGEST, SEED = 3, 8, 4, 2e-2, 8, 42
+ALIKE = ("--max_steps", STEPS, "--lr", RATE, "--lr_scheduler_type", "constant", "--weight_decay", 0, "--adam_epsilon", 1e-6, "--seed", SEED,
+         "--shuffle", "false", "--report_to", "none", "--export_hf", "false", "--num_generations", GROUP, "--max_completion_length", LONGEST,
+         "--max_length", 32)
+REWARD = '''"""Rewards that differ."""
+
+
+def worth(completions, weight, **_):
+    """The mean of the digits, by how much the row's column says."""
+    digits = [[int(d) for d in c[0]["content"] if d.isdigit()] for c in completions]
+    return [w * sum(some) / (9 * len(some)) for some, w in zip(digits, weight)]
+'''
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options in both toolkits' names, which are mostly one."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    slices: int = 1
+    """Optimizer steps of a pass over a generation."""
+    length: int | None = None
+    """Of every completion; None: of different ones."""
+
+
+CASES = {
+    "grpo": Case({"loss_type": "grpo", "beta": 0.3}),
+    "dapo": Case({"loss_type": "dapo", "temperature": 0.7}),
+    "dr_grpo": Case({"loss_type": "dr_grpo", "beta": 0.1, "scale_rewards": "none", "num_iterations": 3}),
+    "old": Case({"loss_type": "grpo", "beta": 0.3, "num_iterations": 2, "epsilon": 0.05, "epsilon_high": 0.1}, slices=2),
+    "old dapo": Case({"loss_type": "dapo", "num_iterations": 2, "epsilon": 0.05, "scale_rewards": "batch"}, slices=2, length=6),
+    "gspo": Case({"loss_type": "grpo", "num_iterations": 3, "importance_sampling_level": "sequence", "epsilon": 0.02}),
+    "masked": Case({"loss_type": "grpo", "beta": 0.1, "mask_truncated_completions": True, "num_iterations": 3}),
+    "cispo": Case({"loss_type": "cispo", "num_iterations": 3, "epsilon_high": 1.05}),
+    "uncertain": Case({"loss_type": "grpo", "beta": 0.1, "top_entropy_quantile": 0.5, "num_iterations": 3}),
+}
+SLOW = pytest.mark.slow
+SPREAD = ("--per_device_train_batch_size", BATCH // 2, "--global_batch_size", BATCH)
+LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
+    "one": (1, ()), "tp2": (2, ("--tp", 2)), "pp2": (2, ("--pp", 2)), "cp2": (2, ("--cp", 2)), "dp2": (2, SPREAD),
+    "tp2 pp2": (4, ("--tp", 2, "--pp", 2)), "ddp": (2, ("--engine", "ddp", *SPREAD)), "fsdp2": (2, ("--engine", "fsdp2", *SPREAD)),
+    "rows": (1, ("--packing", "false")), "micro": (1, ("--per_device_train_batch_size", 2, "--global_batch_size", BATCH)),
+    "ep2": (2, ("--ep", 2, *SPREAD)),
+}
+QUICK = [("dapo", "one"), ("old", "tp2"), ("dr_grpo", "pp2"), ("grpo", "dp2"), ("old", "ddp")]
+ALL = [(case, layout) for case in CASES for layout in LAYOUTS if layout != "ep2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """model/ and moe/, prompts of different lengths in rows with a column, and a file of rewards."""
+    made = tmp_path_factory.mktemp("policy")
+    write_model(made / "model")
+    build("moe", made / "moe")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(made / "model" / name, made / "moe" / name)
+    rows = [{"prompt": [{"role": "user", "content": "+".join(str((3 * i + k) % 10) for k in range(1 + i % 4))}], "weight": 1 + i % 3}
+            for i in range(STEPS * 2 * BATCH // GROUP)]
+    (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (made / "rewards.py").write_text(REWARD, encoding="utf-8")
+    return made
+
+
+Curve = list[dict[str, float]]
+
+
+def of_trl(folder: Path, case: Case, model: str = "model") -> Curve:
+    """Loss, gradient norm and KL of each step of TRL's trainer, unrounded."""
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer import grpo_trainer
+
+    spec = importlib.util.spec_from_file_location("rewards", folder / "rewards.py")
+    assert spec is not None and spec.loader is not None
+    rewards = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rewards)
+    tokenizer = AutoTokenizer.from_pretrained(folder / model)
+    generations: list[int] = []
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        made = [played.played(seed, case.length) for seed in seeds(SEED, len(generations), len(prompts))]
+        generations.append(len(prompts))
+        return {"prompt_ids": [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts],
+                "completion_ids": [[*c.token_ids] for c in made], "logprobs": None}
+
+    def ours(batch: dict[str, Any]) -> dict[str, Any]:
+        """Our order in place of a shuffled one."""
+        order = torch.from_numpy(np.random.default_rng([SEED, len(generations)]).permutation(generations[-1]))
+        return {name: v[order] if isinstance(v, torch.Tensor) and v.dim() else v for name, v in batch.items()}
+
+    arguments = {
+        "output_dir": str(folder / "trl"), "per_device_train_batch_size": BATCH, "generation_batch_size": BATCH * case.slices,
+        "max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant", "weight_decay": 0.0, "adam_beta1": 0.9,
+        "adam_beta2": 0.95, "adam_epsilon": 1e-6, "max_grad_norm": 1.0, "optim": "adamw_torch", "logging_steps": 1, "report_to": "none",
+        "save_strategy": "no", "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "disable_tqdm": True, "shuffle_dataset": False,
+        "num_generations": GROUP, "max_completion_length": LONGEST, "seed": SEED, "router_aux_loss_coef": 0.0}
+    rows = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "trl-cache"))
+    losses: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo_trainer, "shuffle_sequence_dict", ours)
+        trainer: Any = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder / model), reward_funcs=rewards.worth, rollout_func=rollout,
+            args=GRPOConfig(**{**arguments, **case.options}), train_dataset=rows, processing_class=tokenizer)
+        plain = trainer.compute_loss
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            loss = plain(*args, **kwargs)
+            losses.append(float(loss.detach()))
+            return loss
+
+        trainer.compute_loss = compute_loss
+        trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return [{"loss": loss, **{n: float(line[n]) for n in ("grad_norm", "kl", "entropy", "reward", "reward_std") if n in line}}
+            for loss, line in zip(losses, logged, strict=True)]
+
+
+def ours(folder: Path, out: Path, case: Case, layout: str, model: str = "model") -> Curve:
+    """The same of ours."""
+    ranks, words = LAYOUTS[layout]
+    usual = () if "--per_device_train_batch_size" in words else ("--per_device_train_batch_size", BATCH)
+    options = [word for name, value in case.options.items() for word in (f"--{name}", str(value).lower())]
+    inputs = ["--model", str(folder / model), "--dataset", str(folder / "rows.jsonl"), "--dataset_cache_dir", str(folder / "cache"),
+              "--reward_funcs", f"{folder / 'rewards.py'}:worth", "--generation_batch_size", str(BATCH * case.slices), *options]
+    played.run(inputs, out, *ALIKE, *usual, *words, ranks=ranks, length=case.length)
+    return read_lines(out / "metrics.jsonl")
+
+
+def assert_same(mine: Curve, theirs: Curve) -> None:
+    """Of a step, loss and KL to 1e-5 of the loss's scale, the gradient norm to 1e-5 of itself."""
+    assert len(mine) == len(theirs) == STEPS
+    for line, wanted in zip(mine, theirs, strict=True):
+        assert {n: line[n] for n in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+KNOWN: dict[tuple[str, str], Curve] = {}
+
+
+def known(folder: Path, case: str, model: str = "model") -> Curve:
+    """TRL's curve, once."""
+    if (case, model) not in KNOWN:
+        KNOWN[case, model] = of_trl(folder, CASES[case], model)
+    return KNOWN[case, model]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case, layout", [*QUICK, *(pytest.param(*pair, marks=SLOW) for pair in ALL if pair not in QUICK)])
+def test_as_trl(case: str, layout: str, folder: Path, tmp_path: Path) -> None:
+    assert_same(ours(folder, tmp_path / "out", CASES[case], layout), known(folder, case))
