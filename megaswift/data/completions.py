@@ -30,7 +30,7 @@ class Completed:
     own: Sequence[bool]
     """Which of `written` are the policy's; the loss is on these."""
     values: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """By field name, one number for each own token: float32, or bool."""
+    """By field name, one number for each own token: float32, or bool. None for a silent one, which has the fields all the same."""
     silent: bool = False
     """Counts as a completion, its tokens carry no loss (a truncated one under `mask_truncated_completions`)."""
 
@@ -67,9 +67,8 @@ class Layout:
         held = [(i, c) for i, c in enumerate(micro) if c is not None]
         numbers = [n if self.packing else i for n, (i, _) in enumerate(held)]
         found = {"completions": torch.tensor(numbers, dtype=torch.int64)}
-        speaking = [c for _, c in held if not c.silent]
-        for name in speaking[0].values if speaking else ():
-            found[name] = placed(batch, torch.from_numpy(np.concatenate([c.values[name] for c in speaking])))
+        for name in held[0][1].values if held else ():
+            found[name] = placed(batch, torch.from_numpy(np.concatenate([c.values[name] for _, c in held])))
         return found
 
 

@@ -28,6 +28,8 @@ from megaswift.trainers.rl.scoring import Numbers, token_numbers
 from megaswift.trainers.rl.settings import Settings
 from megaswift.trainers.rl.summary import spread, statistics
 
+NOTHING = np.zeros(0, dtype=np.float32)
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -66,7 +68,7 @@ class RolloutSource:
     def next(self) -> list[Batch]:
         """The micro-batches of the next optimizer step. Collective."""
         self.seconds, self.fresh = {}, []
-        if self.used == self.settings.steps:
+        if self.used >= self.settings.steps:
             self.generate()
         micros = self.micros(self.used % self.settings.slices)
         self.used += 1
@@ -132,8 +134,8 @@ class RolloutSource:
         return token_numbers(engine, micros, self.parts.layout, needs, self.parts.generation.first)
 
     def put(self, name: str, numbers: Numbers) -> None:
-        """One more field of every completion; silent ones have none."""
-        self.completed = [c if c.silent else replace(c, values={**c.values, name: numbers[c.number]}) for c in self.completed]
+        """One more field of every completion; of silent ones without numbers."""
+        self.completed = [replace(c, values={**c.values, name: NOTHING if c.silent else numbers[c.number]}) for c in self.completed]
 
     def micros(self, part: int) -> list[Micro]:
         """This rank's micro-batches of one of the generation's optimizer steps, as completions."""
@@ -146,7 +148,7 @@ class RolloutSource:
         needs = Needs(fields=frozenset({"entropy"}), temperature=self.settings.temperature)
         found = token_numbers(self.parts.generation.engine, micros, self.parts.layout, needs, self.parts.generation.first)
         least = np.quantile(np.concatenate([*found.values()]), 1 - self.settings.top_entropy_quantile) if found else 0.0
-        return [[c if c is None or c.silent else replace(c, values={**c.values, "keep": found[c.number] >= least}) for c in micro]
+        return [[None if c is None else replace(c, values={**c.values, "keep": found.get(c.number, NOTHING) >= least}) for c in micro]
                 for micro in micros]
 
     @contextmanager
@@ -169,6 +171,8 @@ class RolloutSource:
         self.parts.prompts.load_state_dict(state["prompts"])
         self.generations, self.used, self.metrics = int(state["generations"]), int(state["used"]), dict(state["metrics"])
         self.completed = [from_json(c) for c in state["completed"]]
+        if len(self.completed) != self.settings.generation:  # used up, or a run whose generations had another size
+            self.used, self.completed = self.settings.steps, []
         self.parts.estimator.load_state_dict(state["estimator"])
 
 
@@ -176,7 +180,7 @@ def completed_of(number: int, rollout: Rollout, mask_truncated: bool) -> Complet
     """A rollout as the loss sees it."""
     completion = rollout.completion
     silent = mask_truncated and not completion.finished
-    values = {} if silent else {"sampled": np.asarray(completion.logprobs, dtype=np.float32)}
+    values = {"sampled": NOTHING if silent else np.asarray(completion.logprobs, dtype=np.float32)}
     return Completed(number, rollout.prompt.token_ids, completion.token_ids, [True] * len(completion.token_ids), values, silent)
 
 

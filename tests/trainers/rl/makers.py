@@ -1,0 +1,131 @@
+"""Rollouts, and a source of steps without an engine: prompts, samples and scores that tests know beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from megaswift.config import SwiftConfig
+from megaswift.data.collate import Shape
+from megaswift.data.completions import Completed, Layout
+from megaswift.data.loader import LoaderGeometry
+from megaswift.data.prompts import Prompt
+from megaswift.inference.rollout import Completion
+from megaswift.losses.contract import Batch, Needs, Outputs
+from megaswift.trainers.rewards.functions import Each
+from megaswift.trainers.rl.estimate import Estimator
+from megaswift.trainers.rl.judge import Judge, Rollout
+from megaswift.trainers.rl.settings import settings_of
+from megaswift.trainers.rl.source import Parts, RolloutSource
+
+
+def config(**options: Any) -> SwiftConfig:
+    """Of a run of eight completions a step, two of a prompt."""
+    usual = {"task": "grpo", "model": "m", "dataset": "d", "reward_funcs": ("format",), "num_generations": 2, "global_batch_size": 8,
+             "per_device_train_batch_size": 2}
+    return SwiftConfig(**{**usual, **options})
+
+
+def rollout(total: float, count: int = 3, finished: bool = True, **rewards: float) -> Rollout:
+    """A completion of so many tokens that is worth so much."""
+    completion = Completion(tuple(range(10, 10 + count)), tuple(-1.0 - k / 8 for k in range(count)), finished)
+    return Rollout(Prompt(0, (3, 4), "Q", {}), completion, "text", rewards or {"worth": total}, total)
+
+
+def completed(values: dict[str, list[torch.Tensor]], silent: Sequence[int] = ()) -> list[Completed]:
+    """One completion for each tensor, of as many own tokens."""
+    first = next(iter(values.values()))
+    return [Completed(i, (3, 4), (0,) * len(v), (True,) * len(v),
+                      {n: (t[i][:0] if i in silent else t[i]).float().numpy() for n, t in values.items()}, i in silent)
+            for i, v in enumerate(first)]
+
+
+class Prompts:
+    """Prompt k has the one token k + 3."""
+
+    epoch = 0.0
+
+    def __init__(self, count: int) -> None:
+        self.count, self.taken = count, 0
+
+    def next(self) -> list[Prompt]:
+        """The next ones."""
+        self.taken += self.count
+        return [Prompt(k, (k + 3,), f"Q{k}", {}) for k in range(self.taken - self.count, self.taken)]
+
+    def state_dict(self) -> dict[str, int]:
+        """The position."""
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The inverse."""
+        self.taken = state["taken"]
+
+
+class Engine:
+    """Scores a token by itself: a log-probability of -token / 100, the reference's twice that, an entropy of token / 10."""
+
+    times = 1.0
+
+    def score(self, batches: Sequence[Batch], needs: Needs) -> list[Outputs]:
+        """At the labels."""
+        (name,) = needs.names
+        return [Outputs(**{name: b.labels / 10 if name == "entropy" else -self.times * b.labels / 100}) for b in batches]
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """The reference's numbers inside."""
+        self.times = 2.0
+        yield
+        self.times = 1.0
+
+
+class Samples:
+    """In `Generation`'s place, on the only rank. A completion has its own number's tokens; every third is cut off."""
+
+    first = True
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.synchronised, self.asked = 0, list[int]()
+
+    def synchronise(self) -> None:
+        """Counts."""
+        self.synchronised += 1
+
+    def own(self, count: int, group: int = 1) -> range:
+        """All."""
+        return range(count)
+
+    def write(self, prompts: Sequence[Sequence[int]], generation: int) -> list[Completion]:
+        """Two to four tokens that tell generation and number."""
+        self.asked.append(generation)
+        return [Completion(tuple(10 * generation + i + k for k in range(2 + i % 3)), (-0.5,) * (2 + i % 3), i % 3 != 0)
+                for i in range(len(prompts))]
+
+
+def source(worth: Any = None, **options: Any) -> RolloutSource:
+    """A source of a run with `options`; rewards are `worth` of a sample, its number of tokens if not given."""
+    cfg = config(**options)
+    settings = settings_of(cfg, 1)
+    judge = Judge([Each("worth", worth or (lambda s: float(len(s.token_ids))))], [1.0], lambda ids: " ".join(map(str, ids)))
+    width = cfg.train.per_device_train_batch_size
+    geometry = LoaderGeometry(per_device=width, accumulation=settings.batch // width)
+    parts: Any = (Prompts(settings.generation // settings.group), Samples(), judge, Estimator(cfg, settings, settings.beta),
+                  Layout(Shape(), True, False), geometry)
+    return RolloutSource(settings, Parts(*parts))
+
+
+def told(batches: Sequence[Batch]) -> list[dict[str, list[Any]]]:
+    """Tokens, weights and fields as lists."""
+    return [{"input_ids": b.input_ids.tolist(), "loss_weights": b.loss_weights.tolist(), **{n: v.tolist() for n, v in b.fields.items()}}
+            for b in batches]
+
+
+def tokens(c: Completed) -> np.ndarray:
+    """What was written."""
+    return np.asarray(c.written, dtype=np.float32)

@@ -1,0 +1,159 @@
+"""From rewards to what losses read, against TRL's trainers; whitening, a controller and the critic's targets by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megaswift.trainers.rl.estimate import Estimator, padded, token_mask
+from megaswift.trainers.rl.settings import settings_of
+from tests.losses import trainers
+from tests.losses.rollouts import DOCS, label_fields, models, rollouts
+from tests.trainers.rl.makers import completed, config, rollout
+
+GROUP = 4
+TOTALS = [1.0, 0.0, 0.5, 2.0, 1.0, 0.25, -1.0, 1.0]
+TWO = {"a": TOTALS, "b": [0.3, 0.2, 0.9, -4.0, 3.0, 3.0, 3.0, 3.0]}
+WEIGHTS = (0.5, 2.0)
+
+
+def estimator(**options: Any) -> Estimator:
+    cfg = config(**{"num_generations": GROUP, **options})
+    settings = settings_of(cfg, 1)
+    return Estimator(cfg, settings, settings.beta)
+
+
+def values() -> dict[str, list[torch.Tensor]]:
+    """Log-probabilities of both models at each completion's tokens: the policy's count as the old ones."""
+    old, reference = (label_fields(m, DOCS)["log_probs"] for m in models())
+    return {"old": old, "reference": reference, "sampled": [o - 0.3 * torch.arange(len(o)) for o in old]}
+
+
+def theirs(trl: Any, per_function: dict[str, list[float]], weights: tuple[float, ...], **more: Any) -> torch.Tensor:
+    """TRL's advantages of the same."""
+    rewards = torch.tensor([*per_function.values()]).T
+    found = trainers.scored(trl, models(), rollouts(*models(), masked=False), rewards, num_generations=GROUP,
+                            reward_weights=torch.tensor(weights), **more)
+    return found["advantages"]
+
+
+def ours(made: Estimator, per_function: dict[str, list[float]], weights: tuple[float, ...],
+         silent: tuple[int, ...] = ()) -> list[np.ndarray]:
+    rewards = [dict(zip(per_function, row, strict=True)) for row in zip(*per_function.values(), strict=True)]
+    judged = [rollout(sum(w * r for w, r in zip(weights, row.values(), strict=True)), **row) for row in rewards]
+    return made(judged, completed(values(), silent))["advantages"]
+
+
+def assert_same(mine: list[np.ndarray], wanted: torch.Tensor) -> None:
+    """One number a completion, at each of its tokens."""
+    assert [len(v) for v in mine] == [len(v) for v in values()["old"]]
+    for found, one in zip(mine, wanted.tolist(), strict=True):
+        assert found.dtype == np.float32 and found == pytest.approx(one, rel=2e-5, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trainers.grpo(tmp_path_factory.mktemp("grpo"))
+
+
+@pytest.fixture(scope="module")
+def reinforce(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trainers.rloo(tmp_path_factory.mktemp("rloo"))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_grpo_is_trl_s(grpo: Any, scale: str) -> None:
+    wanted = theirs(grpo, TWO, WEIGHTS, scale_rewards=scale, multi_objective_aggregation="sum_then_normalize")
+    made = estimator(scale_rewards=scale, reward_weights=WEIGHTS, reward_funcs=("format", "length"))
+    assert_same(ours(made, TWO, WEIGHTS), wanted)
+
+
+def test_normalised_first_is_trl_s(grpo: Any) -> None:
+    wanted = theirs(grpo, TWO, WEIGHTS, multi_objective_aggregation="normalize_then_sum")
+    made = estimator(multi_objective_aggregation="normalize_then_sum", reward_weights=WEIGHTS, reward_funcs=("format", "length"))
+    assert_same(ours(made, TWO, WEIGHTS), wanted)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_rloo_is_trl_s(reinforce: Any, beta: float, normalize: bool) -> None:
+    """The KL of k1 in the rewards, as rloo has it by default."""
+    wanted = theirs(reinforce, {"a": TOTALS}, (1.0,), normalize_advantages=normalize, beta=beta, reward_clip_range=None)
+    made = estimator(advantage_estimator="rloo", beta=beta, whiten_advantages=normalize)
+    assert_same(ours(made, {"a": TOTALS}, (1.0,)), wanted)
+    if beta:
+        kl = [o - r for o, r in zip(values()["old"], values()["reference"], strict=True)]
+        assert made.metrics["objective/kl"] == pytest.approx(float(torch.stack([k.sum() for k in kl]).mean()), rel=1e-5)
+        assert made.metrics["kl"] == pytest.approx(float(torch.cat(kl).mean()), rel=1e-5)
+
+
+def test_silent_completions_count_and_have_no_numbers() -> None:
+    mine = ours(estimator(), {"a": TOTALS}, (1.0,), silent=(1, 7))
+    full = ours(estimator(), {"a": TOTALS}, (1.0,))
+    assert [len(v) for v in mine] == [0 if i in (1, 7) else len(v) for i, v in enumerate(full)]
+    assert all((v == w).all() for i, (v, w) in enumerate(zip(mine, full, strict=True)) if i not in (1, 7))
+
+
+def test_all_silent() -> None:
+    assert [len(v) for v in ours(estimator(), {"a": TOTALS}, (1.0,), silent=tuple(range(8)))] == [0] * 8
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_weights_against_the_sampler_are_bounded_by_hand(mode: str) -> None:
+    made = estimator(importance_sampling_correction=True, importance_sampling_mode=mode, importance_sampling_clip_max=1.5)
+    found = made([rollout(t) for t in TOTALS], completed(values()))["ratio"]
+    for ratio in found:
+        gaps = 0.3 * np.arange(len(ratio))
+        weights = np.exp(np.full(len(ratio), gaps.sum()) if mode.startswith("sequence") else gaps)
+        wanted = np.minimum(weights, 1.5) if mode.endswith("truncate") else np.where(weights > 1.5, 0, weights)
+        assert ratio == pytest.approx(wanted, rel=1e-5)
+
+
+def test_tokens_that_the_sampler_could_not_tell_are_weighed_1() -> None:
+    known = values()
+    known["sampled"][0][:] = torch.nan
+    made = estimator(importance_sampling_correction=True, importance_sampling_mode="token_mask")
+    assert (made([rollout(t) for t in TOTALS], completed(known))["ratio"][0] == 1).all()
+
+
+def test_the_weight_of_the_kl_follows_it() -> None:
+    """Above the target: up by a fifth of 8 / 100; the cost is that of the weight before. A restart goes on from there."""
+    made = estimator(advantage_estimator="rloo", beta=0.05, kl_controller="adaptive", target_kl=1e-6, kl_horizon=100)
+    first = ours(made, {"a": TOTALS}, (1.0,))
+    factor = 1.2 if made.metrics["objective/kl"] > 0 else 0.8
+    assert made.metrics["objective/kl_coef"] == 0.05 and made.beta == pytest.approx(0.05 * (1 + (factor - 1) * 8 / 100))
+    again = estimator(advantage_estimator="rloo", beta=0.05)
+    again.load_state_dict(made.state_dict())
+    assert again.beta == made.beta and not np.array_equal(ours(again, {"a": TOTALS}, (1.0,))[0], first[0])
+
+
+@pytest.mark.parametrize("whiten", [None, False])
+def test_gae_by_definition(whiten: bool | None) -> None:
+    """The score at the last token, the cost of k1 at each; of `values` the sum of discounted differences. Whitened by default."""
+    known = values()
+    guesses = [torch.linspace(-0.5, 0.8, len(o)) for o in known["old"]]
+    made = estimator(task="ppo", num_generations=1, beta=0.1, gamma=0.9, lam=0.8, whiten_advantages=whiten)
+    found = made([rollout(t) for t in TOTALS], completed({**known, "values": guesses}))
+    advantages, returns = [], []
+    for total, old, reference, value in zip(TOTALS, known["old"], known["reference"], guesses, strict=True):
+        reward = -0.1 * (old - reference).double()
+        reward[-1] += total
+        delta = [float(reward[t] + (0.9 * value[t + 1] if t + 1 < len(old) else 0) - value[t]) for t in range(len(old))]
+        advantages.append(np.asarray([sum((0.9 * 0.8) ** (k - t) * delta[k] for k in range(t, len(old))) for t in range(len(old))]))
+        returns.append(advantages[-1] + value.numpy())
+    if whiten is None:
+        every = np.concatenate(advantages)
+        advantages = [(a - every.mean()) / every.std(ddof=1) for a in advantages]
+    for i in range(len(TOTALS)):
+        assert found["advantages"][i] == pytest.approx(advantages[i], rel=1e-4, abs=1e-5)
+        assert found["returns"][i] == pytest.approx(returns[i], rel=1e-5, abs=1e-6)
+
+
+def test_numbers_stand_from_the_left() -> None:
+    some = completed({"old": [torch.tensor([1.0, 2, 3]), torch.tensor([4.0]), torch.tensor([5.0, 6])]}, silent=(1,))
+    mask = token_mask(some)
+    assert mask.tolist() == [[True] * 3, [False] * 3, [True, True, False]]
+    assert padded(some, "old", mask).tolist() == [[1, 2, 3], [0, 0, 0], [5, 6, 0]]
