@@ -33,7 +33,7 @@ def played(seed: int, length: int | None = None) -> Completion:
 class Player:
     """A sampler without a model."""
 
-    takes_adapters = False
+    takes_adapters = shared = False
 
     def __init__(self, length: int | None) -> None:
         self.length = length

@@ -11,7 +11,7 @@ import torch
 from megaswift.data.prompts import Prompt
 from megaswift.inference.rollout import Completion
 from megaswift.trainers.rl.judge import Rollout
-from megaswift.trainers.rl.statistics import spread, statistics
+from megaswift.trainers.rl.summary import spread, statistics
 from tests.losses import trainers
 
 STOP, GROUP = 0, 2
