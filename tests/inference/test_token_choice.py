@@ -62,12 +62,13 @@ def test_uniform_numbers_do_not_depend_on_who_else_draws() -> None:
 
 @pytest.mark.parametrize("size", [20, 3000])
 def test_told_log_probabilities_are_before_penalty_and_filters(size: int) -> None:
-    logits = scores(3, size)
-    seen = torch.zeros(3, size, dtype=torch.bool)
-    seen[:, :10] = True
-    sampling = Sampling(1, temperature=0.5, top_k=2, repetition_penalty=2.0)
-    tokens, told = choose(logits, sampling, torch.full((3,), 0.3, dtype=torch.float64), seen)
+    logits = scores(40, size)
+    seen = torch.zeros(40, size, dtype=torch.bool)
+    seen[:, ::2] = True
+    sampling = Sampling(1, temperature=0.5, top_k=5, repetition_penalty=1.1)
+    tokens, told = choose(logits, sampling, torch.linspace(0, 0.99, 40, dtype=torch.float64), seen)
+    assert {t % 2 for t in tokens.tolist()} == {0, 1}, "penalised ones are among them"
     want = (logits / 0.5).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    assert torch.allclose(told, want, atol=1e-6)
+    assert torch.allclose(told, want, atol=2e-6)
     greedy, told = choose(logits, Sampling(1, temperature=0), None, None)
     assert torch.equal(greedy, logits.argmax(-1)) and torch.allclose(told, logits.log_softmax(-1).amax(-1), atol=1e-6)
