@@ -51,9 +51,8 @@ def _prctl(option: int, value: int, more: Any = 0) -> None:
         raise NotLocked(number, f"prctl({option}, {value}): {os.strerror(number)}")
 
 
-def limit(seconds: float, memory: int, output: int) -> None:
-    """CPU seconds, MiB of address space, bytes of each output; no core files, no processes, few descriptors."""
-    cpu = int(seconds) + 1
+def limit(cpu: int, memory: int, output: int) -> None:
+    """Seconds of CPU time, MiB of address space, bytes of each output; no core files, no processes, few descriptors."""
     for what, most in ((resource.RLIMIT_CPU, cpu), (resource.RLIMIT_AS, memory << 20), (resource.RLIMIT_FSIZE, output),
                        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_MEMLOCK, 0),
                        (resource.RLIMIT_MSGQUEUE, 0), (resource.RLIMIT_SIGPENDING, 64)):  # fmt: skip

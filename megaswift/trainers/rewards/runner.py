@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import signal
 import sys
@@ -32,13 +33,21 @@ class Request:
     kind: str
     jobs: list[dict[str, Any]]
     seconds: float
+    """Of CPU time."""
+    patience: float
+    """Seconds by the clock for each of them: a machine may be busy."""
     memory: int
     """MiB of a child."""
     output: int
     """Bytes of each of its outputs."""
     workers: int
     locked: bool
-    """Whether a child must be locked; without: nothing runs unless `unsafe`."""
+    """Whether a child must be locked, or ends before it runs anything."""
+
+    @property
+    def cpu(self) -> int:
+        """Whole seconds, as the kernel counts."""
+        return max(1, math.ceil(self.seconds))
 
 
 @dataclass
@@ -69,7 +78,7 @@ def _child(request: Request, job: Mapping[str, Any], files: list[int], runner: i
         os.dup2(file, wanted)
     os.closerange(STREAMS, 65536)
     os.setsid()
-    jail.limit(request.seconds, request.memory, request.output)
+    jail.limit(request.cpu, request.memory, request.output)
     jail.bind(runner)
 
     def locked() -> None:
@@ -95,7 +104,7 @@ def _start(request: Request, number: int) -> tuple[int, Child]:
             os.write(2, f"{error}".encode())
         finally:  # whatever a program does to Python, its process ends here
             os._exit(code)
-    return pid, Child(number, files, time.monotonic() + request.seconds)
+    return pid, Child(number, files, time.monotonic() + request.seconds * request.patience)
 
 
 def _read(file: int, most: int) -> str:
@@ -104,14 +113,14 @@ def _read(file: int, most: int) -> str:
     return data.decode(errors="replace")
 
 
-def _ended(child: Child, status: int, request: Request) -> dict[str, Any]:
-    """What became of it, and what it said."""
+def _ended(child: Child, status: int, used: float, request: Request) -> dict[str, Any]:
+    """What became of it, and what it said; `used`: seconds of CPU time."""
     os.close(child.files[0])
     sizes = [os.fstat(f).st_size for f in child.files[1:]]
     out, errors, result = (_read(file, request.output) for file in child.files[1:])
     code = os.waitstatus_to_exitcode(status)
     how = "unlocked" if code == jail.UNLOCKED else "ended" if code == 0 else "failed"
-    if child.overdue or -code == signal.SIGXCPU:
+    if child.overdue or (-code in (signal.SIGKILL, signal.SIGXCPU) and used > request.cpu - 0.1):
         how = "time"
     elif -code == signal.SIGSYS:
         how = "forbidden"
@@ -134,9 +143,9 @@ def execute(request: Request, parent: int) -> list[dict[str, Any]]:
         if os.getppid() != parent:  # the trainer is gone; children end with this process
             os._exit(1)
         for pid, child in list(running.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
+            done, status, usage = os.wait4(pid, os.WNOHANG)
             if done:
-                outcomes[running.pop(pid).job] = _ended(child, status, request)
+                outcomes[running.pop(pid).job] = _ended(child, status, usage.ru_utime + usage.ru_stime, request)
             elif time.monotonic() > child.deadline and not child.overdue:
                 child.overdue = True
                 os.kill(pid, signal.SIGKILL)

@@ -20,11 +20,12 @@ from tests.trainers.rewards.samples import judged, said
 OPTIONS = RewardOptions(max_completion_length=40)
 PAIRS = [
     (r"\frac{1}{3}", r"My answer is \boxed{\frac{1}{3}}"), (r"\frac{1}{3}", r"\boxed{\frac{1}{2}}"), ("$\\frac{1}{2}$", r"\boxed{0.5}"),
-    ("72", r"So it is \boxed{72}."), ("72", "The answer is 72"), ("72", "The answer is $72$."), ("72", "72"), ("1,234", r"\boxed{1234}"),
+    ("72", r"So it is \boxed{72}."), ("72", "The answer is 72"), ("72", "The answer is $72$."), ("72", "72"), ("72", "So $72$ it is"), ("1,234", r"\boxed{1234}"),
     (r"$\sqrt{8}$", r"\boxed{2\sqrt{2}}"), (r"$\{1, 2\}$", r"\boxed{2, 1}"), ("$x=3$", r"\boxed{3}"), ("$10\\%$", r"\boxed{0.1}"),
     ("$(1, 2)$", r"\boxed{(1,2)}"), ("5", r"\boxed{5\text{ cm}}"), ("$a+b$", r"\boxed{b+a}"), ("the house", r"\boxed{3}"),
     ("", r"\boxed{1}"), ("3", ""), ("3", r"<think>\boxed{3}</think> It is \boxed{4}"), ("4", r"<think>\boxed{3}</think> It is \boxed{4}"),
     ("4", r"</think>a</think>\boxed{4}"),
+    ("3", r"\boxed{3} I think. The final answer is $5$."), ("5", r"\boxed{3} I think. The final answer is $5$."),
     ("3", r"\boxed{__import__('os').abort()}"),
 ]  # fmt: skip
 """Solution and completion."""
@@ -84,11 +85,11 @@ def test_each_pair_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_parser_cannot_finish_gets_0() -> None:
     """9^(9^(9^9)) has more digits than there is memory; without a process of its own it stops the run."""
-    judge = Correctness(Sandbox("maths", Limits(seconds=1.5, memory=2048)))
+    judge = Correctness(Sandbox("maths", Limits(seconds=2.0, memory=2048)))
     start = time.monotonic()
     pairs = [("1", r"\boxed{9^{9^{9^{9}}}}"), ("$9^{9^{9^9}}$", r"\boxed{9^{9^{9^9}}+1}"), ("1", r"\boxed{1}")]
     assert judge.verdicts(pairs)[::2] == [0.0, 1.0]
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
 
 
 def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from megaswift.trainers.rewards.code_tests import read_tests, same
 from megaswift.trainers.rewards.contract import RewardOptions
 from tests.trainers.rewards.samples import judged, said
 
-OPTIONS = RewardOptions(max_completion_length=100, code_timeout=2.0, code_memory=256)
+OPTIONS = RewardOptions(max_completion_length=100, code_timeout=10.0, code_memory=256)
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 SUMS = [{"input": "1 2\n", "output": "3"}, {"input": "10 -4", "output": "6\n"}]
 
@@ -83,7 +83,7 @@ def test_the_last_block_is_the_program() -> None:
 
 
 @pytest.mark.parametrize(("one", "other", "equal"), [
-    (1, 1.0, True), (0.1 + 0.2, 0.3, True), (1, True, False), (None, 0, False), ([1], [1, 2], False), ({"a": [1.0]}, {"a": [1]}, True),
+    (1, 1.0, True), (0.1 + 0.2, 0.3, True), (1.0, True, False), (None, 0, False), ([1], [1, 2], False), ({"a": [1.0]}, {"a": [1]}, True),
     ("1", 1, False), (10**400, 1.0, False), (float("nan"), float("nan"), False), (10**20, 10**20 + 1, False),
 ])  # fmt: skip
 def test_values_that_are_the_same(one: Any, other: Any, equal: bool) -> None:

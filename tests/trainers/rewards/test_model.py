@@ -63,6 +63,16 @@ def test_scores_are_those_of_each_text_alone(padding: str, tokens: int, folder: 
     assert scores.total == [2 * score for score in scores.per_function[model.name]] and len(set(scores.total)) == len(TEXTS)
 
 
+def test_a_text_may_end_in_any_token(folder: Path) -> None:
+    """transformers, asked about one row without padding, reads it at its end; so does a batch, whatever token fills it up."""
+    with_padding(folder, None)
+    (model,) = reward_models([str(folder)], WeightsOptions())
+    rows = [[5, 0], [7, 3, 4, 1], [9, 2], [8]]
+    with torch.no_grad():
+        wanted = [model.load()(input_ids=torch.tensor([row])).logits[0, 0].item() for row in rows]
+    assert model._scores(rows).tolist() == pytest.approx(wanted, abs=1e-5) and model.load().config.pad_token_id is None
+
+
 def test_messages_are_rendered_by_the_models_own_template(folder: Path) -> None:
     with_padding(folder, None)
     (model,) = reward_models([str(folder)], WeightsOptions())
