@@ -68,3 +68,16 @@ def test_the_whole_script(tmp_path: Path) -> None:
     assert scores["before"] <= 2 and scores["after"] >= 70, done.stdout[-2000:]
     for name in ("loss.png", "report.html", "metrics.jsonl", "config.yaml", "hf/config.json"):
         assert (out / "run" / name).stat().st_size > 0, name
+    prefers_right_answers(out)
+
+
+def prefers_right_answers(out: Path) -> None:
+    """The pairs of docs/preference.md, by the command that stands there: held out, the right answer gains on the wrong one."""
+    text = (ROOT / "docs" / "preference.md").read_text(encoding="utf-8")
+    found = re.search(r"^megaswift (dpo (?:.*\\\n)*.*quickstart-output/dpo)$", text, re.MULTILINE)
+    assert found is not None
+    words = found[1].replace("\\\n", " ").replace("quickstart-output", str(out)).split()
+    done = subprocess.run([sys.executable, "-m", "megaswift", *words], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = [json.loads(line) for line in (out / "dpo" / "eval.jsonl").read_text().splitlines()]
+    assert lines[-1]["rewards/accuracies"] >= 0.95 and lines[-1]["rewards/margins"] > lines[0]["rewards/margins"] > 0

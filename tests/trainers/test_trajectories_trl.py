@@ -22,7 +22,9 @@ SLOW = pytest.mark.slow
 SPREAD = ("--per_device_train_batch_size", BATCH // 2, "--global_batch_size", BATCH)
 LAYOUTS: list[Any] = [
     ("--tp", 2), *(pytest.param(layout, marks=SLOW) for layout in (
-        ("--pp", 2), ("--cp", 2), SPREAD, ("--tp", 2, "--packing", "false"), ("--engine", "ddp", *SPREAD), ("--engine", "zero3", *SPREAD)))]
+        ("--pp", 2), ("--cp", 2), SPREAD, ("--tp", 2, "--packing", "false"), ("--tp", 2, "--pp", 2), ("--engine", "ddp", *SPREAD),
+        ("--engine", "zero3", *SPREAD)))]
+LORA = ("--train_type", "lora", "--lora_rank", 4)
 
 
 @pytest.fixture(scope="module")
@@ -65,31 +67,51 @@ def arguments(folder: Path) -> dict[str, Any]:
             "use_cpu": True, "gradient_checkpointing": False, "train_sampling_strategy": "sequential", "disable_tqdm": True}
 
 
-def of_trl(folder: Path, task: str, **options: Any) -> list[tuple[float, float]]:
-    """TRL's curve of a task."""
+def without_reference(task: str) -> tuple[Any, Any]:
+    """TRL's trainer and options."""
+    if task == "orpo":
+        from trl.experimental import orpo
+
+        return orpo.ORPOTrainer, orpo.ORPOConfig
+    from trl.experimental import cpo
+
+    return cpo.CPOTrainer, cpo.CPOConfig
+
+
+def of_trl(folder: Path, task: str, base: str = "model", adapter: Path | None = None, **options: Any) -> list[tuple[float, float]]:
+    """TRL's curve of a task; with PEFT from `adapter` on, where it is given."""
     import trl
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-    model_folder, tokenizer = folder / "model", AutoTokenizer.from_pretrained(folder / "model")
+    model_folder, tokenizer = folder / base, AutoTokenizer.from_pretrained(folder / "model")
     rows = load_dataset("json", data_files=str(folder / ("judged.jsonl" if task == "kto" else "pairs.jsonl")), split="train",
                         cache_dir=str(folder / "trl-cache"))
     if task == "rm":
         model: Any = AutoModelForSequenceClassification.from_pretrained(folder / "scored", num_labels=1)
-        return curve(trl.RewardTrainer(model=model, args=trl.RewardConfig(**arguments(folder), **options), train_dataset=rows,
+        return curve(trl.RewardTrainer(model=model, args=trl.RewardConfig(**arguments(folder) | options), train_dataset=rows,
                                        processing_class=tokenizer))
     model = AutoModelForCausalLM.from_pretrained(model_folder)
+    if task in ("orpo", "cpo"):
+        kind, config = without_reference(task)
+        return curve(kind(model=model, args=config(**arguments(folder) | options), train_dataset=rows, processing_class=tokenizer))
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     kind, config = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "kto": (trl.KTOTrainer, trl.KTOConfig)}[task]
-    reference = AutoModelForCausalLM.from_pretrained(model_folder)
-    return curve(kind(model=model, ref_model=reference, args=config(**arguments(folder), **options), train_dataset=rows,
+    reference = AutoModelForCausalLM.from_pretrained(model_folder) if adapter is None else None  # PEFT's reference lies in the model
+    return curve(kind(model=model, ref_model=reference, args=config(**arguments(folder) | options), train_dataset=rows,
                       processing_class=tokenizer))
 
 
 def ours(folder: Path, out: Path, task: str, *options: object) -> list[tuple[float, float]]:
     usual = [] if "--per_device_train_batch_size" in options else ["--per_device_train_batch_size", str(BATCH)]
-    inputs = ["--model", str(folder / ("scored" if task == "rm" else "model")), "--dataset",
+    base = [] if "--model" in options else ["--model", str(folder / ("scored" if task == "rm" else "model"))]
+    inputs = [*base, "--dataset",
               str(folder / ("judged.jsonl" if task == "kto" else "pairs.jsonl")), "--dataset_cache_dir", str(folder / "cache"), *usual]
-    run(inputs, out, *ALIKE, *options, task=task)
+    alike = [word for name, value in zip(ALIKE[::2], ALIKE[1::2], strict=True) if name not in options for word in (name, value)]
+    run(inputs, out, *alike, *options, task=task, ranks=4 if {"--tp", "--pp"} <= set(options) else 2)
     return [(line["loss"], line["grad_norm"]) for line in read_lines(out / "metrics.jsonl")]
 
 
@@ -108,6 +130,77 @@ def dpo(folder: Path) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dpo(layout: tuple[object, ...], folder: Path, dpo: list[tuple[float, float]], tmp_path: Path) -> None:
     assert_same(ours(folder, tmp_path / "out", "dpo", "--beta", 0.5, *layout), dpo)
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize("layout", [("--ep", 2, *SPREAD), ("--tp", 2), ("--engine", "ddp", *SPREAD)])
+def test_dpo_of_experts(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    """A mixture, its routers without a loss of their own on either side; small steps, since tokens near a tie change their expert."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    plain = json.loads((folder / "model/config.json").read_text())
+    kept = {name: plain[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                                           "head_dim", "max_position_embeddings", "pad_token_id", "eos_token_id")}
+    torch.manual_seed(6)
+    config = Qwen3MoeConfig(**kept, intermediate_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+                            norm_topk_prob=True, tie_word_embeddings=False)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder / "experts")
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "experts")
+    alone = ("--model", folder / "experts", "--moe_aux_loss_coeff", 0, "--lr", RATE / 4)
+    mine = ours(folder, tmp_path / "out", "dpo", "--beta", 0.5, *alone, *layout)
+    assert_same(mine, of_trl(folder, "dpo", base="experts", beta=0.5, router_aux_loss_coef=0.0, learning_rate=RATE / 4))
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize("layout", [("--tp", 2), ("--pp", 2), ("--tp", 2, "--pp", 2), ("--engine", "ddp", *SPREAD)])
+def test_dpo_of_adapters(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    """Adapters that start at random numbers on both sides; their reference is how they start."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapter = tmp_path / "adapter"
+    lora = LoraConfig(r=4, lora_alpha=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), lora).save_pretrained(adapter)
+    mine = ours(folder, tmp_path / "out", "dpo", "--beta", 0.5, "--train_type", "lora", "--adapters", adapter, *layout)
+    assert_same(mine, of_trl(folder, "dpo", adapter=adapter, beta=0.5))
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize("layout", [("--tp", 2), ("--engine", "ddp", *SPREAD)])
+def test_dpo_of_new_adapters(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    """Our own first adapters, taken from a step of next to nothing, go on in PEFT; the reference is the model without them."""
+    ours(folder, tmp_path / "first", "dpo", *LORA, *layout, "--max_steps", 1, "--lr", 1e-30)
+    mine = ours(folder, tmp_path / "out", "dpo", "--beta", 0.5, *LORA, *layout)
+    theirs = of_trl(folder, "dpo", adapter=tmp_path / "first" / "adapter", beta=0.5)
+    assert theirs[0][0] == pytest.approx(0.6931472, abs=1e-6)
+    assert_same(mine, theirs)
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize("layout", [("--tp", 2), ("--cp", 2), ("--engine", "ddp", *SPREAD)])
+def test_orpo(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    assert_same(ours(folder, tmp_path / "out", "orpo", "--beta", 0.5, *layout), of_trl(folder, "orpo", beta=0.5))
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize("layout", [("--tp", 2), ("--pp", 2), ("--engine", "ddp", *SPREAD)])
+def test_cpo(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    mine = ours(folder, tmp_path / "out", "cpo", "--beta", 0.5, *layout)
+    assert_same(mine, of_trl(folder, "cpo", beta=0.5, cpo_alpha=1.0))
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize("layout", [("--tp", 2), ("--tp", 2, "--packing", "false")])
+def test_simpo(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    mine = ours(folder, tmp_path / "out", "simpo", *layout)
+    assert_same(mine, of_trl(folder, "cpo", loss_type="simpo", beta=2.0, simpo_gamma=1.0, cpo_alpha=0.0))
 
 
 @pytest.mark.process
