@@ -51,6 +51,9 @@ class PreferenceConfig:
         None, "Folder of the reference; unset: the model as it starts", aliases=("ref_model_name_or_path",), tasks=_REFERENCED,
         metavar="DIR")
     offload_reference: bool = option(False, "The reference's weights lie in host memory between uses", tasks=_REFERENCED)
+    precompute_ref_log_probs: bool = option(
+        False, "Ask the reference once, before the first step, and then keep it no longer",
+        tasks=("dpo", "kto"))
     sync_ref_model: bool = option(False, "Move the reference towards the model (TR-DPO, arXiv:2404.09656)", tasks=_REFERENCED)
     ref_model_mixup_alpha: float = option(0.6, "Share of the model at each such move", above=0, maximum=1, tasks=_REFERENCED)
     ref_model_sync_steps: int = option(512, "Steps between such moves", minimum=1, unit="steps", tasks=_REFERENCED)

@@ -40,7 +40,9 @@ _TYPE = ("loss_type",)
 
 PREFERENCE_IGNORED: tuple[Ignored, ...] = (
     *(Ignored(name, _REF, _FREE, _NO_REF, "--reference_free false")
-      for name in ("ref_model", "offload_reference", "sync_ref_model")),
+      for name in ("ref_model", "offload_reference", "sync_ref_model", "precompute_ref_log_probs")),
+    Ignored("offload_reference", ("precompute_ref_log_probs",), lambda c: c.preference.precompute_ref_log_probs,
+            "no weights of a reference are kept", "--offload_reference false"),
     *(Ignored(name, ("beta",), _NO_PULL, "there is no reference where beta is 0", "--beta 0.01")
       for name in ("ref_model", "offload_reference", "sync_ref_model")),
     *(Ignored(name, ("sync_ref_model",), _STILL, "needs sync_ref_model", "--sync_ref_model true")
@@ -73,6 +75,12 @@ PREFERENCE_CLASHES: tuple[Clash, ...] = (
           "a run of adapters holds one model, which is its own reference", "--train_type full, or no --ref_model"),
     Clash(("sync_ref_model", "train_type"), lambda c: c.preference.sync_ref_model and c.model.train_type != "full",
           "the reference of adapters is the model without them, which does not move", "--train_type full"),
+    Clash(("precompute_ref_log_probs", "sync_ref_model"), lambda c: c.preference.precompute_ref_log_probs and c.preference.sync_ref_model,
+          "asks the reference once, and sync_ref_model moves it", "one of the two"),
+    Clash(("precompute_ref_log_probs", "loss_type"),
+          lambda c: c.preference.precompute_ref_log_probs and c.task == "kto" and loss_types_of(c)[0] == "kto",
+          "cannot serve kto, which asks the reference about answers that are paired anew in every micro-batch",
+          "--precompute_ref_log_probs false; --offload_reference true keeps its weights in host memory"),
     Clash(("per_device_train_batch_size", "loss_type"),
           lambda c: c.task == "kto" and loss_types_of(c)[0] == "kto" and c.train.per_device_train_batch_size == 1,
           "gives kto no other answers to compare with: it pairs the prompts of a micro-batch with each other's answers",

@@ -53,6 +53,12 @@ def total(values: Sequence[float]) -> list[float]:
     return _reduce(values, dist.ReduceOp.SUM)
 
 
+def smallest_in(values: torch.Tensor) -> None:
+    """In place, of each number of a tensor in host memory the smallest over the ranks."""
+    if _several():
+        dist.all_reduce(values, op=dist.ReduceOp.MIN)
+
+
 def barrier() -> None:
     """Waits until every rank is here."""
     if _several():

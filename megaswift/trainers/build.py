@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_plan
 from megaswift.config.preference import needs_reference
 from megaswift.data import build as data
-from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry
+from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, StoredSource
 from megaswift.data.mismatched import mismatched
 from megaswift.data.processor import tokenizer_in
 from megaswift.engine.protocol import Engine
@@ -39,10 +40,11 @@ from megaswift.trainers.engines import Context, make_engine
 from megaswift.trainers.evaluation import Evaluation
 from megaswift.trainers.flops import FlopRule, peak_tflops
 from megaswift.trainers.hook import Hook
+from megaswift.trainers.known_reference import Known, score_all
 from megaswift.trainers.metrics import Metrics, Speed
 from megaswift.trainers.outputs import Outputs
 from megaswift.trainers.progress import Progress
-from megaswift.trainers.reference import Preparation, preparation_of
+from megaswift.trainers.reference import Preparation, preparation_of, scored
 from megaswift.trainers.screen import Facts, data_text
 from megaswift.trainers.tasks import TASKS, Task
 from megaswift.trainers.trackers import trackers
@@ -70,6 +72,10 @@ class Build:
     resumed: Path | None = None
     """The checkpoint that the run goes on from."""
     seconds: dict[str, float] = field(default_factory=dict)
+    sources: dict[bool, EvalSource] = field(default_factory=dict)
+    """Every row once, by whether it is trained on: what a reference that is asked before training is to score."""
+    known: dict[bool, Known] = field(default_factory=dict)
+    """What it said."""
 
     @property
     def layout(self) -> Layout:
@@ -109,6 +115,9 @@ class Build:
         source, held = data.build(self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels)
         if held is not None and self.layout.pp > 1:
             held = replace(held, geometry=replace(held.geometry, accumulation=self.layout.pp))
+        if isinstance(source, StoredSource):
+            once = EvalSource(source.data, replace(source.geometry, accumulation=self.layout.pp), source.shape)
+            self.sources = {True: once} if held is None else {True: once, False: held}
         return source, held
 
     def engine(self, fresh: bool, total_steps: int) -> Engine:
@@ -135,13 +144,24 @@ class Build:
             engine.load_hf(moved)
         else:
             engine.load_hf(self.folder if p.ref_model is None else Path(p.ref_model))
-        engine.keep_reference(p.offload_reference)
+        if p.precompute_ref_log_probs:
+            self.known = self.ask_reference(engine)
+        else:
+            engine.keep_reference(p.offload_reference)
         if fresh and p.ref_model is not None:
             engine.load_hf(self.folder)
 
+    def ask_reference(self, engine: Engine) -> dict[bool, Known]:
+        """The reference's numbers of all rows; nothing of it stays in memory but adapters that go on."""
+        if self.adapts:
+            engine.keep_reference()
+        with engine.reference() if self.adapts else nullcontext():
+            return {training: score_all(once, partial(scored, engine), "the data to train on" if training else "the evaluation's data")
+                    for training, once in self.sources.items()}
+
     def preparation(self) -> Preparation | None:
         """What adds to batches what the task's loss reads."""
-        return preparation_of(self.cfg, self.mismatched)
+        return preparation_of(self.cfg, self.mismatched, self.known)
 
     def mismatched(self, batches: Sequence[Batch]) -> list[Batch]:
         """KTO's other answers, in batches of the run's shape."""
@@ -225,7 +245,8 @@ def reference_text(cfg: SwiftConfig, adapts: bool) -> str:
     what = "the model without its adapters" if new else p.ref_model or start
     where = ", in host memory between uses" if p.offload_reference else ""
     moves = f", moved by {p.ref_model_mixup_alpha:g} every {p.ref_model_sync_steps} steps" if p.sync_ref_model else ""
-    return what + where + moves
+    once = ", asked once before the first step" if p.precompute_ref_log_probs else ""
+    return what + where + moves + once
 
 
 def row_multiple(layout: Layout, fp8: int) -> int:

@@ -21,6 +21,7 @@ from megaswift.losses.kto import USES_DELTA, USES_KL, log_ratios
 from megaswift.losses.reward import scored_at_last_token
 from megaswift.trainers import agree
 from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.known_reference import Known
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -52,9 +53,13 @@ class Reference(Preparation):
 
     def __init__(self, move_every: int | None = None, share: float = 0.0) -> None:
         self.move_every, self.share = move_every, share
+        self.known: Mapping[bool, Known] = {}
+        """Numbers scored before training, by whether they are of the data to train on; empty where the engine is asked."""
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches with what the loss reads."""
+        if self.known:
+            return with_field(batches, "reference", [self.known[training].of(b) for b in batches])
         with engine.reference():
             return with_field(batches, "reference", scored(engine, batches))
 
@@ -125,7 +130,7 @@ class LastTokens(Preparation):
         return [scored_at_last_token(b) for b in batches]
 
 
-def preparation_of(cfg: SwiftConfig, mismatched: Mismatched) -> Preparation | None:
+def preparation_of(cfg: SwiftConfig, mismatched: Mismatched, known: Mapping[bool, Known]) -> Preparation | None:
     """What this run's loss needs; None where a batch says it all."""
     if cfg.task == "rm":
         return LastTokens()
@@ -135,4 +140,6 @@ def preparation_of(cfg: SwiftConfig, mismatched: Mismatched) -> Preparation | No
     moves = (p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
     if kind in USES_KL:
         return Baseline(mismatched, *moves)
-    return RunningMean(beta_of(cfg), *moves) if kind in USES_DELTA else Reference(*moves)
+    made = RunningMean(beta_of(cfg), *moves) if kind in USES_DELTA else Reference(*moves)
+    made.known = known
+    return made
