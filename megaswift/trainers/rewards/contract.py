@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from megaswift.errors import Problem
@@ -101,11 +101,6 @@ class RewardOptions:
     """MiB for one test of a program."""
     allow_unsafe_code: bool = False
     """Run programs where the system offers no sandbox."""
-
-    @classmethod
-    def of(cls, section: Any) -> RewardOptions:
-        """From section `rl`."""
-        return cls(**{f.name: getattr(section, f.name) for f in fields(cls)})
 
 
 @dataclass(frozen=True)
