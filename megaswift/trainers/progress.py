@@ -44,12 +44,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{s % 60:02d}" if hours else f"{minutes}:{s % 60:02d}"
 
 
+def chosen_first(line: Line) -> str:
+    """How often a pair's chosen answer has the larger reward; nothing where there are no pairs."""
+    rate = next((line[name] for name in ("rewards/accuracies", "accuracy") if line.get(name) is not None), None)
+    return "" if rate is None else f"  chosen first {rate:.0%}"
+
+
 def short(line: Line) -> str:
     """The figures of a line that matter while one waits."""
     loss = f"reward {line['reward']:.4f}" if "reward" in line else "loss nan" if line["loss"] is None else f"loss {line['loss']:.4f}"
-    rate = next((line[name] for name in ("rewards/accuracies", "accuracy") if name in line), None)
-    right = "" if rate is None else f"  chosen first {rate:.0%}"
-    return f"{loss}{right}  lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s"
+    return f"{loss}{chosen_first(line)}  lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s"
 
 
 class Progress(Hook):
@@ -87,7 +91,7 @@ class Progress(Hook):
         if "reward" in line:
             tell(f"step {line['step']}: evaluation reward {line['reward']:.4f} over {line['prompts']:,} prompts")
             return
-        tell(f"step {line['step']}: evaluation loss {line['loss']:.4f} over {line['label_tokens']:,} label tokens")
+        tell(f"step {line['step']}: evaluation loss {line['loss']:.4f}{chosen_first(line)} over {line['label_tokens']:,} label tokens")
 
     def close(self) -> None:
         """Leaves the bar as it is."""

@@ -30,6 +30,10 @@ POLICY = (("reward_std", "spread of rewards within a group"), ("kl", "divergence
           ("entropy", "entropy"), ("completions/mean_length", "tokens of a completion"), ("completions/clipped_ratio", "share cut off"),
           ("clip_ratio/region_mean", "share of clipped tokens"), ("sampling/sampling_logp_difference/mean", "sampler against trainer"))
 """Curves of reinforcement learning."""
+PREFERENCE = (("rewards/accuracies", "share of pairs with the chosen answer first"), ("accuracy", "share of pairs with the chosen first"),
+              ("rewards/margins", "reward of chosen answers less that of rejected ones"), ("margin", "score of chosen less rejected"),
+              ("rewards/chosen", "reward of chosen answers"), ("rewards/rejected", "reward of rejected answers"))
+"""Curves of preference learning, in training and evaluation."""
 SAMPLES = 12
 """Completions that the page shows: of the last generation."""
 
@@ -99,6 +103,9 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     found = [(f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "nan", f"training {watched}, first and last line")]
     if evals and evals[-1][watched] is not None:
         found.append((f"{evals[-1][watched]:.4g}", f"evaluation {watched} at step {evals[-1]['step']:,}"))
+    for name in ("rewards/accuracies", "accuracy"):
+        if (rate := (evals or lines)[-1].get(name)) is not None:
+            found.append((f"{rate:.0%}", f"of pairs have the chosen answer first, in {'evaluation' if evals else 'the last line'}"))
     found.append((f"{last['step']:,}", f"optimizer step{'s'[:last['step'] - 1]}, {amount(last['epoch'], 'epoch', '.3g')}"))
     found.append((f"{sum(line['tokens'] for line in lines):,}", f"tokens, {sum(line['label_tokens'] for line in lines):,} with a label"))
     if speeds:
@@ -124,6 +131,11 @@ def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
     loss += [Series(f"median of {window} lines", averaged, "mean")] if window > 1 else []
     loss += [Series("evaluation", points(watched, evals), "eval", marks=True)] if evals else []
     cards = [(watched, loss, limits(losses + column(evals, watched)))]
+    for name, title in PREFERENCE:
+        if any(name in line for line in lines):
+            both = [Series("training", points(name, lines), "mean")]
+            both += [Series("evaluation", points(name, evals), "eval", marks=True)] if evals else []
+            cards.append((title, both, limits(column(lines, name) + column(evals, name))))
     for name, title in (("grad_norm", "gradient norm"), ("learning_rate", "learning rate"), ("tokens_per_second", "tokens per second"),
                         ("step_time", "seconds per step"), ("memory_gib", "peak memory, GiB"), *POLICY):
         if not any(name in line for line in lines):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,15 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_a_loss_that_is_not_finite_is_shown() -> None:
     assert short({"loss": None, "learning_rate": 1e-5, "tokens_per_second": 1234.5}) == "loss nan  lr 1.00e-05  1,234 tokens/s"
+
+
+def test_pairs_say_how_often_the_chosen_answer_is_first(capsys: pytest.CaptureFixture[str]) -> None:
+    loop: Any = None
+    line = {"step": 4, "loss": 0.5, "label_tokens": 400}
+    Progress(io.StringIO()).on_evaluate(loop, {**line, "rewards/accuracies": 0.97})
+    Progress(io.StringIO()).on_evaluate(loop, line)
+    assert capsys.readouterr().err == ("megaswift: step 4: evaluation loss 0.5000  chosen first 97% over 400 label tokens\n"
+                                       "megaswift: step 4: evaluation loss 0.5000 over 400 label tokens\n")
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def parsed(run: tuple[Path, Path, Path, SwiftConfig], **story: object) -> tuple[
     path, metrics, evaluation, cfg = run
     rows = [("model", "qwen3"), ("layout", "TP2 PP2 on 4 processes\n  ranks 0-1   ranks 2-3")]
     made = report.Story(title="sft: tiny & <small>", status="finished", rows=rows, seconds={"data": 1.25, "metrics": 3.0}, **story)
-    report.write(path, cfg, made, (metrics, evaluation))
+    report.write(path, cfg, made, (metrics, evaluation, metrics.with_name("completions.jsonl")))
     text = path.read_text(encoding="utf-8")
     parser = Strict()
     parser.feed(text)
@@ -81,6 +81,16 @@ def test_it_tells_figures_configuration_layout_timings_and_versions(run: tuple[P
     said = set(parser.texts)
     assert {"sft: tiny & <small>", "<b>DIR</b>", "4 → 0.2", "0.75", "20", "2,000", "tokens, 800 with a label", "211", "2.50 GiB"} <= said
     assert {"TP2 PP2 on 4 processes\n  ranks 0-1   ranks 2-3", "1.25 s", "torch", "python", "learning_rate", "0.0003"} <= said
+
+
+def test_preference_learning_has_its_curves_and_figures(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
+    told = {"rewards/accuracies": 0.5, "rewards/margins": 0.25, "rewards/chosen": 0.1, "rewards/rejected": -0.15}
+    run[1].write_text("".join(to_json(line(i, **told)) + "\n" for i in range(1, 21)))
+    run[2].write_text(to_json({"step": 20, "epoch": 2.0, "loss": 0.75, **told, "rewards/accuracies": 0.96}) + "\n")
+    text, parser = parsed(run)
+    assert parser.tags.count("svg") == 10
+    assert {"96%", "of pairs have the chosen answer first, in evaluation"} <= set(parser.texts)
+    assert "evaluation, step 20: 0.96" in text and "training, step 20: 0.5" in text
 
 
 def test_options_that_were_set_are_marked(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
