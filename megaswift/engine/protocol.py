@@ -114,5 +114,11 @@ class Engine(Protocol):
     def load(self, directory: Path) -> None:
         """The inverse of `save`, on the same or another layout."""
 
+    def offload(self, what: frozenset[str]) -> None:
+        """`optimizer` (its state, and gradients, which are dropped) or `model` (the weights) leave the device until `onload`."""
+
+    def onload(self) -> None:
+        """Everything is back, bit by bit."""
+
     def report(self) -> ParameterReport:
         """Exact sizes for the first screen."""

@@ -31,6 +31,7 @@ from megaswift.engine.megatron.layer_choice import fp8_problems, only_torch, onl
 from megaswift.engine.megatron.lora import RankAdapters, plan_adapters
 from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap
 from megaswift.engine.megatron.model_config import transformer_config
+from megaswift.engine.megatron.offload import Offload
 from megaswift.engine.megatron.sizes import measure
 from megaswift.engine.megatron.weights import RandomSource, RankWeights, frozen
 from megaswift.engine.objective import Objective, count, outputs_of, report
@@ -75,6 +76,7 @@ class MegatronEngine:
         self.chunks = wrap(self.plain, self.config, cfg, context)
         self.optimizer = optim.build(self.chunks, self.config, cfg)
         self.config.grad_scale_func = self.optimizer.scale_loss if self.config.fp16 else None
+        self.away = Offload(self.chunks, self.optimizer)
         self.remembered: ReferenceWeights | None = None
         self.kept: WeightSource | None = None
         self.kept_names: list[str] = []
@@ -243,6 +245,17 @@ class MegatronEngine:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""
         source = None if self.cfg.model.random_init else folder
         write_model(target, self.spec.hf_config, stored_dtypes(self.plan, source), folder)
+
+    def offload(self, what: frozenset[str]) -> None:
+        """Parts of the engine leave the device; gradients are dropped."""
+        if "optimizer" in what:
+            self.away.optimizer_and_gradients()
+        if "model" in what:
+            self.away.weights()
+
+    def onload(self) -> None:
+        """Everything is back."""
+        self.away.bring_back()
 
     @property
     def kernels(self) -> str:

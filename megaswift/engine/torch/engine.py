@@ -188,6 +188,13 @@ class TorchEngine:
         if self.rank == 0:
             adapters.write(self.fields.model, {n: t.detach().cpu() for n, t in state.items()}, folder, base)
 
+    def offload(self, what: frozenset[str]) -> None:
+        """Not here: config.rl_rules refuses what would ask for it."""
+        assert not what, f"the torch engine does not offload {sorted(what)}"
+
+    def onload(self) -> None:
+        """Nothing was taken away."""
+
     def describe(self, target: Path, folder: Path) -> None:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""
         write_model(target, self.spec.hf_config, stored_dtypes(folder) or {"all": config_dtype(folder)}, folder)

@@ -19,6 +19,7 @@ from megaswift.trainers.hook import Hook
 from megaswift.trainers.reference import Reference
 from megaswift.trainers.rewards.contract import missing_columns
 from megaswift.trainers.rl.critic import Critic, critic_engine
+from megaswift.trainers.rl.drawing import Drawing
 from megaswift.trainers.rl.estimate import Estimator
 from megaswift.trainers.rl.evaluation import RewardEvaluation
 from megaswift.trainers.rl.generation import Generation
@@ -88,7 +89,9 @@ def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt
     judge = Judge(rewards_of(cfg), weights_of(cfg), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     layout = Layout(data.shape_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform)
     trained = critic(build, loop.learning_rate)
-    parts = Parts(source, generation, judge, Estimator(cfg, settings, settings.beta), layout, geometry, trained)
+    leaves = frozenset({"optimizer"} if cfg.rl.offload_optimizer else ()) | frozenset({"model"} if cfg.rl.offload_model else ())
+    drawing = Drawing(source, generation, settings.group, cfg.rl.async_generation, cfg.rl.rollout_sleep, leaves)
+    parts = Parts(drawing, judge, Estimator(cfg, settings, settings.beta), layout, geometry, trained)
     loop.source = rollouts = RolloutSource(settings, parts)
     loop.beside = rollouts.beside
     hooks: list[Hook] = []
@@ -101,5 +104,5 @@ def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt
         hooks.append(Reference(cfg.preference.ref_model_sync_steps, cfg.preference.ref_model_mixup_alpha))
     *before, checkpoint = loop.hooks
     if held:
-        before.append(RewardEvaluation(build.outputs.evaluation, held, (generation, judge), cfg.train.eval_steps))
+        before.append(RewardEvaluation(build.outputs.evaluation, held, (drawing, judge), cfg.train.eval_steps))
     loop.hooks = [*hooks, *before, checkpoint]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from megaswift.data.prompts import Prompt
 from megaswift.trainers import agree
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.metrics import drop_after, to_json
-from megaswift.trainers.rl.generation import Generation
+from megaswift.trainers.rl.drawing import Drawing
 from megaswift.trainers.rl.judge import Judge
 from megaswift.trainers.rl.summary import statistics
 
@@ -28,9 +29,9 @@ class RewardEvaluation(Hook):
 
     part = "evaluation"
 
-    def __init__(self, path: Path, prompts: Sequence[Prompt], work: tuple[Generation, Judge], every: int | None) -> None:
+    def __init__(self, path: Path, prompts: Sequence[Prompt], work: tuple[Drawing, Judge], every: int | None) -> None:
         self.path, self.prompts, self.every = path, prompts, every
-        self.generation, self.judge = work
+        self.drawing, self.judge = work
 
     def on_start(self, loop: Loop) -> None:
         """Drops the lines past the checkpoint."""
@@ -45,9 +46,10 @@ class RewardEvaluation(Hook):
     def evaluate(self, loop: Loop, step: Step) -> dict[str, Any]:
         """One pass over the prompts, one line."""
         began = time.perf_counter()
-        self.generation.synchronise()
-        completions = self.generation.write([p.token_ids for p in self.prompts], APART + step.number)
-        rollouts = self.judge(self.prompts, completions, self.generation.own(len(self.prompts)))
+        self.drawing.settle()
+        with self.drawing.room(lambda _: nullcontext(), again=False):
+            completions = self.drawing.generation.write([p.token_ids for p in self.prompts], APART + step.number)
+        rollouts = self.judge(self.prompts, completions, self.drawing.generation.own(len(self.prompts)))
         line: dict[str, Any] = {"step": step.number, "epoch": step.epoch, "loss": math.nan, **statistics(rollouts, 1)}
         line |= {"prompts": len(self.prompts), "seconds": time.perf_counter() - began}
         if agree.rank() == 0:

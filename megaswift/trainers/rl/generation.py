@@ -6,7 +6,7 @@ generation and its number, so that the layout of the ranks leaves no trace in it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,11 +66,16 @@ class Generation:
 
     def write(self, prompts: Sequence[Sequence[int]], generation: int) -> list[Completion]:
         """One completion for each prompt, on every rank. Collective."""
+        return self.joined(lambda: self.share(prompts, generation))
+
+    def share(self, prompts: Sequence[Sequence[int]], generation: int) -> list[Completion]:
+        """This rank's completions; nothing collective."""
         mine, drawn = self.own(len(prompts)), seeds(self.seed, generation, len(prompts))
+        if self.sampler is None or not mine:
+            return []
+        return self.sampler.generate([prompts[i] for i in mine], self.sampling, [drawn[i] for i in mine])
 
-        def work() -> list[Completion]:
-            if self.sampler is None or not mine:
-                return []
-            return self.sampler.generate([prompts[i] for i in mine], self.sampling, [drawn[i] for i in mine])
-
+    @staticmethod
+    def joined(work: Callable[[], list[Completion]]) -> list[Completion]:
+        """All ranks' shares, on every rank. Collective."""
         return [completion for share in agree.together(work) for completion in share]

@@ -16,13 +16,12 @@ import numpy as np
 
 from megaswift.data.completions import Completed, Layout, Micro
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.prompts import PromptSource
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, Needs
 from megaswift.trainers.loop import Beside
 from megaswift.trainers.rl.critic import Critic
+from megaswift.trainers.rl.drawing import Drawing
 from megaswift.trainers.rl.estimate import Estimator
-from megaswift.trainers.rl.generation import Generation
 from megaswift.trainers.rl.judge import Judge, Rollout
 from megaswift.trainers.rl.scoring import Numbers, token_numbers
 from megaswift.trainers.rl.settings import Settings
@@ -35,8 +34,7 @@ NOTHING = np.zeros(0, dtype=np.float32)
 class Parts:
     """What a source works with."""
 
-    prompts: PromptSource
-    generation: Generation
+    drawing: Drawing
     judge: Judge
     estimator: Estimator
     layout: Layout
@@ -63,7 +61,7 @@ class RolloutSource:
     @property
     def epoch(self) -> float:
         """Passes over the prompts so far."""
-        return self.parts.prompts.epoch
+        return self.parts.drawing.prompts.epoch
 
     def next(self) -> list[Batch]:
         """The micro-batches of the next optimizer step. Collective."""
@@ -85,8 +83,6 @@ class RolloutSource:
 
     def generate(self) -> None:
         """A new generation, ready for its first step."""
-        with self.timed("weight sync"):
-            self.parts.generation.synchronise()
         rollouts = self.sample()
         self.completed = [completed_of(i, r, self.settings.mask_truncated) for i, r in enumerate(rollouts)]
         self.used = 0
@@ -95,6 +91,8 @@ class RolloutSource:
         made = self.parts.estimator(rollouts, self.completed)
         for name, values in made.items():
             self.put(name, dict(enumerate(values)))
+        if self.parts.drawing.asynchronous:
+            self.parts.drawing.begin(self.generations, self.timed)
         self.metrics = statistics(rollouts, self.settings.group) | self.parts.estimator.metrics
         self.fresh = [(r, float(a.mean()) if len(a) else 0.0) for r, a in zip(rollouts, made["advantages"], strict=True)]
 
@@ -102,13 +100,11 @@ class RolloutSource:
         """Prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for it."""
         settings, kept = self.settings, list[Rollout]()
         spare: list[Rollout] = []
-        for _ in range(settings.tries):
-            prompts = [p for p in self.parts.prompts.next() for _ in range(settings.group)]
-            with self.timed("generation"):
-                completions = self.parts.generation.write([p.token_ids for p in prompts], self.generations)
+        for tried in range(settings.tries):
+            prompts, completions = self.parts.drawing.draw(self.generations, tried > 0, self.timed)
             self.generations += 1
             with self.timed("rewards"):
-                rollouts = self.parts.judge(prompts, completions, self.parts.generation.own(len(prompts), settings.group))
+                rollouts = self.parts.judge(prompts, completions, self.parts.drawing.generation.own(len(prompts), settings.group))
             for start in range(0, len(rollouts), settings.group):
                 group = rollouts[start:start + settings.group]
                 (kept if settings.tries == 1 or spread(group) else spare).extend(group)
@@ -118,7 +114,7 @@ class RolloutSource:
 
     def score(self) -> None:
         """Log-probabilities of the policy as it is and of the reference, values of the critic: where the run needs them."""
-        settings, engine, critic = self.settings, self.parts.generation.engine, self.parts.critic
+        settings, engine, critic = self.settings, self.parts.drawing.generation.engine, self.parts.critic
         needs = Needs(temperature=settings.temperature)
         if settings.needs_old:
             self.put("old", self.numbers(engine, needs))
@@ -131,7 +127,7 @@ class RolloutSource:
     def numbers(self, engine: Engine, needs: Needs) -> Numbers:
         """Of all completions. Collective."""
         micros = [micro for k in range(self.settings.slices) for micro in self.micros(k)]
-        return token_numbers(engine, micros, self.parts.layout, needs, self.parts.generation.first)
+        return token_numbers(engine, micros, self.parts.layout, needs, self.parts.drawing.generation.first)
 
     def put(self, name: str, numbers: Numbers) -> None:
         """One more field of every completion; of silent ones without numbers."""
@@ -146,7 +142,7 @@ class RolloutSource:
     def with_uncertain_ones(self, micros: list[Micro]) -> list[Micro]:
         """`keep`: the tokens whose entropy is in the upper part, over all ranks (arXiv:2506.01939)."""
         needs = Needs(fields=frozenset({"entropy"}), temperature=self.settings.temperature)
-        found = token_numbers(self.parts.generation.engine, micros, self.parts.layout, needs, self.parts.generation.first)
+        found = token_numbers(self.parts.drawing.generation.engine, micros, self.parts.layout, needs, self.parts.drawing.generation.first)
         least = np.quantile(np.concatenate([*found.values()]), 1 - self.settings.top_entropy_quantile) if found else 0.0
         return [[None if c is None else replace(c, values={**c.values, "keep": found.get(c.number, NOTHING) >= least}) for c in micro]
                 for micro in micros]
@@ -163,12 +159,14 @@ class RolloutSource:
     def state_dict(self) -> dict[str, Any]:
         """The position; a generation that is not used up goes along."""
         kept = self.completed if self.used < self.settings.steps else []
-        return {"prompts": self.parts.prompts.state_dict(), "generations": self.generations, "used": self.used,
+        drawing = self.parts.drawing
+        return {"ahead": drawing.state_dict(), "prompts": drawing.prompts.state_dict(), "generations": self.generations, "used": self.used,
                 "estimator": self.parts.estimator.state_dict(), "metrics": dict(self.metrics), "completed": [to_json(c) for c in kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
-        self.parts.prompts.load_state_dict(state["prompts"])
+        self.parts.drawing.load_state_dict(state["ahead"])
+        self.parts.drawing.prompts.load_state_dict(state["prompts"])
         self.generations, self.used, self.metrics = int(state["generations"]), int(state["used"]), dict(state["metrics"])
         self.completed = [from_json(c) for c in state["completed"]]
         if len(self.completed) != self.settings.generation:  # used up, or a run whose generations had another size
