@@ -55,7 +55,7 @@ class AsyncUserFunction(UserFunction):
         return await self.function(**self.arguments(judged))
 
 
-def _imported(path: Path, flag: str) -> Mapping[str, Any]:
+def imported(path: Path, flag: str) -> Mapping[str, Any]:
     """The names of a file. Modules beside it can be imported, after everything that is installed."""
     spec = importlib.util.spec_from_file_location(f"megaswift_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None
@@ -76,7 +76,7 @@ def user_function(text: str) -> UserFunction:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(Problem(flag, f"there is no file {path}", beside(path)))
-    names = _imported(path, flag)
+    names = imported(path, flag)
     if name not in names:
         own = [n for n, thing in names.items() if callable(thing) and not n.startswith("_")]
         raise ConfigError(Problem(flag, f"{path.name} has no {name}; it has {', '.join(own) or 'no function'}", nearest(name, own)))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megaswift.config import SwiftConfig
 from megaswift.config.rl import estimator_of
 from megaswift.config.rl_batch import generation_plan
 from megaswift.data import build as data
@@ -18,8 +19,10 @@ from megaswift.losses.value import Value
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.reference import Reference
 from megaswift.trainers.rewards.contract import missing_columns
+from megaswift.trainers.rl.conversation import Talk
 from megaswift.trainers.rl.critic import Critic, critic_engine
 from megaswift.trainers.rl.drawing import Drawing
+from megaswift.trainers.rl.environment import Checked, environment_class
 from megaswift.trainers.rl.estimate import Estimator
 from megaswift.trainers.rl.evaluation import RewardEvaluation
 from megaswift.trainers.rl.generation import Generation
@@ -80,12 +83,22 @@ def critic(build: Build, rate: Rate) -> Critic | None:
     return Critic(engine, Value(cfg.rl.cliprange_value, cfg.rl.vf_coef), lambda step: share * rate(step))
 
 
+def talk_of(cfg: SwiftConfig, tokenizer: Any) -> Talk | None:
+    """How conversations go, where the run has an environment."""
+    text = cfg.rl.environment
+    if text is None:
+        return None
+    made = environment_class(text)
+    return Talk(lambda: Checked(f"--environment {text}", made()), tokenizer, cfg.rl.max_turns)
+
+
 def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt]) -> None:
     """Gives a loop the steps of a policy on these prompts, and all that goes with them."""
     cfg, context, tokenizer, engine = build.cfg, build.context, build.tokenizer, loop.engine
     settings, geometry = settings_of(cfg, build.layout.dp), build.geometry()
     sampler = sampler_of(cfg, build.folder, context, str(engine.dtype).removeprefix("torch."))
-    generation = Generation(engine, context.coordinates, sampler, sampling_of(cfg, tokenizer, build.folder), cfg.train.seed)
+    generation = Generation(engine, context.coordinates, sampler, sampling_of(cfg, tokenizer, build.folder), cfg.train.seed,
+                            talk_of(cfg, tokenizer))
     judge = Judge(rewards_of(cfg), weights_of(cfg), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     layout = Layout(data.shape_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform)
     trained = critic(build, loop.learning_rate)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megaswift.data.prompts import Prompt, PromptSource
 from megaswift.inference.rollout import Completion
+from megaswift.trainers.rl.conversation import Conversation
 from megaswift.trainers.rl.generation import Generation
 
 Timed = Callable[[str], AbstractContextManager[None]]
@@ -57,15 +58,14 @@ class Drawing:
             return self.repeated(found.place), found.completions
         place = self.take()
         with self.room(timed, again):
-            return self.repeated(place), self.generation.write([p.token_ids for p in self.repeated(place)], number)
+            return self.repeated(place), self.generation.write(self.repeated(place), number)
 
     def begin(self, number: int, timed: Timed) -> None:
         """Draws the next generation by the weights as they are, in the background. Collective."""
         with timed("weight sync"):
             self.generation.synchronise()
         place = self.take()
-        asked = [p.token_ids for p in self.repeated(place)]
-        self.ahead = Ahead(place, number, self._thread.submit(self.generation.share, asked, number))
+        self.ahead = Ahead(place, number, self._thread.submit(self.generation.share, self.repeated(place), number))
 
     def settle(self) -> None:
         """Waits for the draw that is under way, where there is one. Collective."""
@@ -110,17 +110,21 @@ class Drawing:
         self.settle()
         if self.ahead is None:
             return {}
-        texts = [[[*c.token_ids], [*c.logprobs], c.finished] for c in self.ahead.completions]
-        return {"place": self.ahead.place, "number": self.ahead.number, "completions": texts}
+        return {"place": self.ahead.place, "number": self.ahead.number, "completions": [asdict(c) for c in self.ahead.completions]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
         self.settle()
         self.ahead = None
         if state:
-            completions = [Completion(tuple(ids), tuple(logprobs), bool(finished)) for ids, logprobs, finished in state["completions"]]
-            self.ahead = Ahead(int(state["place"]), int(state["number"]), None, completions)
+            self.ahead = Ahead(int(state["place"]), int(state["number"]), None, [completion_of(c) for c in state["completions"]])
 
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def completion_of(state: Mapping[str, Any]) -> Completion:
+    """The inverse of `asdict`."""
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list | tuple) else value for name, value in state.items()}
+    return Conversation(**values) if "own" in values else Completion(**values)

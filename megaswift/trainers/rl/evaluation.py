@@ -48,7 +48,7 @@ class RewardEvaluation(Hook):
         began = time.perf_counter()
         self.drawing.settle()
         with self.drawing.room(lambda _: nullcontext(), again=False):
-            completions = self.drawing.generation.write([p.token_ids for p in self.prompts], APART + step.number)
+            completions = self.drawing.generation.write(self.prompts, APART + step.number)
         rollouts = self.judge(self.prompts, completions, self.drawing.generation.own(len(self.prompts)))
         line: dict[str, Any] = {"step": step.number, "epoch": step.epoch, "loss": math.nan, **statistics(rollouts, 1)}
         line |= {"prompts": len(self.prompts), "seconds": time.perf_counter() - began}

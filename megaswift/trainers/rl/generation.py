@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megaswift.data.prompts import Prompt
 from megaswift.engine.protocol import Engine
 from megaswift.inference.rollout import Completion, Sampler, Sampling
 from megaswift.parallel.layout import Coordinates, Layout
 from megaswift.trainers import agree
+from megaswift.trainers.rl.conversation import Talk
 
 
 def samples_here(at: Coordinates) -> bool:
@@ -37,6 +39,8 @@ class Generation:
     """None on ranks without one."""
     sampling: Sampling
     seed: int
+    talk: Talk | None = None
+    """Where an environment answers."""
 
     @property
     def layout(self) -> Layout:
@@ -64,16 +68,19 @@ class Generation:
             pass
         agree.barrier()  # servers have loaded them before another rank asks
 
-    def write(self, prompts: Sequence[Sequence[int]], generation: int) -> list[Completion]:
+    def write(self, prompts: Sequence[Prompt], generation: int) -> list[Completion]:
         """One completion for each prompt, on every rank. Collective."""
         return self.joined(lambda: self.share(prompts, generation))
 
-    def share(self, prompts: Sequence[Sequence[int]], generation: int) -> list[Completion]:
+    def share(self, prompts: Sequence[Prompt], generation: int) -> list[Completion]:
         """This rank's completions; nothing collective."""
         mine, drawn = self.own(len(prompts)), seeds(self.seed, generation, len(prompts))
         if self.sampler is None or not mine:
             return []
-        return self.sampler.generate([prompts[i] for i in mine], self.sampling, [drawn[i] for i in mine])
+        asked, own_seeds = [prompts[i] for i in mine], [drawn[i] for i in mine]
+        if self.talk is not None:
+            return self.talk.write(self.sampler, self.sampling, asked, own_seeds)
+        return self.sampler.generate([p.token_ids for p in asked], self.sampling, own_seeds)
 
     @staticmethod
     def joined(work: Callable[[], list[Completion]]) -> list[Completion]:

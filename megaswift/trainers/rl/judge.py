@@ -6,13 +6,16 @@ Owns the text of a completion. Each rank judges what it sampled; a mistake of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megaswift.data.prompts import Prompt
 from megaswift.inference.rollout import Completion
 from megaswift.trainers import agree
 from megaswift.trainers.rewards.contract import Judged, RewardFunction, score_all
+from megaswift.trainers.rl.conversation import Conversation
+
+ENVIRONMENT = "environment"
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,28 @@ class Judge:
     def judged(self, prompt: Prompt, completion: Completion, text: str) -> Judged:
         """Text, or a message where the prompt was messages."""
         said: Any = text if isinstance(prompt.said, str) else [{"role": "assistant", "content": text}]
+        if isinstance(completion, Conversation):
+            said = list(completion.messages)
         return Judged(prompt.said if isinstance(prompt.said, str) else list(prompt.said), said, completion.token_ids, completion.finished,
                       prompt.columns)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion], mine: range) -> list[Rollout]:
-        """All rollouts, on every rank; this one judges `mine`. Collective."""
+        """All rollouts, on every rank; this one judges `mine`. An environment's own rewards count beside. Collective."""
         texts = [self.decode(c.token_ids) for c in completions]
 
         def work() -> list[tuple[dict[str, float], float]]:
+            if not self.functions:
+                return [({}, 0.0)] * len(mine)
             if not mine:
                 return []
             found = score_all(self.functions, self.weights, [self.judged(prompts[i], completions[i], texts[i]) for i in mine])
             return [({n: values[k] for n, values in found.per_function.items()}, found.total[k]) for k in range(len(mine))]
 
         rewards = [reward for share in agree.together(work) for reward in share]
-        return [Rollout(*one, *reward) for one, reward in zip(zip(prompts, completions, texts, strict=True), rewards, strict=True)]
+        found = [Rollout(*one, *reward) for one, reward in zip(zip(prompts, completions, texts, strict=True), rewards, strict=True)]
+        return [with_environment(r, r.completion) if isinstance(r.completion, Conversation) else r for r in found]
+
+
+def with_environment(rollout: Rollout, talk: Conversation) -> Rollout:
+    """The rollout with what its environment gave."""
+    return replace(rollout, rewards={**rollout.rewards, ENVIRONMENT: talk.reward}, total=rollout.total + talk.reward)

@@ -19,6 +19,7 @@ from megaswift.data.loader import LoaderGeometry
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, Needs
 from megaswift.trainers.loop import Beside
+from megaswift.trainers.rl.conversation import own_of
 from megaswift.trainers.rl.critic import Critic
 from megaswift.trainers.rl.drawing import Drawing
 from megaswift.trainers.rl.estimate import Estimator
@@ -179,7 +180,7 @@ def completed_of(number: int, rollout: Rollout, mask_truncated: bool) -> Complet
     completion = rollout.completion
     silent = mask_truncated and not completion.finished
     values = {"sampled": NOTHING if silent else np.asarray(completion.logprobs, dtype=np.float32)}
-    return Completed(number, rollout.prompt.token_ids, completion.token_ids, [True] * len(completion.token_ids), values, silent)
+    return Completed(number, rollout.prompt.token_ids, completion.token_ids, own_of(completion), values, silent)
 
 
 def to_json(c: Completed) -> dict[str, Any]:

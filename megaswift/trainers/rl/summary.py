@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megaswift.trainers.rl.conversation import own_of
 from megaswift.trainers.rl.judge import Rollout
 
 
@@ -23,7 +24,7 @@ def statistics(rollouts: Sequence[Rollout], group: int) -> dict[str, float]:
     for name in rollouts[0].rewards:
         values = np.asarray([r.rewards[name] for r in rollouts], dtype=np.float64)
         found |= {f"rewards/{name}/mean": values.mean(), f"rewards/{name}/std": values.std(ddof=1) if len(values) > 1 else 0.0}
-    lengths = np.asarray([len(r.completion.token_ids) for r in rollouts])
+    lengths = np.asarray([sum(own_of(r.completion)) for r in rollouts])
     finished = np.asarray([r.completion.finished for r in rollouts])
     found |= _lengths("completions/", lengths) | {"completions/clipped_ratio": 1 - finished.mean()}
     found |= _lengths("completions/", lengths[finished] if finished.any() else np.zeros(1), "_terminated")

@@ -1,0 +1,117 @@
+"""Completions of several turns: the model writes, its environment answers, the model goes on.
+
+Owns the turns, the tokens between them and which tokens are the model's own. All conversations of a rank go on together, turn by turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megaswift.data.prompts import Prompt
+from megaswift.inference.rollout import Completion, Sampler, Sampling
+from megaswift.trainers.rl.environment import Checked, Message
+
+DUMMY = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@dataclass(frozen=True)
+class Conversation(Completion):
+    """`token_ids` hold the environment's text too; `logprobs` are of the model's own tokens."""
+
+    own: tuple[bool, ...] = ()
+    messages: tuple[Message, ...] = ()
+    """The model's turns and the answers to them."""
+    reward: float = 0.0
+    """The environment's, added up."""
+    turns: int = 0
+    """Of the model."""
+
+
+def own_of(completion: Completion) -> tuple[bool, ...]:
+    """Which tokens are the model's own: all, but in a conversation."""
+    return completion.own if isinstance(completion, Conversation) else (True,) * len(completion.token_ids)
+
+
+@dataclass
+class _Open:
+    """A conversation under way."""
+
+    prompt: Prompt
+    seed: int
+    environment: Checked
+    tokens: list[int] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+    turns: int = 0
+    ended: bool = False
+    finished: bool = False
+
+    def closed(self) -> Conversation:
+        """As it is now."""
+        return Conversation(tuple(self.tokens), tuple(self.logprobs), self.finished, tuple(self.own), tuple(self.messages), self.reward,
+                            self.turns)
+
+
+@dataclass(frozen=True)
+class Talk:
+    """How conversations of a run go."""
+
+    make: Callable[[], Checked]
+    tokenizer: Any
+    max_turns: int | None
+    """Of the model; None: until the environment ends it, or the tokens do."""
+
+    def between(self, answers: Sequence[Message]) -> list[int]:
+        """The tokens from the end of the model's turn to the beginning of its next: the template's text of the answers."""
+        def text(messages: Sequence[Message], prompt: bool) -> str:
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+
+        base, whole, stop = text(DUMMY, False), text([*DUMMY, *answers], True), self.tokenizer.eos_token or ""
+        end = base.rindex(stop) + len(stop) if stop and stop in base else len(base)  # the model wrote its end of turn itself
+        return list(self.tokenizer(whole[end:], add_special_tokens=False)["input_ids"])
+
+    def write(self, sampler: Sampler, sampling: Sampling, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
+        """One conversation for each prompt."""
+        every = [_Open(p, s, self.make()) for p, s in zip(prompts, seeds, strict=True)]
+        for one in every:
+            one.environment.reset(one.prompt.said if isinstance(one.prompt.said, str) else list(one.prompt.said), one.prompt.columns)
+        while under_way := [one for one in every if not one.ended]:
+            room = max(sampling.max_tokens - len(one.tokens) for one in under_way)
+            asked = [[*one.prompt.token_ids, *one.tokens] for one in under_way]
+            drawn = [int(np.random.SeedSequence([one.seed, one.turns]).generate_state(1, np.uint64)[0] >> 1) for one in under_way]
+            said = sampler.generate(asked, replace(sampling, max_tokens=room), drawn)
+            for one, completion in zip(under_way, said, strict=True):
+                self._turn(one, completion, sampling.max_tokens)
+        return [one.closed() for one in every]
+
+    def _turn(self, one: _Open, completion: Completion, most: int) -> None:
+        """The model's turn, and the environment's after it."""
+        room = most - len(one.tokens)
+        ids, whole = list(completion.token_ids[:room]), completion.finished and len(completion.token_ids) <= room
+        one.tokens += ids
+        one.own += [True] * len(ids)
+        one.logprobs += completion.logprobs[:room]
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        one.messages.append({"role": "assistant", "content": text})
+        one.turns += 1
+        if not whole:
+            one.ended = True
+            return
+        answers, reward, done = one.environment.step(text)
+        one.reward += reward
+        one.finished = one.ended = done or not answers or one.turns == self.max_turns
+        if one.ended:
+            return
+        tokens = self.between(answers)
+        if len(one.tokens) + len(tokens) >= most:  # no room for another turn: cut off
+            one.ended = True
+            return
+        one.messages += answers
+        one.tokens += tokens
+        one.own += [False] * len(tokens)

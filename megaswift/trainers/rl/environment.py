@@ -1,0 +1,69 @@
+"""Environments: what answers the model's turns, such as tools, and may reward them.
+
+Owns the protocol, finding the user's class, and checks of what it returns. One object lives as long as one completion.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any, Protocol
+
+from megaswift.errors import ConfigError, Problem, RewardError, nearest
+from megaswift.trainers.rewards.checked import told
+from megaswift.trainers.rewards.user_function import imported
+
+Message = dict[str, Any]
+Turn = tuple[list[Message], float, bool]
+"""(messages that answer the model: none ends the conversation, reward of this turn, whether it has ended)."""
+
+
+class Environment(Protocol):
+    """What a class of the user's has."""
+
+    def reset(self, prompt: Any, **columns: Any) -> None:
+        """A new conversation begins: the row's prompt, as text or messages, and its other columns."""
+
+    def step(self, answer: str) -> Turn:
+        """What the model has said, without special tokens."""
+
+
+def environment_class(text: str) -> Callable[[], Environment]:
+    """The class (or function that makes one) of `FILE.py:NAME`; ConfigError with what to do where there is none."""
+    flag = f"--environment {text}"
+    file, _, name = text.rpartition(":")
+    names = imported(Path(file).expanduser(), flag)
+    made = names.get(name)
+    if made is None:
+        raise ConfigError(Problem(flag, f"{Path(file).name} has no {name}", nearest(name, [n for n in names if not n.startswith("_")])))
+    lacking = [method for method in ("reset", "step") if not callable(getattr(made, method, None))]
+    if isinstance(made, type) and lacking:
+        raise ConfigError(Problem(flag, f"has no {' and no '.join(lacking)}", "reset(prompt, **columns) and step(answer)"))
+    return made
+
+
+class Checked:
+    """An environment whose mistakes are told with its name."""
+
+    def __init__(self, flag: str, inner: Environment) -> None:
+        self.flag, self.inner = flag, inner
+
+    def reset(self, prompt: Any, columns: Mapping[str, Any]) -> None:
+        """Begins; RewardError where it raises."""
+        with told(lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}"))):
+            self.inner.reset(prompt, **columns)
+
+    def step(self, answer: str) -> Turn:
+        """One turn; RewardError where it raises or returns something else."""
+        with told(lambda trace: RewardError(Problem(self.flag, f"step failed on {answer[:80]!r}\n{trace}"))):
+            returned: Any = self.inner.step(answer)
+        if not isinstance(returned, Sequence) or len(returned) != 3:
+            raise RewardError(Problem(self.flag, f"step returned {returned!r:.80}", "(messages, reward, done)"))
+        messages, reward, done = returned
+        if not isinstance(reward, Real) or isinstance(reward, bool) or not math.isfinite(float(reward)):
+            raise RewardError(Problem(self.flag, f"step returned the reward {reward!r:.80}", "a finite number, 0.0 where there is none"))
+        if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and m.get("role") for m in messages):
+            raise RewardError(Problem(self.flag, f"step returned the messages {messages!r:.80}", '[{"role": "tool", "content": "..."}]'))
+        return [dict(m) for m in messages], float(reward), bool(done)
