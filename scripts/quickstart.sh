@@ -10,26 +10,9 @@
 # With GPUs it takes the largest of TP2xPP2, TP2 and a single process that fits them.
 set -euo pipefail
 
-setup=() out=quickstart-output env=""
-while [ $# -gt 0 ]; do
-  case "$1" in
-    --python) [ $# -ge 2 ] || { echo "quickstart.sh: --python needs a command or a path" >&2; exit 2; }; setup=(--python "$2"); shift 2 ;;
-    --output) [ $# -ge 2 ] || { echo "quickstart.sh: --output needs a folder" >&2; exit 2; }; out=$(realpath -m "$2"); shift 2 ;;
-    --env) [ $# -ge 2 ] || { echo "quickstart.sh: --env needs a folder" >&2; exit 2; }; env=$(realpath -m "$2"); shift 2 ;;
-    *) echo "quickstart.sh: unknown option $1 (known: --python PYTHON, --output FOLDER, --env FOLDER)" >&2; exit 2 ;;
-  esac
-done
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-root=$PWD
-[ -n "$env" ] || env=$(bash scripts/setup_env.sh ${setup[@]+"${setup[@]}"})
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-quick="$root/scripts/quickstart"
-began=$SECONDS
-
-echo "== 1/3  a model that knows nothing"
-told=$("$env/bin/python" "$quick/make_model.py" "$quick/data" "$out/model")
-echo "${told%$'\n'*}"
-case "${told##*gpus }" in 0) tp=2 pp=2 ;; 1) tp=1 pp=1 ;; 2|3) tp=2 pp=1 ;; *) tp=2 pp=2 ;; esac
+out=quickstart-output parts=3
+. "$(dirname "${BASH_SOURCE[0]}")/quickstart/prepare.sh"
+case "$gpus" in 0) tp=2 pp=2 ;; 1) tp=1 pp=1 ;; 2|3) tp=2 pp=1 ;; *) tp=2 pp=2 ;; esac
 
 echo "== 2/3  fine-tuning on $((tp * pp)) processes: tensor parallel $tp x pipeline parallel $pp"
 "$env/bin/python" -m torch.distributed.run --standalone --nproc_per_node $((tp * pp)) megaswift/sft.py \

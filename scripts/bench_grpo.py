@@ -1,0 +1,247 @@
+"""Time per GRPO step, on one process: megaswift and TRL's GRPOTrainer, the same model and prompts, as many and as long completions.
+
+    python scripts/bench_grpo.py                      # about 20 M parameters, float32, CPU
+
+The contenders take turns, a step each (the first one of a round moves on), and the median counts. Both generate with transformers, train
+on what they have just sampled, and log; neither writes checkpoints. The tokenizer's end of text is no token of the model, so every
+completion has the full length and both do the same work. A step is split into generation, weight sync, scoring (log-probabilities outside
+of the training pass), rewards, and the rest, which is training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+from bench_step import SIZES, Turn, load_hf, make_model  # noqa: E402
+
+NAMES = ("megaswift", "trl")
+PARTS = ("generation", "weight sync", "scoring", "rewards", "training")
+LR = 1e-4
+Work = Callable[["Contest"], None]
+
+
+def even(completions: list[str], **columns: object) -> list[float]:
+    """The reward: the share of even words."""
+    return [statistics.fmean(int(word[1:-1]) % 2 == 0 for word in text.split()) if text else 0.0 for text in completions]
+
+
+@dataclass
+class Contest(Turn):
+    """A contender's turn that also knows where its steps' time went, and what it sampled."""
+
+    parts: list[dict[str, float]] = field(default_factory=list)
+    """Seconds by part, of each step; training is left out."""
+    lengths: list[float] = field(default_factory=list)
+    """Mean length of each step's completions."""
+
+
+def prompts(args: argparse.Namespace) -> list[dict[str, str]]:
+    """Rows of random words, all of one length."""
+    rng = random.Random(3)
+    count = args.prompts * (args.warmup + args.steps + 1)
+    words = range(3, SIZES[args.size][-1])
+    return [{"prompt": " ".join(f"<{n}>" for n in rng.choices(words, k=args.prompt_length))} for _ in range(count)]
+
+
+def megaswift(args: argparse.Namespace, folder: Path) -> Work:
+    """A whole run on one process, without checkpoints."""
+    from megaswift.config import SwiftConfig
+    from megaswift.families.model_source import locate
+    from megaswift.parallel.checks import layout_for
+    from megaswift.parallel.shape import ModelShape
+    from megaswift.trainers.engines import start_context
+    from megaswift.trainers.hook import Hook, Step
+    from megaswift.trainers.loop import Loop
+    from megaswift.trainers.model_spec import spec_of
+    from megaswift.trainers.session import Session
+
+    class Pacer(Hook):
+        def __init__(self, turn: Contest) -> None:
+            self.turn, self.before = turn, dict[str, float]()
+
+        def on_start(self, loop: Loop) -> None:
+            self.pause(loop)
+
+        def on_step(self, loop: Loop, step: Step) -> None:
+            self.turn.lengths.append(step.result.metrics["completions/mean_length"])
+            self.turn.parts.append({name: loop.seconds[name] - self.before.get(name, 0.0) for name in PARTS if name in loop.seconds})
+            self.pause(loop)
+
+        def pause(self, loop: Loop) -> None:
+            self.before = dict(loop.seconds)
+            self.turn.pause()
+
+    def work(turn: Contest) -> None:
+        completions = args.prompts * args.generations
+        cfg = SwiftConfig(
+            task="grpo", model=str(folder), dataset=[str(folder / "prompts.jsonl")], reward_funcs=[f"{__file__}:even"],
+            num_generations=args.generations, max_completion_length=args.length, max_length=args.prompt_length + args.length,
+            per_device_train_batch_size=completions, global_batch_size=completions, rollout_batch_size=completions,
+            max_steps=args.warmup + args.steps + 1, learning_rate=LR, lr_scheduler_type="constant", warmup_ratio=0.0,
+            torch_dtype="float32", report_to="none", log_completions=False, output_dir=str(folder / "run"))
+        spec = spec_of(cfg, locate(cfg.model))
+        context = start_context(cfg, layout_for(cfg, ModelShape.of(spec), 1))
+        loop = Session(cfg, spec, folder, context).prepare()
+        loop.hooks = [*loop.hooks[:-1], Pacer(turn)]  # the last one saves checkpoints
+        loop.run()
+
+    return work
+
+
+def trl(args: argparse.Namespace, folder: Path) -> Work:
+    """TRL's GRPOTrainer, its own loop."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Pacer(TrainerCallback):  # type: ignore[misc]
+        def __init__(self, turn: Contest) -> None:
+            self.turn = turn
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if not self.turn.lengths:
+                self.turn.parts.append({})
+                self.turn.pause()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.turn.lengths.append(float("nan"))
+            self.turn.parts.append({})
+            self.turn.pause()
+
+        def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
+            if logs and "completions/mean_length" in logs:
+                self.turn.lengths[-1] = logs["completions/mean_length"]
+
+    def work(turn: Contest) -> None:
+        completions = args.prompts * args.generations
+        rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+        with tempfile.TemporaryDirectory() as scratch:
+            config = GRPOConfig(
+                scratch, num_generations=args.generations, max_completion_length=args.length, per_device_train_batch_size=completions,
+                gradient_accumulation_steps=1, max_steps=args.warmup + args.steps + 1, learning_rate=LR, lr_scheduler_type="constant",
+                weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0, gradient_checkpointing=False, bf16=False,
+                report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, use_cpu=args.device == "cpu",
+                dataloader_pin_memory=False)
+            trainer = GRPOTrainer(
+                load_hf(args, folder), even, config, train_dataset=Dataset.from_list(rows),
+                processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[Pacer(turn)])
+            for name, method in (("generation", "_generate"), ("rewards", "_calculate_rewards"),
+                                 ("scoring", "_get_per_token_logps_and_entropies")):
+                setattr(trainer, method, timed(turn, name, getattr(trainer, method)))
+            trainer.train()
+
+    return work
+
+
+def timed(turn: Contest, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, its time added to a part of the step; log-probabilities with gradients are training, not scoring."""
+    def measured(*values: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        found = method(*values, **named)
+        if part != "scoring" or not torch.is_grad_enabled():
+            turn.parts[-1][part] = turn.parts[-1].get(part, 0.0) + time.perf_counter() - began
+        return found
+
+    return measured
+
+
+MAKERS: dict[str, Callable[[argparse.Namespace, Path], Work]] = {"megaswift": megaswift, "trl": trl}
+
+
+def make_tokenizer(args: argparse.Namespace, folder: Path) -> None:
+    """A word a token; the end of text lies beyond the model's vocabulary, so that no completion ends early."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    size = SIZES[args.size][-1]
+    words = Tokenizer(models.WordLevel({**{f"<{i}>": i for i in range(size)}, "<end>": size}, unk_token="<0>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>", eos_token="<end>").save_pretrained(folder)
+
+
+def compete(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Runs both by turns; who goes first moves on."""
+    turns = {name: Contest(MAKERS[name](args, folder)) for name in args.only}
+    for name, turn in turns.items():
+        turn.start()
+        print(f"{name} is set up", file=sys.stderr)
+    times = []
+    for k in range(args.warmup + args.steps):
+        first = k % len(turns)
+        times.append({name: turns[name].step() for name in [*args.only[first:], *args.only[:first]]})
+    times = times[args.warmup:]
+    split = {name: split_of(turn.parts[args.warmup:args.warmup + args.steps], [t[name] for t in times]) for name, turn in turns.items()}
+    median = {name: statistics.median(t[name] for t in times) for name in turns}
+    result = {"median_s": median, "split_s": split, "mean_lengths": {name: turn.lengths[:args.steps] for name, turn in turns.items()}}
+    if len(turns) > 1:
+        result["ratio"] = median["megaswift"] / median["trl"]
+        result["ratio_by_round"] = statistics.median(t["megaswift"] / t["trl"] for t in times)
+    return result
+
+
+def split_of(parts: list[dict[str, float]], seconds: list[float]) -> dict[str, float]:
+    """Medians of each part; what no other part took is training."""
+    rows = [{name: found.get(name, 0.0) for name in PARTS[:-1]} for found in parts]
+    rows = [{**row, "training": whole - sum(row.values())} for row, whole in zip(rows, seconds, strict=True)]
+    return {name: statistics.median(row[name] for row in rows) for name in PARTS}
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="20m", help="model size")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--prompts", type=int, default=2, help="prompts a step")
+    parser.add_argument("--generations", type=int, default=8, help="completions of each")
+    parser.add_argument("--prompt_length", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a completion")
+    parser.add_argument("--steps", type=int, default=9, help="measured steps of each contender")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before these")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: torch's default)")
+    parser.add_argument("--only", nargs="+", default=list(NAMES), choices=NAMES, help="contenders")
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    return parser
+
+
+def main() -> None:
+    """Prints medians, parts and ratios."""
+    args = options().parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        make_model(args, folder)
+        make_tokenizer(args, folder)
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts(args)))
+        result = compete(args, folder)
+    if args.json:
+        return print(json.dumps(result, indent=1))
+    print(f"{args.size}, float32, {args.prompts} x {args.generations} completions of {args.prompt_length} + {args.length} tokens a step, "
+          f"{args.device}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}, torch {torch.__version__}; "
+          f"median of {args.steps} alternating steps")
+    for name, seconds in result["median_s"].items():
+        split = ", ".join(f"{part} {value * 1e3:.0f}" for part, value in result["split_s"][name].items() if value)
+        print(f"  {name:10} {seconds * 1e3:9.1f} ms: {split}")
+    if "ratio" in result:
+        print(f"  megaswift / trl {result['ratio']:.3f} of the medians, {result['ratio_by_round']:.3f} median of the rounds' ratios")
+
+
+if __name__ == "__main__":
+    main()
