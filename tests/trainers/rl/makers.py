@@ -6,17 +6,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from megaswift.config import SwiftConfig
 from megaswift.data.collate import Shape
 from megaswift.data.completions import Completed, Layout
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.prompts import Prompt
+from megaswift.data.order import Order
+from megaswift.data.prompts import Prompt, PromptSource
 from megaswift.inference.rollout import Completion
 from megaswift.losses.contract import Batch, Needs, Outputs
 from megaswift.trainers.rewards.functions import Each
+from megaswift.trainers.rl.drawing import Drawing
 from megaswift.trainers.rl.estimate import Estimator
 from megaswift.trainers.rl.judge import Judge, Rollout
 from megaswift.trainers.rl.settings import settings_of
@@ -47,23 +48,14 @@ def completed(values: dict[str, list[torch.Tensor]], silent: Sequence[int] = ())
 class Prompts:
     """Prompt k has the one token k + 3."""
 
-    epoch = 0.0
+    fingerprint = "prompts"
 
-    def __init__(self, count: int) -> None:
-        self.count, self.taken = count, 0
+    def __len__(self) -> int:
+        return 64
 
-    def next(self) -> list[Prompt]:
-        """The next ones."""
-        self.taken += self.count
-        return [Prompt(k, (k + 3,), f"Q{k}", {}) for k in range(self.taken - self.count, self.taken)]
-
-    def state_dict(self) -> dict[str, int]:
-        """The position."""
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """The inverse."""
-        self.taken = state["taken"]
+    def read(self, i: int) -> Prompt:
+        """Prompt i."""
+        return Prompt(i, (i + 3,), f"Q{i}", {})
 
 
 class Engine:
@@ -88,6 +80,7 @@ class Samples:
     """In `Generation`'s place, on the only rank. A completion has its own number's tokens; every third is cut off."""
 
     first = True
+    sampler = None
 
     def __init__(self) -> None:
         self.engine = Engine()
@@ -101,7 +94,7 @@ class Samples:
         """All."""
         return range(count)
 
-    def write(self, prompts: Sequence[Sequence[int]], generation: int) -> list[Completion]:
+    def write(self, prompts: Sequence[Prompt], generation: int) -> list[Completion]:
         """Two to four tokens that tell generation and number."""
         self.asked.append(generation)
         return [Completion(tuple(10 * generation + i + k for k in range(2 + i % 3)), (-0.5,) * (2 + i % 3), i % 3 != 0)
@@ -115,17 +108,14 @@ def source(worth: Any = None, **options: Any) -> RolloutSource:
     judge = Judge([Each("worth", worth or (lambda s: float(len(s.token_ids))))], [1.0], lambda ids: " ".join(map(str, ids)))
     width = cfg.train.per_device_train_batch_size
     geometry = LoaderGeometry(per_device=width, accumulation=settings.batch // width)
-    parts: Any = (Prompts(settings.generation // settings.group), Samples(), judge, Estimator(cfg, settings, settings.beta),
-                  Layout(Shape(), True, False), geometry)
-    return RolloutSource(settings, Parts(*parts))
+    prompts: Any = Prompts()
+    samples: Any = Samples()
+    drawing = Drawing(PromptSource(prompts, settings.generation // settings.group, Order(len(prompts), False, 0)), samples, settings.group)
+    parts = Parts(drawing, judge, Estimator(cfg, settings, settings.beta), Layout(Shape(), True, False), geometry)
+    return RolloutSource(settings, parts)
 
 
 def told(batches: Sequence[Batch]) -> list[dict[str, list[Any]]]:
     """Tokens, weights and fields as lists."""
     return [{"input_ids": b.input_ids.tolist(), "loss_weights": b.loss_weights.tolist(), **{n: v.tolist() for n, v in b.fields.items()}}
             for b in batches]
-
-
-def tokens(c: Completed) -> np.ndarray:
-    """What was written."""
-    return np.asarray(c.written, dtype=np.float32)

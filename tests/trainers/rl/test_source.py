@@ -21,7 +21,7 @@ FOUR = {"generation_batch_size": 16, "num_iterations": 2}
 
 def asked(made: RolloutSource) -> list[int]:
     """Generations that were sampled, and weights that were brought for them."""
-    samples: Any = made.parts.generation
+    samples: Any = made.parts.drawing.generation
     return [*samples.asked, samples.synchronised]
 
 
