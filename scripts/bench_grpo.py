@@ -49,6 +49,15 @@ class Contest(Turn):
     """Seconds by part, of each step; training is left out."""
     lengths: list[float] = field(default_factory=list)
     """Mean length of each step's completions."""
+    processor: list[float] = field(default_factory=list)
+    """Seconds of processor time of each step, which other programs on the machine change less."""
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        before = time.process_time()
+        seconds = super().step()
+        self.processor.append(time.process_time() - before)
+        return seconds
 
 
 def prompts(args: argparse.Namespace) -> list[dict[str, str]]:
@@ -188,9 +197,12 @@ def compete(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     times = times[args.warmup:]
     split = {name: split_of(turn.parts[args.warmup:args.warmup + args.steps], [t[name] for t in times]) for name, turn in turns.items()}
     median = {name: statistics.median(t[name] for t in times) for name in turns}
-    result = {"median_s": median, "split_s": split, "mean_lengths": {name: turn.lengths[:args.steps] for name, turn in turns.items()}}
+    used = {name: turn.processor[args.warmup:] for name, turn in turns.items()}
+    result = {"median_s": median, "processor_s": {name: statistics.median(u) for name, u in used.items()}, "split_s": split}
+    result["mean_lengths"] = {name: turn.lengths[:args.steps] for name, turn in turns.items()}
     if len(turns) > 1:
         result["ratio"] = median["megaswift"] / median["trl"]
+        result["ratio_of_processor_time"] = statistics.median(a / b for a, b in zip(used["megaswift"], used["trl"], strict=True))
         result["ratio_by_round"] = statistics.median(t["megaswift"] / t["trl"] for t in times)
     return result
 
@@ -240,7 +252,8 @@ def main() -> None:
         split = ", ".join(f"{part} {value * 1e3:.0f}" for part, value in result["split_s"][name].items() if value)
         print(f"  {name:10} {seconds * 1e3:9.1f} ms: {split}")
     if "ratio" in result:
-        print(f"  megaswift / trl {result['ratio']:.3f} of the medians, {result['ratio_by_round']:.3f} median of the rounds' ratios")
+        print(f"  megaswift / trl {result['ratio']:.3f} of the medians, {result['ratio_by_round']:.3f} median of the rounds' ratios, "
+              f"{result['ratio_of_processor_time']:.3f} of processor time")
 
 
 if __name__ == "__main__":
