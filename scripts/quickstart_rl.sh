@@ -25,7 +25,7 @@ run sft 24 --model "$out/model" --max_steps 84 --learning_rate 1e-3 --warmup_ste
 echo "== 3/4  $algorithm"
 case "$algorithm" in
   grpo) settings=(--num_generations 4 --max_steps 120) ;;
-  ppo) settings=(--critic_learning_rate 1e-3 --lam 1.0 --beta 0 --max_steps 150) ;;
+  ppo) settings=(--critic_learning_rate 1e-3 --lam 1.0 --beta 0 --max_steps 200) ;;
 esac
 run "$algorithm" 256 --model "$out/sft/hf" --reward_funcs "$quick/exact.py:exact" --max_completion_length 8 "${settings[@]}" \
   --learning_rate 5e-4 --lr_scheduler_type constant --warmup_steps 5 --entropy_coef 0.03 --rollout_batch_size 256 \
