@@ -166,9 +166,10 @@ def samples(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     cells = []
     for row in last:
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else "\n".join(f"{m['role']}: {m['content']}" for m in row["prompt"])
+        prompt, answer = (said if isinstance(said, str) else "\n".join(f"{m['role']}: {m['content']}" for m in said)
+                          for said in (row["prompt"], row["completion"]))
         judged = ", ".join(f"{name.removeprefix('rewards/')} {value:.3g}" for name, value in row.items() if name.startswith("rewards/"))
-        cells.append((f"{judged}; advantage {row['advantage']:.3g}", f"{prompt}\n→ {row['completion']}"))
+        cells.append((f"{judged}; advantage {row['advantage']:.3g}", f"{prompt}\n→ {answer}"))
     return f"<h2>Completions of step {last[0]['step']:,}</h2>{table(cells)}"
 
 

@@ -24,8 +24,9 @@ Timed = Callable[[str], AbstractContextManager[None]]
 class Ahead:
     """A draw that has begun."""
 
-    place: int
-    """Prompts taken before these."""
+    before: dict[str, Any]
+    """The position of the prompts before these were taken."""
+    prompts: list[Prompt]
     number: int
     """Of the generation."""
     found: Future[list[Completion]] | None
@@ -55,17 +56,17 @@ class Drawing:
             with timed("generation"):
                 self.settle()
             found, self.ahead = self.ahead, None
-            return self.repeated(found.place), found.completions
-        place = self.take()
+            return found.prompts, found.completions
+        prompts = self.take()
         with self.room(timed, again):
-            return self.repeated(place), self.generation.write(self.repeated(place), number)
+            return prompts, self.generation.write(prompts, number)
 
     def begin(self, number: int, timed: Timed) -> None:
         """Draws the next generation by the weights as they are, in the background. Collective."""
         with timed("weight sync"):
             self.generation.synchronise()
-        place = self.take()
-        self.ahead = Ahead(place, number, self._thread.submit(self.generation.share, self.repeated(place), number))
+        before, prompts = self.prompts.state_dict(), self.take()
+        self.ahead = Ahead(before, prompts, number, self._thread.submit(self.generation.share, prompts, number))
 
     def settle(self) -> None:
         """Waits for the draw that is under way, where there is one. Collective."""
@@ -73,16 +74,9 @@ class Drawing:
             found, self.ahead.found = self.ahead.found, None
             self.ahead.completions = self.generation.joined(found.result)
 
-    def take(self) -> int:
-        """The place of the next prompts, which are then taken."""
-        place = int(self.prompts.state_dict()["rows_taken"])
-        self.prompts.next()
-        return place
-
-    def repeated(self, place: int) -> list[Prompt]:
-        """The prompts of a generation from this place on, each as often as it has completions."""
-        which = self.prompts.order.slice(place, place + self.prompts.per_generation)
-        return [prompt for i in which for prompt in [self.prompts.prompts.read(int(i))] * self.group]
+    def take(self) -> list[Prompt]:
+        """The prompts of the next generation, each as often as it has completions."""
+        return [prompt for prompt in self.prompts.next() for _ in range(self.group)]
 
     @contextmanager
     def room(self, timed: Timed, again: bool) -> Iterator[None]:
@@ -110,14 +104,16 @@ class Drawing:
         self.settle()
         if self.ahead is None:
             return {}
-        return {"place": self.ahead.place, "number": self.ahead.number, "completions": [asdict(c) for c in self.ahead.completions]}
+        return {"before": self.ahead.before, "number": self.ahead.number, "completions": [asdict(c) for c in self.ahead.completions]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """The inverse; moves the prompts on past that draw."""
         self.settle()
         self.ahead = None
         if state:
-            self.ahead = Ahead(int(state["place"]), int(state["number"]), None, [completion_of(c) for c in state["completions"]])
+            self.prompts.load_state_dict(state["before"])
+            made = [completion_of(c) for c in state["completions"]]
+            self.ahead = Ahead(dict(state["before"]), self.take(), int(state["number"]), None, made)
 
     def close(self) -> None:
         """Ends the thread."""

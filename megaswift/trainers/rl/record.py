@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megaswift.trainers import agree
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.metrics import drop_after
+from megaswift.trainers.rl.conversation import Conversation
+from megaswift.trainers.rl.judge import Rollout
 from megaswift.trainers.rl.source import RolloutSource
 
 if TYPE_CHECKING:
@@ -33,7 +35,12 @@ class Record(Hook):
             return
         with self.path.open("a", encoding="utf-8") as file:
             for r, advantage in rollouts[: self.most]:
-                line: dict[str, Any] = {"step": step.number, "prompt": r.prompt.said, "completion": r.text, "reward": r.total}
+                line: dict[str, Any] = {"step": step.number, "prompt": r.prompt.said, "completion": said(r), "reward": r.total}
                 line |= {f"rewards/{name}": value for name, value in r.rewards.items()}
                 line |= {"advantage": advantage, "tokens": len(r.completion.token_ids), "finished": r.completion.finished}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def said(rollout: Rollout) -> Any:
+    """The text; of a conversation its messages."""
+    return list(rollout.completion.messages) if isinstance(rollout.completion, Conversation) else rollout.text
