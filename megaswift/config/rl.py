@@ -68,7 +68,6 @@ class RlConfig:
     rollout_sync_folder: str | None = option(
         None, "Folder through which these servers get new weights; unset: in output_dir", tasks=RL, metavar="DIR")
     vllm_gpu_memory_utilization: float = option(0.3, "Part of each GPU's memory for vLLM in this process", above=0, maximum=1, tasks=RL)
-    vllm_tensor_parallel_size: int = option(1, "Ranks that vLLM in this process spreads a model over", minimum=1, unit="ranks", tasks=RL)
     offload_model: bool = option(False, "The model's weights lie in host memory while completions are sampled", tasks=RL)
     offload_optimizer: bool = option(False, "The same for gradients and the optimizer's state", tasks=RL)
 

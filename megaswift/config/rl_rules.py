@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megaswift.config.data import GRPO, PPO, RL
+from megaswift.config.engine_rules import is_native
 from megaswift.config.preference import beta_of
 from megaswift.config.rl import SERVERS, corrects_sampler, estimator_of, generations_of, kl_in_reward_of, policy_loss_of
 from megaswift.config.rule import Clash, Ignored, Test
@@ -109,7 +110,7 @@ RL_IGNORED: tuple[Ignored, ...] = (
     *_rows(("rollout_sleep",), _BACKEND, _other_backend("transformers", "vllm"), "{rollout_backend} is a program of its own", _VLLM_FIX),
     *_rows(("rollout_server_url", "rollout_server_timeout", "rollout_sync_folder"), _BACKEND, _other_backend(*SERVERS),
            "{rollout_backend} is no server", _SERVER_FIX),
-    *_rows(("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"), _BACKEND, _other_backend("vllm"),
+    *_rows(("vllm_gpu_memory_utilization",), _BACKEND, _other_backend("vllm"),
            "belongs to rollout_backend vllm", _VLLM_FIX),
     *_strict(("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min"), _CORRECTION, _UNCORRECTED,
              "samples are not weighed", "--importance_sampling_correction true"),
@@ -157,6 +158,15 @@ RL_CLASHES: tuple[Clash, ...] = (
           lambda c: _ASYNC(c) and (c.rl.offload_model or c.rl.offload_optimizer or c.rl.rollout_sleep),
           "samples while the model trains, so neither can give its memory to the other",
           "no --offload_model, --offload_optimizer or --rollout_sleep"),
+    Clash(("offload_model", "offload_optimizer", "engine"),
+          lambda c: c.task in RL and not is_native(c) and (c.rl.offload_model or c.rl.offload_optimizer),
+          "is of the native engine; {engine} keeps what it trains where it is", "--engine megatron, or --deepspeed zero3_offload"),
+    Clash(("train_type", "engine"), lambda c: c.task in RL and not is_native(c) and c.model.train_type != "full",
+          "with {engine} has no merged weights to sample from", "--engine megatron, or --train_type full"),
+    Clash(("train_type",), lambda c: c.task in PPO and c.model.train_type != "full",
+          "is not for ppo: its critic trains all of its weights", "--train_type full, or megaswift grpo"),
+    Clash(("freeze_parameters",), lambda c: c.task in PPO and bool(c.model.freeze_parameters),
+          "is not for ppo: critic and policy would both be frozen by it", "megaswift grpo"),
 )
 
 

@@ -64,7 +64,7 @@ IDLE = [
     ("--rollout_server_timeout 1", f"--rollout_server_timeout 1 {SERVER}"),
     ("--rollout_sync_folder d", f"--rollout_sync_folder d {SERVER}"),
     ("--vllm_gpu_memory_utilization 0.5", "--vllm_gpu_memory_utilization 0.5 --use_vllm"),
-    ("--vllm_tensor_parallel_size 2", "--vllm_tensor_parallel_size 2 --use_vllm"),
+    ("--vllm_gpu_memory_utilization 0.5", "--vllm_gpu_memory_utilization 0.5 --use_vllm"),
     ("--importance_sampling_mode token_mask", "--importance_sampling_mode token_mask --use_vllm"),
     ("--importance_sampling_clip_max 2", "--importance_sampling_clip_max 2 --importance_sampling_correction"),
     ("--importance_sampling_clip_min 0", "--importance_sampling_clip_min 0 --use_vllm"),
@@ -118,7 +118,7 @@ def test_every_row_is_tried() -> None:
 
 
 def test_one_mistake_of_another_task_is_told_once() -> None:
-    assert len(problems("dpo --sapo_temperature_pos 2")) == len(problems("sft --vllm_tensor_parallel_size 2")) == 1
+    assert len(problems("dpo --sapo_temperature_pos 2")) == len(problems("sft --vllm_gpu_memory_utilization 0.5")) == 1
 
 
 def settled(task: str, **options: object) -> tuple[object, ...]:

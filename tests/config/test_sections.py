@@ -86,7 +86,7 @@ NEEDS = {
     "soft_max_length": {"reward_funcs": ["soft_overlong"], "soft_cache_length": 1},
     "soft_cache_length": {"reward_funcs": ["soft_overlong"]},
     "generation_batch_size": {"num_generations": 2}, "kl_estimator": {"beta": 0.1}} | {
-    name: {"use_vllm": True} for name in ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "importance_sampling_mode",
+    name: {"use_vllm": True} for name in ("vllm_gpu_memory_utilization", "importance_sampling_mode",
                                           "importance_sampling_clip_max", "importance_sampling_clip_min")} | {
     name: {"rollout_backend": "sglang"} for name in ("rollout_server_url", "rollout_server_timeout", "rollout_sync_folder")} | {
     name: {"reward_funcs": ["code"]} for name in ("code_timeout", "code_memory", "allow_unsafe_code")} | {

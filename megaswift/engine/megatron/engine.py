@@ -172,7 +172,7 @@ class MegatronEngine:
             passes.run(self.chunks, microbatches, keep, self.context, passes.PassSettings(self.impl, True))
         if self.layout.pp > 1:
             if not found:
-                found = [torch.empty(len(needs.fields), *b.input_ids.shape, device=self.context.device) for b in microbatches]
+                found = [torch.empty(len(needs.names), *b.input_ids.shape, device=self.context.device) for b in microbatches]
             for tensor in found:
                 dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
         return [outputs_of(fields, needs) for fields in found]

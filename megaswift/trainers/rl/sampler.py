@@ -38,7 +38,7 @@ def sampler_options(cfg: SwiftConfig, device: str = "cpu", dtype: str = "auto") 
     sync = Path(cfg.train.output_dir) / SYNC if rl.rollout_sync_folder is None else Path(rl.rollout_sync_folder)
     return SamplerOptions(
         dtype=dtype, device=device, trust_remote_code=cfg.model.trust_remote_code, batch_size=rl.rollout_batch_size,
-        max_length=cfg.data.max_length, memory_share=rl.vllm_gpu_memory_utilization, tensor_parallel_size=rl.vllm_tensor_parallel_size,
+        max_length=cfg.data.max_length, memory_share=rl.vllm_gpu_memory_utilization,
         base_urls=rl.rollout_server_url, timeout=rl.rollout_server_timeout, sync_folder=sync)
 
 

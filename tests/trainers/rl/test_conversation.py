@@ -115,7 +115,7 @@ def test_turns_and_tokens_have_an_end(model: Path, file: Path) -> None:
     assert all(c.turns == 1 and c.finished and all(c.own) and c.reward == 0.25 for c in first)
     room = len(first[0].token_ids) + 2
     short = talked(model, file, most=room)[2][0]
-    assert not short.finished and short.turns == 1 and short.token_ids == first[0].token_ids, "an answer without room for a turn is left out"
+    assert not short.finished and short.turns == 1 and short.token_ids == first[0].token_ids, "no room for a turn after it"
     cut = talked(model, file, most=2)[2]
     assert all(not c.finished and len(c.token_ids) == 2 and c.reward == 0.0 for c in cut)
 

@@ -1,0 +1,134 @@
+"""Whole runs of policies beyond the plain one: memory that changes hands, draws ahead, PPO's critic, environments, evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megaswift.trainers.metrics import read_lines
+from tests.trainers.inputs import write_model
+from tests.trainers.runs import run
+from tests.trainers.test_grpo_run import BATCH, REWARDS, SLOW, SPREAD, USUAL, completions, figures, without_padding
+
+pytestmark = pytest.mark.process
+WORLD = '''
+class Count:
+    """Rewards digits, and asks twice."""
+
+    def reset(self, prompt, number, **columns):
+        self.turn = 0
+
+    def step(self, answer):
+        self.turn += 1
+        return [{"role": "user", "content": "go on"}], sum(c.isdigit() for c in answer) / 10, self.turn == 2
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """model/, prompts, held-out ones, rewards, an environment."""
+    made = tmp_path_factory.mktemp("policy")
+    write_model(made / "model")
+    without_padding(made / "model")
+    rows = [{"prompt": [{"role": "user", "content": f"{i % 10}+{(7 * i) % 10}"}], "number": i} for i in range(16)]
+    for name, some in (("rows", rows[:12]), ("held", rows[12:])):
+        (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
+    (made / "rewards.py").write_text(REWARDS.replace("for text in completions", "for text in (c[0]['content'] for c in completions)"))
+    (made / "world.py").write_text(WORLD)
+    return made
+
+
+def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str = "grpo", judge: bool = True) -> Path:
+    """A run's folder."""
+    width = () if "--per_device_train_batch_size" in options else ("--per_device_train_batch_size", BATCH)
+    inputs = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--dataset_cache_dir", str(folder / "cache")]
+    inputs += ["--reward_funcs", f"{folder / 'rewards.py'}:digits"] if judge else ["--environment", f"{folder / 'world.py'}:Count"]
+    usual = [w for i, w in enumerate(USUAL) if not {"--num_generations", "--max_completion_length", "--max_length"} & {w, *USUAL[i - 1:i]}]
+    group = () if task == "ppo" else ("--num_generations", 4)
+    lengths = ("--max_completion_length", 24 if not judge else 6, "--max_length", 96)
+    run(inputs, out, *usual, *group, *lengths, *width, *options, ranks=ranks, task=task)
+    return out
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """Of the export."""
+    return load_file(out / "hf" / "model.safetensors")
+
+
+def assert_same_end(a: Path, b: Path) -> None:
+    """Completions and weights, bit by bit."""
+    assert completions(a)[-BATCH:] == completions(b)[-BATCH:]
+    theirs = weights(b)
+    assert [name for name, tensor in weights(a).items() if not torch.equal(tensor, theirs[name])] == []
+
+
+def test_memory_that_changes_hands_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    plain = trained(folder, tmp_path / "plain", "--max_steps", 3)
+    moved = trained(folder, tmp_path / "moved", "--max_steps", 3, "--rollout_sleep", "true", "--offload_optimizer", "true",
+                    "--offload_model", "true")
+    assert_same_end(moved, plain)
+    assert completions(moved) == completions(plain)
+
+
+def test_draws_ahead_go_on_where_they_were(folder: Path, tmp_path: Path) -> None:
+    """One generation late, and after a restart the same completions, those that were under way included."""
+    plain = trained(folder, tmp_path / "plain", "--max_steps", 2)
+    ahead = ("--async_generation", "true", "--importance_sampling_correction", "true", "--save_steps", 2)
+    whole = trained(folder, tmp_path / "whole", "--max_steps", 4, *ahead)
+    assert completions(whole)[:BATCH] == [*completions(plain)[:BATCH]]
+    second = [line["completion"] for line in completions(whole)[BATCH:2 * BATCH]]
+    assert second != [line["completion"] for line in completions(plain)[BATCH:]], "the second generation was drawn by the first weights"
+    out = tmp_path / "parts"
+    trained(folder, out, "--max_steps", 4, *ahead)
+    lines = read_lines(whole / "metrics.jsonl")
+    assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-5 < lines[1]["sampling/sampling_logp_difference/max"]
+    again = trained(folder, out, "--max_steps", 4, *ahead, "--resume_from_checkpoint", str(out / "checkpoints" / "step-2"))
+    assert_same_end(again, whole)
+
+
+PPO = ("--num_iterations", 2, "--max_steps", 4, "--save_steps", 2, "--critic_learning_rate", "2e-2")
+
+
+def test_ppo_goes_on_with_its_critic(folder: Path, tmp_path: Path) -> None:
+    whole = trained(folder, tmp_path / "whole", *PPO, task="ppo")
+    again = trained(folder, tmp_path / "again", *PPO, task="ppo")
+    trained(folder, again, *PPO, "--resume_from_checkpoint", str(again / "checkpoints" / "step-2"), task="ppo")
+    assert_same_end(again, whole)
+    assert figures(read_lines(again / "metrics.jsonl")) == figures(read_lines(whole / "metrics.jsonl"))
+    assert read_lines(whole / "metrics.jsonl")[-1]["vf_loss"] > 0
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [
+    (("--tp", 2, "--pp", 2), 4), *(pytest.param(layout, ranks, marks=SLOW) for layout, ranks in (
+        (SPREAD, 2), (("--cp", 2), 2), (("--engine", "ddp", *SPREAD), 2), (("--engine", "fsdp2", *SPREAD), 2)))])
+def test_ppo_on_other_layouts(layout: tuple[object, ...], ranks: int, folder: Path, tmp_path: Path) -> None:
+    alone = trained(folder, tmp_path / "alone", "--max_steps", 3, "--num_iterations", 2, task="ppo")
+    out = trained(folder, tmp_path / "out", "--max_steps", 3, "--num_iterations", 2, *layout, ranks=ranks, task="ppo")
+    assert [c["completion"] for c in completions(out)] == [c["completion"] for c in completions(alone)]
+    for got, want in zip(read_lines(out / "metrics.jsonl"), read_lines(alone / "metrics.jsonl"), strict=True):
+        for name in ("grad_norm", "vf_loss", "objective/kl", "value/grad_norm", "value/mean"):
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+
+
+def test_an_environment_on_two_ranks(folder: Path, tmp_path: Path) -> None:
+    """The same conversations, the loss on the model's own tokens, and log-probabilities that agree there."""
+    alone = trained(folder, tmp_path / "alone", "--max_steps", 2, judge=False)
+    two = trained(folder, tmp_path / "two", "--max_steps", 2, *SPREAD, ranks=2, judge=False)
+    assert completions(two) == completions(alone)
+    assert any(len(line["completion"]) == 3 for line in completions(alone)), "nobody had a second turn"
+    lines = read_lines(alone / "metrics.jsonl")
+    assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-5
+    assert lines[0]["rewards/environment/mean"] == lines[0]["reward"]
+
+
+def test_evaluation_by_rewards(folder: Path, tmp_path: Path) -> None:
+    """Of held-out prompts; it changes nothing."""
+    plain = trained(folder, tmp_path / "plain", "--max_steps", 3)
+    out = trained(folder, tmp_path / "out", "--max_steps", 3, "--val_dataset", folder / "held.jsonl", "--eval_steps", 2)
+    assert_same_end(out, plain)
+    lines = read_lines(out / "eval.jsonl")
+    assert [line["step"] for line in lines] == [2, 3] and all(line["prompts"] == 4 and 0 <= line["reward"] <= 1 for line in lines)
