@@ -64,7 +64,6 @@ IDLE = [
     ("--rollout_server_timeout 1", f"--rollout_server_timeout 1 {SERVER}"),
     ("--rollout_sync_folder d", f"--rollout_sync_folder d {SERVER}"),
     ("--vllm_gpu_memory_utilization 0.5", "--vllm_gpu_memory_utilization 0.5 --use_vllm"),
-    ("--vllm_gpu_memory_utilization 0.5", "--vllm_gpu_memory_utilization 0.5 --use_vllm"),
     ("--importance_sampling_mode token_mask", "--importance_sampling_mode token_mask --use_vllm"),
     ("--importance_sampling_clip_max 2", "--importance_sampling_clip_max 2 --importance_sampling_correction"),
     ("--importance_sampling_clip_min 0", "--importance_sampling_clip_min 0 --use_vllm"),
@@ -87,6 +86,10 @@ CLASHING = [
     ("importance_sampling_clip_min", "--use_vllm --importance_sampling_clip_min 3"),
     ("importance_sampling_mode", "--use_vllm --importance_sampling_clip_max none --importance_sampling_mode token_truncate"),
     ("async_generation", "--async_generation --offload_model"),
+    ("offload_model", "--engine ddp --offload_model"),
+    ("train_type", "--engine ddp --train_type lora"),
+    ("train_type", "ppo --train_type lora"),
+    ("freeze_parameters", "ppo --freeze_parameters norm"),
 ]
 
 
