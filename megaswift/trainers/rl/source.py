@@ -78,12 +78,15 @@ class RolloutSource:
 
     def beside(self) -> Beside:
         """Metrics of the generation that the last step was on, and where the time went."""
-        if (critic := self.parts.critic) is None:
-            return Beside(self.metrics, self.seconds, sum(self.seconds.values()))
-        return Beside(self.metrics | critic.metrics, {**self.seconds, "critic": critic.seconds}, sum(self.seconds.values()))
+        metrics, seconds, critic = self.metrics, dict(self.seconds), self.parts.critic
+        if critic is not None:
+            metrics, seconds["critic"] = metrics | critic.metrics, critic.seconds
+        times = {f"time/{part.replace(' ', '_')}": spent for part, spent in seconds.items()}
+        return Beside(metrics | times, seconds, sum(self.seconds.values()))
 
     def generate(self) -> None:
         """A new generation, ready for its first step."""
+        late = self.settings.steps if self.parts.drawing.ahead is not None else 0
         rollouts = self.sample()
         self.completed = [completed_of(i, r, self.settings.mask_truncated) for i, r in enumerate(rollouts)]
         self.used = 0
@@ -95,6 +98,10 @@ class RolloutSource:
         if self.parts.drawing.asynchronous:
             self.parts.drawing.begin(self.generations, self.timed)
         self.metrics = statistics(rollouts, self.settings.group) | self.parts.estimator.metrics
+        own = np.concatenate(made["advantages"]) if any(map(len, made["advantages"])) else np.zeros(1)
+        self.metrics |= {"advantages/mean": float(own.mean()), "advantages/std": float(own.std())}
+        if self.parts.drawing.asynchronous:
+            self.metrics["sampling/staleness"] = float(late)
         self.fresh = [(r, float(a.mean()) if len(a) else 0.0) for r, a in zip(rollouts, made["advantages"], strict=True)]
 
     def sample(self) -> list[Rollout]:
