@@ -44,7 +44,8 @@ def test_numbers_of_any_library_become_floats(values: Any) -> None:
 
 @pytest.mark.parametrize(("values", "told"), [
     (None, "returned None, not a list of 3 numbers"), (1.0, "returned 1.0 (float), not a list"), ("123", "(str), not a list"),
-    ({"a": 1}, "(dict), not a list"), pytest.param(iter([1, 2, 3]), "not a list of 3 numbers", id="iterator"), (torch.tensor(1.0), "(Tensor), not a list"),
+    ({"a": 1}, "(dict), not a list"), pytest.param(iter([1, 2, 3]), "not a list of 3 numbers", id="iterator"),
+    (torch.tensor(1.0), "(Tensor), not a list"),
     ([1.0, 2.0], "returned 2 values for 3 samples"), ([1.0] * 4, "returned 4 values for 3 samples"), ([], "returned 0 values"),
     ([1.0, None, 2.0], "returned None (NoneType) for sample 1 of 3, the completion 'bb'"),
     ([1.0, 2.0, "3"], "returned '3' (str) for sample 2 of 3, the completion 'ccc'"),
