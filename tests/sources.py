@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +39,19 @@ class Source:
 
 
 def sources(root: Path = ROOT, folders: tuple[str, ...] = FOLDERS) -> Iterator[Source]:
-    """Every Python file below `folders`, in order."""
+    """Every Python file below `folders`, in order. Those of the repository are read and parsed once a session."""
+    if root == ROOT:
+        yield from (source for folder in folders for source in _own(folder))
+        return
+    yield from _read(root, folders)
+
+
+@cache
+def _own(folder: str) -> tuple[Source, ...]:
+    return tuple(_read(ROOT, (folder,)))
+
+
+def _read(root: Path, folders: tuple[str, ...]) -> Iterator[Source]:
     for folder in folders:
         for file in sorted((root / folder).rglob("*.py")):
             yield Source(file.relative_to(root), file.read_text(encoding="utf-8"))

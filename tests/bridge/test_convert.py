@@ -23,6 +23,8 @@ from megaswift.errors import CheckpointError, LayoutError, UserError
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
 from tests.bridge.test_round_trip import ALL
 
+pytestmark = pytest.mark.wide
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EVERY_DTYPE = ("dense", "dense-tied", "moe", "gpt_oss", "deepseek_v3", "phi3")
 forth, back = hf_to_megatron.hf_to_megatron, megatron_to_hf.megatron_to_hf

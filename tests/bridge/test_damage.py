@@ -21,6 +21,8 @@ from megaswift.families import load_spec
 from tests.bridge.folders import index_of, opened, set_config, set_index
 from tests.parity.models import VARIANTS, config
 
+pytestmark = pytest.mark.wide
+
 Fresh = Callable[[str], Path]
 A, B = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, {"dtype": "F32", "shape": [3], "data_offsets": [8, 20]}
 

@@ -26,6 +26,8 @@ from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.parity.lora import ALPHA, ATTENTION, MLP, RANK, Adapted, made_by_peft, make_adapter, read_adapter
 from tests.sources import ROOT
 
+pytestmark = pytest.mark.wide
+
 IDS = torch.tensor([[5, 17, 80, 3, 44, 9, 101, 7, 7, 23]])
 
 

@@ -22,6 +22,8 @@ from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
 from tests.bridge.quantise import folder_of, fp8, fp8_config, gpt_oss, quantise_fp8, quantise_mxfp4
 from tests.families.published import QWEN3_30B_A3B
 
+pytestmark = pytest.mark.wide
+
 Fresh = Callable[[str], Path]
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 

@@ -16,6 +16,8 @@ from megaswift.families import FAMILIES
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.parity.models import VARIANTS
 
+pytestmark = pytest.mark.wide
+
 ALL = sorted({*VARIANTS, *(name for name in FAMILIES.names() if name not in {kind for kind, _ in VARIANTS.values()})})
 ONE_A_FAMILY = sorted({kind: name for name, (kind, _) in VARIANTS.items()}.values())
 

@@ -25,6 +25,8 @@ from tests.bridge.folders import make, rewrite, set_config, tensors_of
 from tests.bridge.quantise import gpt_oss, quantise_fp8
 from tests.sources import ROOT
 
+pytestmark = pytest.mark.wide
+
 Fresh = Callable[[str], Path]
 NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 

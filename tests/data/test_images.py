@@ -18,6 +18,8 @@ from megaswift.data.processor import Processor, processor_spec
 from megaswift.errors import DataError
 from tests.parity import vision
 
+pytestmark = pytest.mark.wide
+
 ASK, ANSWER = "what is it?", "a cat."
 PARTS = [vision.image("0.png"), vision.part(ASK)]
 

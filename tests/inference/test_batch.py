@@ -14,6 +14,8 @@ from megaswift.infer import COMMAND, main
 from megaswift.inference import generator as generation
 from tests.inference.models import folder, plain
 
+pytestmark = pytest.mark.wide
+
 QUESTIONS = ["1+2?", "what is 3+4? say it", "x", "0123456789 abc", "z+z", "7+7", "ab"]
 NEW = 8
 

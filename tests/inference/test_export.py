@@ -13,6 +13,8 @@ from megaswift.errors import ConfigError
 from megaswift.export import main
 from tests.inference.models import adapters, folder
 
+pytestmark = pytest.mark.wide
+
 IDS = torch.arange(4, 40)[None]
 
 

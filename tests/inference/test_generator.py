@@ -14,6 +14,8 @@ from megaswift.errors import ConfigError
 from megaswift.inference.generator import Generator, Request, Sampling, sampling_of
 from tests.inference.models import PROMPTS, folder, opened, plain
 
+pytestmark = pytest.mark.wide
+
 NEW = 14
 
 

@@ -17,6 +17,8 @@ from megaswift.inference.generator import Generator, Request, Sampling
 from megaswift.inference.load import prepare
 from tests.inference.models import PROMPTS, adapters, folder, opened, plain
 
+pytestmark = pytest.mark.wide
+
 NEW = 8
 
 

@@ -20,6 +20,8 @@ from tests.bridge.folders import set_config
 from tests.inference.models import folder, opened
 from tests.inference.test_load import answers, expected
 
+pytestmark = pytest.mark.wide
+
 CONFIGS: dict[str, Any] = {
     "vera": peft.VeraConfig(r=16, target_modules="all-linear"),
     "adalora": peft.AdaLoraConfig(init_r=4, target_r=2, total_step=9, target_modules="all-linear"),

@@ -17,6 +17,8 @@ from tests.inference.models import folder
 from tests.inference.sampling_server import Backend, Refused, Sglang, Vllm, serving
 from tests.inference.test_rollout_transformers import PROMPTS, filled, weights
 
+pytestmark = pytest.mark.wide
+
 KINDS: dict[str, type[Backend]] = {"vllm_server": Vllm, "sglang": Sglang}
 SAMPLING = Sampling(12, temperature=0.8, top_k=30, top_p=0.95, min_p=0.01, stop_token_ids=(1, 7, 9))
 SEEDS = range(40, 46)

@@ -18,6 +18,8 @@ from megaswift.inference.rollout import Completion, SamplerOptions, Sampling, ba
 from megaswift.inference.rollout_transformers import TransformersSampler, build
 from tests.inference.models import folder
 
+pytestmark = pytest.mark.wide
+
 PROMPTS = ((5, 6), (30, 40, 31, 42), (9, 9, 9, 7, 8, 20, 21, 22, 23), (11,), (30, 40, 31, 42), (44, 3, 2, 1, 17, 18))
 NEW = 20
 STOPS = (1, 7)

@@ -14,6 +14,8 @@ from tests.parity import cover
 from tests.parity.cases import Case, parse
 from tests.parity.models import config
 
+pytestmark = pytest.mark.wide
+
 KEYS = {"dense": (*cover.AXES, *cover.SWITCHES), "moe": (*cover.AXES, *cover.MOE_SWITCHES)}
 
 

@@ -14,6 +14,8 @@ from tests.parity.models import VARIANTS, disk_tensors, is_moe
 from tests.parity.oracle import Oracle, Recipe, load_balancing, reference, z_loss
 from tests.parity.references import References
 
+pytestmark = pytest.mark.wide
+
 
 def test_loss_is_hugging_faces_own(references: References) -> None:
     """With weights 0 and 1, `labels=` with -100 gives the same mean."""

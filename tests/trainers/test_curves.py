@@ -12,6 +12,8 @@ from PIL import Image
 from megaswift.trainers import curves
 from megaswift.trainers.metrics import to_json
 
+pytestmark = pytest.mark.wide
+
 
 def write_run(folder: Path, losses: list[float], evals: dict[int, float] | None = None) -> tuple[Path, Path, Path]:
     folder.mkdir(exist_ok=True)

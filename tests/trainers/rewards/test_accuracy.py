@@ -17,6 +17,8 @@ from megaswift.trainers.rewards.load import reward_functions
 from megaswift.trainers.rewards.sandbox import Limits, Sandbox
 from tests.trainers.rewards.samples import judged, said
 
+pytestmark = pytest.mark.wide
+
 OPTIONS = RewardOptions(max_completion_length=40)
 PAIRS = [
     (r"\frac{1}{3}", r"My answer is \boxed{\frac{1}{3}}"), (r"\frac{1}{3}", r"\boxed{\frac{1}{2}}"), ("$\\frac{1}{2}$", r"\boxed{0.5}"),

@@ -14,6 +14,8 @@ from megaswift.trainers.rewards.code_tests import read_tests, same
 from megaswift.trainers.rewards.contract import RewardOptions
 from tests.trainers.rewards.samples import judged, said
 
+pytestmark = pytest.mark.wide
+
 OPTIONS = RewardOptions(max_completion_length=100, code_timeout=10.0, code_memory=256)
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 SUMS = [{"input": "1 2\n", "output": "3"}, {"input": "10 -4", "output": "6\n"}]

@@ -17,6 +17,8 @@ from megaswift.trainers.rewards.model import reward_models
 from tests.trainers.inputs import write_model
 from tests.trainers.rewards.samples import judged, said
 
+pytestmark = pytest.mark.wide
+
 TEXTS = ["a", "what is 3+4?", "0123456789 abc " * 3, "b", "1+2", "the end</s>"]
 
 

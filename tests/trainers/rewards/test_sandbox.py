@@ -23,6 +23,8 @@ from megaswift.trainers.rewards.contract import RewardOptions
 from megaswift.trainers.rewards.sandbox import ROOT, Limits, Outcome, Sandbox, check
 from tests.trainers.rewards.samples import judged
 
+pytestmark = pytest.mark.wide
+
 NUMBERS = {**system_calls.FATAL, **system_calls.ALLOWED, **system_calls.WITHOUT_EXEC, "openat": (257, 56), "prlimit64": (302, 261)}
 COLUMN = 0 if os.uname().machine == "x86_64" else 1
 C = "import ctypes, os, sys, time, signal\nlibc = ctypes.CDLL(None, use_errno=True)\ncall = libc.syscall\n"

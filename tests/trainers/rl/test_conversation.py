@@ -17,6 +17,8 @@ from megaswift.trainers.rl.conversation import Conversation, Talk
 from megaswift.trainers.rl.environment import Checked, environment_class
 from tests.trainers.inputs import write_model
 
+pytestmark = pytest.mark.wide
+
 ENVIRONMENT = '''
 class Echo:
     """Answers twice, with the number of the row."""
