@@ -30,7 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_step import BETAS, CLIP, DECAY, EPS, LR, SIZES, Turn, load_hf, make_model  # noqa: E402
+from bench_step import BETAS, CLIP, DECAY, EPS, LR, SIZES, Turn, contest_options, load_hf, make_model, rounds  # noqa: E402
 
 NAMES = ("megaswift", "trl")
 BETA = 0.1
@@ -158,14 +158,7 @@ MAKERS: dict[str, Callable[[argparse.Namespace, Path], Callable[[Turn], None]]] 
 def compete(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Runs both by turns, a step each a round."""
     turns = {name: Turn(MAKERS[name](args, folder)) for name in args.only}
-    for name, turn in turns.items():
-        turn.start()
-        print(f"{name} is set up", file=sys.stderr)
-    times = []
-    for k in range(args.warmup + args.steps):
-        first = k % len(turns)
-        times.append({name: turns[name].step() for name in [*args.only[first:], *args.only[:first]]})
-    times = times[args.warmup:]
+    times = rounds(turns, args)
     median = {name: statistics.median(t[name] for t in times) for name in turns}
     found = {"median_s": median, "best_s": {name: min(t[name] for t in times) for name in turns}, "lengths": lengths_of(args),
              "losses": {name: turn.losses for name, turn in turns.items()}}
@@ -199,20 +192,12 @@ def memories(args: argparse.Namespace) -> dict[str, float]:
 
 def options() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="20m", help="model size")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser = contest_options(__doc__, NAMES, steps=15)
     parser.add_argument("--pairs", type=int, default=4, help="pairs a step")
     parser.add_argument("--length", type=int, default=512, help="tokens of the longest documents")
-    parser.add_argument("--steps", type=int, default=15, help="measured steps of each contender")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before these")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: torch's default)")
-    parser.add_argument("--only", nargs="+", default=list(NAMES), choices=NAMES, help="contenders")
     parser.add_argument("--unpacked", action="store_true", help="megaswift lays documents in padded rows, too")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
     parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
     return parser
 
 

@@ -28,7 +28,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-from bench_step import SIZES, Turn, load_hf, make_model  # noqa: E402
+from bench_step import SIZES, Turn, load_hf, make_model, rounds  # noqa: E402
 
 NAMES = ("megaswift", "trl")
 PARTS = ("generation", "weight sync", "scoring", "rewards", "training")
@@ -187,14 +187,7 @@ def make_tokenizer(args: argparse.Namespace, folder: Path) -> None:
 def compete(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Runs both by turns; who goes first moves on."""
     turns = {name: Contest(MAKERS[name](args, folder)) for name in args.only}
-    for name, turn in turns.items():
-        turn.start()
-        print(f"{name} is set up", file=sys.stderr)
-    times = []
-    for k in range(args.warmup + args.steps):
-        first = k % len(turns)
-        times.append({name: turns[name].step() for name in [*args.only[first:], *args.only[:first]]})
-    times = times[args.warmup:]
+    times = rounds(turns, args)
     split = {name: split_of(turn.parts[args.warmup:args.warmup + args.steps], [t[name] for t in times]) for name, turn in turns.items()}
     median = {name: statistics.median(t[name] for t in times) for name in turns}
     used = {name: turn.processor[args.warmup:] for name, turn in turns.items()}

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,9 +209,8 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
 MAKERS: dict[str, Callable[[argparse.Namespace, Path], Callable[[Turn], None]]] = {"megaswift": megaswift, "plain": plain, "trl": trl}
 
 
-def compete(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Runs all contenders by turns, a step each a round; who goes first moves on."""
-    turns = {name: Turn(MAKERS[name](args, folder)) for name in args.only}
+def rounds(turns: Mapping[str, Turn], args: argparse.Namespace) -> list[dict[str, float]]:
+    """Seconds of each contender in each measured round; who goes first moves on."""
     for name, turn in turns.items():
         turn.start()
         print(f"{name} is set up", file=sys.stderr)
@@ -219,7 +218,13 @@ def compete(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for k in range(args.warmup + args.steps):
         first = k % len(turns)
         times.append({name: turns[name].step() for name in [*args.only[first:], *args.only[:first]]})
-    times = times[args.warmup:]
+    return times[args.warmup:]
+
+
+def compete(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Runs all contenders by turns, a step each a round; who goes first moves on."""
+    turns = {name: Turn(MAKERS[name](args, folder)) for name in args.only}
+    times = rounds(turns, args)
     median = {name: statistics.median(t[name] for t in times) for name in turns}
     others = [name for name in turns if name != "megaswift"] if "megaswift" in turns else []
     return {
@@ -252,23 +257,28 @@ def memories(args: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def options() -> argparse.ArgumentParser:
-    """The command line."""
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def contest_options(text: str | None, names: Sequence[str], steps: int) -> argparse.ArgumentParser:
+    """The options of every contest of this kind."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="20m", help="model size")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rows", type=int, default=4, help="rows a step")
-    parser.add_argument("--length", type=int, default=256, help="tokens a row")
-    parser.add_argument("--steps", type=int, default=9, help="measured steps of each contender")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--steps", type=int, default=steps, help="measured steps of each contender")
     parser.add_argument("--warmup", type=int, default=2, help="steps before these")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: torch's default)")
-    parser.add_argument("--only", nargs="+", default=list(NAMES), choices=NAMES, help="contenders")
+    parser.add_argument("--only", nargs="+", default=list(names), choices=names, help="contenders")
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    return parser
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = contest_options(__doc__, NAMES, steps=9)
+    parser.add_argument("--rows", type=int, default=4, help="rows a step")
+    parser.add_argument("--length", type=int, default=256, help="tokens a row")
     parser.add_argument("--fused_adam", action="store_true", help="the plain loop takes AdamW(fused=True)")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
     parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
     return parser
 
 
