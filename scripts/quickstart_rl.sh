@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Reinforcement learning on two processes: a tiny model's mean reward rises from under 0.3 to over 0.8, in about five minutes on 2 cores.
+# Reinforcement learning on two processes: a tiny model's mean reward rises from under 0.3 to over 0.8, in minutes on 2 cores.
 #
 #   bash scripts/quickstart_rl.sh [--algorithm grpo|ppo] [--python PYTHON] [--output FOLDER] [--env FOLDER]
 #
