@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Client, Connection, Listener
@@ -125,9 +127,12 @@ def _describe(target: str, failures: dict[int, str]) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """One below those that the system hands out by itself: another process' connection cannot take it before the ranks do."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _rank(job: Job, rank: int, port: int) -> None:
