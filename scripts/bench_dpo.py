@@ -30,7 +30,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_step import BETAS, CLIP, DECAY, EPS, LR, SIZES, Turn, contest_options, load_hf, make_model, rounds  # noqa: E402
+from bench_step import BETAS, CLIP, DECAY, EPS, LR, SIZES, contest_options, load_hf, make_model  # noqa: E402
+from contest import Turn, rounds  # noqa: E402
 
 NAMES = ("megaswift", "trl")
 BETA = 0.1

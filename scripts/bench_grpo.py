@@ -28,7 +28,8 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-from bench_step import SIZES, Turn, load_hf, make_model, rounds  # noqa: E402
+from bench_step import SIZES, load_hf, make_model  # noqa: E402
+from contest import Turn, rounds  # noqa: E402
 
 NAMES = ("megaswift", "trl")
 PARTS = ("generation", "weight sync", "scoring", "rewards", "training")

@@ -20,10 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from contest import Turn, rounds  # noqa: E402
 
 from megaswift.losses.contract import Batch  # noqa: E402
 from megaswift.losses.sft import CrossEntropy  # noqa: E402
@@ -42,49 +41,6 @@ SIZES = {
 }
 NAMES = ("megaswift", "plain", "trl")
 LR, CLIP, DECAY, BETAS, EPS = 1e-4, 1.0, 0.1, (0.9, 0.95), 1e-8
-
-
-@dataclass
-class Turn:
-    """A thread's place in the round: it works between `go` and `done`."""
-
-    work: Callable[[Turn], None]
-    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    done: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    losses: list[float] = field(default_factory=list)
-    ended: bool = False
-
-    def start(self) -> None:
-        """Begin; returns when the contender is set up and waits for its first turn."""
-        threading.Thread(target=self._live, daemon=True).start()
-        self.wait()
-
-    def _live(self) -> None:
-        try:
-            self.work(self)
-        finally:
-            self.ended = True
-            self.done.release()
-
-    def pause(self) -> None:
-        """Called by the contender where a step may begin."""
-        self.done.release()
-        self.go.acquire()
-
-    def wait(self) -> None:
-        """Called by the main thread: until the contender pauses."""
-        self.done.acquire()
-        if self.ended:  # there is a batch more than steps, so that none ends by itself
-            raise RuntimeError("a contender failed; its traceback is above")
-
-    def step(self) -> float:
-        """Seconds of one step."""
-        start = time.perf_counter()
-        self.go.release()
-        self.wait()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
 
 
 def batches(args: argparse.Namespace) -> list[torch.Tensor]:
@@ -207,18 +163,6 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
 
 
 MAKERS: dict[str, Callable[[argparse.Namespace, Path], Callable[[Turn], None]]] = {"megaswift": megaswift, "plain": plain, "trl": trl}
-
-
-def rounds(turns: Mapping[str, Turn], args: argparse.Namespace) -> list[dict[str, float]]:
-    """Seconds of each contender in each measured round; who goes first moves on."""
-    for name, turn in turns.items():
-        turn.start()
-        print(f"{name} is set up", file=sys.stderr)
-    times = []
-    for k in range(args.warmup + args.steps):
-        first = k % len(turns)
-        times.append({name: turns[name].step() for name in [*args.only[first:], *args.only[:first]]})
-    return times[args.warmup:]
 
 
 def compete(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
