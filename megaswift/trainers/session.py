@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from megaswift.trainers.interrupt import Interrupted
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.rl import assemble as rl
 from megaswift.trainers.schedule import lr_at
+from megaswift.trainers.timing import timed
 
 PARTS = ("start-up", "data", "model", "resume", "waiting for data", "weight sync", "generation", "rewards", "scoring", "critic",
          "training steps","logging", "evaluation", "checkpoints", "export")
@@ -46,22 +46,13 @@ class Session:
         made = agree.on_main(lambda: outputs.prepare(cfg))
         self.build = build.Build(cfg, spec, folder, context, made)
 
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Adds the block's time to a part of the report."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
-
     def run(self) -> Path:
         """Everything, in order; a page about it also when it fails."""
         try:
             loop = self.prepare()
             self.train(loop)
             if self.cfg.train.export_hf or self.build.adapts:
-                with self.timed("export"):
+                with timed(self.seconds, "export"):
                     finish.export(loop.engine, self.build)
             self.status = f"finished at step {loop.step}"
         finally:
@@ -77,12 +68,12 @@ class Session:
         if cfg.data.max_length > self.spec.max_positions:
             log.warn(f"--max_length {cfg.data.max_length} is more than the {self.spec.max_positions} positions that the model's "
                      "config.json names (max_position_embeddings): it may do badly on documents longer than that")
-        with self.timed("data"):
+        with timed(self.seconds, "data"):
             source: Any
             held: Any
             source, held = rl.prompts(b) if cfg.task in RL else b.data()
             total = build.count_steps(cfg, source)
-        with self.timed("model"), self.memory_advice():
+        with timed(self.seconds, "model"), self.memory_advice():
             engine = b.engine(fresh=resume is None, total_steps=total)
             hooks = b.hooks(engine, None if cfg.task in RL else held)
         loop = Loop(engine, source, b.task.loss(cfg), lambda step: lr_at(step, total, cfg.optim), total, hooks, seconds=self.seconds)
@@ -91,7 +82,7 @@ class Session:
         elif (preparation := b.preparation()) is not None:
             loop.hooks, loop.prepare = [preparation, *hooks], preparation.prepare
         if resume is not None:
-            with self.timed("resume"):
+            with timed(self.seconds, "resume"):
                 manifest = restore(loop, resume, b.model_facts())
                 build.changed(manifest["config"], cfg.to_dict())
         facts = b.facts(engine, source, None if cfg.task in RL else held, total, loop.step)

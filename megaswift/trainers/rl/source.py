@@ -6,9 +6,8 @@ Owns the order of a generation and what of it outlives a restart. Sampling is `g
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from megaswift.trainers.rl.judge import Judge, Rollout
 from megaswift.trainers.rl.scoring import Numbers, token_numbers
 from megaswift.trainers.rl.settings import Settings
 from megaswift.trainers.rl.summary import spread, statistics
+from megaswift.trainers.timing import timed
 
 NOTHING = np.zeros(0, dtype=np.float32)
 
@@ -155,14 +155,9 @@ class RolloutSource:
         return [[None if c is None else replace(c, values={**c.values, "keep": found.get(c.number, NOTHING) >= least}) for c in micro]
                 for micro in micros]
 
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
+    def timed(self, part: str) -> AbstractContextManager[None]:
         """Adds the block's time to a part of the step."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
+        return timed(self.seconds, part)
 
     def state_dict(self) -> dict[str, Any]:
         """The position; a generation that is not used up goes along."""
