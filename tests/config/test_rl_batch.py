@@ -47,5 +47,17 @@ def test_what_is_told_at_once(options: dict, part: str) -> None:
 
 
 def test_what_is_not_known_yet_is_no_mistake() -> None:
-    SwiftConfig(task="grpo", steps_per_generation=3, micro_batch_size=4)
-    SwiftConfig(task="sft", gbs=3)
+    """3 passes of 4 completions: right on two ranks, wrong on one, and how many there are is not known yet."""
+    options = {"task": "grpo", "steps_per_generation": 3, "micro_batch_size": 4}
+    made = SwiftConfig(**options)
+    assert (made.rl.steps_per_generation, made.train.per_device_train_batch_size) == (3, 4)
+    assert generation_plan(made, 2) == generation_plan(SwiftConfig(**options, dp=2), 2) == GenerationPlan(24, 3, 8, 3, 1)
+    for told in (lambda: generation_plan(made, 1), lambda: SwiftConfig(**options, dp=1)):
+        with pytest.raises(ConfigError, match="3 passes of 4 completions are 12, which is not a multiple of num_generations 8"):
+            told()
+
+
+def test_other_tasks_have_no_generations() -> None:
+    assert SwiftConfig(task="sft", gbs=3).train.global_batch_size == 3
+    with pytest.raises(ConfigError, match="gbs=3: is not a multiple of num_generations 8"):
+        SwiftConfig(task="grpo", gbs=3)
