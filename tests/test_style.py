@@ -80,12 +80,19 @@ def names(source: Source) -> Iterator[str]:
 
 
 def handlers(source: Source) -> Iterator[str]:
-    """`except:` and `except Exception`, which also catch our own mistakes."""
+    """What also catches our own mistakes: `except:`, `except Exception`, `suppress(Exception)`. Where it must be, its line says why."""
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.ExceptHandler) and source.folder != "tests" and source.path.as_posix() not in CATCH_ALL_ALLOWED:
+        if isinstance(node, ast.ExceptHandler):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-            if any(c is None or getattr(c, "id", "") in ("Exception", "BaseException") for c in caught):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+            caught = node.args
+        else:
+            continue
+        if any(c is None or getattr(c, "id", "") in ("Exception", "BaseException") for c in caught):
+            if source.folder != "tests" and source.path.as_posix() not in CATCH_ALL_ALLOWED:
                 yield source.at(node, "catches everything")
+            elif "  # " not in source.text.splitlines()[node.lineno - 1]:
+                yield source.at(node, "catches everything and does not say why in this line")
 
 
 def calls(source: Source) -> Iterator[str]:
@@ -156,6 +163,9 @@ BAD: list[tuple[Rule, str, str]] = [
     (names, "scripts/tokenizers.py", ""),
     (handlers, "scripts/a.py", "try:\n    x = 1\nexcept (ValueError, Exception):\n    pass\n"),
     (handlers, "scripts/a.py", "try:\n    x = 1\nexcept:\n    pass\n"),
+    (handlers, "scripts/a.py", "with contextlib.suppress(Exception):\n    x = 1\n"),
+    (handlers, "tests/test_a.py", "try:\n    x = 1\nexcept Exception:\n    pass\n"),
+    (handlers, "megaswift/trainers/rewards/jail.py", "try:\n    x = 1\nexcept BaseException:\n    pass\n"),
     (calls, "scripts/a.py", "eval('1')\n"),
     (calls, "scripts/a.py", "from pickle import loads\n"),
     (calls, "scripts/a.py", "subprocess.run('ls', shell=True)\n"),
