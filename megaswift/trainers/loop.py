@@ -67,6 +67,8 @@ class Loop:
     hooks: Sequence[Hook] = ()
     prepare: Prepare = as_they_are
     beside: Callable[[], Beside] = Beside
+    mark: Callable[[], Callable[[], None]] | None = None
+    """What takes the source back to where it is now, on every rank; None: its `load_state_dict`."""
     engines: Mapping[str, Engine] = field(default_factory=dict)
     """Others that are trained too, by their folder in a checkpoint."""
     step: int = 0
@@ -115,21 +117,32 @@ class Loop:
     def take(self, signal: int) -> list[Batch] | None:
         """The next global batch, or None on every rank when any has a signal or met a row that cannot be used.
 
-        The position is then the one before this batch, so that a resumed run meets the row again.
+        The position is then the one before this batch, so that a resumed run meets the row again. With a signal nothing is asked of the
+        source: its next batch may be minutes of sampling.
         """
-        before = self.source.state_dict()
+        self.interrupted = int(agree.largest([signal])[0])
+        if self.interrupted:
+            return None
+        back = self.back()
         microbatches: list[Batch] = []
         try:
             microbatches = self.source.next()
         except UserError as error:
             self.mistake = error
-        self.interrupted, failed = (int(flag) for flag in agree.largest([signal, int(self.mistake is not None)]))
+        failed = agree.largest([self.mistake is not None])[0]
         if failed and self.mistake is None:
             self.mistake = DataError(Problem("the next batch", "another rank met a row that it cannot use; its message says which"))
-        if not self.interrupted and not failed:
+        if not failed:
             return microbatches
-        self.source.load_state_dict(before)
+        back()
         return None
+
+    def back(self) -> Callable[[], None]:
+        """What takes the source back to where it is now."""
+        if self.mark is not None:
+            return self.mark()
+        here = self.source.state_dict()
+        return lambda: self.source.load_state_dict(here)
 
     def emit(self, event: str, *values: Any) -> None:
         """Calls every hook's method of this name; the time of an event that a hook emits itself counts as that hook's."""

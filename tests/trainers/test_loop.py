@@ -66,9 +66,12 @@ def test_a_signal_ends_the_run_after_its_step(number: int) -> None:
     book: list[str] = []
     before = signal.getsignal(number)
     loop = tiny_loop(9, Diary("a", book, lambda n: os.kill(os.getpid(), number) if n == 2 else None))
+    taken, following = list[int](), loop.source.next
+    loop.source.next = lambda: taken.append(1) or following()
     loop.run()
     assert loop.interrupted == number and loop.step == 2
     assert book[-3:] == ["a 2", "a end", "a close"]
+    assert len(taken) == 2, "a batch was sampled for a step that does not come"
     assert signal.getsignal(number) is before
 
 

@@ -106,7 +106,7 @@ def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt
     drawing = Drawing(source, generation, settings.group, cfg.rl.async_generation, cfg.rl.rollout_sleep, leaves)
     parts = Parts(drawing, judge, Estimator(cfg, settings, settings.beta), layout, geometry, trained)
     loop.source = rollouts = RolloutSource(settings, parts)
-    loop.beside = rollouts.beside
+    loop.beside, loop.mark = rollouts.beside, rollouts.mark
     hooks: list[Hook] = []
     if trained is not None:
         loop.prepare, loop.engines = trained.prepare, {CRITIC: trained.engine}

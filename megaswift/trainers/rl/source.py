@@ -6,7 +6,7 @@ Owns the order of a generation and what of it outlives a restart. Sampling is `g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -158,6 +158,21 @@ class RolloutSource:
     def timed(self, part: str) -> AbstractContextManager[None]:
         """Adds the block's time to a part of the step."""
         return timed(self.seconds, part)
+
+    def mark(self) -> Callable[[], None]:
+        """What takes it back to where it is now, in this process. Cheap: a draw that is under way stays under way."""
+        kept, (drawing, estimator) = dict(vars(self)), (self.parts.drawing, self.parts.estimator)
+        ahead, prompts, weights = drawing.ahead, drawing.prompts.state_dict(), estimator.state_dict()
+
+        def back() -> None:
+            vars(self).update(kept)
+            if drawing.ahead is not ahead:
+                drawing.settle()
+            drawing.ahead = ahead
+            drawing.prompts.load_state_dict(prompts)
+            estimator.load_state_dict(weights)
+
+        return back
 
     def state_dict(self) -> dict[str, Any]:
         """The position; a generation that is not used up goes along."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,6 +85,8 @@ class Samples:
     def __init__(self) -> None:
         self.engine = Engine()
         self.synchronised, self.asked = 0, list[int]()
+        self.until: Callable[[], object] = bool
+        """What a share waits for."""
 
     def synchronise(self) -> None:
         """Counts."""
@@ -101,6 +103,17 @@ class Samples:
                 for i in range(len(prompts))]
 
 
+    def share(self, prompts: Sequence[Prompt], generation: int) -> list[Completion]:
+        """The same, in a thread."""
+        self.until()
+        return self.write(prompts, generation)
+
+    @staticmethod
+    def joined(work: Callable[[], list[Completion]]) -> list[Completion]:
+        """There is no other rank."""
+        return work()
+
+
 def source(worth: Any = None, **options: Any) -> RolloutSource:
     """A source of a run with `options`; rewards are `worth` of a sample, its number of tokens if not given."""
     cfg = config(**options)
@@ -110,7 +123,8 @@ def source(worth: Any = None, **options: Any) -> RolloutSource:
     geometry = LoaderGeometry(per_device=width, accumulation=settings.batch // width)
     prompts: Any = Prompts()
     samples: Any = Samples()
-    drawing = Drawing(PromptSource(prompts, settings.generation // settings.group, Order(len(prompts), False, 0)), samples, settings.group)
+    drawing = Drawing(PromptSource(prompts, settings.generation // settings.group, Order(len(prompts), False, 0)), samples, settings.group,
+                      cfg.rl.async_generation)
     parts = Parts(drawing, judge, Estimator(cfg, settings, settings.beta), Layout(Shape(), True, False), geometry)
     return RolloutSource(settings, parts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,38 @@ def test_a_source_goes_on_where_it_was(taken: int, options: dict[str, Any]) -> N
     for _ in range(4):
         assert told(first.next()) == told(second.next()) and timeless(first) == timeless(second)
     assert (len(state["completed"]) == 0) == (taken in (0, 4))
+
+
+@pytest.mark.parametrize("options", [{}, {"async_generation": True}, {"beta": 0.1, "kl_in_reward": True, "kl_controller": "adaptive"}])
+@pytest.mark.parametrize("taken", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("further", [1, 4])
+def test_a_source_goes_back(further: int, taken: int, options: dict[str, Any]) -> None:
+    """As after a row that another rank cannot use."""
+    whole, made = source(**FOUR, **options), source(**FOUR, **options)
+    for _ in range(taken):
+        assert told(whole.next()) == told(made.next())
+    back = made.mark()
+    for _ in range(further):
+        made.next()
+    back()
+    assert json.dumps(made.state_dict()) == json.dumps(whole.state_dict())
+    for _ in range(6):
+        assert told(whole.next()) == told(made.next())
+
+
+def test_a_draw_that_is_under_way_stays_so() -> None:
+    """A step takes no longer because the next generation is being sampled."""
+    made, free = source(async_generation=True, **FOUR), threading.Event()
+    samples: Any = made.parts.drawing.generation
+    samples.until = lambda: free.wait(30)
+    for _ in range(4):
+        made.mark()
+        made.next()
+    ahead = made.parts.drawing.ahead
+    assert ahead is not None and ahead.found is not None and not ahead.found.done()
+    free.set()
+    made.next()
+    assert samples.asked[:2] == [0, 1] and made.beside().metrics["sampling/staleness"] == 4
 
 
 @pytest.mark.parametrize("other", [{"generation_batch_size": 8, "num_iterations": 2}, {"generation_batch_size": 16, "num_iterations": 1},
