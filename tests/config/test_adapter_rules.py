@@ -9,7 +9,7 @@ from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED, bit
 from megaswift.config.peft_methods import METHODS, OWNERS
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
-from tests.config.test_rules import problems
+from tests.config.refusals import problems
 from tests.config.test_sections import other_value
 
 CLASHING = [

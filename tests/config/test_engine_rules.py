@@ -15,7 +15,7 @@ from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES, ModelSpec, family_of
 from megaswift.families.unlisted import unlisted_spec
 from megaswift.trainers.engine_choice import Machine, choose, parameters, settle
-from tests.config.test_rules import problems
+from tests.config.refusals import problems
 from tests.config.test_sections import NEEDS, other_value
 from tests.parity.models import VARIANTS, config
 from tests.sources import ROOT

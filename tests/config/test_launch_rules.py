@@ -8,7 +8,7 @@ from megaswift.config import load
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.sections import OPTIONS
 from megaswift.launchers.local import wants_processes, world_size
-from tests.config.test_rules import problems
+from tests.config.refusals import assert_contradiction, assert_idle
 
 RAY = "--launcher ray --num_workers 2"
 IDLE = [
@@ -36,15 +36,12 @@ CLASHING = [
 
 @pytest.mark.parametrize("idle, used", IDLE)
 def test_an_option_that_would_be_ignored(idle: str, used: str) -> None:
-    found = problems(idle)
-    assert len(found) == 1 and found[0].startswith(idle.split()[0]) and "would be ignored" in found[0]
-    assert problems(used) == []
+    assert_idle(idle, used)
 
 
 @pytest.mark.parametrize("name, words", CLASHING)
 def test_a_contradiction(name: str, words: str) -> None:
-    found = problems(words)
-    assert len(found) == 1 and found[0].startswith((f"--{name} ", f"--{name}:")) and "ignored" not in found[0]
+    assert_contradiction(name, words)
 
 
 def test_every_row_is_tried() -> None:

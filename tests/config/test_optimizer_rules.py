@@ -9,7 +9,7 @@ from megaswift.config.optim import OPTIMIZERS, SPELLINGS
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.sections import OPTIONS
 from megaswift.trainers.engine_choice import settle
-from tests.config.test_rules import assert_idle, problems
+from tests.config.refusals import assert_idle, problems
 from tests.trainers.inputs import write_model
 
 CLASHING = ["--optim adafactor", "--engine zero1 --optim adamw_8bit", "--engine fsdp2 --optim adafactor",

@@ -8,17 +8,17 @@ from megaswift.config import load
 from megaswift.config.preference import beta_of, likelihood_of, loss_types_of, needs_reference
 from megaswift.config.preference_rules import BY_DIVERGENCE, PREFERENCE_CLASHES, PREFERENCE_IGNORED, SMOOTHED, SORTS
 from megaswift.config.sections import NAMES
-from megaswift.errors import ConfigError
 from megaswift.losses import cpo, dpo_types, kto
+from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [
     ("dpo --ref_model r --reference_free", "dpo --ref_model r"),
     ("dpo --offload_reference --reference_free", "dpo --offload_reference"),
     ("dpo --sync_ref_model --reference_free", "dpo --sync_ref_model"),
     ("dpo --precompute_ref_log_probs --reference_free", "dpo --precompute_ref_log_probs --ref_model r"),
-    ("dpo --offload_reference --precompute_ref_log_probs", "kto --precompute_ref_log_probs --loss_type bco"),
+    ("dpo --offload_reference --precompute_ref_log_probs", "kto --precompute_ref_log_probs --loss_type bco --micro_batch_size 2"),
     ("dpo --ref_model_mixup_alpha 0.5", "dpo --ref_model_mixup_alpha 0.5 --sync_ref_model"),
-    ("kto --ref_model_sync_steps 5", "kto --ref_model_sync_steps 5 --sync_ref_model --micro_batch_size 2"),
+    ("kto --ref_model_sync_steps 5 --micro_batch_size 2", "kto --ref_model_sync_steps 5 --sync_ref_model --micro_batch_size 2"),
     ("dpo --offload_reference --train_type lora", "dpo --offload_reference --train_type lora --adapters a"),
     ("dpo --discopop_tau 0.1", "dpo --discopop_tau 0.1 --loss_type discopop"),
     ("dpo --f_alpha_divergence_coef 0.3", "dpo --f_alpha_divergence_coef 0.3 --f_divergence_type alpha_divergence"),
@@ -38,34 +38,21 @@ CLASHING = [
     ("ref_model", "dpo --ref_model r --train_type lora"),
     ("sync_ref_model", "dpo --sync_ref_model --train_type lora"),
     ("precompute_ref_log_probs", "dpo --precompute_ref_log_probs --sync_ref_model"),
-    ("precompute_ref_log_probs", "kto --precompute_ref_log_probs"),
+    ("precompute_ref_log_probs", "kto --precompute_ref_log_probs --micro_batch_size 2"),
     ("per_device_train_batch_size", "kto --per_device_train_batch_size 1"),
     ("train_type", "rm --train_type lora"),
     ("random_init", "dpo --random_init"),
 ]
 
 
-def problems(words: str) -> list[str]:
-    task, *rest = words.split()
-    rest += [] if task != "kto" or {"--micro_batch_size", "--per_device_train_batch_size"} & set(rest) else ["--micro_batch_size", "2"]
-    try:
-        load(task, rest, environ={})
-    except ConfigError as error:
-        return [str(p) for p in error.problems]
-    return []
-
-
 @pytest.mark.parametrize("given, counts", IDLE)
 def test_an_option_that_would_be_ignored(given: str, counts: str) -> None:
-    found = problems(given)
-    assert len(found) == 1 and "would be ignored" in found[0] and found[0].startswith(given.split()[1])
-    assert problems(counts) == []
+    assert_idle(given, counts)
 
 
 @pytest.mark.parametrize("name, words", CLASHING)
 def test_a_contradiction(name: str, words: str) -> None:
-    found = problems(words)
-    assert len(found) == 1 and found[0].startswith(f"--{name}") and "ignored" not in found[0]
+    assert_contradiction(name, words)
 
 
 @pytest.mark.parametrize("name, value", IDLE_PULL)

@@ -23,6 +23,7 @@ from megaswift.config.rl import (
 from megaswift.config.rl_rules import CLIPS, RL_CLASHES, RL_IGNORED
 from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError
+from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 SERVER = "--rollout_backend vllm_server"
 IDLE = [
@@ -93,26 +94,14 @@ CLASHING = [
 ]
 
 
-def problems(words: str) -> list[str]:
-    task, *rest = words.split() if not words.startswith("--") else ("grpo", *words.split())
-    try:
-        load(task, rest, environ={})
-    except ConfigError as error:
-        return [str(p) for p in error.problems]
-    return []
-
-
 @pytest.mark.parametrize("given, counts", IDLE)
 def test_an_option_that_would_be_ignored(given: str, counts: str) -> None:
-    found = problems(given)
-    assert len(found) == 1 and "would be ignored" in found[0] and found[0].startswith(given.split()[0]), found
-    assert problems(counts) == []
+    assert_idle(given, counts, "grpo")
 
 
 @pytest.mark.parametrize("name, words", CLASHING)
 def test_a_contradiction(name: str, words: str) -> None:
-    found = problems(words)
-    assert len(found) == 1 and found[0].startswith(f"--{name}") and "ignored" not in found[0], found
+    assert_contradiction(name, words, "grpo")
 
 
 def test_every_row_is_tried() -> None:
@@ -161,7 +150,7 @@ def test_a_task_by_any_of_its_words(words: str) -> None:
 
 
 def test_two_backends_are_a_contradiction() -> None:
-    assert "says otherwise" in problems("--use_vllm --rollout_backend sglang --rollout_server_url http://h:1")[0]
+    assert "says otherwise" in problems("--use_vllm --rollout_backend sglang --rollout_server_url http://h:1", "grpo")[0]
 
 
 def test_a_whole_run_needs_something_that_judges() -> None:

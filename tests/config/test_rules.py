@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaswift.config import SwiftConfig, load
+from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.capabilities import NEED_TRANSFORMER_ENGINE, missing_transformer_engine
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
@@ -13,7 +13,7 @@ from megaswift.config.rl_rules import RL_CLASHES, RL_IGNORED
 from megaswift.config.rules import CLASHES, IGNORED
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED
-from megaswift.errors import ConfigError
+from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [
     # given, what makes it count
@@ -99,21 +99,6 @@ CLASHING = [
 ]
 
 
-def problems(words: str, task: str = "sft") -> list[str]:
-    try:
-        load(task, words.split(), environ={})
-    except ConfigError as error:
-        return [p.what + ": " + p.rule for p in error.problems]
-    return []
-
-
-def assert_idle(idle: str, used: str) -> None:
-    """The first option of `idle` is refused because it would be ignored; in `used` it means something."""
-    found = problems(idle)
-    assert len(found) == 1 and found[0].startswith(idle.split()[0]) and "would be ignored" in found[0]
-    assert problems(used) == []
-
-
 @pytest.mark.parametrize("idle, used", IDLE)
 def test_an_option_that_would_be_ignored(idle: str, used: str) -> None:
     assert_idle(idle, used)
@@ -139,8 +124,7 @@ def test_every_row_is_tried() -> None:
 
 @pytest.mark.parametrize("name, words", CLASHING)
 def test_a_contradiction(name: str, words: str) -> None:
-    found = problems(words)
-    assert len(found) == 1 and found[0].startswith((f"--{name} ", f"--{name}:")) and "ignored" not in found[0]
+    assert_contradiction(name, words)
 
 
 @pytest.mark.parametrize("words", ["--vpp 1", "--sp false", "--min_lr 0 --lr_scheduler_type constant", "--warmup_ratio 0 --warmup_steps 2",

@@ -7,7 +7,7 @@ import pytest
 from megaswift.config import SwiftConfig, load
 from megaswift.config.sections import OPTIONS
 from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED
-from tests.config.test_rules import assert_idle, problems
+from tests.config.refusals import assert_idle, problems
 
 CLASHING = [
     "--attn_implementation flex_attention", "--attn_impl fused --engine ddp", "--attn_impl flash --engine ddp --torch_dtype fp32",

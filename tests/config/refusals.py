@@ -1,0 +1,30 @@
+"""What the options of a command line are refused for; how a rule of either kind shows."""
+
+from __future__ import annotations
+
+from megaswift.config import load
+from megaswift.errors import ConfigError
+
+
+def problems(words: str, task: str = "sft") -> list[str]:
+    """Every mistake, without what to do instead. `words` may begin with the name of their own task."""
+    options = words.split()
+    task, options = (task, options) if words.startswith("--") else (options[0], options[1:])
+    try:
+        load(task, options, environ={})
+    except ConfigError as error:
+        return [p.what + ": " + p.rule for p in error.problems]
+    return []
+
+
+def assert_idle(idle: str, used: str, task: str = "sft") -> None:
+    """The first option of `idle` is refused because it would be ignored; in `used` it means something."""
+    found, option = problems(idle, task), next(word for word in idle.split() if word.startswith("--"))
+    assert len(found) == 1 and found[0].startswith((f"{option} ", f"{option}:")) and "would be ignored" in found[0], found
+    assert problems(used, task) == []
+
+
+def assert_contradiction(name: str, words: str, task: str = "sft") -> None:
+    """One mistake, which names this option."""
+    found = problems(words, task)
+    assert len(found) == 1 and found[0].startswith((f"--{name} ", f"--{name}:")) and "ignored" not in found[0], found
