@@ -17,13 +17,17 @@ from megaswift.data.cache import cache_root
 from megaswift.data.collate import Shape
 from megaswift.data.documents import Documents, gather, hold_out, truncate
 from megaswift.data.encode import Encoder, EncodeSpec, encode_spec
+from megaswift.data.encode_units import UnitEncoder
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, RowData, StoredSource, make_rows
 from megaswift.data.order import Order
 from megaswift.data.prepare import prepare
 from megaswift.data.processor import Processor, tokenizer_in
 from megaswift.data.sources import resolve
-from megaswift.data.stream import StreamOptions, StreamSource
-from megaswift.data.unit_batches import UnitRows
+from megaswift.data.stream import Contents, StreamOptions, StreamSource
+from megaswift.data.stream_rows import RowContents
+from megaswift.data.stream_units import UnitContents
+from megaswift.data.tokenizer import pad_of
+from megaswift.data.unit_batches import UnitLayout, UnitRows
 from megaswift.data.units import CUT_CAUSES, Units, gather_units, hold_out_units, truncate_units
 from megaswift.errors import DataError, Problem
 
@@ -60,9 +64,6 @@ def kind_of(task: str) -> str:
 
 def check_task(data: Any, task: str) -> None:
     """DataError for options that the task's data cannot serve."""
-    if data.streaming and task in PREFERENCES:
-        raise DataError(Problem("--streaming true", f"the data of {task} are tokenised before training: whether a row is of use is known "
-                                "when its answers are tokens", "--streaming false; tokens are kept on disk and mapped into memory"))
     if data.truncation_strategy != "split":
         return
     if task != "pt":
@@ -105,8 +106,7 @@ def _held_out_units(data: Any, tokenizer: Any, task: str) -> Units:
 
 def shape_of(tokenizer: Any, geometry: LoaderGeometry) -> Shape:
     """Padding as the geometry asks for; the padding id is the tokenizer's, or its end of text."""
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return Shape(geometry.doc_multiple, geometry.row_multiple, 0 if pad is None else int(pad))
+    return Shape(geometry.doc_multiple, geometry.row_multiple, pad_of(tokenizer))
 
 
 def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft",
@@ -122,9 +122,12 @@ def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task:
     check_task(data, task)
     if data.streaming:
         assert not isinstance(tokenizer, Processor), "rows with images are not streamed"
-        kept = _held_out(data, tokenizer, task) if data.val_dataset else None
-        held: RowData | None = None if kept is None else make_rows(kept, data.packing, data.max_length, shape)
-        source: BatchSource = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape))
+        held: RowData | None = None
+        if data.val_dataset and task in PREFERENCES:
+            held = UnitRows(_held_out_units(data, tokenizer, task), data.packing is not False, prompt_labels)
+        elif data.val_dataset:
+            held = make_rows(_held_out(data, tokenizer, task), data.packing, data.max_length, shape)
+        source: BatchSource = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape), prompt_labels)
     else:
         if task in PREFERENCES:
             some, others = units(data, train, tokenizer, task)
@@ -151,9 +154,14 @@ def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, S
     return StoredSource(rows, geometry, shape, Order(len(rows), data.shuffle, data_seed(data, train)), data.dataloader_num_workers)
 
 
-def _stream(data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, Shape]) -> StreamSource:
+def _stream(data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, Shape], prompt_labels: bool) -> StreamSource:
+    (geometry, shape), units = where, spec.task in PREFERENCES
     sources = [resolve(name, partial(hub.fetch, cache_root(data.dataset_cache_dir))) for name in data.dataset]
-    options = StreamOptions(data.max_length, data.truncation_strategy, data.packing, data.shuffle, data_seed(data, train))
-    source = StreamSource(sources, Encoder(spec), options, *where)
-    source.check_labels()
-    return source
+    packs = bool(data.packing) and not units  # which units are in a micro-batch does not depend on how they lie there
+    options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, data_seed(data, train))
+    contents: Contents = RowContents(Encoder(spec), options, shape)
+    if units:
+        layout = UnitLayout(2 if spec.task in PAIRS else 1, data.packing is not False, False, prompt_labels)
+        contents = UnitContents(UnitEncoder(spec), options, layout, shape)
+    contents.check(sources)
+    return StreamSource(sources, contents, options, geometry)

@@ -152,7 +152,12 @@ def place(docs: Documents, i: int) -> str:
 
 
 def _too_long(docs: Documents, i: int, max_length: int) -> Problem:
-    return Problem(place(docs, i), f"{docs.length[i]} tokens, --max_length is {max_length}",
+    return too_long_at(place(docs, i), int(docs.length[i]), max_length)
+
+
+def too_long_at(where: str, tokens: int, max_length: int) -> Problem:
+    """What is said of a document that is longer than allowed."""
+    return Problem(where, f"{tokens} tokens, --max_length is {max_length}",
                    "a larger --max_length, or --truncation_strategy delete, left or right")
 
 

@@ -6,9 +6,9 @@ Owns where the completion begins in tokens. Rendering, tokenising and masks are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, tee
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,15 @@ from megaswift.errors import Problem
 
 Side = tuple[np.ndarray, np.ndarray]
 """(int32 tokens [n], uint8 mask [n])."""
+
+
+@dataclass(frozen=True)
+class EncodedUnit:
+    """A unit as documents."""
+
+    sides: list[Side]
+    value: float
+    """Its margin (nan where the row has none) or label."""
 
 
 def encoder_for(spec: EncodeSpec) -> Encoder | UnitEncoder:
@@ -106,6 +115,30 @@ class UnitEncoder:
                 mask[prompt:] = 1
         return list(sides)
 
+    def read(self, rows: Iterable[tuple[str, Located]]) -> Iterator[EncodedUnit | RowError]:
+        """Each row's documents and value, in order; or what is wrong with it."""
+        rows = iter(rows)
+        while group := list(islice(rows, BATCH)):
+            found: list[tuple[Unit, list[Rendered]] | RowError] = []
+            for _, located in group:
+                try:
+                    unit = self.unit(located.row)
+                    found.append((unit, self._rendered(unit)))
+                except RowError as e:
+                    found.append(e)
+            tokens = self._texts.tokenize([r for one in found if not isinstance(one, RowError) for r in one[1]])
+            for one in found:
+                if isinstance(one, RowError):
+                    yield one
+                    continue
+                unit, rendered = one
+                sides = [next(tokens) for _ in rendered]
+                try:
+                    checked: EncodedUnit | UnitError = EncodedUnit(self._checked(unit, sides), unit.value)
+                except UnitError as e:
+                    checked = e
+                yield checked
+
     def encode(self, rows: Iterable[tuple[str, Located]]) -> Encoded:
         """All rows at once; those that are malformed or of no use are counted and the first few told."""
         documents: list[Side] = []
@@ -114,33 +147,18 @@ class UnitEncoder:
         problems: list[Problem] = []
         causes: Counter[str] = Counter()
         bad = 0
-
-        def refuse(place: tuple[str, int], error: RowError) -> None:
-            nonlocal bad
+        rows, placed = tee(rows)
+        for (path, located), found in zip(placed, self.read(rows), strict=True):
+            if isinstance(found, EncodedUnit):
+                documents += found.sides
+                lines += [located.line] * len(found.sides)
+                values.append(found.value)
+                continue
             bad += 1
-            if isinstance(error, UnitError):
-                causes[error.cause] += 1
+            if isinstance(found, UnitError):
+                causes[found.cause] += 1
             if len(problems) < SHOWN:
-                problems.append(row_problem(*place, error))
-        rows = iter(rows)
-        while group := list(islice(rows, BATCH)):
-            good: list[tuple[tuple[str, int], Unit, list[Rendered]]] = []
-            for path, located in group:
-                try:
-                    unit = self.unit(located.row)
-                    good.append(((path, located.line), unit, self._rendered(unit)))
-                except RowError as e:
-                    refuse((path, located.line), e)
-            tokens = self._texts.tokenize([r for _, _, rendered in good for r in rendered])
-            for place, unit, rendered in good:
-                sides = [next(tokens) for _ in rendered]
-                try:
-                    documents += self._checked(unit, sides)
-                except UnitError as e:
-                    refuse(place, e)
-                    continue
-                lines += [place[1]] * len(sides)
-                values.append(unit.value)
+                problems.append(row_problem(path, located.line, found))
         ids = [d[0] for d in documents] or [np.zeros(0, np.int32)]
         masks = [d[1] for d in documents] or [np.zeros(0, np.uint8)]
         lengths = np.array([len(d[0]) for d in documents], dtype=np.int64)

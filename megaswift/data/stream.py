@@ -1,10 +1,8 @@
 """Rows read as they are needed, for data that do not fit a cache.
 
-Owns blocks; where reading stands is `cursor.py`. The files are read in order, again and again; BLOCK rows at a time are shuffled among
-themselves (with `--shuffle`) and, with `--packing`, packed. A position is the place of a block's first row and how much of the
-block is used: the same on every rank and for every number of ranks. So a row that is too long or (with `--strict false`)
-malformed keeps its place in the batch, without weight, and every rank renders every row but tokenises its own; packing alone
-needs all lengths and so tokenises the block on each rank.
+Owns blocks and the position in them; where reading stands is `cursor.py`, what rows become is `stream_rows.py` and `stream_units.py`. The
+files are read in order, again and again; BLOCK rows at a time become items, which are shuffled among themselves (with `--shuffle`). A
+position is the place of a block's first row and how much of the block is used: the same on every rank and for every number of ranks.
 """
 
 from __future__ import annotations
@@ -13,24 +11,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from megaswift.data.chat import Rendered
-from megaswift.data.collate import Document, Shape
 from megaswift.data.cursor import Cursor, Passes, read_on
-from megaswift.data.encode import Encoder, row_problem
-from megaswift.data.loader import LoaderGeometry, batches
-from megaswift.data.packing import best_fit, padded
+from megaswift.data.loader import LoaderGeometry
 from megaswift.data.readers import Located
-from megaswift.data.sample import RowError
 from megaswift.data.sources import Source
 from megaswift.errors import DataError, Problem
 from megaswift.log import warn
 from megaswift.losses.contract import Batch
 
 BLOCK = 2048
+AHEAD = 32
+"""Rows that are tokenised at a time while a first one of use is looked for."""
+Row = tuple[str, Located, int]
+"""(file, row, its number since the beginning)."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +41,62 @@ class StreamOptions:
     seed: int
 
 
-def _raise_first(items: Sequence[tuple[Any, int]]) -> None:
-    for item, _ in items:
+@dataclass
+class Tally:
+    """What happened to rows, and what of it the user has been told."""
+
+    quiet: bool = False
+    """Rows are only looked at, and read again when their turn comes."""
+    counted: Counter[str] = field(default_factory=Counter)
+    _told: set[str] = field(default_factory=set)
+
+    def malformed(self, problem: Problem, cause: str = "malformed") -> None:
+        """A row that is left out."""
+        self.counted[cause] += 1
+        if not self.quiet:
+            warn(f"skipped {problem} ({self.counted[cause]} rows skipped so far{'' if cause == 'malformed' else f': {cause}'})")
+
+    def long(self, what: str, number: int, max_length: int) -> None:
+        """A row that is too long, of which the first of its kind is told."""
+        self.counted[what] += 1
+        if not self.quiet and what not in self._told:
+            self._told.add(what)
+            warn(f"row {number + 1} is longer than --max_length {max_length}: {what}, as such rows will be from here on")
+
+
+class Contents(Protocol):
+    """What rows become."""
+
+    tally: Tally
+
+    def items(self, rows: Sequence[Row]) -> list[Any]:
+        """A block's rows as what global batches are made of, in file order; a Problem for a row that stops the run."""
+
+    def batches(self, taken: Sequence[Any], geometry: LoaderGeometry) -> list[Batch]:
+        """This rank's micro-batches of a global batch of items. DataError for a Problem among them."""
+
+    def check(self, sources: Sequence[Source]) -> None:
+        """DataError when no row of an epoch is of use; reads no further than it must, the same on every rank."""
+
+    def useless(self, sources: Sequence[Source]) -> DataError:
+        """What is said of an epoch without a row of use."""
+
+
+def raise_first(items: Sequence[Any]) -> None:
+    """DataError for the first Problem among items."""
+    for item in items:
         if isinstance(item, Problem):
             raise DataError(item)
 
 
+def names_of(sources: Sequence[Source]) -> str:
+    """For messages."""
+    return ", ".join(s.name for s in sources)
+
+
 @dataclass
 class _Block:
-    """Some rows, made into items: rendered rows (None without weight) or packed rows, in training order."""
+    """Some rows, made into items in training order."""
 
     items: list[Any]
     begin: Cursor
@@ -64,96 +108,37 @@ class StreamSource:
     """Batches from files that are read along the way."""
 
     sources: Sequence[Source]
-    encoder: Encoder
+    contents: Contents
     options: StreamOptions
     geometry: LoaderGeometry
-    shape: Shape
     rows: None = None
     steps_per_epoch: None = None
-    counted: Counter[str] = field(default_factory=Counter)
     _block: _Block | None = None
     _used: int = 0
     _after: Cursor = field(default_factory=Cursor)
-    _told: set[str] = field(default_factory=set)
 
     def _read_block(self) -> _Block:
         begin = end = self._after
-        items: list[Any] = []
+        rows: list[Row] = []
         epoch = None
         for path, located, cursor in read_on(self.sources, begin):
             if epoch not in (None, cursor.epoch):
                 break
             epoch, end = cursor.epoch, cursor
-            items.append((self._render(path, located), cursor.rows - 1))
-            if len(items) == BLOCK:
+            rows.append((path, located, cursor.rows - 1))
+            if len(rows) == BLOCK:
                 break
-        if self.options.packing:
-            items = self._pack(items)
+        items = self.contents.items(rows)
         if self.options.shuffle:
             order = np.random.default_rng([self.options.seed, end.rows]).permutation(len(items))
             items = [items[i] for i in order]
         return _Block(items, begin, end)
 
-    def _render(self, path: str, located: Located, ahead: bool = False) -> Rendered | Problem | None:
-        """A row's text; what is wrong with it, to be told when its turn comes; or nothing, where such rows are skipped.
-
-        `ahead`: the row is only looked at, and read again when its turn comes.
-        """
-        try:
-            return self.encoder.render(located.row)
-        except RowError as e:
-            if self.encoder.spec.strict:
-                return row_problem(path, located.line, e)
-            if not ahead:
-                self.counted["malformed"] += 1
-                warn(f"skipped {row_problem(path, located.line, e)} ({self.counted['malformed']} rows skipped so far)")
-            return None
-
-    def _tokenize(self, rendered: Sequence[tuple[Rendered | None, int]]) -> list[list[Document]]:
-        """Documents of each rendered row: one, none, or several of a split text."""
-        tokens = self.encoder.tokenize([r for r, _ in rendered if r is not None])
-        return [[] if r is None else self._cut(*next(tokens), number) for r, number in rendered]
-
-    def _cut(self, ids: np.ndarray, mask: np.ndarray, number: int) -> list[Document]:
-        size, strategy = self.options.max_length, self.options.truncation_strategy
-        if len(ids) <= size:
-            return [(ids, mask, number)] if len(ids) else []
-        if strategy == "raise":
-            raise DataError(Problem(f"row {number + 1}", f"{len(ids)} tokens, --max_length is {size}",
-                                    "--truncation_strategy delete, left or right"))
-        self._count("deleted" if strategy == "delete" else "truncated", number)
-        if strategy == "delete":
-            return []
-        if strategy == "split" and self.options.packing:
-            return [(ids[i:i + size], mask[i:i + size], number) for i in range(0, len(ids), size)]
-        cut = slice(-size, None) if strategy == "left" else slice(size)
-        return [(ids[cut], mask[cut], number)]
-
-    def _count(self, what: str, number: int) -> None:
-        self.counted[what] += 1
-        if what not in self._told:
-            self._told.add(what)
-            warn(f"row {number + 1} is longer than --max_length {self.options.max_length}: {what}, as such rows will be from here on")
-
-    def _pack(self, items: list[tuple[Rendered | None, int]]) -> list[list[Document]]:
-        _raise_first(items)
-        documents = [d for group in self._tokenize(items) for d in group]
-        if not documents:
-            return []
-        lengths = padded(np.array([len(d[0]) for d in documents]), self.shape.doc_multiple)
-        packing = best_fit(lengths, self.shape.row_length(self.options.max_length))
-        return [[documents[i] for i in packing.row(n).tolist()] for n in range(len(packing))]
-
     def next(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch. A malformed row leaves the position where it was."""
         saved = self._block, self._used, self._after
         try:
-            taken = self._take(self.geometry.global_batch)
-            if not self.options.packing:
-                _raise_first(taken)
-            own = self.geometry.own(taken)
-            rows = own if self.options.packing else [[d[:1] for d in self._tokenize(list(micro))] for micro in own]
-            return batches(rows, self.options.packing, self.shape, self.geometry.uniform)
+            return self.contents.batches(self._take(self.geometry.global_batch), self.geometry)
         except DataError:
             self._block, self._used, self._after = saved
             raise
@@ -168,64 +153,11 @@ class StreamSource:
                 if self._block.items:
                     first = self._after.epoch
                 elif self._after.epoch > first + 1:  # the whole epoch between them was empty
-                    raise self._useless()
+                    raise self.contents.useless(self.sources)
             some = self._block.items[self._used: self._used + count - len(taken)]
             self._used += len(some)
             taken += some
         return taken
-
-    def _useless(self) -> DataError:
-        return DataError(Problem(
-            ", ".join(s.name for s in self.sources), "no row of a whole epoch has a token that carries loss within "
-            f"--max_length {self.options.max_length} (--truncation_strategy {self.options.truncation_strategy})",
-            "a larger --max_length, or --truncation_strategy left or right"))
-
-    def _usable(self, rows: Sequence[Rendered]) -> bool:
-        """Whether a row keeps a token with loss within max_length; one that is too long for `raise` is told when its turn comes."""
-        size, strategy = self.options.max_length, self.options.truncation_strategy
-        for ids, mask in self.encoder.tokenize(list(rows)):
-            if len(ids) > size and strategy in ("raise", "delete"):
-                continue
-            kept = mask if strategy == "split" and self.options.packing else mask[-size:] if strategy == "left" else mask[:size]
-            if kept[1:].any():
-                return True
-        return False
-
-    def _check_usable(self) -> None:
-        """DataError when no row of an epoch is of use; reads up to the first that is, the same on every rank."""
-        some: list[Rendered] = []
-        for path, located, cursor in read_on(self.sources, Cursor()):
-            if cursor.epoch:
-                break
-            rendered = self._render(path, located, ahead=True)
-            if isinstance(rendered, Problem):
-                return  # it stops the run when its turn comes
-            some += [] if rendered is None else [rendered]
-            if len(some) == 32:
-                if self._usable(some):
-                    return
-                some = []
-        if not self._usable(some):
-            raise self._useless()
-
-    def check_labels(self, rows: int = 256) -> None:
-        """DataError when no row of an epoch carries loss within max_length; the first `rows` are told apart from longer reading."""
-        seen: list[Rendered] = []
-        whole, looked, names = False, 0, ", ".join(s.name for s in self.sources)
-        for path, located, cursor in read_on(self.sources, Cursor()):
-            whole = cursor.epoch > 0
-            if whole or looked == rows:
-                break
-            looked += 1
-            rendered = self._render(path, located, ahead=True)
-            if isinstance(rendered, Problem):
-                return  # it stops the run when its turn comes
-            seen += [] if rendered is None else [rendered]
-        if whole and not seen:
-            raise DataError(Problem(names, f"none of its {looked} rows can be read", "--strict true tells what is wrong with them"))
-        if whole and not any(r.spans for r in seen):
-            raise DataError(Problem(names, f"no token of {looked} rows carries loss", "rows with assistant messages, or --loss_scale all"))
-        self._check_usable()
 
     @cached_property
     def _passes(self) -> Passes:
@@ -264,4 +196,4 @@ class StreamSource:
     @property
     def stats(self) -> dict[str, float]:
         """Rows read and what happened to some of them."""
-        return {"rows_read": float(self._after.rows)} | {k: float(v) for k, v in self.counted.items()}
+        return {"rows_read": float(self._after.rows)} | {k: float(v) for k, v in self.contents.tally.counted.items()}

@@ -22,3 +22,9 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
         if type(error) is not Exception and not isinstance(error, UNREADABLE):
             raise
         raise WeightsError(Problem(f"tokenizer in {folder}", f"cannot be read: {first_line(error)}", fix)) from None
+
+
+def pad_of(tokenizer: Any) -> int:
+    """The token that fills up rows: the tokenizer's, or its end of text, or token 0."""
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return 0 if pad is None else int(pad)

@@ -39,28 +39,17 @@ def lay_out(made: Sequence[Sequence[Document | None]], packing: bool, shape: Sha
     return batches(rows, packing, shape, uniform)
 
 
-@dataclass
-class UnitRows:
-    """Numbered units for a loader."""
+@dataclass(frozen=True)
+class UnitLayout:
+    """How units become batches."""
 
-    units: Units
+    width: int
+    """Documents a unit: two, or one."""
     packing: bool
+    margins: bool
+    """Whether the data have margins."""
     prompt_labels: bool = False
     """Prompts carry labels too (ORPO's likelihood); `fields["completion"]` bool [b, s] then says which are the completion's."""
-
-    @property
-    def docs(self) -> Documents:
-        """The documents of all units."""
-        return self.units.docs
-
-    def __len__(self) -> int:
-        return len(self.units)
-
-    def read(self, row: int) -> UnitItem:
-        """The documents of a unit and its margin or label."""
-        width, docs = self.units.width, self.docs
-        which = range(row * width, (row + 1) * width)
-        return UnitItem([(*docs.read(i), int(docs.sample[i])) for i in which], float(self.units.values[row]))
 
     def batches(self, rows: Sequence[Micro], shape: Shape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
@@ -73,26 +62,53 @@ class UnitRows:
             laid = lay_out(labelled, self.packing, shape, uniform)
         return [replace(batch, fields=f) for f, batch in zip(fields, laid, strict=True)]
 
-    def stats(self, shape: Shape) -> dict[str, float]:
-        """Units that `rows` counts."""
-        return {"pairs" if self.units.width == 2 else "examples": float(len(self))}
-
-    @cached_property
-    def _margins(self) -> bool:
-        return not np.isnan(self.units.values).any()
-
     def _documents(self, micro: Micro) -> list[Document | None]:
-        return [d for unit in micro for d in (unit.documents if unit else [None] * self.units.width)]
+        return [d for unit in micro for d in (unit.documents if unit else [None] * self.width)]
 
     def _fields(self, micro: Micro) -> dict[str, torch.Tensor]:
         """Document numbers; packed, units without weight have no documents."""
-        width = self.units.width
         held = [(i, unit.value) for i, unit in enumerate(micro) if unit]
-        first = torch.tensor([(n if self.packing else i) * width for n, (i, _) in enumerate(held)], dtype=torch.int64)
+        first = torch.tensor([(n if self.packing else i) * self.width for n, (i, _) in enumerate(held)], dtype=torch.int64)
         values = torch.tensor([value for _, value in held], dtype=torch.float32)
-        if width == 2:
+        if self.width == 2:
             pairs = torch.stack([first, first + 1], dim=1)
-            return {"pairs": pairs, "margin": values} if self._margins else {"pairs": pairs}
+            return {"pairs": pairs, "margin": values} if self.margins else {"pairs": pairs}
         label = torch.zeros(max(1, len(held)) if self.packing else len(micro), dtype=torch.bool)
         label[first] = values > 0
         return {"examples": first, "label": label}
+
+
+@dataclass
+class UnitRows:
+    """Numbered units for a loader."""
+
+    units: Units
+    packing: bool
+    prompt_labels: bool = False
+
+    @property
+    def docs(self) -> Documents:
+        """The documents of all units."""
+        return self.units.docs
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @cached_property
+    def layout(self) -> UnitLayout:
+        """How they become batches."""
+        return UnitLayout(self.units.width, self.packing, not np.isnan(self.units.values).any(), self.prompt_labels)
+
+    def read(self, row: int) -> UnitItem:
+        """The documents of a unit and its margin or label."""
+        width, docs = self.units.width, self.docs
+        which = range(row * width, (row + 1) * width)
+        return UnitItem([(*docs.read(i), int(docs.sample[i])) for i in which], float(self.units.values[row]))
+
+    def batches(self, rows: Sequence[Micro], shape: Shape, uniform: bool) -> list[Batch]:
+        """Tensors of a step's micro-batches."""
+        return self.layout.batches(rows, shape, uniform)
+
+    def stats(self, shape: Shape) -> dict[str, float]:
+        """Units that `rows` counts."""
+        return {"pairs" if self.units.width == 2 else "examples": float(len(self))}

@@ -7,12 +7,13 @@ same tokens twice. `#rows`, the store behind it and the split for evaluation are
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megaswift.data.documents import Documents, cut, gather, held_out, place, too_long
-from megaswift.data.encode_units import first_label
+from megaswift.data.encode_units import Side, first_label
 from megaswift.data.preference import IDENTICAL
 from megaswift.data.sources import Source
 from megaswift.data.store import TokenStore
@@ -97,16 +98,22 @@ def truncate_units(units: Units, max_length: int, strategy: str) -> Units:
 
 
 def _useless(units: Units, whole: Units, i: int) -> str | None:
-    """Why a unit that was cut, and was `whole`, teaches nothing; None where it does."""
-    sides = []
-    for k in range(i * units.width, (i + 1) * units.width):
-        ids, mask = units.docs.read(k)
-        if not mask[1:].any():
+    """`useless` for a unit that was cut, and was `whole`."""
+    numbers = range(i * units.width, (i + 1) * units.width)
+    before = [int(units.docs.start[k] - whole.docs.start[k]) for k in numbers]
+    parts = [slice(first, first + int(units.docs.length[k])) for first, k in zip(before, numbers, strict=True)]
+    return useless([whole.docs.read(k) for k in numbers], parts)
+
+
+def useless(sides: Sequence[Side], parts: Sequence[slice]) -> str | None:
+    """Why a unit of which these parts of its documents are left teaches nothing; None where it does."""
+    for (_, mask), part in zip(sides, parts, strict=True):
+        if not mask[part][1:].any():
             return NO_ANSWER
-        if units.docs.start[k] - whole.docs.start[k] >= first_label(whole.docs.read(k)[1]):
+        if part.start >= first_label(mask):
             return PROMPT_CUT
-        sides.append(ids)
-    return IDENTICAL if len(sides) == 2 and np.array_equal(sides[0], sides[1]) else None
+    kept = [ids[part] for (ids, _), part in zip(sides, parts, strict=True)]
+    return IDENTICAL if len(kept) == 2 and np.array_equal(kept[0], kept[1]) else None
 
 
 def hold_out_units(units: Units, ratio: float, seed: int) -> tuple[Units, Units | None]:

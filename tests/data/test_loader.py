@@ -336,7 +336,7 @@ def test_a_stream_without_a_usable_row_is_refused(tmp_path: Path, packing: bool,
     with pytest.raises(DataError, match="no row of a whole epoch.*--max_length 4 "):
         source(tmp_path, 0, LoaderGeometry(), max_length=4, **options)
     if packing:
-        s.options = replace(s.options, max_length=4)
+        s.contents.options = replace(s.options, max_length=4)
         s._block = None
         with pytest.raises(DataError, match="no row of a whole epoch"):
             s.next()

@@ -338,11 +338,6 @@ def test_resume_and_ranks_are_those_of_rows(tmp_path: Path) -> None:
         other.load_state_dict(state)
 
 
-def test_streams_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="--streaming true: the data of dpo are tokenised"):
-        source(tmp_path, [pair("q", "a", "b")], LoaderGeometry(), streaming=True)
-
-
 KTO = [{"prompt": [user(q)], "completion": [says(a)], "label": label} for q, a, label in (
     ("hello", "The capital", True), ("what is", "a b c d", False), ("q", "Paris", True), ("hello world how", "x", True),
     ("z", "y z", False))]

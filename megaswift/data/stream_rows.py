@@ -1,0 +1,143 @@
+"""Rows of SFT and pt in a stream: rendered, tokenised, packed.
+
+A row that is too long or (with `--strict false`) malformed keeps its place in the batch, without weight, and every rank renders every row
+but tokenises its own; packing alone needs all lengths and so tokenises the block on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megaswift.data.chat import Rendered
+from megaswift.data.collate import Document, Shape
+from megaswift.data.cursor import Cursor, read_on
+from megaswift.data.encode import Encoder, row_problem
+from megaswift.data.loader import LoaderGeometry, batches
+from megaswift.data.packing import best_fit, padded
+from megaswift.data.readers import Located
+from megaswift.data.sample import RowError
+from megaswift.data.sources import Source
+from megaswift.data.stream import AHEAD, Row, StreamOptions, Tally, names_of, raise_first
+from megaswift.errors import DataError, Problem
+from megaswift.losses.contract import Batch
+
+Read = Rendered | Problem | None
+"""A row's text; what is wrong with it, to be told when its turn comes; or nothing, where such rows are skipped."""
+
+
+@dataclass
+class RowContents:
+    """Rendered rows with their numbers, or packed rows of documents."""
+
+    encoder: Encoder
+    options: StreamOptions
+    shape: Shape
+    tally: Tally = field(default_factory=Tally)
+
+    def items(self, rows: Sequence[Row]) -> list[tuple[Read, int]] | list[list[Document]]:
+        """Rows as they are rendered, or packed."""
+        rendered = [(self._render(path, located, self.tally), number) for path, located, number in rows]
+        return self._pack(rendered) if self.options.packing else rendered
+
+    def _render(self, path: str, located: Located, tally: Tally) -> Read:
+        try:
+            return self.encoder.render(located.row)
+        except RowError as e:
+            problem = row_problem(path, located.line, e)
+            if self.encoder.spec.strict:
+                return problem
+            tally.malformed(problem)
+            return None
+
+    def _tokenize(self, rendered: Sequence[tuple[Read, int]]) -> list[list[Document]]:
+        """Documents of each rendered row: one, none, or several of a split text."""
+        raise_first([r for r, _ in rendered])
+        tokens = self.encoder.tokenize([r for r, _ in rendered if isinstance(r, Rendered)])
+        return [self._cut(*next(tokens), number) if isinstance(r, Rendered) else [] for r, number in rendered]
+
+    def _cut(self, ids: np.ndarray, mask: np.ndarray, number: int) -> list[Document]:
+        size, strategy = self.options.max_length, self.options.truncation_strategy
+        if len(ids) <= size:
+            return [(ids, mask, number)] if len(ids) else []
+        if strategy == "raise":
+            raise DataError(Problem(f"row {number + 1}", f"{len(ids)} tokens, --max_length is {size}",
+                                    "--truncation_strategy delete, left or right"))
+        self.tally.long("deleted" if strategy == "delete" else "truncated", number, size)
+        if strategy == "delete":
+            return []
+        if strategy == "split" and self.options.packing:
+            return [(ids[i:i + size], mask[i:i + size], number) for i in range(0, len(ids), size)]
+        cut = slice(-size, None) if strategy == "left" else slice(size)
+        return [(ids[cut], mask[cut], number)]
+
+    def _pack(self, items: Sequence[tuple[Read, int]]) -> list[list[Document]]:
+        documents = [d for group in self._tokenize(items) for d in group]
+        if not documents:
+            return []
+        lengths = padded(np.array([len(d[0]) for d in documents]), self.shape.doc_multiple)
+        packing = best_fit(lengths, self.shape.row_length(self.options.max_length))
+        return [[documents[i] for i in packing.row(n).tolist()] for n in range(len(packing))]
+
+    def batches(self, taken: Sequence[tuple[Read, int]] | Sequence[list[Document]], geometry: LoaderGeometry) -> list[Batch]:
+        """Tensors of a step's micro-batches."""
+        own = geometry.own(taken)
+        if not self.options.packing:
+            raise_first([item[0] for item in taken])
+            own = [[d[:1] for d in self._tokenize(micro)] for micro in own]
+        return batches(own, self.options.packing, self.shape, geometry.uniform)
+
+    def useless(self, sources: Sequence[Source]) -> DataError:
+        """No label within max_length."""
+        return DataError(Problem(
+            names_of(sources), "no row of a whole epoch has a token that carries loss within "
+            f"--max_length {self.options.max_length} (--truncation_strategy {self.options.truncation_strategy})",
+            "a larger --max_length, or --truncation_strategy left or right"))
+
+    def _usable(self, rows: Sequence[Rendered]) -> bool:
+        """Whether a row keeps a token with loss within max_length; one that is too long for `raise` is told when its turn comes."""
+        size, strategy = self.options.max_length, self.options.truncation_strategy
+        for ids, mask in self.encoder.tokenize(list(rows)):
+            if len(ids) > size and strategy in ("raise", "delete"):
+                continue
+            kept = mask if strategy == "split" and self.options.packing else mask[-size:] if strategy == "left" else mask[:size]
+            if kept[1:].any():
+                return True
+        return False
+
+    def _check_usable(self, sources: Sequence[Source]) -> None:
+        some: list[Rendered] = []
+        for path, located, cursor in read_on(sources, Cursor()):
+            if cursor.epoch:
+                break
+            rendered = self._render(path, located, Tally(quiet=True))
+            if isinstance(rendered, Problem):
+                return  # it stops the run when its turn comes
+            some += [] if rendered is None else [rendered]
+            if len(some) == AHEAD:
+                if self._usable(some):
+                    return
+                some = []
+        if not self._usable(some):
+            raise self.useless(sources)
+
+    def check(self, sources: Sequence[Source], rows: int = 256) -> None:
+        """DataError when no row of an epoch carries loss within max_length; the first `rows` are told apart from longer reading."""
+        seen: list[Rendered] = []
+        whole, looked, names = False, 0, names_of(sources)
+        for path, located, cursor in read_on(sources, Cursor()):
+            whole = cursor.epoch > 0
+            if whole or looked == rows:
+                break
+            looked += 1
+            rendered = self._render(path, located, Tally(quiet=True))
+            if isinstance(rendered, Problem):
+                return  # it stops the run when its turn comes
+            seen += [] if rendered is None else [rendered]
+        if whole and not seen:
+            raise DataError(Problem(names, f"none of its {looked} rows can be read", "--strict true tells what is wrong with them"))
+        if whole and not any(r.spans for r in seen):
+            raise DataError(Problem(names, f"no token of {looked} rows carries loss", "rows with assistant messages, or --loss_scale all"))
+        self._check_usable(sources)

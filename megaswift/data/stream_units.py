@@ -1,0 +1,118 @@
+"""Pairs and labelled answers in a stream.
+
+Whether one is of use is known when its answers are tokens, so every rank tokenises a whole block, and what is of no use has no place in it:
+batches are those of stored data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from megaswift.data.collate import Shape
+from megaswift.data.cursor import Cursor, read_on
+from megaswift.data.documents import too_long_at
+from megaswift.data.encode import row_problem
+from megaswift.data.encode_units import EncodedUnit, UnitEncoder
+from megaswift.data.loader import LoaderGeometry
+from megaswift.data.preference import UnitError
+from megaswift.data.sample import RowError
+from megaswift.data.sources import Source
+from megaswift.data.stream import AHEAD, Row, StreamOptions, Tally, names_of, raise_first
+from megaswift.data.unit_batches import UnitItem, UnitLayout
+from megaswift.data.units import useless
+from megaswift.errors import DataError, Problem
+from megaswift.losses.contract import Batch
+
+Item = UnitItem | Problem
+
+
+@dataclass
+class UnitContents:
+    """Units, or what stops the run at one."""
+
+    encoder: UnitEncoder
+    options: StreamOptions
+    layout: UnitLayout
+    shape: Shape
+    tally: Tally = field(default_factory=Tally)
+    _sure: bool = False
+    """Whether the layout knows if the data have margins: the first unit says it."""
+
+    def items(self, rows: Sequence[Row]) -> list[Item]:
+        """Units that are of use."""
+        return self._items(rows, self.tally)
+
+    def _items(self, rows: Sequence[Row], tally: Tally) -> list[Item]:
+        read = self.encoder.read((path, located) for path, located, _ in rows)
+        found = [self._item(row, one, tally) for row, one in zip(rows, read, strict=True)]
+        return [item for item in found if item is not None]
+
+    def _item(self, row: Row, found: EncodedUnit | RowError, tally: Tally) -> Item | None:
+        path, located, number = row
+        if not isinstance(found, EncodedUnit):
+            problem = row_problem(path, located.line, found)
+            if self.encoder.spec.strict:
+                return problem
+            tally.malformed(problem, found.cause if isinstance(found, UnitError) else "malformed")
+            return None
+        return self._cut(found, f"{path}:{located.line}", number, tally)
+
+    def _cut(self, unit: EncodedUnit, place: str, number: int, tally: Tally) -> Item | None:
+        """The unit with documents of at most `max_length` tokens; nothing where it teaches nothing then."""
+        size, strategy = self.options.max_length, self.options.truncation_strategy
+        long = [len(ids) for ids, _ in unit.sides if len(ids) > size]
+        if long and strategy == "raise":
+            return too_long_at(place, long[0], size)
+        if long:
+            tally.long("deleted" if strategy == "delete" else "truncated", number, size)
+        if long and strategy == "delete":
+            return None
+        parts = [slice(max(0, len(ids) - size) if strategy == "left" else 0, None) for ids, _ in unit.sides]
+        parts = [slice(part.start, part.start + size) for part in parts]
+        if long and (cause := useless(unit.sides, parts)):
+            tally.counted[cause] += 1
+            return None
+        documents = [(ids[part], mask[part], number) for (ids, mask), part in zip(unit.sides, parts, strict=True)]
+        return self._with_margin(UnitItem(documents, unit.value), place)
+
+    def _with_margin(self, item: UnitItem, place: str) -> Item:
+        """Margins are for all pairs or none: the first one says which."""
+        has = self.layout.width == 2 and not math.isnan(item.value)
+        if not self._sure:
+            self._sure, self.layout = True, replace(self.layout, margins=has)
+        if has == self.layout.margins:
+            return item
+        rule = "has a `margin`, and rows before it have none" if has else "has no `margin`, and rows before it have one"
+        return Problem(place, rule, "a margin in every row, 0 for none, or in no row")
+
+    def batches(self, taken: Sequence[Item], geometry: LoaderGeometry) -> list[Batch]:
+        """Tensors of a step's micro-batches."""
+        raise_first(taken)
+        return self.layout.batches(geometry.own(taken), self.shape, geometry.uniform)
+
+    def useless(self, sources: Sequence[Source]) -> DataError:
+        """Nothing of use within max_length."""
+        return self._none(sources, self.tally)
+
+    def _none(self, sources: Sequence[Source], tally: Tally) -> DataError:
+        unit, counted = "pair" if self.layout.width == 2 else "row", tally.counted
+        told = ", ".join(f"{count} {what}" for what, count in sorted(counted.items()))
+        return DataError(Problem(
+            names_of(sources), f"no {unit} of a whole epoch is of use within --max_length {self.options.max_length} "
+            f"(--truncation_strategy {self.options.truncation_strategy}): {told}", "a larger --max_length, or other data"))
+
+    def check(self, sources: Sequence[Source]) -> None:
+        """Reads up to the first unit that is of use, or stops the run when its turn comes."""
+        tally, some = Tally(quiet=True), list[Row]()
+        for path, located, cursor in read_on(sources, Cursor()):
+            if cursor.epoch:
+                break
+            some.append((path, located, cursor.rows - 1))
+            if len(some) == AHEAD:
+                if self._items(some, tally):
+                    return
+                some = []
+        if not self._items(some, tally):
+            raise self._none(sources, tally)
