@@ -14,7 +14,9 @@ from megaswift.config.option import option
 DPO_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero",
               "apo_down", "discopop", "sft", "sigmoid_norm")
 KTO_LOSSES = ("kto", "apo_zero_unpaired", "bco")
-CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
+ALPHAPO = "alphapo"
+"""simpo without a likelihood, with an `alpha`: a name for settings."""
+CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo", ALPHAPO)
 GRPO_LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "rloo")
 LOSSES = {"dpo": DPO_LOSSES, "kto": KTO_LOSSES, "cpo": CPO_LOSSES, "grpo": GRPO_LOSSES}
 """What `loss_type` may be, the first by default."""
@@ -75,13 +77,15 @@ def beta_of(c: Any) -> float:
 
 def loss_types_of(c: Any) -> tuple[str, ...]:
     """`loss_type`, or the first of the task."""
-    return ("simpo",) if c.task == "simpo" else c.preference.loss_type or LOSSES.get(c.task, ())[:1]
+    if c.task == "simpo" or c.preference.loss_type == (ALPHAPO,):
+        return ("simpo",)
+    return c.preference.loss_type or LOSSES.get(c.task, ())[:1]
 
 
 def likelihood_of(c: Any) -> float:
     """`cpo_alpha`, or the default of the task."""
     given = c.preference.cpo_alpha
-    return float(c.task == "cpo") if given is None else given
+    return float(c.task == "cpo" and c.preference.loss_type != (ALPHAPO,)) if given is None else given
 
 
 def needs_reference(c: Any) -> bool:

@@ -103,4 +103,4 @@ LOSS_TYPES: dict[str, LossType] = {
     "ipo": LossType(_ipo, per_token=True),
     "simpo": LossType(_simpo, per_token=True, smoothing=True),
 }
-"""TRL's `alphapo` is `simpo` with `cpo_alpha` 0 (and an `alpha`): a name for settings, not a formula."""
+"""TRL's `alphapo`, which `--loss_type` takes too, is `simpo` with `cpo_alpha` 0 (and an `alpha`): a name for settings, not a formula."""

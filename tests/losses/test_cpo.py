@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megaswift.config import load
 from megaswift.losses.cpo import CPO, LOSS_TYPES
+from megaswift.trainers.tasks import TASKS
 from tests.losses import trainers
 from tests.losses.bigram import Bigram, Doc, assert_same, assert_same_metrics, documents, padded, pairs, run
 
@@ -52,6 +55,16 @@ def test_value_gradient_and_metrics_are_trl_s(trl: Any, case: str) -> None:
         value, gradient, metrics = run(loss, model, microbatches)
         assert_same((value, gradient), expected)
         assert_same_metrics(metrics, noted, without)
+
+
+def test_alphapo_is_trl_s_name_for_settings(tmp_path: Path) -> None:
+    """Its default margin is 0.5, ours that of SimPO's authors."""
+    from trl.experimental.cpo import CPOConfig
+
+    theirs = CPOConfig(str(tmp_path), loss_type="alphapo", alpha=-0.25, beta=2.0, simpo_gamma=0.7, use_cpu=True, bf16=False)
+    words = ["--loss_type", "alphapo", "--alpha", "-0.25", "--beta", "2", "--simpo_gamma", "0.7"]
+    assert TASKS.get("cpo").loss(load("cpo", words, environ={})) == CPO(
+        theirs.loss_type, theirs.beta, theirs.label_smoothing, theirs.cpo_alpha, theirs.simpo_gamma, theirs.alpha)
 
 
 def test_logits_are_those_of_answers() -> None:
