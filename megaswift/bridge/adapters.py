@@ -226,7 +226,7 @@ def _stored(adapters: Sequence[Adapter]) -> Iterator[Stored]:
 class AdapterPlan:
     """All adapters of a model, in the order of the weight table."""
 
-    def __init__(self, plan: WeightPlan, chosen: Iterable[Projection], settings: AdapterSettings, saved: Sequence[str] = ()) -> None:
+    def __init__(self, plan: WeightPlan, chosen: Iterable[Projection], settings: AdapterSettings, saved: Iterable[str] = ()) -> None:
         self.plan, self.settings = plan, settings
         self.saved: tuple[str, ...] = tuple(saved)
         """Hugging Face tensors that train fully beside them."""

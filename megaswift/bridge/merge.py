@@ -20,12 +20,15 @@ from megaswift.bridge.conversion import bands, stamps
 from megaswift.bridge.hf_source import TensorMeta, WeightSource
 from megaswift.bridge.hf_work import HfFolder
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
+from megaswift.bridge.new_head import NEW, NewHead
 from megaswift.bridge.open import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.bridge.plan import WeightPlan
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import family_of, load_spec
+from megaswift.families.adapter_folder import is_scored
 from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.scalar_head import with_score
 
 
 def blocks(source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
@@ -87,15 +90,22 @@ def merge_folders(base: Path | str, adapter: Path | str, target: Path | str, max
             raise WeightsError(Problem(str(base), "is a checkpoint, and PEFT merges these adapters into a Hugging Face folder",
                                        f"megaswift convert megatron-to-hf {base} DIR, then merge into DIR"))
         return merge_by_peft.merge(base, adapter, target, max_shard_bytes, overwrite)
-    spec = load_spec(home)
+    scored, spec = is_scored(adapter), load_spec(home)
+    spec = with_score(spec) if scored else spec
     weights = WeightPlan(family_of(spec.hf_config), spec)
     source = open_weights(base)
-    weights.check(source)
+    if scored and NEW not in source.names():
+        source = NewHead(source, torch.zeros(weights.hf_shapes[NEW], dtype=getattr(torch, spec.dtype)))
+    ignored = weights.check(source)
     folder = PeftFolder(adapter)
     plan = folder.plan(weights)
+    if scored and NEW not in plan.saved:
+        raise WeightsError(Problem(str(adapter), f"has no {NEW}, the head of the reward model that it is for", "adapters of task rm"))
     tensors = folder.read(plan)
-    metas = {name: TensorMeta(source.shape(name), source.dtype(name)) for name in source.names()}
+    left = set(ignored) if scored else set()  # the vocabulary's head
+    metas = {name: TensorMeta(source.shape(name), source.dtype(name)) for name in source.names() if name not in left}
     made_from = {"base": stamps([p for p in home.iterdir() if p.is_file()], home), "from": str(base.resolve()),
                  "adapter": stamps([p for p in adapter.iterdir() if p.is_file()], adapter)}
-    made = HfFolder(target, metas, spec.hf_config, home, max_shard_bytes, overwrite)
+    config = merge_by_peft.classifier(spec.hf_config, home) if scored else spec.hf_config
+    made = HfFolder(target, metas, config, home, max_shard_bytes, overwrite)
     return hf_work.make(made, functools.partial(blocks, source, plan=plan, tensors=tensors), made_from)

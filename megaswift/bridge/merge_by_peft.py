@@ -6,6 +6,7 @@ dtype that it had.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 
 from megaswift.bridge.peft_config import name_of
 from megaswift.bridge.transformers_weights import buffers, disk_names, write_folder
+from megaswift.data.tokenizer import load_tokenizer, pad_of
 from megaswift.errors import Problem, UserError, WeightsError, first_line
-from megaswift.families.adapter_folder import kind_of
+from megaswift.families.adapter_folder import is_scored, kind_of
 from megaswift.families.family import FAMILIES, read_config
+from megaswift.families.scalar_head import scored_config, with_padding
 from megaswift.families.served_quantization import PLAIN, method_of
 from megaswift.families.vision import has_tower
 
@@ -42,16 +45,26 @@ def merge(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwri
     except REFUSALS as error:
         raise WeightsError(Problem(f"{adapter} on {base}", f"PEFT cannot merge it: {first_line(error)}")) from None
     tensors = {**dict(merged.named_parameters()), **buffers(merged)}
-    write_folder(target, disk_names(merged, {n: t.detach() for n, t in tensors.items()}), base, max_shard_bytes, overwrite)
+    named = disk_names(merged, {n: t.detach() for n, t in tensors.items()})
+    config = classifier(scored_config(read_config(base)), base) if is_scored(adapter) else None
+    write_folder(target, named, base, max_shard_bytes, overwrite, config)
     return target
+
+
+def classifier(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
+    """The config.json of a reward model whose tokenizer lies in `home`: transformers reads a row's score at its last token."""
+    if config.get("pad_token_id") is not None:
+        return dict(config)
+    return with_padding(config, pad_of(load_tokenizer(home, False, "the tokenizer's files beside the base model")))
 
 
 def _merged(base: Path, adapter: Path) -> Any:
     import peft
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     auto: Any = AutoModelForImageTextToText if has_tower(read_config(base)) else AutoModelForCausalLM
-    model: Any = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True)
+    auto, how = (AutoModelForSequenceClassification, {"num_labels": 1}) if is_scored(adapter) else (auto, {})
+    model: Any = auto.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **how)
     return peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()

@@ -25,6 +25,7 @@ from megaswift.bridge.file_tensor import FileTensor, mapped
 from megaswift.bridge.plan import SHOWN, WeightPlan
 from megaswift.bridge.safetensors_header import DTYPES, Damaged, Stored, read_header
 from megaswift.errors import CheckpointError, Problem, WeightsError
+from megaswift.families.adapter_folder import CLASSIFIER_TASK, LANGUAGE_TASK
 from megaswift.families.projections import WEIGHT, Projection, end_of, in_part, projections, without_dora
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -182,9 +183,10 @@ def config_of(plan: AdapterPlan, base: str) -> dict[str, Any]:
     name = {a.module: a.projection.stack or a.module for a in plan.adapters}
     dropout = 0.0 if any(a.entry.expert is not None for a in plan.adapters) else s.dropout
     whole = [name.removesuffix(WEIGHT) for name in plan.saved if name.endswith(WEIGHT)]
+    task = CLASSIFIER_TASK if plan.plan.spec.scored else LANGUAGE_TASK
     alpha = int(s.alpha) if float(s.alpha).is_integer() else s.alpha
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": None, "inference_mode": True,
+        "peft_type": "LORA", "task_type": task, "base_model_name_or_path": base, "revision": None, "inference_mode": True,
         "r": s.rank, "lora_alpha": alpha, "lora_dropout": dropout, "use_rslora": s.rslora, "use_dora": s.dora, "bias": "none",
         "fan_in_fan_out": False, "init_lora_weights": True, "target_modules": _targets(plan), "modules_to_save": whole or None,
         "rank_pattern": {name[m]: rank for m, rank in s.ranks.items()}, "alpha_pattern": {name.get(m, m): x for m, x in s.alphas.items()},

@@ -64,9 +64,12 @@ def metas_like(tensors: Mapping[str, Tensor], source: Path) -> dict[str, TensorM
 
 
 def write_folder(folder: Path, weights: Mapping[str, Tensor], source: Path, max_shard_bytes: int = MAX_SHARD_BYTES,
-                 overwrite: bool = True) -> None:
-    """A Hugging Face folder of these tensors by disk name, each in the dtype that it has in `source`, whose other files it takes."""
+                 overwrite: bool = True, config: Mapping[str, Any] | None = None) -> None:
+    """A Hugging Face folder of these tensors by disk name, each in the dtype that it has in `source`, whose other files it takes.
+
+    config.json too, unless `config` is another.
+    """
     with HfWriter(folder, metas_like(weights, source), max_shard_bytes, overwrite) as writer:
         for name, tensor in weights.items():
             writer.add(name, tensor)
-        writer.close(source)
+        writer.close(source, config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.config.data import RL
-from megaswift.config.preference import LOSSES, beta_of, loss_types_of, needs_reference
+from megaswift.config.preference import ALPHAPO, LOSSES, beta_of, loss_types_of, needs_reference
 from megaswift.config.rule import Clash, Ignored, Test
 from megaswift.config.sections import Sections
 
@@ -55,6 +55,7 @@ PREFERENCE_IGNORED: tuple[Ignored, ...] = (
     Ignored("f_divergence_type", _TYPE, lambda c: not set(loss_types_of(c)) & BY_DIVERGENCE,
             "none of loss_type {loss_type} reads it", "--loss_type sigmoid", ("reverse_kl",)),
     Ignored("label_smoothing", _TYPE, lambda c: not _smooths(c), "loss_type {loss_type} does not read it", "--loss_type robust", (0.0,)),
+    Ignored("cpo_alpha", _TYPE, lambda c: c.preference.loss_type == (ALPHAPO,), "loss_type alphapo has no likelihood", "--loss_type simpo"),
     Ignored("simpo_gamma", _TYPE, lambda c: c.task == "cpo" and "simpo" not in loss_types_of(c), "belongs to loss_type simpo",
             "--loss_type simpo"),
 )
@@ -77,6 +78,8 @@ PREFERENCE_CLASHES: tuple[Clash, ...] = (
           "the reference of adapters is the model without them, which does not move", "--train_type full"),
     Clash(("precompute_ref_log_probs", "sync_ref_model"), lambda c: c.preference.precompute_ref_log_probs and c.preference.sync_ref_model,
           "asks the reference once, and sync_ref_model moves it", "one of the two"),
+    Clash(("precompute_ref_log_probs", "streaming"), lambda c: c.preference.precompute_ref_log_probs and c.data.streaming,
+          "asks the reference about every row before training, and a stream has no end", "--streaming false"),
     Clash(("precompute_ref_log_probs", "loss_type"),
           lambda c: c.preference.precompute_ref_log_probs and c.task == "kto" and loss_types_of(c)[0] == "kto",
           "cannot serve kto, which asks the reference about answers that are paired anew in every micro-batch",
@@ -85,8 +88,6 @@ PREFERENCE_CLASHES: tuple[Clash, ...] = (
           lambda c: c.task == "kto" and loss_types_of(c)[0] == "kto" and c.train.per_device_train_batch_size == 1,
           "gives kto no other answers to compare with: it pairs the prompts of a micro-batch with each other's answers",
           "--per_device_train_batch_size 4"),
-    Clash(("train_type",), lambda c: c.task == "rm" and c.model.train_type != "full",
-          "would leave the new head untrained in this version", "--train_type full"),
     Clash(("random_init",), lambda c: c.model.random_init and needs_reference(c),
           "a reference of random weights says nothing about answers", "--random_init false"),
 )

@@ -45,6 +45,8 @@ class ParameterReport:
     """Parameters that count in the FLOP rule: all active ones but the input embedding; frozen ones by two thirds (no weight gradient)."""
     parameters_trained: int | None = None
     """Of all, those that train; None: all of them."""
+    forward_parameters: int | None = None
+    """Those of the FLOP rule in a forward pass alone; None: the same."""
     host_bytes: int = 0
     """Optimizer state that was moved to host memory; not among `optimizer_bytes`."""
 
@@ -99,8 +101,8 @@ class Engine(Protocol):
     def keep(self, directory: Path) -> None:
         """No weights yet: a checkpoint of a run on the model in `directory` brings them."""
 
-    def export(self, folder: Path, source: Path) -> None:
-        """A Hugging Face folder, each tensor in the dtype that it has in `source`, which replaces an older one. Collective."""
+    def export(self, folder: Path, source: Path, dtype: Any = None) -> None:
+        """A Hugging Face folder, each tensor in the dtype that it has in `source`, or all in `dtype`. Replaces an older one. Collective."""
 
     def write_adapter(self, folder: Path, base: str) -> None:
         """The PEFT folder of a run with adapters on the model named `base`. Collective."""

@@ -5,10 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+CLASSIFIER_TASK, LANGUAGE_TASK = "SEQ_CLS", "CAUSAL_LM"
+"""PEFT's names of what a model is for."""
+
+
+def _said(adapter: Path, name: str) -> str:
+    try:
+        return str(json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))[name])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
 
 def kind_of(adapter: Path) -> str:
     """peft_type of an adapter folder in small letters; LoRA where it cannot be told, whose reader says what is wrong."""
-    try:
-        return str(json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["peft_type"]).lower()
-    except (OSError, ValueError, KeyError, TypeError):
-        return "lora"
+    return _said(adapter, "peft_type").lower() or "lora"
+
+
+def is_scored(adapter: Path) -> bool:
+    """Whether its adapters are a reward model's, which have its head beside them."""
+    return _said(adapter, "task_type") == CLASSIFIER_TASK

@@ -34,8 +34,15 @@ def language_model(config: Mapping[str, Any], architecture: str) -> dict[str, An
 
 def with_score(spec: ModelSpec) -> ModelSpec:
     """The same model with a scalar head in place of the vocabulary's; one that has it stays as it is."""
-    if spec.scored:
-        return spec
-    names = [str(a).replace(LANGUAGE, CLASSIFIER) for a in spec.hf_config.get("architectures") or []]
-    config = {**spec.hf_config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return replace(spec, head=SCORE, tied=False, hf_config=config)
+    return spec if spec.scored else replace(spec, head=SCORE, tied=False, hf_config=scored_config(spec.hf_config))
+
+
+def scored_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a language model as that of its classifier with one label."""
+    names = [str(a).replace(LANGUAGE, CLASSIFIER) for a in config.get("architectures") or []]
+    return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def with_padding(config: Mapping[str, Any], padding: int) -> dict[str, Any]:
+    """The config.json of a classifier with a pad_token_id, by which transformers finds the last token of a padded row."""
+    return dict(config) if config.get("pad_token_id") is not None else {**config, "pad_token_id": padding}

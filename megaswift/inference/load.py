@@ -27,9 +27,11 @@ from megaswift.config import placement as devices
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.config.placement import DISK
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
+from megaswift.families.adapter_folder import is_scored
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.model_source import locate, missing_files, read_tokenizer
+from megaswift.families.scalar_head import has_score
 from megaswift.families.served_quantization import quantization_packages
 from megaswift.inference import placement
 from megaswift.inference.placement import DeviceMap, Sizes
@@ -101,7 +103,7 @@ def prepare(options: WeightsOptions, chat_template: str | None) -> Prepared:
         need("peft", f"--adapters {options.adapters}")
     quieten()
     folder = locate(options)
-    problems = missing_files(folder, random_init=False)
+    problems = missing_files(folder, random_init=False) + _judges(folder, options)
     if find_checkpoint(folder) is None:
         problems += quantization_packages(read_config(folder), f"--model {options.model}")
     if problems:
@@ -113,6 +115,15 @@ def prepare(options: WeightsOptions, chat_template: str | None) -> Prepared:
     if find_checkpoint(folder) is not None and hasattr(config, "quantization_config"):
         del config.quantization_config  # checkpoints hold the weights dequantised
     return Prepared(folder, options, config, read_tokenizer(folder, options.trust_remote_code, chat_template))
+
+
+def _judges(folder: Path, options: WeightsOptions) -> list[Problem]:
+    """Reward models, which transformers would give an untrained or the base model's vocabulary head, and let write."""
+    rule, fix = "is a reward model, which scores texts and writes none", "--reward_model of megaswift grpo takes it"
+    problems = [Problem(f"--model {options.model}", rule, fix)] if has_score(read_config(folder)) else []
+    if options.adapters is not None and is_scored(Path(options.adapters)):
+        problems.append(Problem(f"--adapters {options.adapters}", rule.replace("is", "is of", 1), f"merged, {fix}"))
+    return problems
 
 
 def _dtype(prepared: Prepared) -> torch.dtype:

@@ -9,7 +9,7 @@ from megaswift.config.adapter_rules import SHARDED, bits_of, method_of
 from megaswift.config.engine_rules import engine_of
 from megaswift.errors import Problem, UserError
 from megaswift.families import served_quantization
-from megaswift.families.adapter_folder import kind_of
+from megaswift.families.adapter_folder import is_scored, kind_of
 from megaswift.families.family import read_config
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -23,6 +23,19 @@ def folder_problems(adapters: str) -> list[Problem]:
         return []
     rule = f"has no {lacking[0]}" if folder.is_dir() else "no such folder"
     return [Problem(f"--adapters {folder}", rule, "a folder that PEFT or a run of ours wrote (OUT/adapter)")]
+
+
+def head_problems(cfg: SwiftConfig) -> list[Problem]:
+    """A folder of a reward model's adapters for another task, or of a language model's for task rm."""
+    if cfg.lora.adapters is None or folder_problems(cfg.lora.adapters):
+        return []
+    label, scored = f"--adapters {cfg.lora.adapters}", is_scored(Path(cfg.lora.adapters))
+    if scored == (cfg.task == "rm"):
+        return []
+    if scored:
+        return [Problem(label, f"is of a reward model (task_type SEQ_CLS), and {cfg.task} needs one that writes text", "other adapters")]
+    return [Problem(label, "is of a language model: it has no head that scores (task_type is not SEQ_CLS)",
+                    f"new adapters over it: megaswift export --adapters {cfg.lora.adapters} --merge_lora true, then that --model")]
 
 
 def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
@@ -40,7 +53,8 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
         given = "--train_type qlora" if kind == "qlora" else f"--quantization_bit {bits}"
         problems += served_quantization.missing(("bitsandbytes", "accelerate"), given)
     if cfg.lora.adapters is not None:
-        return problems + lacking + (folder_problems(cfg.lora.adapters) or other_adapters(cfg, Path(cfg.lora.adapters)))
+        return problems + lacking + (
+            folder_problems(cfg.lora.adapters) or other_adapters(cfg, Path(cfg.lora.adapters)) + head_problems(cfg))
     return problems + (lacking or refused_by_peft(cfg))
 
 

@@ -24,10 +24,12 @@ from megaswift.data import build as data
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, StoredSource
 from megaswift.data.mismatched import mismatched
 from megaswift.data.processor import tokenizer_in
+from megaswift.data.tokenizer import pad_of
 from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.checkpoint_folder import MODEL
 from megaswift.families.model_source import processor_of, tokenizer_of
+from megaswift.families.scalar_head import with_padding
 from megaswift.families.spec import ModelSpec
 from megaswift.families.vision import has_tower
 from megaswift.losses.contract import Batch
@@ -44,7 +46,7 @@ from megaswift.trainers.known_reference import Known, score_all
 from megaswift.trainers.metrics import Metrics, Speed
 from megaswift.trainers.outputs import Outputs
 from megaswift.trainers.progress import Progress
-from megaswift.trainers.reference import Preparation, preparation_of, scored
+from megaswift.trainers.reference import Preparation, forward_passes, preparation_of, scored
 from megaswift.trainers.screen import Facts, data_text
 from megaswift.trainers.tasks import TASKS, Task
 from megaswift.trainers.trackers import trackers
@@ -109,9 +111,8 @@ class Build:
         """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a pipeline has stages."""
         reader = (processor_of if has_tower(self.spec.hf_config) else tokenizer_of)(self.cfg, self.folder)
         self.tokenizer = tokenizer_in(reader)
-        if self.spec.scored and self.spec.hf_config.get("pad_token_id") is None:  # transformers' classifiers find the last token by it
-            padding = data.shape_of(self.tokenizer, self.geometry()).pad_id
-            self.spec = replace(self.spec, hf_config={**self.spec.hf_config, "pad_token_id": padding})
+        if self.spec.scored:
+            self.spec = replace(self.spec, hf_config=with_padding(self.spec.hf_config, pad_of(self.tokenizer)))
         source, held = data.build(self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels)
         if held is not None and self.layout.pp > 1:
             held = replace(held, geometry=replace(held.geometry, accumulation=self.layout.pp))
@@ -189,9 +190,9 @@ class Build:
         return [*hooks, checkpoint]
 
     def keep_moved_reference(self, engine: Engine, folder: Path) -> None:
-        """A reference that has moved is part of the run's state. Collective."""
+        """A reference that has moved is part of the run's state: in float32, which loses nothing of it. Collective."""
         with engine.reference():
-            engine.export(folder / REFERENCE, self.folder)
+            engine.export(folder / REFERENCE, self.folder, torch.float32)
 
     def attach(self, engine: Engine, folder: Path) -> None:
         """Beside the state, what turns a checkpoint into a Hugging Face folder without the one it came from."""
@@ -211,7 +212,9 @@ class Build:
 
     def speed(self, engine: Engine) -> Speed:
         """The FLOP rule of this model on these devices."""
-        rule = FlopRule(engine.report().flops_per_token_parameters, self.spec.num_layers * self.spec.product_width)
+        sizes = engine.report()
+        forward = sizes.flops_per_token_parameters if sizes.forward_parameters is None else sizes.forward_parameters
+        rule = FlopRule(sizes.flops_per_token_parameters, self.spec.num_layers * self.spec.product_width, forward_passes(self.cfg), forward)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         peak = peak_tflops(device, str(engine.dtype).removeprefix("torch."))
         layout = self.layout

@@ -4,7 +4,7 @@ FLOPs of a training step = 6 x N x tokens + 6 x layers x heads x head size x sum
 parameters without the input embedding (of a mixture of experts: those active for a token). Forward counts 2 a weight and
 token, backward 4; the attention part is that of a causal mask, half of the full square (PaLM, appendix B, halved).
 Recomputed activations and padding do not count: they are work, not use. Frozen parameters have no weight gradient: N counts two thirds
-of them (LoRA).
+of them (LoRA). A forward pass beside the step (a reference) counts 2 x N x tokens and 2 x the attention, N without that cut.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ class FlopRule:
     parameters: int
     attention: int
     """layers x heads x head size."""
+    passes: int = 0
+    """Forward passes over the step's tokens beside forward and backward."""
+    forward: int = 0
+    """Parameters that count in such a pass."""
 
     def step(self, tokens: float, squares: float) -> float:
-        """FLOPs of forward and backward over `tokens` tokens in documents whose squared lengths add up to `squares`."""
-        return 6.0 * self.parameters * tokens + 6.0 * self.attention * squares
+        """FLOPs of a step over `tokens` tokens in documents whose squared lengths add up to `squares`."""
+        beside = 2.0 * self.passes * (self.forward * tokens + self.attention * squares)
+        return 6.0 * self.parameters * tokens + 6.0 * self.attention * squares + beside
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:

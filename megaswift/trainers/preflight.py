@@ -28,7 +28,7 @@ from megaswift.parallel.checks import check_layout
 from megaswift.parallel.rules import Asked
 from megaswift.parallel.shape import ModelShape
 from megaswift.trainers import outputs
-from megaswift.trainers.adapter_checks import folder_problems, torch_adapter_problems
+from megaswift.trainers.adapter_checks import folder_problems, head_problems, torch_adapter_problems
 from megaswift.trainers.model_spec import spec_of
 from megaswift.trainers.rl.checks import policy_problems
 from megaswift.trainers.torch_checks import machine_problems
@@ -116,7 +116,7 @@ def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Targets that match nothing; an adapter folder that is none (what is in it, the bridge reads)."""
     lora, problems = cfg.lora, []
     if lora.adapters is not None:
-        return folder_problems(lora.adapters)
+        return folder_problems(lora.adapters) + head_problems(cfg)
     family = family_of(spec.hf_config)
     targets: list[Projection] = []
     try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaswift.config import SwiftConfig
+from megaswift.config.data import RL
 from megaswift.config.preference import beta_of, loss_types_of, needs_reference
 from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, Needs
@@ -128,6 +129,17 @@ class LastTokens(Preparation):
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches with those positions marked."""
         return [scored_at_last_token(b) for b in batches]
+
+
+def forward_passes(cfg: SwiftConfig) -> int:
+    """How often a step of a preference task goes through the model before it trains: by the reference, for KTO's point, for BCO's mean.
+
+    KTO's other answers have the tokens of its own.
+    """
+    if cfg.task in RL or not needs_reference(cfg):
+        return 0
+    kind, once = loss_types_of(cfg)[0], cfg.preference.precompute_ref_log_probs
+    return 3 if kind in USES_KL else (not once) + (kind in USES_DELTA)
 
 
 def preparation_of(cfg: SwiftConfig, mismatched: Mismatched, known: Mapping[bool, Known]) -> Preparation | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import load
-from megaswift.config.preference import beta_of, likelihood_of, loss_types_of, needs_reference
+from megaswift.config.preference import ALPHAPO, beta_of, likelihood_of, loss_types_of, needs_reference
 from megaswift.config.preference_rules import BY_DIVERGENCE, PREFERENCE_CLASHES, PREFERENCE_IGNORED, SMOOTHED, SORTS
 from megaswift.config.sections import NAMES
 from megaswift.losses import cpo, dpo_types, kto
@@ -24,6 +24,7 @@ IDLE = [
     ("dpo --f_alpha_divergence_coef 0.3", "dpo --f_alpha_divergence_coef 0.3 --f_divergence_type alpha_divergence"),
     ("dpo --f_divergence_type forward_kl --loss_type nca_pair", "dpo --f_divergence_type forward_kl --loss_type nca_pair ipo"),
     ("dpo --label_smoothing 0.1 --loss_type hinge", "dpo --label_smoothing 0.1"),
+    ("cpo --cpo_alpha 0.5 --loss_type alphapo", "cpo --cpo_alpha 0.5 --loss_type simpo"),
     ("cpo --simpo_gamma 0.5", "cpo --simpo_gamma 0.5 --loss_type simpo"),
 ]
 IDLE_PULL = [("ref_model", "r"), ("offload_reference", "true"), ("sync_ref_model", "true")]
@@ -38,9 +39,9 @@ CLASHING = [
     ("ref_model", "dpo --ref_model r --train_type lora"),
     ("sync_ref_model", "dpo --sync_ref_model --train_type lora"),
     ("precompute_ref_log_probs", "dpo --precompute_ref_log_probs --sync_ref_model"),
+    ("precompute_ref_log_probs", "dpo --precompute_ref_log_probs --streaming --max_steps 3"),
     ("precompute_ref_log_probs", "kto --precompute_ref_log_probs --micro_batch_size 2"),
     ("per_device_train_batch_size", "kto --per_device_train_batch_size 1"),
-    ("train_type", "rm --train_type lora"),
     ("random_init", "dpo --random_init"),
 ]
 
@@ -73,7 +74,7 @@ def test_the_rules_know_which_losses_read_what() -> None:
     from megaswift.config.preference import LOSSES
 
     assert set(LOSSES["dpo"]) == {*types, dpo_types.SFT} and set(LOSSES["kto"]) == set(kto.LOSS_TYPES)
-    assert set(LOSSES["cpo"]) == set(cpo.LOSS_TYPES)
+    assert set(LOSSES["cpo"]) == {*cpo.LOSS_TYPES, ALPHAPO}
 
 
 @pytest.mark.parametrize("task, beta, types, likelihood, reference", [

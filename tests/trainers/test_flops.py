@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megaswift.config import load
 from megaswift.trainers.flops import FlopRule, peak_tflops
+from megaswift.trainers.reference import forward_passes
 
 
 def test_the_rule_equals_counting_the_products_of_a_small_transformer() -> None:
@@ -16,6 +18,19 @@ def test_the_rule_equals_counting_the_products_of_a_small_transformer() -> None:
     forward = products + attention
     rule = FlopRule(parameters=weights, attention=layers * heads * head_dim)
     assert rule.step(length, length * length) == pytest.approx(3 * forward)
+
+
+@pytest.mark.parametrize(("words", "passes"), [
+    ("sft", 0), ("dpo", 1), ("dpo --precompute_ref_log_probs true", 0), ("dpo --reference_free true", 0), ("orpo", 0), ("rm", 0),
+    ("kto --micro_batch_size 2", 3), ("kto --loss_type bco", 2), ("kto --loss_type bco --precompute_ref_log_probs true", 1),
+    ("kto --loss_type apo_zero_unpaired", 1), ("grpo --beta 0.1", 0)])
+def test_a_reference_s_pass_is_a_third_of_a_step(words: str, passes: int) -> None:
+    """By hand: 10 tokens, 7 parameters of which 3 are frozen, squares 100, 5 of attention: 6 x (4 + 2/3 x 3) x 10 + 6 x 5 x 100 = 3360 of
+    training, 2 x 7 x 10 + 2 x 5 x 100 = 1140 of each further pass."""
+    task, *options = words.split()
+    counted = forward_passes(load(task, options, environ={}))
+    assert counted == passes
+    assert FlopRule(parameters=6, attention=5, passes=counted, forward=7).step(10, 100) == 3360 + 1140 * passes
 
 
 @pytest.mark.parametrize(("name", "peak"), [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import write_inputs
@@ -37,7 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(folder: Path, out: Path, task: str, *options: object, ranks: int = 2) -> list[dict[str, Any]]:
     data = folder / ("judged.jsonl" if task == "kto" else "pairs.jsonl")
-    inputs = ["--model", str(folder / "model"), "--dataset", str(data), "--dataset_cache_dir", str(folder / "cache")]
+    base = [] if "--model" in options else ["--model", str(folder / "model")]
+    inputs = [*base, "--dataset", str(data), "--dataset_cache_dir", str(folder / "cache")]
     usual = [word for name, value in USUAL.items() if name not in options for word in (name, value)]
     run(inputs, out, *usual, *options, ranks=ranks, task=task)
     return read_lines(out / "metrics.jsonl")
@@ -86,7 +88,12 @@ def test_the_reference_of_a_resumed_run_is_the_first_model(folder: Path, tmp_pat
 @SLOW
 @pytest.mark.parametrize("engine", [("--tp", 2), ("--engine", "ddp", "--per_device_train_batch_size", 2)])
 def test_a_reference_that_moves_goes_on_where_it_was(engine: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
-    moves = (*engine, "--sync_ref_model", "true", "--ref_model_sync_steps", 1, "--ref_model_mixup_alpha", 0.5, "--torch_dtype", "float32")
+    """Sources in bfloat16 and training in float32: what has moved would not survive the source's dtype."""
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).save_pretrained(half)
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(half)
+    engine = (*engine, "--model", half, "--torch_dtype", "float32")
+    moves = (*engine, "--sync_ref_model", "true", "--ref_model_sync_steps", 1, "--ref_model_mixup_alpha", 0.5)
     whole = trained(folder, tmp_path / "whole", "dpo", *moves, "--save_steps", 2)
     still = trained(folder, tmp_path / "still", "dpo", *engine)
     again = trained(folder, tmp_path / "again", "dpo", *moves, "--resume_from_checkpoint", tmp_path / "whole/checkpoints/step-2")
@@ -106,10 +113,12 @@ def test_the_reference_of_new_adapters_is_the_model_without_them(folder: Path, t
 
 
 @pytest.mark.process
-def test_a_reward_model_judges_in_transformers(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [("--tp", 2), pytest.param(("--engine", "ddp", "--per_device_train_batch_size", 2), marks=SLOW),
+                                    pytest.param(("--engine", "zero3", "--per_device_train_batch_size", 2), marks=SLOW)])
+def test_a_reward_model_judges_in_transformers(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    lines = trained(folder, tmp_path / "out", "rm", "--tp", 2, "--max_steps", 12)
+    lines = trained(folder, tmp_path / "out", "rm", *layout, "--max_steps", 12)
     assert lines[-1]["accuracy"] >= lines[0]["accuracy"] and lines[-1]["loss"] < lines[0]["loss"]
     exported = tmp_path / "out" / "hf"
     model = AutoModelForSequenceClassification.from_pretrained(exported, dtype=torch.float32).eval()

@@ -6,12 +6,14 @@ TRL's trainers run as installed, on one process. Equal counts in every micro-bat
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaswift.trainers.metrics import read_lines
+from tests.parity.pool import shared
 from tests.trainers.inputs import write_model
 from tests.trainers.runs import run
 
@@ -88,7 +90,8 @@ def of_trl(folder: Path, task: str, base: str = "model", adapter: Path | None = 
     rows = load_dataset("json", data_files=str(folder / ("judged.jsonl" if task == "kto" else "pairs.jsonl")), split="train",
                         cache_dir=str(folder / "trl-cache"))
     if task == "rm":
-        model: Any = AutoModelForSequenceClassification.from_pretrained(folder / "scored", num_labels=1)
+        base = "scored" if base == "model" else base
+        model: Any = AutoModelForSequenceClassification.from_pretrained(folder / base, num_labels=1)
         return curve(trl.RewardTrainer(model=model, args=trl.RewardConfig(**arguments(folder) | options), train_dataset=rows,
                                        processing_class=tokenizer))
     model = AutoModelForCausalLM.from_pretrained(model_folder)
@@ -111,7 +114,8 @@ def ours(folder: Path, out: Path, task: str, *options: object) -> list[tuple[flo
     inputs = [*base, "--dataset",
               str(folder / ("judged.jsonl" if task == "kto" else "pairs.jsonl")), "--dataset_cache_dir", str(folder / "cache"), *usual]
     alike = [word for name, value in zip(ALIKE[::2], ALIKE[1::2], strict=True) if name not in options for word in (name, value)]
-    run(inputs, out, *alike, *options, task=task, ranks=4 if {"--tp", "--pp"} <= set(options) else 2)
+    cut = [int(str(options[options.index(name) + 1])) for name in ("--tp", "--pp", "--cp") if name in options]
+    run(inputs, out, *alike, *options, task=task, ranks=math.prod(cut) * (2 if "--global_batch_size" in options else 1))
     return [(line["loss"], line["grad_norm"]) for line in read_lines(out / "metrics.jsonl")]
 
 
@@ -134,29 +138,35 @@ def test_dpo(layout: tuple[object, ...], folder: Path, dpo: list[tuple[float, fl
 
 @pytest.mark.process
 @SLOW
-@pytest.mark.parametrize("layout", [("--ep", 2, *SPREAD), ("--tp", 2), ("--engine", "ddp", *SPREAD)])
-def test_dpo_of_experts(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "layout"), [
+    ("dpo", ("--ep", 2, *SPREAD)), ("dpo", ("--tp", 2)), ("dpo", ("--engine", "ddp", *SPREAD)),
+    ("kto", ("--tp", 2, "--ep", 2, "--etp", 1)), ("rm", ("--ep", 2, *SPREAD))])
+def test_experts(task: str, layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
     """A mixture, its routers without a loss of their own on either side; small steps, since tokens near a tie change their expert."""
     import torch
-    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification
 
     plain = json.loads((folder / "model/config.json").read_text())
     kept = {name: plain[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                                            "head_dim", "max_position_embeddings", "pad_token_id", "eos_token_id")}
     torch.manual_seed(6)
     config = Qwen3MoeConfig(**kept, intermediate_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
-                            norm_topk_prob=True, tie_word_embeddings=False)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder / "experts")
+                            norm_topk_prob=True, tie_word_embeddings=False, num_labels=1)
+    kind = Qwen3MoeForSequenceClassification if task == "rm" else Qwen3MoeForCausalLM
+    kind(config).save_pretrained(folder / "experts")
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "experts")
     alone = ("--model", folder / "experts", "--moe_aux_loss_coeff", 0, "--lr", RATE / 4)
-    mine = ours(folder, tmp_path / "out", "dpo", "--beta", 0.5, *alone, *layout)
-    assert_same(mine, of_trl(folder, "dpo", base="experts", beta=0.5, router_aux_loss_coef=0.0, learning_rate=RATE / 4))
+    mine = ours(folder, tmp_path / "out", task, *(() if task == "rm" else ("--beta", 0.5)), *alone, *layout)
+    options = {} if task == "rm" else {"beta": 0.5, "router_aux_loss_coef": 0.0}
+    assert_same(mine, of_trl(folder, task, base="experts", learning_rate=RATE / 4, **options))
 
 
 @pytest.mark.process
 @SLOW
-@pytest.mark.parametrize("layout", [("--tp", 2), ("--pp", 2), ("--tp", 2, "--pp", 2), ("--engine", "ddp", *SPREAD)])
-def test_dpo_of_adapters(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "layout"), [
+    *(("dpo", layout) for layout in (("--tp", 2), ("--pp", 2), ("--cp", 2), SPREAD, ("--tp", 2, "--pp", 2), ("--engine", "ddp", *SPREAD),
+                                     ("--engine", "zero3", *SPREAD))), ("kto", ("--tp", 2)), ("kto", ("--engine", "ddp"))])
+def test_adapters(task: str, layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
     """Adapters that start at random numbers on both sides; their reference is how they start."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -164,8 +174,8 @@ def test_dpo_of_adapters(layout: tuple[object, ...], folder: Path, tmp_path: Pat
     adapter = tmp_path / "adapter"
     lora = LoraConfig(r=4, lora_alpha=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), lora).save_pretrained(adapter)
-    mine = ours(folder, tmp_path / "out", "dpo", "--beta", 0.5, "--train_type", "lora", "--adapters", adapter, *layout)
-    assert_same(mine, of_trl(folder, "dpo", adapter=adapter, beta=0.5))
+    mine = ours(folder, tmp_path / "out", task, "--beta", 0.5, "--train_type", "lora", "--adapters", adapter, *layout)
+    assert_same(mine, of_trl(folder, task, adapter=adapter, beta=0.5))
 
 
 @pytest.mark.process
@@ -203,17 +213,47 @@ def test_simpo(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None
     assert_same(mine, of_trl(folder, "cpo", loss_type="simpo", beta=2.0, simpo_gamma=1.0, cpo_alpha=0.0))
 
 
+@pytest.fixture(scope="module")
+def kto(folder: Path) -> list[tuple[float, float]]:
+    return of_trl(folder, "kto", beta=0.5)
+
+
 @pytest.mark.process
 @SLOW
-@pytest.mark.parametrize("layout", [("--tp", 2), ("--cp", 2)])
-def test_kto(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [("--tp", 2), ("--pp", 2), ("--cp", 2), ("--tp", 2, "--packing", "false"), ("--tp", 2, "--pp", 2),
+                                    ("--engine", "ddp")])
+def test_kto(layout: tuple[object, ...], folder: Path, kto: list[tuple[float, float]], tmp_path: Path) -> None:
     """On one data-parallel rank: which answers are paired with which prompts depends on the micro-batch."""
-    assert_same(ours(folder, tmp_path / "out", "kto", "--beta", 0.5, *layout), of_trl(folder, "kto", beta=0.5))
+    assert_same(ours(folder, tmp_path / "out", "kto", "--beta", 0.5, *layout), kto)
+
+
+def on_a_rank(rank: int, world: int, folder: Path) -> list[tuple[float, float]]:
+    """KTO by TRL on several processes: its gradient norm is the whole run's, its loss this rank's."""
+    return of_trl(folder, "kto", beta=0.5, per_device_train_batch_size=BATCH // world)
+
+
+@pytest.fixture(scope="module")
+def spread_kto(folder: Path) -> list[tuple[float, float]]:
+    """By two processes of TRL; equal numbers of examples on each, so that the loss is the mean of theirs."""
+    one, other = shared().run("tests.trainers.test_trajectories_trl:on_a_rank", folder, 2, timeout=240.0)
+    assert [norm for _, norm in one] == [norm for _, norm in other]
+    return [((a + b) / 2, norm) for (a, norm), (b, _) in zip(one, other, strict=True)]
 
 
 @pytest.mark.process
 @SLOW
-@pytest.mark.parametrize("layout", [("--tp", 2), ("--pp", 2), ("--engine", "ddp", *SPREAD)])
+@pytest.mark.parametrize("layout", [SPREAD, ("--engine", "ddp", *SPREAD), ("--engine", "zero3", *SPREAD), ("--engine", "fsdp2", *SPREAD)])
+def test_kto_on_data_parallel_ranks(
+        layout: tuple[object, ...], folder: Path, spread_kto: list[tuple[float, float]], tmp_path: Path) -> None:
+    """Its point is one number for all ranks."""
+    assert_same(ours(folder, tmp_path / "out", "kto", "--beta", 0.5, *layout), spread_kto)
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize("layout", [
+    ("--tp", 2), ("--pp", 2), ("--cp", 2), SPREAD, ("--tp", 2, "--packing", "false"), ("--tp", 2, "--pp", 2), ("--engine", "ddp", *SPREAD),
+    ("--engine", "zero3", *SPREAD)])
 def test_reward_model(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -223,11 +223,11 @@ class MegatronEngine:
         gather_weights(self.chunks)
         self.remembered.blend(share)
 
-    def export(self, folder: Path, source: Path) -> None:
-        """A Hugging Face folder from all ranks' weights, streamed; rank 0 writes. Collective."""
+    def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
+        """A Hugging Face folder from all ranks' weights, streamed, in the source's dtypes or in `dtype`; rank 0 writes. Collective."""
         weights = self.hf_weights()
         if self.rank == 0:
-            export_hf(folder, self.plan, weights, ExportOptions(source=source, overwrite=True))
+            export_hf(folder, self.plan, weights, ExportOptions(source=source, dtype=dtype, overwrite=True))
         else:
             for _ in weights:
                 pass

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bridge.adapters import Adapter, AdapterPlan, AdapterSettings, Half, merged
+from megaswift.bridge.new_head import NEW
 from megaswift.bridge.peft_folder import PeftFolder, adapter_values
 from megaswift.bridge.plan import Group, WeightPlan
 from megaswift.config.lora import LoraConfig
@@ -22,7 +23,7 @@ from megaswift.engine.everywhere import from_main
 from megaswift.engine.megatron import lora_layers as layers
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.weights import Placed, RankWeights
-from megaswift.errors import ConfigError
+from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.projections import WEIGHT, saved, select, without_dora
 
 
@@ -30,13 +31,16 @@ def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
     """The adapters that the options ask for, or those of the folder to go on from; only dropout is still the run's then."""
     if cfg.adapters is not None:
         plan = PeftFolder(cfg.adapters).plan(weights)
+        if weights.spec.scored and NEW not in plan.saved:
+            raise WeightsError(Problem(f"--adapters {cfg.adapters}", f"has no {NEW}, the head of a reward model", "adapters of task rm"))
         return AdapterPlan(weights, [a.projection for a in plan.adapters], replace(plan.settings, dropout=cfg.lora_dropout), plan.saved)
     settings = AdapterSettings(cfg.lora_rank, cfg.lora_alpha, cfg.use_rslora, cfg.lora_dropout, cfg.use_dora)
     family, spec = weights.family, weights.spec
     chosen = select(family, spec, cfg.target_modules, cfg.target_parameters)
     if unfit := without_dora(chosen, "--use_dora true") if cfg.use_dora else []:
         raise ConfigError(unfit)
-    return AdapterPlan(weights, chosen, settings, saved(family, spec, cfg.modules_to_save))
+    whole = saved(family, spec, cfg.modules_to_save)
+    return AdapterPlan(weights, chosen, settings, dict.fromkeys([*whole, NEW] if spec.scored else whole))  # as PEFT's SEQ_CLS saves it
 
 
 @dataclass(frozen=True)

@@ -68,4 +68,4 @@ def measure(engine: MegatronEngine) -> ParameterReport:
         return ParameterReport(total, own, weights, gradients, optimizer, flops, host_bytes=host)
     adapters, trained = engine.lora.plan.added, engine.lora.plan.parameters
     active = adapters * flops // total  # of experts' adapters as many as of experts
-    return ParameterReport(total + adapters, own, weights, gradients, optimizer, flops * 2 // 3 + active, trained, host)
+    return ParameterReport(total + adapters, own, weights, gradients, optimizer, flops * 2 // 3 + active, trained, flops, host)

@@ -176,10 +176,14 @@ class TorchEngine:
         """(Hugging Face name, gradient) after `accumulate`, of a run without adapters; rank 0 gets tensors."""
         return checkpoint.stream(self, GRADIENT)
 
-    def export(self, folder: Path, source: Path) -> None:
-        """A Hugging Face folder, each tensor in the dtype that it has in `source`. Collective; rank 0 writes, a piece at a time."""
-        metas = metas_like(checkpoint.disk_metas(self), source)
-        checkpoint.agree(self, checkpoint.written(self, folder, metas, self.hf_weights(), lambda writer: writer.close(source)))
+    def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
+        """A Hugging Face folder, tensors in the dtypes that they have in `source`, or in `dtype`. Collective; rank 0 writes.
+
+        config.json is the source's, but for a model with a scalar head.
+        """
+        metas, config = metas_like(checkpoint.disk_metas(self), source), self.spec.hf_config if self.spec.scored else None
+        metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
+        checkpoint.agree(self, checkpoint.written(self, folder, metas, self.hf_weights(), lambda writer: writer.close(source, config)))
 
     def write_adapter(self, folder: Path, base: str) -> None:
         """A PEFT folder with what trains. Collective; rank 0 writes."""
@@ -216,7 +220,7 @@ class TorchEngine:
         flops = total - (0 if self.spec.tied else self.spec.vocab_size * self.spec.hidden_size)
         if not self.adapts:
             return ParameterReport(total, own, weights, gradients, optimizer, flops)
-        return ParameterReport(total, own, weights, gradients, optimizer, flops * 2 // 3, self.trained)
+        return ParameterReport(total, own, weights, gradients, optimizer, flops * 2 // 3, self.trained, flops)
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer and this rank's random states. Collective."""
