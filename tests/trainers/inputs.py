@@ -59,3 +59,24 @@ def write_conversations(path: Path, rows: int = 48, seed: int = 0) -> Path:
             turns = [{"role": "user", "content": f"{a}+{b}?"}, {"role": "assistant", "content": str(a + b)}]
             file.write(json.dumps({"messages": turns}) + "\n")
     return path
+
+
+def write_preferences(folder: Path, rows: int) -> None:
+    """A model in `folder`, pairs.jsonl and judged.jsonl: sums of one-digit numbers, right and wrong."""
+    write_model(folder / "model")
+    draw, pairs, judged = random.Random(0), [], []
+    for i in range(rows):
+        a, b = draw.randint(0, 9), draw.randint(0, 9)
+        ask = {"role": "user", "content": f"{a}+{b}="}
+        wrong = str(a + b + draw.randint(1, 4)) * draw.randint(1, 3)
+        pairs.append({"messages": [ask, {"role": "assistant", "content": str(a + b)}], "rejected_response": wrong})
+        judged.append({"messages": [ask, {"role": "assistant", "content": wrong if i % 3 else str(a + b)}], "label": not i % 3})
+    for name, made in (("pairs", pairs), ("judged", judged)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+
+
+def preference_inputs(folder: Path, task: str, model: bool = True) -> list[str]:
+    """The options of a run on them; `model` False: on another model."""
+    data = folder / ("judged.jsonl" if task == "kto" else "pairs.jsonl")
+    start = ["--model", str(folder / "model")] if model else []
+    return [*start, "--dataset", str(data), "--dataset_cache_dir", str(folder / "cache")]

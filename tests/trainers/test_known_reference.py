@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from megaswift.data.units import Units
 from megaswift.losses.contract import Batch
 from megaswift.trainers.known_reference import score_all
 from megaswift.trainers.metrics import read_lines
-from tests.trainers.inputs import write_inputs
+from tests.trainers.inputs import preference_inputs, write_preferences
 from tests.trainers.runs import run
 
 SLOW = pytest.mark.slow
@@ -90,25 +89,14 @@ def shape() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """model/, pairs.jsonl and judged.jsonl."""
     made = tmp_path_factory.mktemp("known")
-    write_inputs(made)
-    draw, pairs, judged = random.Random(0), [], []
-    for i in range(30):
-        a, b = draw.randint(0, 9), draw.randint(0, 9)
-        ask = {"role": "user", "content": f"{a}+{b}="}
-        wrong = str(a + b + draw.randint(1, 4)) * draw.randint(1, 3)
-        pairs.append({"messages": [ask, {"role": "assistant", "content": str(a + b)}], "rejected_response": wrong})
-        judged.append({"messages": [ask, {"role": "assistant", "content": wrong if i % 3 else str(a + b)}], "label": not i % 3})
-    for name, rows in (("dpo", pairs), ("kto", judged)):
-        (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_preferences(made, rows=30)
     return made
 
 
 def curves(folder: Path, out: Path, task: str, *options: object, ranks: int = 2) -> list[dict[str, Any]]:
     """The lines of training and of evaluation, without times."""
-    inputs = ["--model", str(folder / "model"), "--dataset", str(folder / f"{task}.jsonl"), "--dataset_cache_dir", str(folder / "cache")]
-    run(inputs, out, *USUAL, *options, ranks=ranks, task=task)
+    run(preference_inputs(folder, task), out, *USUAL, *options, ranks=ranks, task=task)
     lines = read_lines(out / "metrics.jsonl") + read_lines(out / "eval.jsonl")
     return [{k: v for k, v in line.items() if k in ("loss", "grad_norm") or "/" in k} for line in lines]
 

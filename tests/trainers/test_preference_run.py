@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.trainers.metrics import read_lines
-from tests.trainers.inputs import write_inputs
+from tests.trainers.inputs import preference_inputs, write_preferences
 from tests.trainers.runs import run
 
 USUAL = {"--max_steps": 4, "--report_to": "none", "--shuffle": "false", "--lr": "1e-2", "--per_device_train_batch_size": 4}
@@ -21,25 +20,13 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """model/, pairs.jsonl and judged.jsonl: sums of one-digit numbers, right and wrong."""
     made = tmp_path_factory.mktemp("preference")
-    write_inputs(made)
-    draw, pairs, judged = random.Random(0), [], []
-    for i in range(24):
-        a, b = draw.randint(0, 9), draw.randint(0, 9)
-        ask = {"role": "user", "content": f"{a}+{b}="}
-        wrong = str(a + b + draw.randint(1, 4)) * draw.randint(1, 3)
-        pairs.append({"messages": [ask, {"role": "assistant", "content": str(a + b)}], "rejected_response": wrong})
-        judged.append({"messages": [ask, {"role": "assistant", "content": wrong if i % 3 else str(a + b)}], "label": not i % 3})
-    for name, rows in (("pairs", pairs), ("judged", judged)):
-        (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_preferences(made, rows=24)
     return made
 
 
 def trained(folder: Path, out: Path, task: str, *options: object, ranks: int = 2) -> list[dict[str, Any]]:
-    data = folder / ("judged.jsonl" if task == "kto" else "pairs.jsonl")
-    base = [] if "--model" in options else ["--model", str(folder / "model")]
-    inputs = [*base, "--dataset", str(data), "--dataset_cache_dir", str(folder / "cache")]
+    inputs = preference_inputs(folder, task, model="--model" not in options)
     usual = [word for name, value in USUAL.items() if name not in options for word in (name, value)]
     run(inputs, out, *usual, *options, ranks=ranks, task=task)
     return read_lines(out / "metrics.jsonl")
