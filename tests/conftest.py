@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,19 @@ def _pool_ends() -> Iterator[None]:
 def pool() -> Pool:
     """Eight rank processes at most."""
     return shared()
+
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """TRL's trainer, a new one for each file: tests set its options between cases."""
+    from tests.losses import trainers
+
+    return trainers.grpo(tmp_path_factory.mktemp("grpo"))
+
+
+@pytest.fixture(scope="module")
+def reinforce(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """TRL's trainer of REINFORCE leave-one-out."""
+    from tests.losses import trainers
+
+    return trainers.rloo(tmp_path_factory.mktemp("rloo"))

@@ -38,16 +38,6 @@ REWARDS = {name: r.double() for name, r in {
 WEIGHTS = torch.tensor([0.7, 2.0, 0.05], dtype=torch.float64)
 
 
-@pytest.fixture(scope="module")
-def grpo(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return trainers.grpo(tmp_path_factory.mktemp("grpo"))
-
-
-@pytest.fixture(scope="module")
-def reinforce(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return trainers.rloo(tmp_path_factory.mktemp("rloo"))
-
-
 def scored(trl: Any, per_function: Tensor, **more: Any) -> dict[str, Tensor]:
     """What TRL's trainer makes of these rewards."""
     more = {"reward_weights": WEIGHTS[: per_function.shape[1]], "num_generations": GROUP, **more}

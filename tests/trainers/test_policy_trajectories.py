@@ -21,6 +21,7 @@ from megaswift.trainers.rl.generation import seeds
 from tests.parity.models import build
 from tests.trainers import played
 from tests.trainers.inputs import write_model
+from tests.trainers.trl_steps import ARGUMENTS, trained
 
 LOGGED = ("grad_norm", "kl", "entropy", "reward", "reward_std", "clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max",
           "cispo_clip_ratio")
@@ -120,30 +121,17 @@ def of_trl(folder: Path, case: Case, model: str = "model") -> Curve:
         return {name: v[order] if isinstance(v, torch.Tensor) and v.dim() else v for name, v in batch.items()}
 
     arguments = {
-        "output_dir": str(folder / "trl"), "per_device_train_batch_size": BATCH, "generation_batch_size": BATCH * case.slices,
-        "max_steps": STEPS, "learning_rate": RATES[model], "lr_scheduler_type": "constant", "weight_decay": 0.0, "adam_beta1": 0.9,
-        "adam_beta2": 0.95, "adam_epsilon": 1e-6, "max_grad_norm": 1.0, "optim": "adamw_torch", "logging_steps": 1, "report_to": "none",
-        "save_strategy": "no", "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "disable_tqdm": True,
-        "shuffle_dataset": False, "num_generations": GROUP, "max_completion_length": LONGEST, "seed": SEED, "router_aux_loss_coef": 0.0}
+        **ARGUMENTS, "output_dir": str(folder / "trl"), "per_device_train_batch_size": BATCH, "generation_batch_size": BATCH * case.slices,
+        "max_steps": STEPS, "learning_rate": RATES[model], "shuffle_dataset": False, "num_generations": GROUP,
+        "max_completion_length": LONGEST, "seed": SEED, "router_aux_loss_coef": 0.0}
     rows = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "trl-cache"))
-    losses: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo_trainer, "shuffle_sequence_dict", ours)
         trainer: Any = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder / model), reward_funcs=rewards.worth, rollout_func=rollout,
             args=GRPOConfig(**{**arguments, **case.options}), train_dataset=rows, processing_class=tokenizer)
-        plain = trainer.compute_loss
-
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            loss = plain(*args, **kwargs)
-            losses.append(float(loss.detach()))
-            return loss
-
-        trainer.compute_loss = compute_loss
-        trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return [{"loss": loss, **{n: float(line[n]) for n in LOGGED if n in line}}
-            for loss, line in zip(losses, logged, strict=True)]
+        steps = trained(trainer)
+    return [{"loss": loss, **{n: float(line[n]) for n in LOGGED if n in line}} for loss, line in steps]
 
 
 def ours(folder: Path, out: Path, case: Case, layout: str, model: str = "model") -> Curve:

@@ -16,6 +16,7 @@ from megaswift.trainers.metrics import read_lines
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_model
 from tests.trainers.runs import run
+from tests.trainers.trl_steps import ARGUMENTS, trained
 
 STEPS, BATCH, RATE = 5, 4, 2e-3
 ALIKE = ("--max_steps", STEPS, "--lr", RATE, "--lr_scheduler_type", "constant", "--weight_decay", 0, "--adam_epsilon", 1e-6,
@@ -48,25 +49,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def curve(trainer: Any) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step of a TRL trainer, unrounded."""
-    losses: list[float] = []
-    plain = trainer.compute_loss
-
-    def compute_loss(*args: Any, **kwargs: Any) -> Any:
-        loss = plain(*args, **kwargs)
-        losses.append(float(loss.detach()))
-        return loss
-
-    trainer.compute_loss = compute_loss
-    trainer.train()
-    norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
-    return list(zip(losses, norms, strict=True))
+    return [(loss, float(logged["grad_norm"])) for loss, logged in trained(trainer)]
 
 
 def arguments(folder: Path) -> dict[str, Any]:
-    return {"output_dir": str(folder / "trl"), "per_device_train_batch_size": BATCH, "max_steps": STEPS, "learning_rate": RATE,
-            "lr_scheduler_type": "constant", "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-6,
-            "max_grad_norm": 1.0, "optim": "adamw_torch", "logging_steps": 1, "report_to": "none", "save_strategy": "no", "bf16": False,
-            "use_cpu": True, "gradient_checkpointing": False, "train_sampling_strategy": "sequential", "disable_tqdm": True}
+    return {**ARGUMENTS, "output_dir": str(folder / "trl"), "per_device_train_batch_size": BATCH, "max_steps": STEPS,
+            "learning_rate": RATE, "train_sampling_strategy": "sequential"}
 
 
 def without_reference(task: str) -> tuple[Any, Any]:

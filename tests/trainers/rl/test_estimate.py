@@ -54,16 +54,6 @@ def assert_same(mine: list[np.ndarray], wanted: torch.Tensor) -> None:
         assert found.dtype == np.float32 and found == pytest.approx(one, rel=2e-5, abs=1e-6)
 
 
-@pytest.fixture(scope="module")
-def grpo(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return trainers.grpo(tmp_path_factory.mktemp("grpo"))
-
-
-@pytest.fixture(scope="module")
-def reinforce(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return trainers.rloo(tmp_path_factory.mktemp("rloo"))
-
-
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_grpo_is_trl_s(grpo: Any, scale: str) -> None:
     wanted = theirs(grpo, TWO, WEIGHTS, scale_rewards=scale, multi_objective_aggregation="sum_then_normalize")
