@@ -7,20 +7,12 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megaswift import log
 from megaswift.config.command import Command
-from megaswift.config.inference import (
-    ConversationOptions,
-    DeployConfig,
-    GenerationOptions,
-    PlacementOptions,
-    ServerOptions,
-    WeightsOptions,
-)
+from megaswift.config.inference import DeployConfig
 from megaswift.config.inference_rules import check_deploy, token
 from megaswift.errors import ConfigError, Problem
 
@@ -31,9 +23,7 @@ megaswift deploy: a server for OpenAI's API (chat, completions, models) over tra
   MEGASWIFT_API_KEY=... megaswift deploy --model DIR --host 0.0.0.0"""
 HINTS = {"tp": "--tensor_parallel_size with --infer_backend vllm", "max_num_seqs": "--max_batch_size", "api_keys": "--api_key",
          "bf16": "--torch_dtype bfloat16", "load_in_4bit": "--quantization_bit 4", "backend": "--infer_backend"}
-COMMAND = Command("deploy", USAGE, {
-    "weights": WeightsOptions, "placement": PlacementOptions, "generation": GenerationOptions, "conversation": ConversationOptions,
-    "server": ServerOptions}, check_deploy, HINTS)
+COMMAND = Command("deploy", USAGE, DeployConfig, check_deploy, HINTS)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,8 +31,7 @@ def main(argv: Sequence[str]) -> int:
     return COMMAND.run(argv, _main)
 
 
-def _main(sections: Mapping[str, Any]) -> int:
-    cfg = DeployConfig(**sections)
+def _main(cfg: DeployConfig) -> int:
     return _vllm(cfg) if cfg.server.infer_backend == "vllm" else _transformers(cfg)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megaswift import log
 from megaswift.config.command import Command
-from megaswift.config.inference import ExportConfig, ExportOptions, SourceOptions, WeightsOptions
+from megaswift.config.inference import ExportConfig, WeightsOptions
 from megaswift.config.inference_rules import check_export
 from megaswift.config.size import parse_size
 
@@ -22,7 +21,7 @@ megaswift export: a model's folder from another
   megaswift export --model DIR --adapters OUT/adapter --merge_lora true --quantization_bit 4 --output_dir SMALL"""
 HINTS = {"to_hf": "megaswift convert megatron-to-hf SRC DST", "to_mcore": "megaswift convert hf-to-megatron SRC DST",
          "quant_method": "--quantization_bit: bitsandbytes it is"}
-COMMAND = Command("export", USAGE, {"source": SourceOptions, "export": ExportOptions}, check_export, HINTS)
+COMMAND = Command("export", USAGE, ExportConfig, check_export, HINTS)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,8 +29,7 @@ def main(argv: Sequence[str]) -> int:
     return COMMAND.run(argv, _main)
 
 
-def _main(sections: Mapping[str, Any]) -> int:
-    cfg = ExportConfig(**sections)
+def _main(cfg: ExportConfig) -> int:
     target, both = Path(str(cfg.export.output_dir)), cfg.export.merge_lora and cfg.export.quantization_bit is not None
     log.info(f"made {_both(cfg, target) if both else (_merge if cfg.export.merge_lora else _quantise)(cfg, target)}")
     return 0

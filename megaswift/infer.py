@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megaswift import log
 from megaswift.config.command import Command
-from megaswift.config.inference import (
-    ConversationOptions,
-    FileOptions,
-    GenerationOptions,
-    InferConfig,
-    PlacementOptions,
-    WeightsOptions,
-)
+from megaswift.config.inference import InferConfig
 from megaswift.config.inference_rules import check_infer
 
 USAGE = """\
@@ -31,9 +23,7 @@ HINTS = {
     "stream": "answers are streamed anyway",
     "merge_lora": "--merge_adapters, or megaswift export --merge_lora true", "ckpt_dir": "--adapters", "output_dir": "--result_path FILE",
     "tp": "--device_map auto spreads a model over all GPUs", "max_length": "--max_new_tokens"}
-COMMAND = Command("infer", USAGE, {
-    "weights": WeightsOptions, "placement": PlacementOptions, "generation": GenerationOptions, "conversation": ConversationOptions,
-    "file": FileOptions}, check_infer, HINTS)
+COMMAND = Command("infer", USAGE, InferConfig, check_infer, HINTS)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,8 +31,7 @@ def main(argv: Sequence[str]) -> int:
     return COMMAND.run(argv, _main)
 
 
-def _main(sections: Mapping[str, Any]) -> int:
-    cfg = InferConfig(**sections)
+def _main(cfg: InferConfig) -> int:
     try:
         return _run(cfg)
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar, get_type_hints
 
 from megaswift.commands import HELP
 from megaswift.config.helptext import entry
@@ -50,28 +50,37 @@ def _without_secrets(problems: Iterable[Problem], givens: Iterable[Given]) -> li
     return list(problems)
 
 
+Config = TypeVar("Config")
+
+
 @dataclass(frozen=True)
-class Command:
+class Command(Generic[Config]):
     """A command's name, its help and its options."""
 
     name: str
     usage: str
-    sections: Mapping[str, type]
+    config: type[Config]
+    """A dataclass whose fields are the sections of options."""
     check: Callable[[Parsed], Iterable[Problem]]
     hints: Mapping[str, str]
     """Names of other toolkits that have another shape here."""
+
+    @cached_property
+    def sections(self) -> Mapping[str, type]:
+        """The classes of options by section."""
+        return get_type_hints(self.config)
 
     @cached_property
     def table(self) -> Table:
         """Its options by name."""
         return table_of(self.sections)
 
-    def run(self, argv: Sequence[str], work: Callable[[Mapping[str, Any]], int]) -> int:
-        """Help where it is asked for, else `work` on the sections; returns the exit code."""
+    def run(self, argv: Sequence[str], work: Callable[[Config], int]) -> int:
+        """Help where it is asked for, else `work` on the options; returns the exit code."""
         if not argv or any(word in HELP for word in argv):
             print(self.help())
             return 0 if argv else 2
-        return work(self.parse(argv).sections)
+        return work(self.config(**self.parse(argv).sections))
 
     def parse(self, argv: Sequence[str]) -> Parsed:
         """The sections; ConfigError with all mistakes."""

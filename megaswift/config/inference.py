@@ -118,24 +118,26 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
-class InferConfig:
-    """One `megaswift infer`, checked."""
+class AnswerConfig:
+    """What every command has whose model answers."""
 
     weights: WeightsOptions
     placement: PlacementOptions
     generation: GenerationOptions
     conversation: ConversationOptions
+
+
+@dataclass(frozen=True)
+class InferConfig(AnswerConfig):
+    """One `megaswift infer`, checked."""
+
     file: FileOptions
 
 
 @dataclass(frozen=True)
-class DeployConfig:
+class DeployConfig(AnswerConfig):
     """One `megaswift deploy`, checked."""
 
-    weights: WeightsOptions
-    placement: PlacementOptions
-    generation: GenerationOptions
-    conversation: ConversationOptions
     server: ServerOptions
 
 
