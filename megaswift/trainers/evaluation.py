@@ -13,28 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaswift.losses.contract import Batch
-from megaswift.trainers import agree
-from megaswift.trainers.hook import Hook, Step
-from megaswift.trainers.metrics import Window, drop_after, to_json, weight_of
+from megaswift.trainers.hook import Step
+from megaswift.trainers.metrics import Lines, Window, weight_of
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
 
-class Evaluation(Hook):
+class Evaluation(Lines):
     """Runs the validation batches through the engine."""
 
     part = "evaluation"
 
     def __init__(self, path: Path, batches: Callable[[], Iterable[list[Batch]]], every: int | None, count: str) -> None:
-        self.path, self.batches, self.every, self.count = path, batches, every, count
+        super().__init__(path)
+        self.batches, self.every, self.count = batches, every, count
         self.last = 0
         """The step of the last evaluation."""
-
-    def on_start(self, loop: Loop) -> None:
-        """Drops the lines past the checkpoint."""
-        if agree.rank() == 0:
-            drop_after(self.path, loop.step)
 
     def on_step(self, loop: Loop, step: Step) -> None:
         """Evaluates when it is due."""
@@ -56,8 +51,6 @@ class Evaluation(Hook):
             "tokens": window.tokens, "label_tokens": window.label_tokens, "batches": window.steps, "seconds": time.perf_counter() - began,
         }
         line |= {k: v / window.weights[k] for k, v in window.metrics.items() if k not in line}
-        if agree.rank() == 0:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(to_json(line) + "\n")
+        self.write(line)
         loop.emit("on_evaluate", line)
         return line

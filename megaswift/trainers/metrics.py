@@ -66,6 +66,24 @@ class Speed:
     peak_tflops: float | None = None
 
 
+class Lines(Hook):
+    """A file of lines by step, written by rank 0."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_start(self, loop: Loop) -> None:
+        """Drops the lines past the checkpoint."""
+        if agree.rank() == 0:
+            drop_after(self.path, loop.step)
+
+    def write(self, *lines: Mapping[str, Any]) -> None:
+        """Adds lines to the file."""
+        if agree.rank() == 0:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(to_json(line) + "\n" for line in lines)
+
+
 class Metrics(Hook):
     """Adds steps up and writes the lines."""
 
@@ -135,7 +153,7 @@ def weight_of(step: Step, count: str) -> float:
 def to_json(line: Mapping[str, Any]) -> str:
     """Strict JSON in full precision; what is not finite becomes null."""
     plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-    return json.dumps(plain, allow_nan=False)
+    return json.dumps(plain, allow_nan=False, ensure_ascii=False)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

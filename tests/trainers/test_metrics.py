@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from megaswift.engine.protocol import StepResult
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.loop import length_squares
-from megaswift.trainers.metrics import Metrics, Speed, drop_after, read_lines, to_json
+from megaswift.trainers.metrics import Lines, Metrics, Speed, drop_after, read_lines, to_json
 from tests.trainers.tiny import batch, tiny_loop
 
 FIELDS = ["step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "label_tokens", "step_time", "data_wait", "tokens_per_second",
@@ -110,6 +111,18 @@ def test_lines_past_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == before[:2]  # kept lines keep every digit; the torn one is gone
     assert drop_after(path, 4) == 0
     assert drop_after(tmp_path / "none.jsonl", 5) == 0
+
+
+def test_a_resumed_run_leaves_earlier_lines_as_they_were(tmp_path: Path) -> None:
+    """Words of any alphabet, a line separator among them, and what is no number."""
+    first = Lines(tmp_path / "c.jsonl")
+    first.write({"step": 1, "completion": "żółw \u2028 四"}, {"step": 1, "reward": math.nan})
+    before = first.path.read_bytes()
+    first.write({"step": 2, "completion": "x"})
+    loop = tiny_loop(9)
+    loop.step = 1
+    Lines(first.path).on_start(loop)
+    assert first.path.read_bytes() == before == '{"step": 1, "completion": "żółw \u2028 四"}\n{"step": 1, "reward": null}\n'.encode()
 
 
 def test_documents_count_by_the_square_of_their_own_length() -> None:

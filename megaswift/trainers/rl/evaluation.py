@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaswift.data.prompts import Prompt
-from megaswift.trainers import agree
-from megaswift.trainers.hook import Hook, Step
-from megaswift.trainers.metrics import drop_after, to_json
+from megaswift.trainers.hook import Step
+from megaswift.trainers.metrics import Lines
 from megaswift.trainers.rl.drawing import Drawing
 from megaswift.trainers.rl.judge import Judge
 from megaswift.trainers.rl.summary import statistics
@@ -24,19 +23,15 @@ APART = 2**40
 """Added to the step, it numbers an evaluation's draws apart from those of any generation."""
 
 
-class RewardEvaluation(Hook):
+class RewardEvaluation(Lines):
     """One completion of each held-out prompt every `eval_steps` and after the last step."""
 
     part = "evaluation"
 
     def __init__(self, path: Path, prompts: Sequence[Prompt], work: tuple[Drawing, Judge], every: int | None) -> None:
-        self.path, self.prompts, self.every = path, prompts, every
+        super().__init__(path)
+        self.prompts, self.every = prompts, every
         self.drawing, self.judge = work
-
-    def on_start(self, loop: Loop) -> None:
-        """Drops the lines past the checkpoint."""
-        if agree.rank() == 0:
-            drop_after(self.path, loop.step)
 
     def on_step(self, loop: Loop, step: Step) -> None:
         """Evaluates when it is due."""
@@ -52,8 +47,6 @@ class RewardEvaluation(Hook):
         rollouts = self.judge(self.prompts, completions, self.drawing.generation.own(len(self.prompts)))
         line: dict[str, Any] = {"step": step.number, "epoch": step.epoch, "loss": math.nan, **statistics(rollouts, 1)}
         line |= {"prompts": len(self.prompts), "seconds": time.perf_counter() - began}
-        if agree.rank() == 0:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(to_json(line) + "\n")
+        self.write(line)
         loop.emit("on_evaluate", line)
         return line
