@@ -15,7 +15,7 @@ from torch import Tensor
 from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
 from megaswift.losses.documents import completion_mask, document_counts, document_sums
 from megaswift.losses.dpo_types import smoothed
-from megaswift.losses.pairs import Sides, pair_count, policy_metrics, reward_metrics, side_masks, sides, token_mean
+from megaswift.losses.pairs import Sides, pair_counts, policy_metrics, reward_metrics, side_masks, sides, token_mean
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class CPO:
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""
-        chosen, _ = side_masks(batch, completion_mask(batch))
-        return {"pairs": float(pair_count(batch)), "chosen_tokens": float(chosen.sum())}
+        return pair_counts(batch)
 
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """The preference, the cross-entropy where it has a weight, and TRL's metrics."""

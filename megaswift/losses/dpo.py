@@ -18,6 +18,7 @@ from megaswift.losses.dpo_types import ALIASES, LOSS_TYPES, SFT, Compared, Setti
 from megaswift.losses.pairs import (
     Sides,
     pair_count,
+    pair_counts,
     policy_metrics,
     reward_metrics,
     side_masks,
@@ -68,8 +69,7 @@ class DPO:
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""
-        chosen, _ = side_masks(batch, completion_mask(batch))
-        return {"pairs": float(pair_count(batch)), "chosen_tokens": float(chosen.sum())}
+        return pair_counts(batch)
 
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """A term for each loss type, and TRL's metrics."""

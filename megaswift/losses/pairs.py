@@ -54,6 +54,12 @@ def pair_count(batch: Batch) -> int:
     return batch.fields["pairs"].shape[0]
 
 
+def pair_counts(batch: Batch, mask: Tensor | None = None) -> dict[str, float]:
+    """`pairs`, and `chosen_tokens`: those in `mask` (None: the answers') of the chosen documents."""
+    chosen, _ = side_masks(batch, completion_mask(batch) if mask is None else mask)
+    return {"pairs": float(pair_count(batch)), "chosen_tokens": float(chosen.sum())}
+
+
 def side_masks(batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
     """bool [b, s] each: the tokens in `mask` of chosen, and of rejected documents."""
     pairs = batch.fields["pairs"]

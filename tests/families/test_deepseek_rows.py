@@ -8,22 +8,9 @@ from typing import Any
 
 import pytest
 
-from megaswift.errors import WeightsError
 from megaswift.families import ModelSpec, family_of
 from tests.families.published_deepseek import DEEPSEEK_V2, DEEPSEEK_V2_LITE, DEEPSEEK_V3, GLM_4_5_AIR
-
-
-def spec(base: dict[str, Any], **changes: Any) -> ModelSpec:
-    """The spec of a published configuration with changes; `...` removes a field."""
-    given = {k: v for k, v in {**base, **changes}.items() if v is not ...}
-    return family_of(given).spec(given)
-
-
-def refused(base: dict[str, Any], **changes: Any) -> str:
-    """The message of a configuration that is refused."""
-    with pytest.raises(WeightsError) as caught:
-        spec(base, **changes)
-    return caught.value.message()
+from tests.families.specs import refusals, spec
 
 
 def test_latent_attention() -> None:
@@ -79,7 +66,7 @@ def test_the_factor_on_scores_is_transformers(base: dict[str, Any]) -> None:
     (GLM_4_5_AIR, {"partial_rotary_factor": 0}, "partial_rotary_factor"), (GLM_4_5_AIR, {"topk_method": "noaux_tc"}, "topk_method"),
 ])
 def test_refused(base: dict[str, Any], changes: dict[str, Any], told: str) -> None:
-    assert told in refused(base, **changes)
+    assert any(told in problem for problem in refusals(base, **changes))
 
 
 def test_prediction_layers_by_number() -> None:
