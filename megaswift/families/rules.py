@@ -121,8 +121,8 @@ def sizes(spec: ModelSpec, names: Sequence[str]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Copy:
-    """The same tensor on every rank: norms, routers, biases after a row-parallel layer; also buffers, such as a router's expert bias."""
+class _One:
+    """One tensor of `dims`."""
 
     megatron: str
     hf: tuple[str]
@@ -130,34 +130,27 @@ class Copy:
     scope: Scope = "layer"
     when: str = ""
     buffer: bool = False
-    shard: ClassVar[Shard] = "replicated"
     stacked: ClassVar[bool] = False
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """[*dims]."""
         return [sizes(spec, self.dims)]
+
+
+class Copy(_One):
+    """The same tensor on every rank: norms, routers, biases after a row-parallel layer; also buffers, such as a router's expert bias."""
+
+    shard: ClassVar[Shard] = "replicated"
 
     def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
         """All of it."""
         return [Piece(0, 0, self.shapes(spec)[0][0])]
 
 
-@dataclass(frozen=True)
-class _Even:
-    """One tensor of `dims`, cut evenly along one of them."""
+class _Even(_One):
+    """The same, cut evenly along one of them."""
 
-    megatron: str
-    hf: tuple[str]
-    dims: tuple[str, ...]
-    scope: Scope = "layer"
-    when: str = ""
     along: ClassVar[int]
-    stacked: ClassVar[bool] = False
-    buffer: ClassVar[bool] = False
-
-    def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
-        """[*dims]."""
-        return [sizes(spec, self.dims)]
 
     def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
         """A range of rows or columns."""

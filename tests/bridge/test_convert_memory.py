@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.bridge.peaks import printed
 from tests.bridge.sparse import write_sparse, write_sparse_adapter
-from tests.sources import ROOT
 
 pytestmark = pytest.mark.process
-PEAK = """
-import sys
-from pathlib import Path
+PROGRAM = """
 from megaswift.bridge.hf_to_megatron import hf_to_megatron
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.bridge.merge import merge_folders
-def peak():
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 before = peak()
 if len(sys.argv) > 1:
     {"forth": hf_to_megatron, "back": megatron_to_hf, "merge": merge_folders}[sys.argv[1]](*sys.argv[2:])
@@ -30,12 +22,8 @@ print(before, peak())
 
 
 def peak(*words: object) -> tuple[int, int]:
-    """Bytes resident at most: after the imports, and in the end. Mapped files count."""
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PEAK, *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    before, end = done.stdout.split()
+    """Bytes resident at most: after the imports, and in the end."""
+    before, end = printed(PROGRAM, *words).split()
     return int(before), int(end)
 
 

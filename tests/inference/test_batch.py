@@ -12,17 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megaswift.errors import ConfigError, DataError
 from megaswift.infer import COMMAND, main
 from megaswift.inference import generator as generation
-from tests.inference.models import folder, plain
+from tests.inference.models import plain
 
 pytestmark = pytest.mark.wide
 
 QUESTIONS = ["1+2?", "what is 3+4? say it", "x", "0123456789 abc", "z+z", "7+7", "ab"]
 NEW = 8
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder(tmp_path_factory.mktemp("batch") / "model")
 
 
 def write(path: Path, rows: list[Any]) -> Path:

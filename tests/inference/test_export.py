@@ -11,16 +11,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from megaswift.errors import ConfigError
 from megaswift.export import main
-from tests.inference.models import adapters, folder
+from tests.inference.models import adapters
 
 pytestmark = pytest.mark.wide
 
 IDS = torch.arange(4, 40)[None]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder(tmp_path_factory.mktemp("export") / "model")
 
 
 def logits(loaded: torch.nn.Module) -> torch.Tensor:

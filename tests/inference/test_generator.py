@@ -12,16 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from megaswift.config.inference import GenerationOptions
 from megaswift.errors import ConfigError
 from megaswift.inference.generator import Generator, Request, Sampling, sampling_of
-from tests.inference.models import PROMPTS, folder, opened, plain
+from tests.inference.models import PROMPTS, opened, plain
 
 pytestmark = pytest.mark.wide
 
 NEW = 14
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder(tmp_path_factory.mktemp("generator") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,11 @@ from megaswift.config.inference import WeightsOptions
 from megaswift.errors import UserError
 from megaswift.inference.generator import Generator, Request, Sampling
 from megaswift.inference.load import prepare
-from tests.inference.models import PROMPTS, adapters, folder, opened, plain
+from tests.inference.models import PROMPTS, adapters, opened, plain
 
 pytestmark = pytest.mark.wide
 
 NEW = 8
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder(tmp_path_factory.mktemp("load") / "model")
 
 
 @pytest.fixture(scope="module")

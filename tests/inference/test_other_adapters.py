@@ -32,11 +32,6 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder(tmp_path_factory.mktemp("other") / "model")
-
-
 def made(name: str, model: Path, path: Path) -> Path:
     """The adapter with weights that change the answers."""
     torch.manual_seed(5)

@@ -13,7 +13,6 @@ import pytest
 from megaswift.errors import ConfigError, UserError
 from megaswift.inference import rollout_vllm, server_client
 from megaswift.inference.rollout import Sampler, SamplerOptions, Sampling, backends, make_sampler, missing
-from tests.inference.models import folder
 from tests.inference.sampling_server import Backend, Refused, Sglang, Vllm, serving
 from tests.inference.test_rollout_transformers import PROMPTS, filled, weights
 
@@ -22,11 +21,6 @@ pytestmark = pytest.mark.wide
 KINDS: dict[str, type[Backend]] = {"vllm_server": Vllm, "sglang": Sglang}
 SAMPLING = Sampling(12, temperature=0.8, top_k=30, top_p=0.95, min_p=0.01, stop_token_ids=(1, 7, 9))
 SEEDS = range(40, 46)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder(tmp_path_factory.mktemp("servers") / "model")
 
 
 @pytest.fixture(params=KINDS)

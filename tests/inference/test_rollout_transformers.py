@@ -16,7 +16,6 @@ from megaswift.errors import ConfigError, WeightsError
 from megaswift.inference import decoding, row_cache
 from megaswift.inference.rollout import Completion, SamplerOptions, Sampling, backends, make_sampler
 from megaswift.inference.rollout_transformers import TransformersSampler, build
-from tests.inference.models import folder
 
 pytestmark = pytest.mark.wide
 
@@ -34,11 +33,6 @@ def filled(path: Path, **options: Any) -> TransformersSampler:
     made = build(path, SamplerOptions(**options))
     made.update_weights(weights(path))
     return made
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder(tmp_path_factory.mktemp("rollout") / "model")
 
 
 @pytest.fixture(scope="module")

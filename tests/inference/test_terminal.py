@@ -19,15 +19,10 @@ from megaswift.inference.generator import Generator, Sampling
 from megaswift.inference.load import Prepared
 from megaswift.inference.prompts import Prompts
 from megaswift.inference.terminal import Terminal
-from tests.inference.models import folder, opened, plain
+from tests.inference.models import opened, plain
 from tests.sources import ROOT
 
 NEW = 6
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder(tmp_path_factory.mktemp("terminal") / "model")
 
 
 @pytest.fixture(scope="module")
