@@ -1,0 +1,77 @@
+"""What the pages name is there: options, files and folders, the headings that links lead to; commands of training are understood."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megaswift import deploy, export, infer
+from megaswift.config import load
+from megaswift.config.sections import NAMES, TASKS
+from tests.sources import FOLDERS, ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "converters/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+OPTION = r"(?<![\w-])--([A-Za-z][\w-]*)"
+OF_OTHERS = {"dist_ckpt_strictness", "load_format", "num_gpus", "no_local_rank"}
+"""Options of Megatron-LM, vLLM and DeepSpeed's launcher that no file of ours says."""
+STAND_IN = dict.fromkeys(("run.yaml", "OUT/config.yaml"), "configs/sft/quick.yaml")
+"""A file of options of the reader's own."""
+
+
+def known_options() -> set[str]:
+    """Of training and inference by every spelling; of scripts, of converters and of other programs as our code writes them."""
+    tables = {*NAMES, *(name for module in (infer, deploy, export) for name in module.COMMAND.table.names)}
+    files = [p for folder in ("megaswift", "scripts", "converters") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".sh")]
+    return tables | OF_OTHERS | {o.replace("-", "_") for p in files for o in re.findall(OPTION, p.read_text(encoding="utf-8"))}
+
+
+@cache
+def headings(page: Path) -> set[str]:
+    """What a link may have behind its #."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each line in a block of commands that starts a task, from the task on."""
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines() if language in ("", "bash") else ():
+            found = re.match(r"(?!megaswift:)[^#]*?\bmegaswift[/ ](\w+)(?:\.py)? (.*)", line)
+            if found and found[1] in (*TASKS, "rlhf"):
+                yield [found[1], *shlex.split(found[2], comments=True)]
+
+
+def test_options() -> None:
+    known = known_options()
+    named = {(page, option) for page, text in TEXTS.items() for option in re.findall(OPTION, text)}
+    assert len(named) > 300 and [(page, o) for page, o in sorted(named) if o.replace("-", "_") not in known] == []
+
+
+def test_links() -> None:
+    links = [(page, *link.partition("#")) for page, text in TEXTS.items() for link in re.findall(r"\]\(((?!https?://)[^)]+)\)", text)]
+    targets = [(page, (ROOT / page).parent / file if file else ROOT / page, heading) for page, file, _, heading in links]
+    assert len(targets) > 50 and [(page, str(t)) for page, t, _ in targets if not t.exists()] == []
+    assert [(page, t.name, heading) for page, t, heading in targets if heading and heading not in headings(t)] == []
+
+
+def test_files() -> None:
+    """Those that are named from the repository's root, or from the package's."""
+    inner = [p.name for p in (ROOT / "megaswift").iterdir() if p.is_dir()]
+    roots = [(ROOT, [*FOLDERS, "configs", "docs", "docker"]), (ROOT / "megaswift", inner)]
+    named = [(page, root, name) for root, folders in roots for page, text in TEXTS.items()
+             for name in re.findall(rf"`((?:{'|'.join(folders)})/[\w./*-]+)", text)]
+    assert len(named) > 100 and [(page, name) for page, root, name in named if not list(root.glob(name))] == []
+
+
+@pytest.mark.parametrize("words", [
+    pytest.param(words, id=f"{page}-{i}") for page, text in TEXTS.items() for i, words in enumerate(commands(text))])
+def test_commands_are_understood(words: list[str]) -> None:
+    options = [STAND_IN.get(word, word) for word in words[1:] if word != "..."]
+    options = [str(ROOT / word) if word.startswith("configs/") else word for word in options]
+    assert load(None if words[0] == "rlhf" else words[0], options, environ={}).task in TASKS
