@@ -19,22 +19,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_step import SIZES, load_hf, make_model  # noqa: E402
-from contest import Turn, rounds  # noqa: E402
+from contest import Contest, Turn, by_contender, options  # noqa: E402
+from contest_model import LR, load_hf, make_model, trl_options, vocabulary  # noqa: E402
 
 NAMES = ("megaswift", "trl")
 PARTS = ("generation", "weight sync", "scoring", "rewards", "training")
-LR = 1e-4
-Work = Callable[["Contest"], None]
+Work = Callable[["Sampling"], None]
 
 
 def even(completions: list[str], **columns: object) -> list[float]:
@@ -43,7 +42,7 @@ def even(completions: list[str], **columns: object) -> list[float]:
 
 
 @dataclass
-class Contest(Turn):
+class Sampling(Turn):
     """A contender's turn that also knows where its steps' time went, and what it sampled."""
 
     parts: list[dict[str, float]] = field(default_factory=list)
@@ -65,7 +64,7 @@ def prompts(args: argparse.Namespace) -> list[dict[str, str]]:
     """Rows of random words, all of one length."""
     rng = random.Random(3)
     count = args.prompts * (args.warmup + args.steps + 1)
-    words = range(3, SIZES[args.size][-1])
+    words = range(3, vocabulary(args))
     return [{"prompt": " ".join(f"<{n}>" for n in rng.choices(words, k=args.prompt_length))} for _ in range(count)]
 
 
@@ -82,7 +81,7 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
     from megaswift.trainers.session import Session
 
     class Pacer(Hook):
-        def __init__(self, turn: Contest) -> None:
+        def __init__(self, turn: Sampling) -> None:
             self.turn, self.before = turn, dict[str, float]()
 
         def on_start(self, loop: Loop) -> None:
@@ -97,7 +96,7 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
             self.before = dict(loop.seconds)
             self.turn.pause()
 
-    def work(turn: Contest) -> None:
+    def work(turn: Sampling) -> None:
         completions = args.prompts * args.generations
         cfg = SwiftConfig(
             task="grpo", model=str(folder), dataset=[str(folder / "prompts.jsonl")], reward_funcs=[f"{__file__}:even"],
@@ -121,7 +120,7 @@ def trl(args: argparse.Namespace, folder: Path) -> Work:
     from trl import GRPOConfig, GRPOTrainer
 
     class Pacer(TrainerCallback):  # type: ignore[misc]
-        def __init__(self, turn: Contest) -> None:
+        def __init__(self, turn: Sampling) -> None:
             self.turn = turn
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -138,16 +137,13 @@ def trl(args: argparse.Namespace, folder: Path) -> Work:
             if logs and "completions/mean_length" in logs:
                 self.turn.lengths[-1] = logs["completions/mean_length"]
 
-    def work(turn: Contest) -> None:
+    def work(turn: Sampling) -> None:
         completions = args.prompts * args.generations
         rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
         with tempfile.TemporaryDirectory() as scratch:
             config = GRPOConfig(
                 scratch, num_generations=args.generations, max_completion_length=args.length, per_device_train_batch_size=completions,
-                gradient_accumulation_steps=1, max_steps=args.warmup + args.steps + 1, learning_rate=LR, lr_scheduler_type="constant",
-                weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0, gradient_checkpointing=False, bf16=False,
-                report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, use_cpu=args.device == "cpu",
-                dataloader_pin_memory=False)
+                max_steps=args.warmup + args.steps + 1, logging_steps=1, **trl_options(args))
             trainer = GRPOTrainer(
                 load_hf(args, folder), even, config, train_dataset=Dataset.from_list(rows),
                 processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[Pacer(turn)])
@@ -159,7 +155,7 @@ def trl(args: argparse.Namespace, folder: Path) -> Work:
     return work
 
 
-def timed(turn: Contest, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def timed(turn: Sampling, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """The method, its time added to a part of the step; log-probabilities with gradients are training, not scoring."""
     def measured(*values: Any, **named: Any) -> Any:
         began = time.perf_counter()
@@ -171,26 +167,23 @@ def timed(turn: Contest, part: str, method: Callable[..., Any]) -> Callable[...,
     return measured
 
 
-MAKERS: dict[str, Callable[[argparse.Namespace, Path], Work]] = {"megaswift": megaswift, "trl": trl}
-
-
-def make_tokenizer(args: argparse.Namespace, folder: Path) -> None:
-    """A word a token; the end of text lies beyond the model's vocabulary, so that no completion ends early."""
+def prepare(args: argparse.Namespace, folder: Path) -> None:
+    """The model, a tokenizer of a word a token whose end of text lies beyond the model's vocabulary, so that no completion ends early."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    size = SIZES[args.size][-1]
+    make_model(args, folder)
+    size = vocabulary(args)
     words = Tokenizer(models.WordLevel({**{f"<{i}>": i for i in range(size)}, "<end>": size}, unk_token="<0>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>", eos_token="<end>").save_pretrained(folder)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts(args)))
 
 
-def compete(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Runs both by turns; who goes first moves on."""
-    turns = {name: Contest(MAKERS[name](args, folder)) for name in args.only}
-    times = rounds(turns, args)
+def compared(args: argparse.Namespace, turns: Mapping[str, Sampling], times: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians, parts, lengths of completions; megaswift's time as a multiple of TRL's."""
     split = {name: split_of(turn.parts[args.warmup:args.warmup + args.steps], [t[name] for t in times]) for name, turn in turns.items()}
-    median = {name: statistics.median(t[name] for t in times) for name in turns}
+    median = by_contender(times, statistics.median)
     used = {name: turn.processor[args.warmup:] for name, turn in turns.items()}
     result = {"median_s": median, "processor_s": {name: statistics.median(u) for name, u in used.items()}, "split_s": split}
     result["mean_lengths"] = {name: turn.lengths[:args.steps] for name, turn in turns.items()}
@@ -208,37 +201,8 @@ def split_of(parts: list[dict[str, float]], seconds: list[float]) -> dict[str, f
     return {name: statistics.median(row[name] for row in rows) for name in PARTS}
 
 
-def options() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="20m", help="model size")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--prompts", type=int, default=2, help="prompts a step")
-    parser.add_argument("--generations", type=int, default=8, help="completions of each")
-    parser.add_argument("--prompt_length", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a completion")
-    parser.add_argument("--steps", type=int, default=9, help="measured steps of each contender")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before these")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: torch's default)")
-    parser.add_argument("--only", nargs="+", default=list(NAMES), choices=NAMES, help="contenders")
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
-    return parser
-
-
-def main() -> None:
-    """Prints medians, parts and ratios."""
-    args = options().parse_args()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        make_model(args, folder)
-        make_tokenizer(args, folder)
-        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts(args)))
-        result = compete(args, folder)
-    if args.json:
-        return print(json.dumps(result, indent=1))
+def tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Medians, parts and ratios."""
     print(f"{args.size}, float32, {args.prompts} x {args.generations} completions of {args.prompt_length} + {args.length} tokens a step, "
           f"{args.device}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}, torch {torch.__version__}; "
           f"median of {args.steps} alternating steps")
@@ -250,5 +214,16 @@ def main() -> None:
               f"{result['ratio_of_processor_time']:.3f} of processor time")
 
 
+def command_line() -> argparse.ArgumentParser:
+    """The options."""
+    parser = options(__doc__, NAMES, steps=9, dtypes=("float32",))
+    parser.add_argument("--prompts", type=int, default=2, help="prompts a step")
+    parser.add_argument("--generations", type=int, default=8, help="completions of each")
+    parser.add_argument("--prompt_length", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a completion")
+    return parser
+
+
 if __name__ == "__main__":
-    main()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    Contest({"megaswift": megaswift, "trl": trl}, compared, tell, prepare, Sampling).main(command_line())

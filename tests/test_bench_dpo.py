@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_dpo.py"
+from tests.contests import contest
 
 
 @pytest.mark.process
 @pytest.mark.slow
 def test_contenders_train_on_the_same_pairs() -> None:
     """The loss of each step is one number; it starts at log 2 and then shows reference, pairs and optimizers to agree."""
-    small = ["--size", "tiny", "--pairs", "2", "--length", "96", "--steps", "2", "--warmup", "2", "--threads", "1"]
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *small, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout[done.stdout.index("\n{\n") if not done.stdout.startswith("{\n") else 0:])
+    result = contest("bench_dpo.py", "--pairs 2 --length 96 --steps 2 --warmup 2 --json")
     ours, theirs = result["losses"]["megaswift"], result["losses"]["trl"]
     assert len(ours) == len(theirs) == 4
     assert ours == pytest.approx(theirs, rel=1e-5) and abs(ours[-1] - ours[0]) > 1e-4

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_grpo.py"
+from tests.contests import contest
 
 
 @pytest.mark.process
 @pytest.mark.slow
 def test_both_sample_completions_of_the_full_length() -> None:
     """None ends early, and every part of a step that a contender has is counted."""
-    small = ["--size", "tiny", "--prompts", "2", "--generations", "4", "--prompt_length", "6", "--length", "9", "--steps", "2",
-             "--warmup", "1", "--threads", "1"]
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *small, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout[done.stdout.index("\n{\n"):])
+    result = contest("bench_grpo.py", "--prompts 2 --generations 4 --prompt_length 6 --length 9 --steps 2 --warmup 1 --json")
     assert result["mean_lengths"] == {"megaswift": [9.0, 9.0], "trl": [9.0, 9.0]}
     assert all(seconds > 0 for seconds in result["median_s"].values())
     for name, split in result["split_s"].items():
