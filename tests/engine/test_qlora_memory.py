@@ -52,7 +52,7 @@ def alone(kind: str) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells a process's peak")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc/self/clear_refs: the peak since then is Linux's to tell")
 def test_the_unquantised_model_is_never_there() -> None:
     """Building and loading: below two thirds of the unquantised weights at the peak, process and all; a good quarter when done."""
     plain, _ = alone("lora")

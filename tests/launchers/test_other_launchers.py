@@ -182,7 +182,7 @@ def test_a_mistake_is_told_once(launcher: str, tmp_path: Path) -> None:
 def deepspeed_here() -> None:
     """Skips on a GPU machine: its launcher overwrites CUDA_VISIBLE_DEVICES, and there may be one GPU for two."""
     if torch.cuda.is_available():
-        pytest.skip("a machine with GPUs")
+        pytest.skip("needs a machine without GPUs: DeepSpeed's launcher gives each process one of its own")
 
 
 def free_port() -> int:
