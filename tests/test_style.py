@@ -124,6 +124,21 @@ def skips(source: Source) -> Iterator[str]:
                 yield source.at(node, f"importorskip of {name}, which is always there")
 
 
+def claims(function: ast.AST, names: set[str]) -> bool:
+    """Whether something in it can fail a test: an assertion, an expected error, a call of one of `names`, `check` or `assert_...`."""
+    called = {ast.unparse(n.func).split(".")[-1] for n in ast.walk(function) if isinstance(n, ast.Call)}
+    return any(isinstance(n, ast.Assert) for n in ast.walk(function)) or bool(called & {"raises", "fail", "check", *names}) or any(
+        name.startswith("assert_") for name in called)
+
+
+def empty_tests(source: Source) -> Iterator[str]:
+    """A test that asserts nothing, by itself or by a function of its file."""
+    if source.path.name.startswith("test_"):
+        helpers = {f.name for f in functions(source) if claims(f, set())}
+        tests = (f for f in functions(source) if f.name.startswith("test_"))
+        yield from (source.at(f, f"{f.name} asserts nothing") for f in tests if not claims(f, helpers))
+
+
 def documents(source: Source) -> Iterator[str]:
     """A module says what it owns."""
     if source.text.strip() and not ast.get_docstring(source.tree):
@@ -142,7 +157,7 @@ def annotations(source: Source) -> Iterator[str]:
 
 
 Rule = Callable[[Source], Iterator[str]]
-RULES: tuple[Rule, ...] = (budgets, names, handlers, calls, skips, documents, annotations)
+RULES: tuple[Rule, ...] = (budgets, names, handlers, calls, skips, empty_tests, documents, annotations)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
@@ -172,6 +187,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (calls, "scripts/a.py", "torch.load(file)\n"),
     (skips, "tests/test_a.py", "pytest.importorskip('torch')\n"),
     (skips, "tests/test_a.py", "pytest.importorskip('megatron.core').x\n"),
+    (empty_tests, "tests/test_a.py", "def helper(x):\n    return x\n\n\ndef test_a():\n    helper(1)\n"),
     (documents, "scripts/a.py", "x = 1\n"),
     (annotations, "scripts/a.py", "def f(a) -> None: ...\n"),
     (annotations, "scripts/a.py", "def f(a: int): ...\n"),
