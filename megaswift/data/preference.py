@@ -30,6 +30,10 @@ class UnitError(RowError):
         super().__init__(column, found, expected)
         self.cause = cause
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The cause goes along."""
+        return type(self), (self.cause, self.column, self.found, self.expected)
+
 
 @dataclass(frozen=True)
 class Unit:

@@ -21,6 +21,10 @@ class RowError(Exception):
         self.column, self.found, self.expected = column, found, expected
         super().__init__(f"column {column!r}: {found}; expected {expected}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Goes from rank to rank."""
+        return type(self), (self.column, self.found, self.expected)
+
 
 @dataclass(frozen=True)
 class Sample:

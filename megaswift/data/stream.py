@@ -3,12 +3,13 @@
 Owns blocks and the position in them; where reading stands is `cursor.py`, what rows become is `stream_rows.py` and `stream_units.py`. The
 files are read in order, again and again; BLOCK rows at a time become items, which are shuffled among themselves (with `--shuffle`). A
 position is the place of a block's first row and how much of the block is used: the same on every rank and for every number of ranks.
+Every rank reads every line; each row is tokenised by one of them, which hands the tokens to all (`Spread`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -28,6 +29,13 @@ AHEAD = 32
 """Rows that are tokenised at a time while a first one of use is looked for."""
 Row = tuple[str, Located, int]
 """(file, row, its number since the beginning)."""
+Spread = Callable[[Sequence[Row], Callable[[Sequence[Row]], list[Any]]], list[Any]]
+"""Work on rows, done by several ranks together; all results, in order, on each of them."""
+
+
+def alone(rows: Sequence[Row], work: Callable[[Sequence[Row]], list[Any]]) -> list[Any]:
+    """All of it here."""
+    return work(rows)
 
 
 @dataclass(frozen=True)
@@ -69,8 +77,8 @@ class Contents(Protocol):
 
     tally: Tally
 
-    def items(self, rows: Sequence[Row]) -> list[Any]:
-        """A block's rows as what global batches are made of, in file order; a Problem for a row that stops the run."""
+    def items(self, rows: Sequence[Row], spread: Spread) -> list[Any]:
+        """A block's rows as what global batches are made of, in file order; a Problem for a row that stops the run. Collective."""
 
     def batches(self, taken: Sequence[Any], geometry: LoaderGeometry) -> list[Batch]:
         """This rank's micro-batches of a global batch of items. DataError for a Problem among them."""
@@ -113,6 +121,7 @@ class StreamSource:
     geometry: LoaderGeometry
     rows: None = None
     steps_per_epoch: None = None
+    spread: Spread = alone
     _block: _Block | None = None
     _used: int = 0
     _after: Cursor = field(default_factory=Cursor)
@@ -128,7 +137,7 @@ class StreamSource:
             rows.append((path, located, cursor.rows - 1))
             if len(rows) == BLOCK:
                 break
-        items = self.contents.items(rows)
+        items = self.contents.items(rows, self.spread)
         if self.options.shuffle:
             order = np.random.default_rng([self.options.seed, end.rows]).permutation(len(items))
             items = [items[i] for i in order]

@@ -1,13 +1,13 @@
 """Rows of SFT and pt in a stream: rendered, tokenised, packed.
 
-A row that is too long or (with `--strict false`) malformed keeps its place in the batch, without weight, and every rank renders every row
-but tokenises its own; packing alone needs all lengths and so tokenises the block on each rank.
+A row that is too long or (with `--strict false`) malformed keeps its place in the batch, without weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -20,43 +20,51 @@ from megaswift.data.packing import best_fit, padded
 from megaswift.data.readers import Located
 from megaswift.data.sample import RowError
 from megaswift.data.sources import Source
-from megaswift.data.stream import AHEAD, Row, StreamOptions, Tally, names_of, raise_first
+from megaswift.data.stream import AHEAD, Row, Spread, StreamOptions, Tally, names_of, raise_first
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 
-Read = Rendered | Problem | None
-"""A row's text; what is wrong with it, to be told when its turn comes; or nothing, where such rows are skipped."""
+Tokens = tuple[np.ndarray, np.ndarray]
+"""int32 tokens [n] and uint8 mask [n]."""
+Made = Tokens | Problem | None
+"""A row's tokens; what is wrong with it, to be told when its turn comes; or nothing, where such rows are skipped."""
 
 
 @dataclass
 class RowContents:
-    """Rendered rows with their numbers, or packed rows of documents."""
+    """Rows of tokens with their numbers, or packed rows of documents."""
 
     encoder: Encoder
     options: StreamOptions
     shape: Shape
     tally: Tally = field(default_factory=Tally)
 
-    def items(self, rows: Sequence[Row]) -> list[tuple[Read, int]] | list[list[Document]]:
-        """Rows as they are rendered, or packed."""
-        rendered = [(self._render(path, located, self.tally), number) for path, located, number in rows]
-        return self._pack(rendered) if self.options.packing else rendered
+    def items(self, rows: Sequence[Row], spread: Spread) -> list[tuple[Made, int]] | list[list[Document]]:
+        """Tokens of rows, or packed rows."""
+        made = [(self._kept(one), number) for one, (_, _, number) in zip(spread(rows, self._made), rows, strict=True)]
+        return self._pack(made) if self.options.packing else made
 
-    def _render(self, path: str, located: Located, tally: Tally) -> Read:
+    def _made(self, rows: Sequence[Row]) -> list[Tokens | Problem]:
+        rendered = [self._render(path, located) for path, located, _ in rows]
+        tokens = self.encoder.tokenize([r for r in rendered if isinstance(r, Rendered)])
+        return [next(tokens) if isinstance(r, Rendered) else r for r in rendered]
+
+    def _render(self, path: str, located: Located) -> Rendered | Problem:
         try:
             return self.encoder.render(located.row)
         except RowError as e:
-            problem = row_problem(path, located.line, e)
-            if self.encoder.spec.strict:
-                return problem
-            tally.malformed(problem)
-            return None
+            return row_problem(path, located.line, e)
 
-    def _tokenize(self, rendered: Sequence[tuple[Read, int]]) -> list[list[Document]]:
-        """Documents of each rendered row: one, none, or several of a split text."""
-        raise_first([r for r, _ in rendered])
-        tokens = self.encoder.tokenize([r for r, _ in rendered if isinstance(r, Rendered)])
-        return [self._cut(*next(tokens), number) if isinstance(r, Rendered) else [] for r, number in rendered]
+    def _kept(self, made: Tokens | Problem) -> Made:
+        if isinstance(made, Problem) and not self.encoder.spec.strict:
+            self.tally.malformed(made)
+            return None
+        return made
+
+    def _documents(self, made: Sequence[tuple[Made, int]]) -> list[list[Document]]:
+        """Of each row: one, none, or several of a split text."""
+        raise_first([one for one, _ in made])
+        return [self._cut(*one, number) if isinstance(one, tuple) else [] for one, number in made]
 
     def _cut(self, ids: np.ndarray, mask: np.ndarray, number: int) -> list[Document]:
         size, strategy = self.options.max_length, self.options.truncation_strategy
@@ -73,21 +81,18 @@ class RowContents:
         cut = slice(-size, None) if strategy == "left" else slice(size)
         return [(ids[cut], mask[cut], number)]
 
-    def _pack(self, items: Sequence[tuple[Read, int]]) -> list[list[Document]]:
-        documents = [d for group in self._tokenize(items) for d in group]
+    def _pack(self, items: Sequence[tuple[Made, int]]) -> list[list[Document]]:
+        documents = [d for group in self._documents(items) for d in group]
         if not documents:
             return []
         lengths = padded(np.array([len(d[0]) for d in documents]), self.shape.doc_multiple)
         packing = best_fit(lengths, self.shape.row_length(self.options.max_length))
         return [[documents[i] for i in packing.row(n).tolist()] for n in range(len(packing))]
 
-    def batches(self, taken: Sequence[tuple[Read, int]] | Sequence[list[Document]], geometry: LoaderGeometry) -> list[Batch]:
-        """Tensors of a step's micro-batches."""
-        own = geometry.own(taken)
-        if not self.options.packing:
-            raise_first([item[0] for item in taken])
-            own = [[d[:1] for d in self._tokenize(micro)] for micro in own]
-        return batches(own, self.options.packing, self.shape, geometry.uniform)
+    def batches(self, taken: Sequence[Any], geometry: LoaderGeometry) -> list[Batch]:
+        """Tensors of a step's micro-batches; rows are cut to length now, because one that is too long may stop the run."""
+        rows = taken if self.options.packing else [documents[:1] for documents in self._documents(taken)]
+        return batches(geometry.own(rows), self.options.packing, self.shape, geometry.uniform)
 
     def useless(self, sources: Sequence[Source]) -> DataError:
         """No label within max_length."""
@@ -112,10 +117,10 @@ class RowContents:
         for path, located, cursor in read_on(sources, Cursor()):
             if cursor.epoch:
                 break
-            rendered = self._render(path, located, Tally(quiet=True))
-            if isinstance(rendered, Problem):
+            rendered = self._render(path, located)
+            if isinstance(rendered, Problem) and self.encoder.spec.strict:
                 return  # it stops the run when its turn comes
-            some += [] if rendered is None else [rendered]
+            some += [] if isinstance(rendered, Problem) else [rendered]
             if len(some) == AHEAD:
                 if self._usable(some):
                     return
@@ -132,10 +137,10 @@ class RowContents:
             if whole or looked == rows:
                 break
             looked += 1
-            rendered = self._render(path, located, Tally(quiet=True))
-            if isinstance(rendered, Problem):
+            rendered = self._render(path, located)
+            if isinstance(rendered, Problem) and self.encoder.spec.strict:
                 return  # it stops the run when its turn comes
-            seen += [] if rendered is None else [rendered]
+            seen += [] if isinstance(rendered, Problem) else [rendered]
         if whole and not seen:
             raise DataError(Problem(names, f"none of its {looked} rows can be read", "--strict true tells what is wrong with them"))
         if whole and not any(r.spans for r in seen):

@@ -1,7 +1,6 @@
 """Pairs and labelled answers in a stream.
 
-Whether one is of use is known when its answers are tokens, so every rank tokenises a whole block, and what is of no use has no place in it:
-batches are those of stored data.
+Whether one is of use is known when its answers are tokens. What is of no use has no place in a block: batches are those of stored data.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megaswift.data.loader import LoaderGeometry
 from megaswift.data.preference import UnitError
 from megaswift.data.sample import RowError
 from megaswift.data.sources import Source
-from megaswift.data.stream import AHEAD, Row, StreamOptions, Tally, names_of, raise_first
+from megaswift.data.stream import AHEAD, Row, Spread, StreamOptions, Tally, alone, names_of, raise_first
 from megaswift.data.unit_batches import UnitItem, UnitLayout
 from megaswift.data.units import useless
 from megaswift.errors import DataError, Problem
@@ -40,12 +39,12 @@ class UnitContents:
     _sure: bool = False
     """Whether the layout knows if the data have margins: the first unit says it."""
 
-    def items(self, rows: Sequence[Row]) -> list[Item]:
+    def items(self, rows: Sequence[Row], spread: Spread) -> list[Item]:
         """Units that are of use."""
-        return self._items(rows, self.tally)
+        return self._items(rows, self.tally, spread)
 
-    def _items(self, rows: Sequence[Row], tally: Tally) -> list[Item]:
-        read = self.encoder.read((path, located) for path, located, _ in rows)
+    def _items(self, rows: Sequence[Row], tally: Tally, spread: Spread = alone) -> list[Item]:
+        read = spread(rows, lambda share: [*self.encoder.read((path, located) for path, located, _ in share)])
         found = [self._item(row, one, tally) for row, one in zip(rows, read, strict=True)]
         return [item for item in found if item is not None]
 

@@ -126,3 +126,9 @@ def together(work: Callable[[], T]) -> list[T]:
     for kind, problems in filter(None, told):
         raise mistake or getattr(errors, kind, UserError)(problems)
     return [value for share in gather(found) for value in share]
+
+
+def spread(rows: Sequence[Any], work: Callable[[Sequence[Any]], list[T]]) -> list[T]:
+    """`work` on consecutive shares of `rows`, one a rank; all results, in order, on every rank. A user's mistake is raised on all."""
+    mine = slice(len(rows) * rank() // world_size(), len(rows) * (rank() + 1) // world_size())
+    return [one for share in together(lambda: work(rows[mine])) for one in share]

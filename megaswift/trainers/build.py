@@ -24,6 +24,7 @@ from megaswift.data import build as data
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, StoredSource
 from megaswift.data.mismatched import mismatched
 from megaswift.data.processor import tokenizer_in
+from megaswift.data.stream import StreamSource
 from megaswift.data.tokenizer import pad_of
 from megaswift.engine.protocol import Engine
 from megaswift.errors import ConfigError, Problem
@@ -116,6 +117,8 @@ class Build:
         source, held = data.build(self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels)
         if held is not None and self.layout.pp > 1:
             held = replace(held, geometry=replace(held.geometry, accumulation=self.layout.pp))
+        if isinstance(source, StreamSource):
+            source.spread = agree.spread
         if isinstance(source, StoredSource):
             once = EvalSource(source.data, replace(source.geometry, accumulation=self.layout.pp), source.shape)
             self.sources = {True: once} if held is None else {True: once, False: held}
