@@ -36,6 +36,7 @@ HINTS = {
     "vllm_max_model_len": "--max_length: prompt and completion", "vllm_max_model_length": "--max_length: prompt and completion",
     "max_prompt_length": "--max_length: prompt and completion", "sleep_level": "--rollout_sleep true",
     "vllm_group_port": "--rollout_sync_folder DIR", "vllm_server_group_port": "--rollout_sync_folder DIR",
+    "vllm_max_lora_rank": "--lora_rank: samplers make room for it",
     "external_plugins": "--reward_funcs FILE.py:function", "num_mini_batches": "--generation_batch_size",
     "tokenizer": "--model: the tokenizer lies in the model's folder"}
 """Names of other toolkits that have another shape here."""

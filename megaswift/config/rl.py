@@ -66,7 +66,9 @@ class RlConfig:
     rollout_server_timeout: float = option(
         600.0, "Longest wait for an answer of such a server", aliases=("vllm_server_timeout",), above=0, unit="seconds", tasks=RL)
     rollout_sync_folder: str | None = option(
-        None, "Folder through which these servers get new weights; unset: in output_dir", tasks=RL, metavar="DIR")
+        None, "Folder by which servers get weights, samplers adapters; unset: in output_dir", tasks=RL, metavar="DIR")
+    rollout_lora: bool | None = option(
+        None, "Samplers get LoRA adapters alone, not merged weights; unset: where they can", aliases=("vllm_enable_lora",), tasks=RL)
     vllm_gpu_memory_utilization: float = option(0.3, "Part of each GPU's memory for vLLM in this process", above=0, maximum=1, tasks=RL)
     offload_model: bool = option(False, "The model's weights lie in host memory while completions are sampled", tasks=RL)
     offload_optimizer: bool = option(False, "The same for gradients and the optimizer's state", tasks=RL)

@@ -1,22 +1,30 @@
-"""New weights for a transformers model, tensor by tensor: names of its files to parameters, filled in place.
+"""New weights for a transformers model, tensor by tensor: names of its files to parameters, filled in place. Adapters too.
 
 Names and conversions (stacked experts, fused projections) are transformers' own, cut into pieces by the engine for such models. Tensors
-that become one parameter together are kept until all of them are there; others are copied at once.
+that become one parameter together are kept until all of them are there; others are copied at once. Adapters stand beside the weights, in
+PEFT's layers, and are never added to them: weights stay as they were read, however often adapters change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megaswift.bridge.adapters import PREFIX
+from megaswift.bridge.peft_folder import TENSORS
 from megaswift.bridge.transformers_weights import buffers, disk_names
+from megaswift.engine.torch.adapters import unwrapped
 from megaswift.engine.torch.pieces import Piece, first_names, pieces
 from megaswift.errors import Problem, WeightsError
 
 SHOWN = 4
+NAME = "policy"
+"""PEFT's name of the adapters."""
 
 
 class _Names:
@@ -51,7 +59,7 @@ class Incoming:
         self.wanted = {piece.target for piece in self.of_name.values()}
 
     def _targets(self) -> dict[str, Tensor]:
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        parameters = {unwrapped(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
         return {**parameters, **buffers(self.model)}
 
     @torch.no_grad()
@@ -84,3 +92,32 @@ class Incoming:
             raise _problem("bring two values for a parameter that the model ties:", [name])
         target.copy_(tensor)
         filled.add(name)
+
+
+class IncomingAdapters:
+    """Where each tensor of a PEFT folder of LoRA goes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.own: dict[str, nn.Parameter] = {}
+        """By the folder's names; empty until the first folder has told which modules carry adapters."""
+
+    @torch.no_grad()
+    def fill(self, folder: Path) -> None:
+        """The adapters in `folder` in place of those before; WeightsError where they are not exactly the model's."""
+        if not self.own:
+            self._add(folder)
+        tensors = load_file(folder / TENSORS)
+        if other := sorted(tensors.keys() ^ self.own.keys()):
+            raise _problem(f"{'lack' if other[0] in self.own else 'bring too much:'} adapters", other, "--rollout_lora false")
+        for name, tensor in tensors.items():
+            self.own[name].copy_(tensor)
+
+    def _add(self, folder: Path) -> None:
+        """PEFT's layers around the modules that the folder's configuration names, in the dtype and place of their weights."""
+        from peft import LoraConfig, inject_adapter_in_model
+
+        with torch.random.fork_rng():  # PEFT draws what `fill` overwrites
+            inject_adapter_in_model(LoraConfig.from_pretrained(folder), self.model, NAME)
+        self.model.eval().requires_grad_(False)
+        self.own = {PREFIX + name.replace(f".{NAME}.", "."): p for name, p in self.model.named_parameters() if f".{NAME}." in name}

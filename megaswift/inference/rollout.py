@@ -84,14 +84,18 @@ class SamplerOptions:
     sync_folder: Path | None = None
     """A folder that this process writes and the servers read, at the same path, for new weights."""
     lora_rank: int = 0
-    """Largest rank of the adapters that `update_adapter` will bring; 0: none will come."""
+    """Largest rank of the adapters that `update_adapter` will bring, onto the weights in the model's folder; 0: none will come."""
 
 
 class Sampler(Protocol):
-    """A model that answers prompts of tokens."""
+    """A model that answers prompts of tokens.
+
+    Its weights come by `update_weights`, all of them each time. Or, where `lora_rank` says so, it has those of the model's folder, by
+    itself and after every sleep, and only adapters come, by `update_adapter`: what does not change is not sent.
+    """
 
     takes_adapters: bool
-    """Whether `update_adapter` works; otherwise `update_weights` has to bring merged weights."""
+    """Which of the two."""
     shared: bool
     """Whether the samplers of all processes are one, servers somewhere: then one process updates them, while none generates."""
 
@@ -105,7 +109,7 @@ class Sampler(Protocol):
         """The adapters in a PEFT folder on the weights that are there, in place of those before."""
 
     def sleep(self) -> None:
-        """Gives its memory back, weights and caches; `update_weights` has to come before the next completion."""
+        """Gives its memory back, weights and caches; an update has to come before the next completion."""
 
     def wake(self) -> None:
         """Takes memory for weights again; nothing where it is awake."""
@@ -132,7 +136,7 @@ def missing(name: str, options: SamplerOptions) -> list[Problem]:
 
 
 def make_sampler(name: str, folder: Path, options: SamplerOptions) -> Sampler:
-    """The backend `name` for the model in `folder`, of which only the configuration is read: weights come by `update_weights`."""
+    """The backend `name` for the model in `folder`; its weights there are read only where adapters alone will come."""
     module = _module(name)
     problems = module.missing(options)
     if problems:

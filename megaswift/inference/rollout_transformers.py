@@ -1,29 +1,34 @@
 """The sampler that runs anywhere: a transformers model in this process, decoded by our own loop.
 
-Owns the model: built from its configuration without memory, filled by `update_weights`, emptied by `sleep`. The loop is `decoding`.
+Owns the model: built from its configuration without memory, filled by `update_weights` or from its folder, emptied by `sleep`. The loop
+is `decoding`. Adapters are PEFT's own layers, so that what a run hands out is read as anybody would read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib import util
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megaswift.bridge.open import open_weights
 from megaswift.engine.torch import hollow
 from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.inference.decoding import decode
-from megaswift.inference.incoming_weights import Incoming
+from megaswift.inference.incoming_weights import Incoming, IncomingAdapters
 from megaswift.inference.load import REFUSALS, quieten
 from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
 from megaswift.inference.row_cache import check_layers
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
-    """transformers is always there."""
+    """transformers is always there, PEFT may not be."""
     problems = []
+    if options.lora_rank and util.find_spec("peft") is None:
+        problems.append(Problem("adapters in the sampler", "need the package peft", "pip install peft, or --rollout_lora false"))
     if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, None), torch.dtype):
         problems.append(Problem(f"dtype {options.dtype} of the sampler", "is no type of torch", "auto, float32 or bfloat16"))
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
@@ -56,13 +61,14 @@ def _model(folder: Path, options: SamplerOptions) -> Any:
 class TransformersSampler:
     """A transformers model that answers batches of prompts. Asleep, without memory, until weights come."""
 
-    takes_adapters = shared = False
+    shared = False
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
-        self.options, self.device = options, torch.device(options.device)
+        self.folder, self.options, self.device = folder, options, torch.device(options.device)
+        self.takes_adapters = options.lora_rank > 0
         self.model = _model(folder, options)
         check_layers(self.model.config)
-        self.incoming = Incoming(self.model)
+        self.incoming, self.adapters = Incoming(self.model), IncomingAdapters(self.model)
         self.ready = False
         """Whether all weights are there."""
 
@@ -91,12 +97,17 @@ class TransformersSampler:
         self.ready = True
 
     def update_adapter(self, folder: Path) -> None:
-        """Not here: adapters come merged into the weights."""
-        raise NotImplementedError("takes_adapters is False")
+        """Puts them beside the model's weights, which are read from its folder where they are not there."""
+        if not self.ready:
+            source = open_weights(self.folder)
+            self.update_weights((name, source.slice(name)) for name in source.names() if name in self.incoming.of_name)
+        self.ready = False
+        self.adapters.fill(folder)
+        self.ready = True
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         """Batches of prompts of similar length, each decoded to its end."""
-        assert self.ready, "update_weights comes before generate, and again after sleep"
+        assert self.ready, "update_weights or update_adapter comes before generate, and again after sleep"
         assert len(prompts) == len(seeds) and all(len(p) for p in prompts) and sampling.max_tokens > 0
         asked = [tuple(p) for p in prompts]
         order = sorted(range(len(asked)), key=lambda i: (-len(asked[i]), asked[i]))  # equal prompts side by side

@@ -22,6 +22,20 @@ from megaswift.inference.server_client import checked
 
 OLDEST = (0, 22)
 OTHERS = "--rollout_backend vllm_server or transformers"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The widths of adapters that vLLM can make room for (its LoRAConfig.max_lora_rank)."""
+
+
+def room_for(rank: int) -> int:
+    """The least of them that adapters of this rank fit into."""
+    return next(width for width in RANKS if width >= rank)
+
+
+def too_wide(options: SamplerOptions) -> list[Problem]:
+    """Adapters that fit into none."""
+    if options.lora_rank <= RANKS[-1]:
+        return []
+    return [Problem(f"adapters of rank {options.lora_rank}", f"are wider than vLLM's widest ({RANKS[-1]})", "--rollout_lora false")]
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
@@ -33,7 +47,7 @@ def missing(options: SamplerOptions) -> list[Problem]:
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
         rule = f"needs vLLM {'.'.join(map(str, OLDEST))} or later, and {version} is installed"
         return [Problem(what, rule, f"pip install -U vllm, or {OTHERS}")]
-    return []
+    return too_wide(options)
 
 
 def build(folder: Path, options: SamplerOptions) -> VllmSampler:
@@ -50,9 +64,10 @@ class VllmSampler:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process: tensors are handed over, not copied
         self.vllm: Any = importlib.import_module("vllm")
         self.takes_adapters = options.lora_rank > 0
-        lora = {"enable_lora": True, "max_lora_rank": options.lora_rank, "max_loras": 1} if options.lora_rank else {}
+        adapted = {"enable_lora": True, "max_lora_rank": room_for(options.lora_rank), "max_loras": 1, "load_format": "auto"}
+        lora = adapted if self.takes_adapters else {"load_format": "dummy"}  # adapters belong to the folder's own weights
         self.llm: Any = self.vllm.LLM(
-            model=str(folder), load_format="dummy", skip_tokenizer_init=True, generation_config="vllm", dtype=options.dtype,
+            model=str(folder), skip_tokenizer_init=True, generation_config="vllm", dtype=options.dtype,
             trust_remote_code=options.trust_remote_code, tensor_parallel_size=options.tensor_parallel_size,
             distributed_executor_backend="external_launcher", gpu_memory_utilization=options.memory_share,
             max_model_len=options.max_length, max_num_seqs=options.batch_size, enable_sleep_mode=True,

@@ -1,4 +1,4 @@
-"""What clients of sampling servers share: JSON over HTTP, prompts spread over servers, and weights handed over as a folder of files.
+"""How sampling servers are asked: JSON over HTTP, prompts spread over several.
 
 Owns how requests fail and what the user is told. What is asked, and what answers mean, belongs to each backend.
 """
@@ -8,31 +8,23 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-
-from safetensors.torch import save_file
-from torch import Tensor
 
 from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
 
 KEY = "MEGASWIFT_ROLLOUT_API_KEY"
 """The environment's name for the servers' token."""
-SHARD_BYTES = 1 << 30
 SHOWN = 300
 """Characters of a server's answer in an error."""
-CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
-"""What goes with the weights into a folder that a server reads, from the model's own."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +45,16 @@ class Server:
     def post(self, path: str, body: Any = None) -> Any:
         """The JSON that answers a request; None where the answer is no JSON."""
         return self._ask("POST", path, {} if body is None else body)
+
+    def takes(self, path: str) -> bool:
+        """Whether there is such an address for `post`; nothing is posted."""
+        try:
+            self.get(path)
+        except ServerError as error:
+            if error.status not in (404, 405):
+                raise
+            return error.status == 405
+        return True
 
     def reach(self, seconds: float) -> None:
         """Waits for a server that is starting, so long at most."""
@@ -148,65 +150,6 @@ def checked(tokens: Sequence[int], logprobs: Sequence[float | None], finished: b
     if len(tokens) > sampling.max_tokens:
         raise ServerError(Problem("a completion", f"has {len(tokens)} tokens, and {sampling.max_tokens} were allowed"))
     return Completion(tuple(map(int, tokens)), tuple(float(value) for value in logprobs if value is not None), finished)
-
-
-class WeightFolder:
-    """Rounds of weights, each a Hugging Face folder of its own below `root`; the one before goes when the next is taken."""
-
-    def __init__(self, root: Path, model: Path) -> None:
-        self.root, self.model = root, model
-        self.round = 0
-        self.last: Path | None = None
-
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """A new folder with these weights, written in shards as they come."""
-        self.round += 1
-        folder = self.root / f"weights-{os.getpid()}-{self.round}"
-        try:
-            folder.mkdir(parents=True)
-            for pattern in CONFIG_FILES:
-                for file in self.model.glob(pattern):
-                    if not file.name.endswith(".index.json"):
-                        shutil.copyfile(file, folder / file.name)
-            self._shards(folder, weights)
-        except OSError as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise UserError(Problem(str(folder), f"weights for the sampler cannot be written ({first_line(error)})",
-                                    "a folder with room for the model")) from None
-        return folder
-
-    def _shards(self, folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-        where: dict[str, str] = {}
-        shard: dict[str, Tensor] = {}
-        size = total = number = 0
-
-        def close() -> None:
-            name = f"model-{number:05d}.safetensors"
-            save_file(shard, folder / name, metadata={"format": "pt"})
-            where.update(dict.fromkeys(shard, name))
-            shard.clear()
-
-        for name, tensor in weights:
-            if shard and size + tensor.nbytes > SHARD_BYTES:
-                close()
-                size, number = 0, number + 1
-            shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            size, total = size + tensor.nbytes, total + tensor.nbytes
-        close()
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-    def taken(self, folder: Path) -> None:
-        """The servers have read it: the round before is not needed any more."""
-        if self.last is not None:
-            shutil.rmtree(self.last, ignore_errors=True)
-        self.last = folder
-
-    def close(self) -> None:
-        """Removes what is left."""
-        if self.last is not None:
-            shutil.rmtree(self.last, ignore_errors=True)
-        self.last = None
 
 
 def loopback(options: SamplerOptions, port: int) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from megaswift.parallel.shape import ModelShape
 from megaswift.trainers import outputs
 from megaswift.trainers.adapter_checks import folder_problems, head_problems, torch_adapter_problems
 from megaswift.trainers.model_spec import spec_of
+from megaswift.trainers.rl.adapters import refused
 from megaswift.trainers.rl.checks import policy_problems
 from megaswift.trainers.torch_checks import machine_problems
 from megaswift.trainers.vision_checks import vision_problems
@@ -83,10 +84,10 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     folder = locate(cfg.model, weights=False)
     local = Path(str(cfg.model.model)).is_dir()
     problems = missing_files(folder, cfg.model.random_init) if local else []
-    if not is_native(cfg):
-        spec = spec_of(cfg, folder)
-        return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
     spec = spec_of(cfg, folder)
+    problems += refused(cfg, spec, folder) if cfg.task in RL else []
+    if not is_native(cfg):
+        return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
     idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
     adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []
     idle += length_problems(cfg, spec)

@@ -64,6 +64,7 @@ IDLE = [
     ("--rollout_server_url http://h:1", "--rollout_server_url http://h:1 --rollout_backend sglang"),
     ("--rollout_server_timeout 1", f"--rollout_server_timeout 1 {SERVER}"),
     ("--rollout_sync_folder d", f"--rollout_sync_folder d {SERVER}"),
+    ("--rollout_lora true", "--vllm_enable_lora true --train_type lora"),
     ("--vllm_gpu_memory_utilization 0.5", "--vllm_gpu_memory_utilization 0.5 --use_vllm"),
     ("--importance_sampling_mode token_mask", "--importance_sampling_mode token_mask --use_vllm"),
     ("--importance_sampling_clip_max 2", "--importance_sampling_clip_max 2 --importance_sampling_correction"),

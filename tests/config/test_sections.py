@@ -70,7 +70,7 @@ NEEDS = {
         "galore_rank", "galore_update_proj_gap", "galore_scale", "galore_proj_type", "galore_target_modules")} | {
     name: {"engine": "ddp", "freeze_aligner": False} for name in ("freeze_vit", "freeze_llm")} | {"freeze_aligner": {"engine": "ddp"}} | {
     name: {"train_type": "lora"} for name in ("lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules",
-                                              "target_parameters", "modules_to_save", "adapters", "merge_lora")} | {
+                                              "target_parameters", "modules_to_save", "adapters", "merge_lora", "rollout_lora")} | {
     name: {"launcher": "ray", "num_workers": 2} for name in ("ray_address", "use_gpu", "cpus_per_worker", "placement_strategy")} | {
     "launcher": {"num_workers": 2}, "num_workers": {"launcher": "ray"}} | {
     name: {"train_type": owners[0], "engine": "ddp"} for name, owners in OWNERS.items()} | {

@@ -26,12 +26,12 @@ def folder(path: Path, **sizes: int) -> Path:
     return path
 
 
-def adapters(path: Path, model: Path) -> Path:
+def adapters(path: Path, model: Path, seed: int = 5) -> Path:
     """LoRA on every linear layer, with weights that change the answers."""
     import peft
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     config = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(path)
     return path

@@ -34,11 +34,17 @@ class Refused(Exception):
         self.status = status
 
 
-class Backend:
-    """What both kinds do; `calls` are the paths that were asked, in order."""
+GETS = {"/health", "/version", "/server_info", "/get_server_info", "/v1/models"}
 
-    def __init__(self, folder: Path) -> None:
-        self.sampler = TransformersSampler(folder, SamplerOptions())
+
+class Backend:
+    """What both kinds do; `calls` are the paths that were asked, in order.
+
+    With `rank` it takes adapters of so much, onto the weights in `folder`.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.sampler, self.rank = TransformersSampler(folder, SamplerOptions(lora_rank=rank)), rank
         self.lock = threading.Lock()
         self.calls: list[tuple[str, Any]] = []
         self.adapters: dict[str, str] = {}
@@ -56,6 +62,8 @@ class Backend:
             route: Callable[[Any], Any] | None = self.routes().get(path)
             if route is None:
                 raise Refused(404, "Not Found")
+            if body is None and path not in GETS:
+                raise Refused(405, "Method Not Allowed")
             return route(body)
 
     def routes(self) -> dict[str, Callable[[Any], Any]]:
@@ -68,6 +76,11 @@ class Backend:
         where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
         files = {name: load_file(folder / name) for name in sorted(set(where.values()))}
         self.sampler.update_weights((name, files[file][name]) for name, file in where.items())
+
+    def adapt(self, name: str, path: str) -> None:
+        """As a server loads adapters: there is one set at a time, by which all prompts are answered."""
+        self.sampler.update_adapter(Path(path))
+        self.adapters = {name: path}
 
     def sample(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
         return self.sampler.generate([prompt], sampling, [seed])[0]
@@ -82,12 +95,16 @@ class Vllm(Backend):
     """`vllm serve`."""
 
     def routes(self) -> dict[str, Callable[[Any], Any]]:
+        lora = {"/v1/load_lora_adapter": self.load_adapter} if self.rank else {}
         return {
-            "/health": lambda _: None, "/version": lambda _: {"version": "0.26.1+cu129"},
-            "/server_info": lambda _: {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}},
+            "/health": lambda _: None, "/version": lambda _: {"version": "0.26.1+cu129"}, "/server_info": lambda _: self.info(),
             "/v1/models": lambda _: {"object": "list", "data": [{"id": "served", "max_model_len": 96}]},
-            "/v1/completions": self.completions, "/collective_rpc": self.rpc, "/reset_prefix_cache": lambda _: {"success": True},
-            "/v1/load_lora_adapter": self.load_adapter}
+            "/v1/completions": self.completions, "/collective_rpc": self.rpc, "/reset_prefix_cache": lambda _: {"success": True}, **lora}
+
+    def info(self) -> dict[str, Any]:
+        return {"vllm_config": {
+            "model_config": {"logprobs_mode": "processed_logprobs"}, "load_config": {"load_format": "auto"},
+            "lora_config": {"max_lora_rank": self.rank, "max_loras": 1} if self.rank else None}}
 
     def completions(self, body: dict[str, Any]) -> Any:
         known(body, VLLM_FIELDS)
@@ -109,7 +126,7 @@ class Vllm(Backend):
     def load_adapter(self, body: dict[str, Any]) -> Any:
         if body["lora_name"] in self.adapters and not body.get("load_inplace"):
             raise Refused(400, "has already been loaded")
-        self.adapters[body["lora_name"]] = body["lora_path"]
+        self.adapt(body["lora_name"], body["lora_path"])
         return f"Success: LoRA adapter '{body['lora_name']}' added successfully."
 
 
@@ -117,9 +134,13 @@ class Sglang(Backend):
     """`sglang.launch_server`."""
 
     def routes(self) -> dict[str, Callable[[Any], Any]]:
-        return {"/health": lambda _: None, "/get_server_info": lambda _: {"version": "0.5.9"},
+        return {"/health": lambda _: None, "/get_server_info": lambda _: self.info(),
                 "/generate": self.generate, "/flush_cache": lambda _: None, "/update_weights_from_disk": self.update,
                 "/load_lora_adapter": self.load_adapter, "/unload_lora_adapter": self.unload}
+
+    def info(self) -> dict[str, Any]:
+        return {"version": "0.5.9", "model_path": "DIR", "load_format": "auto", "enable_lora": self.rank > 0 or None,
+                "max_lora_rank": self.rank or None}
 
     def generate(self, body: dict[str, Any]) -> Any:
         known(body, SGLANG_FIELDS)
@@ -141,12 +162,14 @@ class Sglang(Backend):
 
     def load_adapter(self, body: dict[str, Any]) -> Any:
         if body["lora_name"] in self.adapters:
-            return {"success": False, "error_message": "already loaded"}
-        self.adapters[body["lora_name"]] = body["lora_path"]
+            raise Refused(400, "already loaded")
+        self.adapt(body["lora_name"], body["lora_path"])
         return {"success": True}
 
     def unload(self, body: dict[str, Any]) -> Any:
-        return {"success": self.adapters.pop(body["lora_name"], None) is not None}
+        if self.adapters.pop(body["lora_name"], None) is None:
+            raise Refused(400, "not loaded")
+        return {"success": True}
 
 
 @contextmanager

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from megaswift.errors import ConfigError, UserError
-from megaswift.inference import rollout_vllm, server_client
+from megaswift.inference import rollout_vllm, server_client, sync_folder
 from megaswift.inference.rollout import Sampler, SamplerOptions, Sampling, backends, make_sampler, missing
+from megaswift.inference.rollout_transformers import build
+from tests.inference.models import adapters
 from tests.inference.sampling_server import Backend, Refused, Sglang, Vllm, serving
 from tests.inference.test_rollout_transformers import PROMPTS, filled, weights
 
@@ -35,7 +37,7 @@ def client(kind: str, model: Path, *urls: str, **options: Any) -> Sampler:
 def test_two_servers_answer_as_the_sampler_that_they_are_made_of(
         kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, settings, seeds, tokens and log-probabilities arrive; new weights come through the folder, in several shards."""
-    monkeypatch.setattr(server_client, "SHARD_BYTES", 20000)
+    monkeypatch.setattr(sync_folder, "SHARD_BYTES", 20000)
     alone = filled(model, batch_size=1)  # as the servers here take one prompt at a time
     want = alone.generate(PROMPTS, SAMPLING, SEEDS)
     assert {c.finished for c in want} == {True, False}
@@ -59,16 +61,52 @@ def test_two_servers_answer_as_the_sampler_that_they_are_made_of(
         assert len(asked) == 9
 
 
-def test_adapters_are_loaded_in_place_of_those_before(kind: str, model: Path, tmp_path: Path) -> None:
-    backend = KINDS[kind](model)
-    backend.sampler.update_weights(weights(model))
+def test_adapters_alone_come_in_place_of_those_before(kind: str, model: Path, tmp_path: Path) -> None:
+    """Onto weights that the server has by itself; those of a run that was broken off are in nobody's way. Nothing is written."""
+    folders = [adapters(tmp_path / name, model, seed) for name, seed in (("one", 5), ("two", 6))]
+    alone, backend = build(model, SamplerOptions(lora_rank=4, batch_size=1)), KINDS[kind](model, rank=4)
+    found = []
     with serving(backend) as url:
-        made = client(kind, model, url, lora_rank=8)
-        assert made.takes_adapters
-        for round in ("one", "two"):
-            made.update_adapter(tmp_path / round)
-            assert list(backend.adapters.values()) == [str(tmp_path / round)]
-            assert len(made.generate(PROMPTS, SAMPLING, SEEDS)) == 6
+        client(kind, model, url, lora_rank=4).update_adapter(folders[1])
+        made = client(kind, model, url, lora_rank=4, sync_folder=tmp_path / "sync")
+        assert made.takes_adapters and made.shared
+        for folder in folders:
+            made.update_adapter(folder)
+            alone.update_adapter(folder)
+            found.append(made.generate(PROMPTS, SAMPLING, SEEDS))
+            assert found[-1] == alone.generate(PROMPTS, SAMPLING, SEEDS)
+        made.close()
+    assert found[0] != found[1] and not (tmp_path / "sync").exists()
+    asked = {path for path, _ in backend.calls}
+    assert not asked & {"/collective_rpc", "/update_weights_from_disk"} and asked & {"/reset_prefix_cache", "/flush_cache"}
+
+
+def told_of(rank: int, **more: Any) -> dict[str, Any]:
+    """What vLLM's server says of itself."""
+    return {"vllm_config": {"lora_config": {"max_lora_rank": rank}, "model_config": {"logprobs_mode": "processed_logprobs"}, **more}}
+
+
+START = {"vllm_server": "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve .* --enable-lora --max-lora-rank 16",
+         "sglang": "sglang.launch_server .* --enable-lora --max-lora-rank 9 --lora-target-modules all"}
+
+
+@pytest.mark.parametrize(("kind", "path", "said", "told"), [
+    ("vllm_server", None, None, "takes no adapters"),
+    ("vllm_server", "/server_info", told_of(8), "takes adapters up to rank 8, and those of the run have 9"),
+    ("vllm_server", "/server_info", told_of(16, load_config={"load_format": "dummy"}), "has made-up weights"),
+    ("vllm_server", "/server_info", told_of(16), "does not change adapters while it runs"),
+    ("sglang", None, None, "takes no adapters"),
+    ("sglang", "/get_server_info", {"version": "0.5.9", "enable_lora": True, "max_lora_rank": 4}, "takes adapters up to rank 4"),
+    ("sglang", "/get_server_info", {"version": "0.5.9", "enable_lora": True, "load_format": "dummy"}, "has made-up weights"),
+])
+def test_servers_started_without_adapters_are_told_how_to_start(kind: str, path: str | None, said: Any, told: str, model: Path) -> None:
+    """With the command that does it, room rounded up to what the server can make; before a prompt is asked."""
+    backend = KINDS[kind](model)
+    if path is not None:
+        backend.told[path] = said
+    with serving(backend) as url, pytest.raises(ConfigError, match=f"(?s){told}.*{START[kind]}"):
+        client(kind, model, url, lora_rank=9)
+    assert not any(body for _, body in backend.calls)
 
 
 def test_no_server_and_no_folder_are_told(kind: str, model: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megaswift.inference.rollout import Completion, SamplerOptions, Sampling, make_sampler
+from megaswift.inference.rollout_vllm import room_for, too_wide
 
 SAMPLING = Sampling(3, temperature=0.5, top_k=4, stop_token_ids=(7,))
 
@@ -75,10 +76,18 @@ def test_weights_come_before_caches_and_sleep_drops_both(vllm: None, tmp_path: P
 
 
 def test_adapters_replace_one_another_and_the_base_is_kept(vllm: None, tmp_path: Path) -> None:
-    made: Any = make_sampler("vllm", tmp_path, SamplerOptions(lora_rank=8))
-    assert made.takes_adapters and made.llm.options["max_lora_rank"] == 8
+    """The base is the model's own, which vLLM reads; room is rounded up to what it can make."""
+    made: Any = make_sampler("vllm", tmp_path, SamplerOptions(lora_rank=9))
+    assert made.takes_adapters and made.llm.options["max_lora_rank"] == 16 and made.llm.options["load_format"] == "auto"
     for name in ("one", "two"):
         made.update_adapter(tmp_path / name)
         made.generate([[1, 7]], SAMPLING, [0])
     assert [c for c in made.llm.calls if c[0] in ("sleep", "generate", "remove_lora")] == [
         ("sleep", 1), ("generate", str(tmp_path / "one")), ("remove_lora", 1), ("generate", str(tmp_path / "two"))]
+
+
+def test_adapters_that_fit_into_no_vllm() -> None:
+    assert [room_for(rank) for rank in (1, 2, 8, 33, 257, 512)] == [1, 8, 8, 64, 320, 512]
+    assert too_wide(SamplerOptions(lora_rank=512)) == []
+    [problem] = too_wide(SamplerOptions(lora_rank=513))
+    assert "wider than vLLM's widest (512)" in problem.rule

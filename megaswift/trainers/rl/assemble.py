@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,13 @@ from megaswift.data.completions import Layout
 from megaswift.data.prompts import Prompt, Prompts, PromptSource, prompts_of
 from megaswift.errors import DataError
 from megaswift.families.model_source import tokenizer_of
+from megaswift.inference.sync_folder import Rounds
 from megaswift.log import amount
 from megaswift.losses.value import Value
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.reference import Reference
 from megaswift.trainers.rewards.contract import missing_columns
+from megaswift.trainers.rl.adapters import goes_alone, merged_because, rank_of
 from megaswift.trainers.rl.conversation import Talk
 from megaswift.trainers.rl.critic import Critic, critic_engine
 from megaswift.trainers.rl.drawing import Drawing
@@ -29,7 +31,7 @@ from megaswift.trainers.rl.generation import Generation
 from megaswift.trainers.rl.judge import Judge
 from megaswift.trainers.rl.record import Record
 from megaswift.trainers.rl.rewards import rewards_of, weights_of
-from megaswift.trainers.rl.sampler import sampler_of, sampling_of
+from megaswift.trainers.rl.sampler import sampler_of, sampling_of, sync_folder
 from megaswift.trainers.rl.settings import settings_of
 from megaswift.trainers.rl.source import Parts, RolloutSource
 from megaswift.trainers.screen import Facts
@@ -70,7 +72,28 @@ def with_more(facts: Facts, build: Build, source: PromptSource) -> Facts:
                 f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {amount(build.layout.dp, 'rank')}, "
                 f"for {amount(plan.steps, 'step')}")
     rows = source.rows * plan.generations * plan.iterations
-    return replace(facts, rows_per_epoch=rows, more=(("sampling", sampling), ("rewards", judges)))
+    more = (("sampling", sampling), *weight_sync(build), ("rewards", judges))
+    return replace(facts, rows_per_epoch=rows, more=more)
+
+
+def weight_sync(build: Build) -> Iterator[tuple[str, str]]:
+    """Of a run with adapters: what its samplers get."""
+    if build.adapts:
+        cfg, alone = build.cfg, goes_alone(build.cfg, build.spec, build.folder)
+        why = merged_because(cfg, build.spec, build.folder) if cfg.rl.rollout_lora is None else "rollout_lora is false"
+        yield "weight sync", f"adapters alone, of rank {rank_of(cfg)}" if alone else f"all weights, adapters merged in: {why}"
+
+
+class Closing(Hook):
+    """Ends what samples."""
+
+    def __init__(self, drawing: Drawing) -> None:
+        self.drawing = drawing
+
+    def close(self) -> None:
+        """The draw under way first."""
+        self.drawing.close()
+        self.drawing.generation.close()
 
 
 def critic(build: Build, rate: Rate) -> Critic | None:
@@ -96,9 +119,11 @@ def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt
     """Gives a loop the steps of a policy on these prompts, and all that goes with them."""
     cfg, context, tokenizer, engine = build.cfg, build.context, build.tokenizer, loop.engine
     settings, geometry = settings_of(cfg, build.layout.dp), build.geometry()
-    sampler = sampler_of(cfg, build.folder, context, str(engine.dtype).removeprefix("torch."))
+    alone = build.adapts and goes_alone(cfg, build.spec, build.folder)
+    sampler = sampler_of(cfg, build.folder, context, str(engine.dtype).removeprefix("torch."), rank_of(cfg) if alone else 0)
+    rounds = Rounds(sync_folder(cfg), "adapter") if alone else None
     generation = Generation(engine, context.coordinates, sampler, sampling_of(cfg, tokenizer, build.folder), cfg.train.seed,
-                            talk_of(cfg, tokenizer))
+                            talk_of(cfg, tokenizer), rounds, build.base)
     judge = Judge(rewards_of(cfg), weights_of(cfg), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     layout = Layout(data.shape_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform)
     trained = critic(build, loop.learning_rate)
@@ -107,7 +132,7 @@ def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt
     parts = Parts(drawing, judge, Estimator(cfg, settings, settings.beta), layout, geometry, trained)
     loop.source = rollouts = RolloutSource(settings, parts)
     loop.beside, loop.mark = rollouts.beside, rollouts.mark
-    hooks: list[Hook] = []
+    hooks: list[Hook] = [Closing(drawing)]
     if trained is not None:
         loop.prepare, loop.engines = trained.prepare, {CRITIC: trained.engine}
         hooks.append(trained)

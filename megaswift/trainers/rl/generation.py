@@ -14,6 +14,7 @@ import numpy as np
 from megaswift.data.prompts import Prompt
 from megaswift.engine.protocol import Engine
 from megaswift.inference.rollout import Completion, Sampler, Sampling
+from megaswift.inference.sync_folder import Rounds
 from megaswift.parallel.layout import Coordinates, Layout
 from megaswift.trainers import agree
 from megaswift.trainers.rl.conversation import Talk
@@ -41,6 +42,10 @@ class Generation:
     seed: int
     talk: Talk | None = None
     """Where an environment answers."""
+    adapters: Rounds | None = None
+    """The folders by which adapters alone go to the samplers; None: all weights do."""
+    base: str = ""
+    """The name of the model that they belong to."""
 
     @property
     def layout(self) -> Layout:
@@ -59,14 +64,37 @@ class Generation:
         """Whether this rank speaks for its data-parallel replica."""
         return self.sampler is not None
 
+    @property
+    def updates(self) -> bool:
+        """Whether this rank gives a sampler its weights; of samplers that are one, the first does."""
+        return self.sampler is not None and (self.at.dp == 0 or not self.sampler.shared)
+
     def synchronise(self) -> None:
-        """The samplers get the weights that the engine has. Collective."""
+        """The samplers get what the engine has: all weights, or what of them changes. Collective."""
+        if self.adapters is not None:
+            self.send_adapters(self.adapters)
+            return
         weights = self.engine.hf_weights(everywhere=self.layout.dp > 1)
-        if self.sampler is not None and (self.at.dp == 0 or not self.sampler.shared):
+        if self.sampler is not None and self.updates:
             self.sampler.update_weights(weights)
         for _ in weights:  # ranks without a sampler, and what a sampler left over: the stream is collective
             pass
         agree.barrier()  # servers have loaded them before another rank asks
+
+    def send_adapters(self, rounds: Rounds) -> None:
+        """Rank 0 writes them, every sampler reads them; samplers may come back to the folder until the next is there. Collective."""
+        folder = agree.on_main(rounds.begin)
+        agree.together(lambda: self.engine.write_adapter(folder, self.base))
+        agree.together(lambda: self.sampler.update_adapter(folder) if self.sampler is not None and self.updates else None)
+        if agree.rank() == 0:
+            rounds.taken(folder)
+
+    def close(self) -> None:
+        """Samplers give their memory back, and files go. Nothing collective."""
+        if self.sampler is not None:
+            self.sampler.close()
+        if self.adapters is not None:
+            self.adapters.close()  # only rank 0 has some
 
     def write(self, prompts: Sequence[Prompt], generation: int) -> list[Completion]:
         """One completion for each prompt, on every rank. Collective."""

@@ -32,18 +32,24 @@ def stops(tokenizer: Any, folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(t) for t in found if t is not None))
 
 
-def sampler_options(cfg: SwiftConfig, device: str = "cpu", dtype: str = "auto") -> SamplerOptions:
-    """What the backend is made of."""
+def sync_folder(cfg: SwiftConfig) -> Path:
+    """Where weights and adapters lie for samplers to read."""
+    given = cfg.rl.rollout_sync_folder
+    return Path(cfg.train.output_dir) / SYNC if given is None else Path(given)
+
+
+def sampler_options(cfg: SwiftConfig, device: str = "cpu", dtype: str = "auto", rank: int = 0) -> SamplerOptions:
+    """What the backend is made of; `rank`: of adapters that come alone."""
     rl = cfg.rl
-    sync = Path(cfg.train.output_dir) / SYNC if rl.rollout_sync_folder is None else Path(rl.rollout_sync_folder)
     return SamplerOptions(
         dtype=dtype, device=device, trust_remote_code=cfg.model.trust_remote_code, batch_size=rl.rollout_batch_size,
         max_length=cfg.data.max_length, memory_share=rl.vllm_gpu_memory_utilization,
-        base_urls=rl.rollout_server_url, timeout=rl.rollout_server_timeout, sync_folder=sync)
+        base_urls=rl.rollout_server_url, timeout=rl.rollout_server_timeout, sync_folder=sync_folder(cfg),
+        lora_rank=rank)
 
 
-def sampler_of(cfg: SwiftConfig, folder: Path, context: Context, dtype: str) -> Sampler | None:
+def sampler_of(cfg: SwiftConfig, folder: Path, context: Context, dtype: str, rank: int) -> Sampler | None:
     """This rank's sampler; None where another rank of the replica has it."""
     if not samples_here(context.coordinates):
         return None
-    return make_sampler(cfg.rl.rollout_backend, folder, sampler_options(cfg, str(context.device), dtype))
+    return make_sampler(cfg.rl.rollout_backend, folder, sampler_options(cfg, str(context.device), dtype, rank))

@@ -1,0 +1,94 @@
+"""A LoRA run's adapters on their way to the samplers: whether they go alone, or merged into all weights, and through which folder.
+
+Alone, they are a folder of PEFT's that every sampler reads, and the model's own weights are never sent: samplers read them from the
+model's folder. That takes adapters which every sampler adds to these weights as the trainer does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from megaswift.config import SwiftConfig
+from megaswift.config.adapter_rules import bits_of
+from megaswift.config.engine_rules import is_native
+from megaswift.errors import Problem
+from megaswift.families import family_of
+from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.family import read_config
+from megaswift.families.projections import select
+from megaswift.families.quantization import FIELD
+from megaswift.families.spec import ModelSpec
+from megaswift.families.vision import has_tower
+
+EXPERTS = "experts have adapters, of which each sampler has a form of its own"
+OWN_RANKS = ("rank_pattern", "alpha_pattern")
+"""Of adapter_config.json: servers do not read them."""
+
+
+def goes_alone(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> bool:
+    """Whether the samplers of a run get adapters alone."""
+    chosen = cfg.rl.rollout_lora
+    return not merged_because(cfg, spec, folder) if chosen is None else chosen
+
+
+def refused(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> Iterator[Problem]:
+    """Adapters that are asked to go alone and cannot."""
+    if cfg.rl.rollout_lora and (why := merged_because(cfg, spec, folder)):
+        yield Problem("--rollout_lora true", why, "leave it out: samplers then get merged weights")
+
+
+def merged_because(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
+    """Why samplers cannot have adapters alone, with the model in `folder`; empty where they can."""
+    told = _stored(cfg)
+    reasons: tuple[tuple[Any, str], ...] = (
+        (cfg.model.train_type == "full", "there are no adapters"),
+        (cfg.model.train_type not in ("lora", "qlora"), f"{cfg.model.train_type} is PEFT's, and not every sampler knows it"),
+        (bits_of(cfg) or cfg.model.train_type == "qlora", "the trained model's weights have few bits, the sampler's would not"),
+        (read_config(folder).get(FIELD), "the model's weights are stored quantised, and samplers compute with them in their own way"),
+        (told.get("use_dora", cfg.lora.use_dora), "DoRA changes the lengths of weights"),
+        (told.get("modules_to_save", cfg.lora.modules_to_save), "modules_to_save are no adapters"),
+        (any(told.get(name) for name in OWN_RANKS), "the adapters' ranks or scales differ from module to module"),
+        (has_tower(spec.hf_config), "the model has a tower for images"),
+        (find_checkpoint(folder) and cfg.rl.rollout_backend != "transformers", "the model is a checkpoint, which only trainers read"),
+        (told.get("bias", "none") != "none", "biases train too"),
+        (cfg.rl.rollout_backend == "transformers" and util.find_spec("peft") is None, "PEFT is not installed"),
+        (told.get("target_parameters", cfg.lora.target_parameters), EXPERTS))
+    return next((why for holds, why in reasons if holds), "") or (EXPERTS if _experts(cfg, spec) else "") or _too_wide(cfg)
+
+
+def rank_of(cfg: SwiftConfig) -> int:
+    """The adapters' rank."""
+    return int(_stored(cfg).get("r", cfg.lora.lora_rank))
+
+
+def _stored(cfg: SwiftConfig) -> dict[str, Any]:
+    """What the folder says that the run goes on from; others than us say what is wrong with it."""
+    try:
+        found = json.loads((Path(str(cfg.lora.adapters)) / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _experts(cfg: SwiftConfig, spec: ModelSpec) -> bool:
+    """Whether an expert carries an adapter. In transformers' models they are no modules, so none does unless a parameter is named."""
+    if not spec.experts or not is_native(cfg):
+        return False
+    if cfg.lora.adapters is None:
+        return any(".experts." in p.megatron for p in select(family_of(spec.hf_config), spec, cfg.lora.target_modules))
+    from megaswift.bridge.peft_folder import TENSORS  # brings torch
+    from megaswift.bridge.safetensors_header import read_header
+
+    return any(".experts." in name for name in read_header(Path(cfg.lora.adapters) / TENSORS))
+
+
+def _too_wide(cfg: SwiftConfig) -> str:
+    if not cfg.rl.rollout_backend.startswith("vllm"):
+        return ""
+    from megaswift.inference.rollout_vllm import RANKS  # brings torch
+
+    return f"vLLM takes adapters up to rank {RANKS[-1]}" if rank_of(cfg) > RANKS[-1] else ""
