@@ -15,15 +15,16 @@ from megaswift.families.scalar_head import has_score, with_score
 from megaswift.families.spec import ModelSpec, RopeSpec
 
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_blocks"),
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "ffn": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
     "vocab_size": ("vocab_size",),
     "max_positions": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
 }
-REQUIRED = ("num_layers", "hidden_size", "heads", "vocab_size")
+REQUIRED = ("num_layers", "hidden_size", "vocab_size")
+"""Without heads there is no attention: state spaces."""
 
 
 def any_spec(directory: Path | str) -> ModelSpec:
@@ -46,8 +47,8 @@ def unlisted_spec(config: Mapping[str, Any]) -> ModelSpec:
     if missing:
         raise WeightsError(Problem(f"config.json, model_type {config.get('model_type')!r}", f"names no {', '.join(missing)}",
                                    "a language model that AutoModelForCausalLM loads"))
-    hidden, heads = found["hidden_size"], found["heads"]
-    width = raw.get("head_dim") or hidden // heads
+    hidden, heads = found["hidden_size"], found["heads"] or 1
+    width = (raw.get("head_dim") or hidden // heads) if found["heads"] else 0
     transformer = {
         "num_layers": found["num_layers"], "hidden_size": hidden, "num_attention_heads": heads,
         "num_query_groups": found["kv_heads"] or heads,

@@ -134,13 +134,18 @@ def _dtype(prepared: Prepared) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.float32
 
 
+def _auto(prepared: Prepared) -> Any:
+    """transformers' class of models that answer; a vision-language model is asked by text alone."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if getattr(prepared.config, "vision_config", None) is None else AutoModelForImageTextToText
+
+
 def _skeleton(prepared: Prepared, how: Mapping[str, Any]) -> Any:
     """transformers' model without weights."""
-    from transformers import AutoModelForCausalLM
-
     trust = prepared.options.trust_remote_code
     with _told(str(prepared.folder)), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(prepared.config, trust_remote_code=trust, **how)
+        model = _auto(prepared).from_config(prepared.config, trust_remote_code=trust, **how)
     model.tie_weights()
     return model
 
@@ -209,8 +214,6 @@ class _Lazy:
 
 def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.device]:
     """(the model with its weights and adapters, where its prompts go)."""
-    from transformers import AutoModelForCausalLM
-
     dtype = _dtype(prepared)
     attention = prepared.options.attn_impl
     how: dict[str, Any] = {"dtype": dtype} | ({} if attention == "auto" else {"attn_implementation": attention})
@@ -223,7 +226,7 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
     checkpoint = find_checkpoint(prepared.folder)
     with _told(str(prepared.options.model)):
         if checkpoint is None:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(prepared.folder, **how)
+            loaded: Any = _auto(prepared).from_pretrained(prepared.folder, **how)
         else:
             source, lock = open_checkpoint(checkpoint), threading.Lock()
             weights = {name: _Lazy(source, name, lock) for name in source.names()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import nn
 
 from megaswift.config import SwiftConfig
 from megaswift.config.engine import ZERO
@@ -16,7 +17,7 @@ from megaswift.engine.torch.ddp import Replicated
 from megaswift.engine.torch.fields import FieldsModel
 from megaswift.engine.torch.model import layer_classes
 from megaswift.engine.torch.strategy import Strategy
-from megaswift.errors import ConfigError
+from megaswift.errors import ConfigError, Problem
 
 
 def wrap(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext, dtype: torch.dtype) -> Strategy:
@@ -33,9 +34,20 @@ def wrap(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext
         return ZeroStrategy(module, cfg.optim, filled.config, context.device)
     from megaswift.engine.torch.fsdp import FsdpOptions, Sharded
 
-    layers = frozenset(cfg.engine.fsdp_transformer_layer_cls_to_wrap) or layer_classes(base(module.model))
+    layers = units(cfg, base(module.model))
     words, machines = cfg.engine.fsdp, started("nnodes", os.environ) or 1
     options = FsdpOptions(
         layers, reshard="shard_grad_op" not in words, replicas=machines if "hybrid_shard" in words else 1, offload="offload" in words,
         param_dtype=None if dtype == torch.float32 else dtype)
     return Sharded(module, cfg.optim, context, options)
+
+
+def units(cfg: SwiftConfig, model: nn.Module) -> frozenset[str]:
+    """Classes of the modules that fsdp2 shards by themselves. A name that the model does not have would leave it one unit, in silence."""
+    named, present = cfg.engine.fsdp_transformer_layer_cls_to_wrap, {type(m).__name__ for m in model.modules()}
+    layers = layer_classes(model)
+    if unknown := [name for name in named if name not in present]:
+        fix = f"{' '.join(sorted(layers))}, the decoder layers, or leave it out"
+        raise ConfigError([Problem(f"--fsdp_transformer_layer_cls_to_wrap {name}", f"is no module of this {type(model).__name__}", fix)
+                           for name in unknown])
+    return frozenset(named) or layers

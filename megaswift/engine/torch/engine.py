@@ -22,7 +22,7 @@ from megaswift.config.engine import ZERO
 from megaswift.engine.objective import Objective, count, outputs_of, report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights
-from megaswift.engine.torch import adapters, checkpoint, loading, quantised
+from megaswift.engine.torch import adapters, checkpoint, loading, quantised, row_check
 from megaswift.engine.torch.choice import wrap
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import Replicated
@@ -49,11 +49,13 @@ class TorchEngine:
         """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
         with returned_at_once():
             self._build(loading.from_files(directory, self))
+        row_check.check(self)
 
     def random_init(self, seed: int) -> None:
         """Weights from the configured seed."""
         with returned_at_once():
             self._build(loading.from_seed(self.folder, self))
+        row_check.check(self)
 
     def keep(self, directory: Path) -> None:
         """The model without its weights, which a checkpoint brings."""
@@ -131,7 +133,8 @@ class TorchEngine:
             longest = int((bounds[1:] - bounds[:-1]).max())
             extra |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
         with self._precision():
-            return self.strategy.module(batch.input_ids, batch.positions, batch.labels, batch.loss_weights != 0, extra)
+            positions = None if batch.cu_seqlens is None else batch.positions
+            return self.strategy.module(batch.input_ids, positions, batch.labels, batch.loss_weights != 0, extra)
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Float32 weights compute in a lower precision by autocast; FSDP2 and ZeRO cast whole units themselves."""
@@ -229,6 +232,7 @@ class TorchEngine:
     def load(self, directory: Path) -> None:
         """The inverse of `save`, under this or another strategy and number of ranks. Collective."""
         checkpoint.load(self, directory)
+        row_check.check(self)
 
 
 def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torch.dtype:

@@ -45,23 +45,26 @@ class FieldsModel(nn.Module):
         self.needs = Needs()
         self.places = has_tower(base(model))
         """The model gives its tokens positions itself: those of images may be those of a grid."""
-        self.chooses = "logits_to_keep" in inspect.signature(base(model).forward).parameters
+        taken = inspect.signature(base(model).forward).parameters
+        self.chooses = "logits_to_keep" in taken
+        self.placed = not self.places and "position_ids" in taken
+        """It takes positions; models without any (state spaces, ALiBi) do not."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, labels: Tensor, labelled: Tensor, extra: dict[str, Any]) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor | None, labels: Tensor, labelled: Tensor, extra: dict[str, Any]) -> Tensor:
         """float32 [f, b, s], 0 where `labelled` is False. Only columns with a label go through the head, where the model can choose.
 
         No attention mask: rows are padded on the right, where causal attention does not look, and transformers tells packed documents
-        by their positions.
+        by their positions. Rows of one document get none: a model counts for itself, not all from 0.
         """
         columns = labelled.any(0).nonzero().squeeze(1)
         if columns.numel() == 0:
             columns = columns.new_zeros(1)  # every rank goes through every layer
+        placed = {"position_ids": positions} if self.placed and positions is not None else {}
+        inputs = {"input_ids": input_ids, **placed, **extra}
         if self.needs.head:
-            return self._values(columns, labelled, {"input_ids": input_ids, "position_ids": positions, **extra})
+            return self._values(columns, labelled, inputs)
         chosen: dict[str, Any] = {"logits_to_keep": columns} if self.chooses else {}
-        if not self.places:
-            chosen["position_ids"] = positions
-        logits = self.model(input_ids=input_ids, use_cache=False, **chosen, **extra).logits
+        logits = self.model(use_cache=False, **inputs, **chosen).logits
         if not self.chooses:
             logits = logits[:, columns]
         found = fields_of(logits, labels[:, columns], self.needs) * labelled[:, columns]

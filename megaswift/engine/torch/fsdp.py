@@ -50,7 +50,7 @@ class Sharded(Replicated):
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
         offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=kind == "cuda") if self.options.offload else OffloadPolicy()
         units = [m for m in module.modules() if type(m).__name__ in self.options.layers]
-        for unit in (*units, module):  # a unit at a time is whole, and on the device
+        for unit in (*reversed(units), module):  # inner units first; one at a time is whole, and on the device
             make_real(unit.parameters(), self.context.device)
             fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=self.options.reshard)
         for part in module.modules():

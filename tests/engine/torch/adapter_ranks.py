@@ -33,7 +33,8 @@ class Run:
     load: Path | None = None
     save: Path | None = None
     adapter: Path | None = None
-    ranks: int = 2
+    export: Path | None = None
+    case: Case = CASE
 
 
 @dataclass
@@ -67,7 +68,7 @@ def opened(case: Case, run: Run, world: int) -> tuple[Any, Any]:
 
 def go(rank: int, world: int, run: Run) -> Result:
     """On a rank."""
-    case = CASE if world == 2 else parse("dense single")
+    case = run.case if world == 2 else parse("dense single")
     engine, context = opened(case, run, world)
     out = Result(wrapper=type(engine.strategy.module).__name__)
     report = engine.report()
@@ -76,7 +77,7 @@ def go(rank: int, world: int, run: Run) -> Result:
     if run.load is not None:
         engine.load(run.load)
     for k in range(run.first, run.last):
-        mine = own(global_batch(CASE, k), world, rank)
+        mine = own(global_batch(run.case, k), world, rank)
         result = engine.train_batch(mine, CrossEntropy(), RECIPE.lr)
         out.losses.append(result.loss)
         out.norms.append(result.grad_norm)
@@ -84,6 +85,8 @@ def go(rank: int, world: int, run: Run) -> Result:
         engine.save(run.save)
     if run.adapter is not None:
         engine.write_adapter(run.adapter, str(run.folder))
+    if run.export is not None:
+        engine.export(run.export, run.folder)
     out.weights = {n.removeprefix("model."): engine.strategy.full(n, "weight").detach().cpu().clone() for n in engine.strategy.trained()}
     torch.distributed.barrier()
     context.close()
@@ -120,10 +123,10 @@ def plain(model: Any, extra: Callable[[Any], Tensor] | None = None, after: Calla
         batches = global_batch(CASE, k)
         total, loss = sum(float(b.loss_weights.sum()) for b in batches), 0.0
         for batch in batches:
-            for ids, labels, weights, positions, _ in documents(batch):
+            for ids, labels, weights, _, _ in documents(batch):
                 if not bool(weights.any()):
                     continue
-                logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+                logits = model(input_ids=ids, use_cache=False).logits
                 part = (cross_entropy(logits, labels) * weights).sum() / total
                 part.backward()
                 loss += float(part.detach())

@@ -1,0 +1,118 @@
+"""Models that are no family here, on the torch engine: as transformers computes them, or refused where they would learn something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaswift.config import SwiftConfig
+from megaswift.engine.torch import choice, row_check
+from megaswift.engine.torch.fields import FieldsModel
+from megaswift.errors import ConfigError
+from megaswift.families import FAMILIES
+from megaswift.losses.contract import Batch
+from tests.engine.torch.adapter_ranks import CASE, Run, far, model_of, plain
+from tests.engine.torch.other_models import APART, ENCODERS, KINDS, MIXING, POSITIONS, config_of, write
+from tests.parity.cases import parse
+from tests.parity.models import VOCAB
+from tests.parity.pool import Pool
+
+GO = "tests.engine.torch.adapter_ranks:go"
+PACKED = parse("dense dp2 packed")
+QUICK = ("gpt2", "opt", "mamba", "roberta", "bert-encoder")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("others")
+    return lambda kind: write(kind, root / kind)
+
+
+def test_none_is_a_family() -> None:
+    assert not {model_type for model_type, _ in KINDS.values()} & {*FAMILIES.names()}
+    assert KINDS.keys() == {*APART, *MIXING, *ENCODERS}
+
+
+def logprobs(model: Any, ids: Tensor) -> Tensor:
+    """Of a document without anything beside it, as transformers' own users call it."""
+    with torch.no_grad():
+        return model(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+
+
+def fields(model: FieldsModel, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        positions = None if batch.cu_seqlens is None else batch.positions
+        return model(batch.input_ids, positions, batch.labels, batch.loss_weights != 0, {})[0]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in KINDS])
+def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> None:
+    """Padded rows give each document's own numbers; packed rows do, or are refused."""
+    model = model_of(folders(kind)).eval()
+    engine, drawn = FieldsModel(model), torch.Generator().manual_seed(2)
+    docs = [torch.randint(3, VOCAB, (n,), generator=drawn) for n in (9, 14, 6)]
+    want = [logprobs(model, ids) for ids in docs]
+    if kind not in ENCODERS:
+        for ids, own in zip(docs, want, strict=True):
+            padded = row_check.row(torch.cat([ids, torch.zeros(5, dtype=torch.long)]))
+            torch.testing.assert_close(fields(engine, padded)[0, : len(own)], own, rtol=0, atol=1e-5)
+        together = fields(engine, row_check.row(*docs))[0].split([len(ids) for ids in docs])
+        worst = max(float((t[:-1] - own).abs().max()) for t, own in zip(together, want, strict=True))
+        assert worst < 1e-5 if kind in APART else worst > 1e-2, worst
+    told = [str(p) for p in row_check._problems(partial(fields, engine), VOCAB, row_check.EXACT, True, kind)]
+    if kind in APART:
+        assert told == []
+    else:
+        said = "does not read from left to right" if kind in ENCODERS else "says something else of a document than alone"
+        assert len(told) == 1 and said in told[0] and kind in told[0]
+    if kind in MIXING:
+        assert not list(row_check._problems(partial(fields, engine), VOCAB, row_check.EXACT, False, kind))
+    assert row_check.positions(model) == POSITIONS.get(kind)
+
+
+def test_units_that_are_none_are_refused(folders: Callable[[str], Path]) -> None:
+    """FSDP's units by name; a name that no module has would leave the model in one."""
+    model = model_of(folders("gpt2"))
+    assert choice.units(SwiftConfig(engine="fsdp2"), model) == {"GPT2Block"}
+    assert choice.units(SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP"]), model) == {"GPT2MLP"}
+    with pytest.raises(ConfigError, match=r"cls_to_wrap GPT2Blok: is no module of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers"):
+        choice.units(SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP", "GPT2Blok"]), model)
+
+
+ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("kind", "engine"), [
+    pytest.param(kind, engine, marks=[] if (kind, engine) == ("gpt2", "fsdp2") else [pytest.mark.slow])
+    for kind in KINDS if kind not in ENCODERS for engine in ENGINES])
+def test_trains_as_in_plain_torch(kind: str, engine: str, folders: Callable[[str], Path], pool: Pool, tmp_path: Path) -> None:
+    """Three steps on 2 ranks, packed where the model can; the export is what trained, and transformers loads it."""
+    folder = folders(kind)
+    case = PACKED if kind in APART else CASE
+    got, other = pool.run(GO, Run(folder, {"engine": engine, "max_length": 128}, export=tmp_path / "hf", case=case), 2)
+    want = plain(model_of(folder))
+    assert got.losses == other.losses == pytest.approx(want.losses, rel=1e-5)
+    assert far(got.weights, want.weights) < 1e-4
+    exported = dict(model_of(tmp_path / "hf").named_parameters())
+    assert all(torch.equal(t, exported[n]) for n, t in got.weights.items())
+    assert config_of(kind).model_type == model_of(tmp_path / "hf").config.model_type
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "options", "said"), [
+    ("mamba", {"packing": True}, "--packing true: does not go with this model"),
+    ("bert-encoder", {}, "does not read from left to right"),
+    ("gpt2", {"max_length": 129}, "--max_length 129: is more than the 128 positions")])
+def test_refused_before_the_first_step(
+        kind: str, options: dict[str, Any], said: str, folders: Callable[[str], Path], pool: Pool) -> None:
+    with pytest.raises(Exception, match=said):
+        pool.run(GO, Run(folders(kind), {"engine": "ddp", "max_length": 128, **options}, last=0), 2)
