@@ -17,6 +17,9 @@ from megaswift.config.inference import GenerationOptions
 from megaswift.errors import ConfigError, Problem, UserError
 from megaswift.inference.text import TextStream, decode
 
+UNMASKED = ("rwkv", "xlstm")
+"""Model types whose state takes in what lies to the left of a prompt, attention mask or not: prompts of one length alone go together."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -189,9 +192,12 @@ class Generator:
         self.ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
         pads = (tokenizer.pad_token_id, self.own.pad_token_id, *sorted(self.ends), 0)
         self.pad = next(p for p in pads if p is not None)
+        self.pads = getattr(model.config, "model_type", "") not in UNMASKED
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """The answers, in the order of the requests."""
+        if not self.pads and len({len(r.prompt) for r in requests}) > 1:
+            return [completion for request in requests for completion in self.generate([request], sampling)]
         live = any(r.listener is not None or r.stop for r in requests)
         rows = [_Row(r, TextStream(self.tokenizer, r.stop) if live or r.logprobs is not None else None) for r in requests]
         watch = _Watch(rows, self.ends)

@@ -28,6 +28,8 @@ class Seen:
     stage: int = -1
     mesh: tuple[int, ...] = ()
     """Ranks of an FSDP unit by dimension."""
+    units: tuple[str, ...] = ()
+    """Classes of FSDP's units, but for the whole."""
     keeps: bool = False
     """Whether an FSDP unit stays whole after its forward pass."""
     offloads: bool = False
@@ -74,6 +76,7 @@ def look(engine: Any) -> Seen:
     seen.states = sum(t.numel() for t in optimizer_tensors(strategy))
     units = [m for m in module.modules() if hasattr(m, "set_reshard_after_forward")]
     if units:
+        seen.units = tuple(sorted({type(m).__name__.removeprefix("FSDP") for m in units if m is not module}))
         group = units[0]._get_fsdp_state()._fsdp_param_group
         seen.keeps = group.post_forward_mesh_info is None
         seen.offloads = type(group.offload_policy).__name__ == "CPUOffloadPolicy"

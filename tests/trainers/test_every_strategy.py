@@ -6,7 +6,7 @@ The reference is Megatron with TP2 x PP2 (held to Hugging Face by tests/parity).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,7 @@ class Way:
     keeps: bool = False
     offloads: bool = False
     mesh: tuple[int, ...] = ()
+    units: tuple[str, ...] = ()
     environ: dict[str, str] = field(default_factory=dict)
 
 
@@ -49,10 +50,14 @@ def zero(stage: int, offload: bool = False) -> Way:
     return Way(("--deepspeed", kind), "DeepSpeedEngine", stage, parts=parts, offloads=offload)
 
 
+LAYER, NORM = "Qwen3DecoderLayer", "Qwen3RMSNorm"
+
+
 def fsdp(*words: str, ranks: int = 2, mesh: tuple[int, ...] = (2,), keeps: bool = False, offloads: bool = False) -> Way:
     environ = {"GROUP_WORLD_SIZE": "2"} if len(mesh) == 2 else {}
     options = ("--engine", "fsdp2", *(("--fsdp", *words) if words else ()))
-    return Way(options, "FSDPFieldsModel", ranks=ranks, parts=(2, 2), keeps=keeps, offloads=offloads, mesh=mesh, environ=environ)
+    return Way(options, "FSDPFieldsModel", ranks=ranks, parts=(2, 2), keeps=keeps, offloads=offloads, mesh=mesh, units=(LAYER,),
+               environ=environ)
 
 
 WAYS = {
@@ -61,6 +66,8 @@ WAYS = {
     "zero2_offload": zero(2, True), "zero3_offload": zero(3, True),
     "fsdp2": fsdp(), "fsdp2 no reshard": fsdp("shard_grad_op", keeps=True), "fsdp2 offload": fsdp("offload", offloads=True),
     "fsdp2 hybrid": fsdp("hybrid_shard", ranks=4, mesh=(2, 2)),
+    "fsdp2 units in units": replace(
+        fsdp(), words=("--engine", "fsdp2", "--fsdp_transformer_layer_cls_to_wrap", LAYER, NORM), units=(LAYER, NORM)),
 }
 DEFAULT = {("zero3", "full"), ("fsdp2", "lora")}
 """Of the table, what runs by default; the rest is in the slow tier."""
@@ -135,7 +142,7 @@ def test_the_same_run(name: str, kind: str, runs: Pool, inputs: list[str], nativ
         total += trained
     for rank in seen:
         assert (rank.wrapper, rank.stage, rank.mesh) == (way.wrapper, way.stage, way.mesh)
-        assert (rank.keeps, rank.offloads) == (way.keeps, way.offloads)
+        assert (rank.keeps, rank.offloads, rank.units) == (way.keeps, way.offloads, way.units)
         assert rank.optimizer == (ZERO_OPTIMIZERS[way.stage] if way.stage >= 0 else "AdamW")
         for held, whole, parts in zip((rank.local, rank.states), (total, 2 * trained), way.parts, strict=True):
             assert whole / parts * 0.85 <= held <= whole / parts * (1.15 if parts > 1 else 1), (held, whole, parts)

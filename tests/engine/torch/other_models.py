@@ -53,24 +53,24 @@ POSITIONS = {kind: 128 for kind in ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "bi
 """Those with a table of positions."""
 
 
-def config_of(kind: str) -> Any:
+def config_of(kind: str, vocab: int = VOCAB) -> Any:
     """transformers' configuration."""
     from transformers import AutoConfig
 
     model_type, own = KINDS[kind]
     standard = AutoConfig.for_model(model_type)
-    fields = {k: v for k, v in COMMON.items() if hasattr(standard, k)} | own
+    fields = {k: v for k, v in COMMON.items() if hasattr(standard, k)} | {"vocab_size": vocab, **own}
     fields |= {k: 0.0 for k, v in standard.to_dict().items() if "drop" in k and isinstance(v, float)}  # two ways to draw are two runs
     return AutoConfig.for_model(model_type, **{k: v for k, v in fields.items() if v is not None})
 
 
-def write(kind: str, folder: Path) -> Path:
+def write(kind: str, folder: Path, vocab: int = VOCAB) -> Path:
     """A folder with weights of which every one moves the loss; an existing one is kept."""
     from transformers import AutoModelForCausalLM
 
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config_of(kind, vocab), dtype=torch.float32)
         generator = torch.Generator().manual_seed(1)
         for _, p in sorted(model.named_parameters()):
             scale = 0.05 if p.dim() <= 1 else 0.3 / p.shape[-1] ** 0.5

@@ -1,0 +1,54 @@
+"""Models that are no family here answer as transformers does, each prompt alone, also in batches padded on the left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from megaswift.inference.generator import Request, Sampling
+from tests.engine.torch.other_models import ENCODERS, KINDS, write
+from tests.inference.models import PROMPTS, opened, plain
+from tests.parity import vision
+from tests.trainers.inputs import write_model
+
+pytestmark = pytest.mark.wide
+NEW = 8
+QUICK = ("bloom", "rwkv")
+
+
+def folder(kind: str, root: Path) -> Path:
+    """A model whose greedy answers vary, with a tokenizer of characters."""
+    tokenizer = AutoTokenizer.from_pretrained(write_model(root / "tokenizer"))
+    made = write(kind, root / kind, len(tokenizer))
+    model = AutoModelForCausalLM.from_pretrained(made)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4 if p.dim() > 1 else 1)
+    model.save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    return made
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in KINDS if k not in ENCODERS])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_greedy_answers_of_a_batch(kind: str, offload: bool, tmp_path: Path) -> None:
+    made = folder(kind, tmp_path)
+    how = {"max_memory": "cpu:60KiB", "offload_folder": str(tmp_path / "off")} if offload else {}
+    _, generator = opened(made, **how)
+    assert any(p.is_meta for p in generator.model.parameters()) == offload
+    prompts = [generator.tokenizer(text)["input_ids"] for text in PROMPTS]
+    found = [c.text for c in generator.generate([Request(tuple(p), NEW) for p in prompts], Sampling())]
+    want = plain(AutoModelForCausalLM.from_pretrained(made), generator.tokenizer, prompts, NEW, do_sample=False)
+    assert found == want and len(set(want)) > 2
+
+
+@pytest.mark.parametrize("kind", ["llava", *(pytest.param(k, marks=pytest.mark.slow) for k in vision.KINDS if k != "llava")])
+def test_vision_language_models_answer_text(kind: str, tmp_path: Path) -> None:
+    made = vision.write_model(kind, tmp_path / kind)
+    _, generator = opened(made)
+    prompts = [generator.tokenizer(text)["input_ids"] for text in PROMPTS]
+    found = [c.text for c in generator.generate([Request(tuple(p), NEW) for p in prompts], Sampling())]
+    assert found == plain(AutoModelForImageTextToText.from_pretrained(made), generator.tokenizer, prompts, NEW, do_sample=False)
