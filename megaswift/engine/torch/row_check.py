@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,9 @@ def check(engine: TorchEngine) -> None:
 
     def read(batch: Batch) -> Tensor:
         found = engine.score([batch], needs)[0]
-        return (found.values if spec.scored else found.logprobs).float().cpu()
+        numbers = found.values if spec.scored else found.logprobs
+        assert numbers is not None, "it was asked for"
+        return numbers.float().cpu()
 
     limit = EXACT if engine.dtype == torch.float32 else ROUNDED
     named, longest = f"{engine.cfg.model.model}, model_type {spec.family}", positions(base(engine.fields.model))
@@ -92,7 +94,7 @@ def row(*documents: Tensor) -> Batch:
     if len(made) == 1:
         return made[0]
     names = ("input_ids", "labels", "loss_weights", "positions", "valid")
-    joined = {name: torch.cat([getattr(m, name) for m in made], 1) for name in names}
+    joined: dict[str, Any] = {name: torch.cat([getattr(m, name) for m in made], 1) for name in names}
     bounds = [0, *torch.tensor([len(ids) for ids in documents]).cumsum(0).tolist()]
     return replace(made[0], **joined, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
