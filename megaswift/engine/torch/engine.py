@@ -142,6 +142,16 @@ class TorchEngine:
             return nullcontext()
         return torch.autocast(self.context.device.type, dtype=self.dtype)
 
+    @contextmanager
+    def most_exact(self) -> Iterator[None]:
+        """Computes in the precision of the weights where that can be chosen."""
+        chosen = self.dtype
+        self.dtype = torch.float32 if self.kind == "ddp" else chosen
+        try:
+            yield
+        finally:
+            self.dtype = chosen
+
     @torch.no_grad()
     def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[Outputs]:
         """What `needs` asks for, per micro-batch in input order."""

@@ -46,9 +46,10 @@ def check(engine: TorchEngine) -> None:
         assert numbers is not None, "it was asked for"
         return numbers.float().cpu()
 
-    limit = EXACT if engine.dtype == torch.float32 else ROUNDED
     named, longest = f"{engine.cfg.model.model}, model_type {spec.family}", positions(base(engine.fields.model))
-    found = [*_problems(read, spec.vocab_size, limit, bool(engine.cfg.data.packing), named)]
+    with engine.most_exact():
+        limit = EXACT if engine.dtype == torch.float32 else ROUNDED
+        found = [*_problems(read, spec.vocab_size, limit, bool(engine.cfg.data.packing), named)]
     if longest is not None and engine.cfg.data.max_length > longest:
         found.append(Problem(f"--max_length {engine.cfg.data.max_length}", f"is more than the {longest} positions that this model has "
                              "learned", f"--max_length {longest}"))
@@ -69,7 +70,8 @@ def _problems(read: Read, vocab: int, limit: float, packing: bool, model: str) -
         return
     if packing:
         kept, joined = read(row(before, document))[:, BEFORE:], read(row(torch.cat([before, document])))[:, BEFORE:]
-        if _differs(alone, kept, limit * _apart(alone, joined)):
+        rounding = _apart(alone[:, :-1], read(row(torch.cat([document, end])))[:, :DOCUMENT - 1])  # of a row of another length
+        if _differs(alone, kept, max(limit * _apart(alone, joined), 3 * rounding)):
             yield Problem("--packing true", f"does not go with this model ({model}): in a row with others it says something else of a "
                           "document than alone", "--packing false")
 
