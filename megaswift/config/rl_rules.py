@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from megaswift.config.adapter_rules import bits_of, method_of
 from megaswift.config.data import GRPO, PPO, RL
 from megaswift.config.engine_rules import is_native
 from megaswift.config.preference import beta_of
@@ -61,6 +62,10 @@ def _no_bound(c: Sections) -> bool:
 def _tail_is_all(c: Sections) -> bool:
     tail = c.rl.soft_cache_length
     return _overlong(c) and tail is not None and tail >= (c.rl.soft_max_length or c.rl.max_completion_length)
+
+
+def _is_plain_lora(c: Sections) -> bool:
+    return method_of(c) is None and not c.lora.use_dora
 
 
 _LOSS, _BACKEND, _FUNCS, _GAE = ("loss_type",), ("rollout_backend",), ("reward_funcs",), ("advantage_estimator",)
@@ -165,8 +170,8 @@ RL_CLASHES: tuple[Clash, ...] = (
     Clash(("offload_model", "offload_optimizer", "engine"),
           lambda c: c.task in RL and not is_native(c) and (c.rl.offload_model or c.rl.offload_optimizer),
           "is of the native engine; {engine} keeps what it trains where it is", "--engine megatron, or --deepspeed zero3_offload"),
-    Clash(("train_type", "engine"), lambda c: c.task in RL and not is_native(c) and c.model.train_type != "full",
-          "with {engine} has no merged weights to sample from", "--engine megatron, or --train_type full"),
+    Clash(("train_type", "quantization_bit"), _rl(lambda c: not is_native(c) and bits_of(c) is not None and not _is_plain_lora(c)),
+          "over weights in few bits cannot be merged for the sampler without rounding them again", "--train_type lora, without use_dora"),
     Clash(("train_type",), lambda c: c.task in PPO and c.model.train_type != "full",
           "is not for ppo: its critic trains all of its weights", "--train_type full, or megaswift grpo"),
     Clash(("freeze_parameters",), lambda c: c.task in PPO and bool(c.model.freeze_parameters),

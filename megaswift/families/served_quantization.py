@@ -19,6 +19,8 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 """quant_method -> what transformers needs to load it (imported names)."""
 DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")
 """Whose weights are made plain ones while they are loaded: their own kernels have no backward pass."""
+KERNELS = ("gptq", "awq")
+"""Whose weights only a kernel of their own multiplies by."""
 _NATIVE = ("fp8", "mxfp4")
 """What the native engine reads."""
 _PIP = {"compressed_tensors": "compressed-tensors"}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import SHARDED, bits_of, method_of
+from megaswift.config.data import RL
 from megaswift.config.engine_rules import engine_of
 from megaswift.errors import Problem, UserError
 from megaswift.families import served_quantization
@@ -48,6 +49,9 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
                                 "--engine ddp or zero2"))
     if kind == "full":
         return problems
+    if cfg.task in RL and served_quantization.method_of(config) in served_quantization.KERNELS:
+        problems.append(Problem(f"{label}, whose weights are quantised", "has no plain weights into which adapters could be merged "
+                                "for the sampler", served_quantization.PLAIN))
     lacking = served_quantization.missing(("peft",), f"--train_type {kind}")
     if bits is not None:
         given = "--train_type qlora" if kind == "qlora" else f"--quantization_bit {bits}"

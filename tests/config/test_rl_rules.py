@@ -89,7 +89,7 @@ CLASHING = [
     ("importance_sampling_mode", "--use_vllm --importance_sampling_clip_max none --importance_sampling_mode token_truncate"),
     ("async_generation", "--async_generation --offload_model"),
     ("offload_model", "--engine ddp --offload_model"),
-    ("train_type", "--engine ddp --train_type lora"),
+    ("train_type", "--engine ddp --train_type boft --quantization_bit 4"),
     ("train_type", "ppo --train_type lora"),
     ("freeze_parameters", "ppo --freeze_parameters norm"),
 ]

@@ -18,6 +18,7 @@ import torch
 
 from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.rl.generation import seeds
+from tests.parity.lora import ATTENTION, MLP, make_adapter
 from tests.parity.models import build
 from tests.trainers import played
 from tests.trainers.inputs import write_model
@@ -49,6 +50,8 @@ class Case:
     """Optimizer steps of a pass over a generation."""
     length: int | None = None
     """Of every completion; None: of different ones."""
+    adapters: str = ""
+    """LoRA trains: `new`, or from the `folder` that PEFT wrote; empty: all weights do."""
 
 
 CASES = {
@@ -61,6 +64,8 @@ CASES = {
     "masked": Case({"loss_type": "grpo", "beta": 0.1, "mask_truncated_completions": True, "num_iterations": 3}),
     "cispo": Case({"loss_type": "cispo", "num_iterations": 3, "epsilon_high": 1.05}),
     "uncertain": Case({"loss_type": "grpo", "beta": 0.1, "top_entropy_quantile": 0.5, "num_iterations": 3}),
+    "lora": Case({"loss_type": "grpo", "beta": 0.3, "num_iterations": 2, "epsilon": 0.02}, adapters="new"),
+    "lora on": Case({"loss_type": "grpo", "beta": 0.3, "num_iterations": 2, "epsilon": 0.02}, adapters="folder"),
 }
 SLOW = pytest.mark.slow
 SPREAD = ("--per_device_train_batch_size", BATCH // 2, "--global_batch_size", BATCH)
@@ -68,13 +73,20 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "one": (1, ()), "tp2": (2, ("--tp", 2)), "pp2": (2, ("--pp", 2)), "cp2": (2, ("--cp", 2)), "dp2": (2, SPREAD),
     "tp2 pp2": (4, ("--tp", 2, "--pp", 2)), "ddp": (2, ("--engine", "ddp", *SPREAD)), "fsdp2": (2, ("--engine", "fsdp2", *SPREAD)),
     "rows": (1, ("--packing", "false")), "micro": (1, ("--per_device_train_batch_size", 2, "--global_batch_size", BATCH)),
+    "zero2": (2, ("--engine", "zero2", *SPREAD)), "zero3": (2, ("--engine", "zero3", *SPREAD)),
     "ep2": (2, ("--ep", 2, *SPREAD)), "ep2 ddp": (2, ("--engine", "ddp", *SPREAD)),
 }
 EXPERTS = ("ep2", "ep2 ddp")
-QUICK = [("dapo", "one"), ("old", "tp2"), ("dr_grpo", "pp2"), ("masked", "dp2"), ("old", "ddp"), ("grpo", "ep2")]
-WIDE = [*(("old", layout) for layout in LAYOUTS), *(("masked", layout) for layout in LAYOUTS if layout not in EXPERTS),
-        *((case, layout) for case in CASES for layout in ("one", "cp2", "dp2"))]
-"""Every layout with and without a policy that counts as the old one, every case on some."""
+QUICK = [("dapo", "one"), ("old", "tp2"), ("dr_grpo", "pp2"), ("masked", "dp2"), ("old", "ddp"), ("grpo", "ep2"), ("lora", "fsdp2")]
+WIDE = [*(("lora", layout) for layout in ("ddp", "zero2", "zero3")),
+        *(("lora on", layout) for layout in ("tp2 pp2", "ddp", "fsdp2", "zero2", "zero3")),
+        *(("old", layout) for layout in LAYOUTS), *(("masked", layout) for layout in LAYOUTS if layout not in EXPERTS),
+        *((case, layout) for case in CASES if case != "lora" for layout in ("one", "cp2", "dp2"))]
+"""Every layout with and without a policy that counts as the old one, every case on some; new adapters are not drawn alike."""
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+ADAPTERS: dict[str, tuple[object, ...]] = {
+    "": (), "new": ("--train_type", "lora", "--lora_rank", 4, "--lora_alpha", 16),
+    "folder": ("--train_type", "lora", "--adapters")}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +101,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for i in range(STEPS * 2 * BATCH // GROUP)]
     (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (made / "rewards.py").write_text(REWARD, encoding="utf-8")
+    make_adapter(made / "model", made / "adapter", (*ATTENTION, *MLP))
     return made
+
+
+def drawn(model: Any, config: Any, **_: Any) -> Any:
+    """PEFT's adapters from the run's seed."""
+    from peft import get_peft_model
+
+    torch.manual_seed(SEED)
+    return get_peft_model(model, config)
 
 
 Curve = list[dict[str, float]]
@@ -98,6 +119,7 @@ Curve = list[dict[str, float]]
 def of_trl(folder: Path, case: Case, model: str = "model") -> Curve:
     """Loss, gradient norm and KL of each step of TRL's trainer, unrounded."""
     from datasets import load_dataset
+    from peft import LoraConfig, PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer import grpo_trainer
@@ -127,9 +149,13 @@ def of_trl(folder: Path, case: Case, model: str = "model") -> Curve:
     rows = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "trl-cache"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo_trainer, "shuffle_sequence_dict", ours)
+        patch.setattr(grpo_trainer, "get_peft_model", drawn)
+        policy: Any = AutoModelForCausalLM.from_pretrained(folder / model)
+        if case.adapters == "folder":
+            policy = PeftModel.from_pretrained(policy, folder / "adapter", is_trainable=True)
         trainer: Any = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(folder / model), reward_funcs=rewards.worth, rollout_func=rollout,
-            args=GRPOConfig(**{**arguments, **case.options}), train_dataset=rows, processing_class=tokenizer)
+            model=policy, peft_config=LoraConfig(**LORA) if case.adapters == "new" else None, reward_funcs=rewards.worth,
+            rollout_func=rollout, args=GRPOConfig(**{**arguments, **case.options}), train_dataset=rows, processing_class=tokenizer)
         steps = trained(trainer)
     return [{"loss": loss, **{n: float(line[n]) for n in LOGGED if n in line}} for loss, line in steps]
 
@@ -139,6 +165,7 @@ def ours(folder: Path, out: Path, case: Case, layout: str, model: str = "model")
     ranks, words = LAYOUTS[layout]
     usual = () if "--per_device_train_batch_size" in words else ("--per_device_train_batch_size", BATCH)
     options = [word for name, value in case.options.items() for word in (f"--{name}", str(value).lower())]
+    options += [*map(str, ADAPTERS[case.adapters]), *([str(folder / "adapter")] if case.adapters == "folder" else ())]
     options += ["--lr", str(RATES[model]), *(("--moe_aux_loss_coeff", "0") if model == "moe" else ())]
     inputs = ["--model", str(folder / model), "--dataset", str(folder / "rows.jsonl"), "--dataset_cache_dir", str(folder / "cache"),
               "--reward_funcs", f"{folder / 'rewards.py'}:worth", "--generation_batch_size", str(BATCH * case.slices), *options]

@@ -82,18 +82,23 @@ def written(engine: TorchEngine, folder: Path, metas: Mapping[str, TensorMeta], 
 
 
 def stream(engine: TorchEngine, kind: str, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model's files, whole tensor) of a run without adapters, on rank 0 or everywhere; others iterate over none. Collective.
+    """(name in the model's files, whole tensor) on rank 0 or everywhere; others iterate over none. Collective.
 
-    Weights are all that the files hold: buffers too, as the router's expert bias of DeepSeek-V3 is one.
+    Weights are all that the files hold, adapters merged in: buffers too, as the router's expert bias of DeepSeek-V3 is one.
     """
-    bare = base(engine.fields.model)
-    names = {name.removeprefix(PREFIX): name for name in (engine.shapes if kind == WEIGHT else engine.strategy.trained())}
+    bare, here, merging = base(engine.fields.model), everywhere or engine.rank == 0, engine.merging
+    if merging is not None:
+        names, full = merging.names, merging.reader(lambda name: engine.strategy.full(name, WEIGHT), here)
+    else:
+        names = [n.removeprefix(PREFIX) for n in (engine.shapes if kind == WEIGHT else engine.strategy.trained())]
+        full = lambda name: engine.strategy.full(PREFIX + name, kind)  # noqa: E731
     for group in groups(bare, names):
-        whole = {name: engine.strategy.full(names[name], kind) for name in group}
-        if everywhere or engine.rank == 0:
+        whole = {name: full(name) for name in group}
+        if here:
             yield from disk_names(bare, {name: tensor.detach().cpu() for name, tensor in whole.items()}).items()
-    if kind == WEIGHT and (everywhere or engine.rank == 0):
-        yield from disk_names(bare, {name: tensor.cpu() for name, tensor in buffers(bare).items()}).items()
+    if kind == WEIGHT and here:
+        kept = buffers(bare) if merging is None else merging.buffers(bare)
+        yield from disk_names(bare, {name: tensor.cpu() for name, tensor in kept.items()}).items()
 
 
 def disk_metas(engine: TorchEngine) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megaswift.bridge.model_folder import write_model
 from megaswift.bridge.transformers_weights import buffers, config_dtype, metas_like, stored_dtypes
 from megaswift.config import SwiftConfig
+from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
 from megaswift.engine.objective import Objective, count, outputs_of, report
 from megaswift.engine.protocol import ParameterReport, StepResult
@@ -27,6 +28,7 @@ from megaswift.engine.torch.choice import wrap
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import Replicated
 from megaswift.engine.torch.host_memory import returned_at_once
+from megaswift.engine.torch.merging import merging_of
 from megaswift.engine.torch.neftune import Noise
 from megaswift.engine.torch.rank_allocation import allocation_of
 from megaswift.engine.torch.router_losses import RouterLosses
@@ -64,6 +66,7 @@ class TorchEngine:
 
     def _build(self, start: loading.Start) -> None:
         self.fields = start.fields
+        self.merging = merging_of(self.fields) if self.adapts and self.cfg.task in RL else None
         self.elements = sum(quantised.elements(p) for p in self.fields.parameters())
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
         self.noise, self.routers = self._noise(), RouterLosses(adapters.base(self.fields.model), self.spec, self.cfg)
@@ -181,8 +184,8 @@ class TorchEngine:
         self.remembered.blend(share)
 
     def hf_weights(self, dtype: torch.dtype | None = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. Not with adapters: they merge on disk."""
-        assert not self.adapts, "adapters are merged by bridge.merge"
+        """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. With adapters for policies only: merged in."""
+        assert not self.adapts or self.merging is not None, "exports are merged by bridge.merge"
         return ((name, t if dtype is None else t.to(dtype)) for name, t in checkpoint.stream(self, WEIGHT, everywhere))
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -51,6 +51,23 @@ def packed_layers(model: nn.Module) -> set[str]:
     return {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "qweight")}
 
 
+def is_packed(layer: nn.Module) -> bool:
+    """Whether a layer's weight lies in bitsandbytes' 4 or 8 bits."""
+    weight = getattr(layer, "weight", None)
+    return getattr(weight, "quant_state", None) is not None or hasattr(weight, "SCB")
+
+
+def dequantised(layer: Any) -> Tensor:
+    """Float32 [out, in] of such a layer; after its first forward pass the layer has the scales of 8 bits, before it the weight."""
+    from bitsandbytes import functional
+
+    weight = layer.weight
+    if getattr(weight, "quant_state", None) is not None:
+        return functional.dequantize_4bit(weight.data, weight.quant_state).float()
+    rows = layer.state.SCB if weight.SCB is None else weight.SCB
+    return functional.int8_vectorwise_dequant(weight.data, rows).float()
+
+
 def elements(parameter: Tensor) -> int:
     """How many weights a parameter holds; bitsandbytes packs two of 4 bits in a byte."""
     state = getattr(parameter, "quant_state", None)

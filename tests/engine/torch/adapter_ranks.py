@@ -35,6 +35,8 @@ class Run:
     adapter: Path | None = None
     export: Path | None = None
     case: Case = CASE
+    merges: bool = False
+    """A policy's: merged weights are asked for before every step and after the last."""
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Result:
     norms: list[float | None] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     """What trained, by its name in PEFT's model."""
+    merged: dict[str, Tensor] = field(default_factory=dict)
+    """The model with its adapters, by the names of its files."""
     kinds: list[str] = field(default_factory=list)
     """Classes of the linear layers under the adapters."""
     wrapper: str = ""
@@ -59,7 +63,8 @@ def opened(case: Case, run: Run, world: int) -> tuple[Any, Any]:
     from megaswift.parallel.layout import Layout
     from megaswift.trainers.engines import make_engine, start_context
 
-    cfg = SwiftConfig(task="sft", model=str(run.folder), **case.config(**recipe_options(RECIPE, False), **run.options))
+    task = {"task": "grpo", "reward_funcs": ("format",)} if run.merges else {"task": "sft"}
+    cfg = SwiftConfig(model=str(run.folder), **task, **case.config(**recipe_options(RECIPE, False), **run.options))
     context = start_context(cfg.replace(ddp_timeout=60, seed=11), Layout.from_config(cfg.parallel, world))
     engine = make_engine(cfg, any_spec(run.folder), run.folder, context)
     engine.load_hf(run.folder)
@@ -77,10 +82,14 @@ def go(rank: int, world: int, run: Run) -> Result:
     if run.load is not None:
         engine.load(run.load)
     for k in range(run.first, run.last):
+        if run.merges:
+            list(engine.hf_weights(everywhere=True))
         mine = own(global_batch(run.case, k), world, rank)
         result = engine.train_batch(mine, CrossEntropy(), RECIPE.lr)
         out.losses.append(result.loss)
         out.norms.append(result.grad_norm)
+    if run.merges:
+        out.merged = {name: tensor.clone() for name, tensor in engine.hf_weights(everywhere=True)}
     if run.save is not None:
         engine.save(run.save)
     if run.adapter is not None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megaswift.bridge.merge import merge_folders
 from megaswift.config.adapter_rules import SHARDED
 from megaswift.config.peft_methods import METHODS
 from tests.engine.torch.adapter_ranks import Run, adapted, far, logits_of, model_of, orthogonal, plain, saved
+from tests.parity.models import build, disk_tensors
 from tests.parity.pool import Pool
 
 pytestmark = pytest.mark.process
@@ -54,6 +56,12 @@ def config_of(name: str) -> Any:
     return kind(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM", **SETTINGS[name][1]})
 
 
+def merged(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """By PEFT, as it is written."""
+    model.merge_and_unload().save_pretrained(folder / "by-peft")
+    return load_file(folder / "by-peft" / "model.safetensors")
+
+
 def reference(name: str, folder: Path, **how: Any) -> Any:
     model = adapted(model_of(folder, **how), config_of(name))
     if name != "adalora":
@@ -76,7 +84,7 @@ def test_equals_peft(name: str, pool: Pool, dense: Path, tmp_path: Path) -> None
 
     folder = dense
     options = {"engine": "ddp", "train_type": name, **SETTINGS[name][0]}
-    got, other = pool.run(GO, Run(folder, options, adapter=tmp_path / "adapter", save=tmp_path / "step"), 2)
+    got, other = pool.run(GO, Run(folder, options, adapter=tmp_path / "adapter", save=tmp_path / "step", merges=True), 2)
     want = reference(name, folder)
     assert got.wrapper == "DistributedDataParallel" and far(other.weights, got.weights) == 0
     assert got.losses == pytest.approx(want.losses, rel=1e-5) and got.norms == pytest.approx(want.norms, rel=1e-4)
@@ -89,6 +97,7 @@ def test_equals_peft(name: str, pool: Pool, dense: Path, tmp_path: Path) -> None
     assert float((found - plain_logits).abs().max()) > 1e-3
     merge_folders(folder, tmp_path / "adapter", tmp_path / "merged")
     assert float((found - logits_of(model_of(tmp_path / "merged"))).abs().max()) < 1e-4
+    assert far(got.merged, merged(trained, tmp_path)) < 1e-6 and far(other.merged, got.merged) == 0
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in SETTINGS])
@@ -120,8 +129,26 @@ SPLIT = [name for name in SETTINGS if name not in METHODS or not METHODS[name].e
 def test_other_engines(name: str, engine: str, pool: Pool, dense: Path, tmp_path: Path) -> None:
     """The same three steps where gradients, or weights too, are split; the folder is whole."""
     options = {"engine": engine, "train_type": name, **SETTINGS[name][0]}
-    got = pool.run(GO, Run(dense, options, adapter=tmp_path / "adapter"), 2)[0]
+    got = pool.run(GO, Run(dense, options, adapter=tmp_path / "adapter", merges=True), 2)[0]
     want = reference(name, dense)
     assert got.losses == pytest.approx(want.losses, rel=1e-5)
     assert far(got.weights, want.weights) < 1e-4
     assert all(t.numel() for t in saved(tmp_path / "adapter").values())
+    trained = adapted(model_of(dense), config_of(name))
+    trained.load_state_dict(got.weights, strict=False)
+    assert far(got.merged, merged(trained, tmp_path)) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+def test_adapters_on_stacked_experts_are_merged_for_samplers(engine: str, pool: Pool, tmp_path: Path) -> None:
+    """Two adapters around one module, whose weights are several tensors in files."""
+    import peft
+
+    folder = build("moe", tmp_path / "moe")
+    where = {"target_modules": ["q_proj", "o_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    got = pool.run(GO, Run(folder, {"engine": engine, "train_type": "lora", "lora_rank": 4, "lora_alpha": 16, **where}, merges=True), 2)[0]
+    trained = adapted(model_of(folder), peft.LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **where))
+    trained.load_state_dict(got.weights, strict=False)
+    assert far(got.merged, merged(trained, tmp_path)) < 1e-6
+    assert far(got.merged, disk_tensors(folder)) > 1e-3
