@@ -58,6 +58,17 @@ def reinforce_plus_plus(rewards: Tensor, group: int = 1) -> Tensor:
     return _scaled(centred, *mean_and_std(centred, 0))
 
 
+def reinforce_plus_plus_by_token(rewards: Tensor, mask: Tensor, group: int = 1) -> Tensor:
+    """[n, t]: the sum of the rewards [n, t] of a token and of those after it, whitened over all tokens in `mask` (arXiv 2501.03262).
+
+    With a `group` the mean over the tokens of each group is taken off first.
+    """
+    returns = ((rewards * mask).flip(1).cumsum(1).flip(1) * mask).view(-1, group * mask.shape[1])
+    counts = mask.view(returns.shape).sum(1, keepdim=True).clamp(min=1)
+    centred = returns - returns.sum(1, keepdim=True) / counts if group > 1 else returns
+    return whiten(centred.view(mask.shape), mask)
+
+
 def weighted_sum(per_function: Tensor, weights: Tensor) -> Tensor:
     """[n] of [n, functions] and [functions]; NaN where no function gave a reward."""
     return (per_function * weights).nansum(1).masked_fill(per_function.isnan().all(1), torch.nan)

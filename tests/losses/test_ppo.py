@@ -6,6 +6,7 @@ of sums of temporal differences, one token after the other instead of masks, wei
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -39,14 +40,18 @@ class Told:
     target: float = 0.0
 
 
-def told(policy: Bigram, reference: Bigram, values: Tensor, learnt: list[Tensor]) -> list[Told]:
-    """Rewards, lambda-returns and normalised advantages of all tokens."""
+def told(policy: Bigram, reference: Bigram, values: Tensor, learnt: list[Tensor],
+         of_tokens: Mapping[int, Sequence[float]] | None = None) -> list[Told]:
+    """Rewards, lambda-returns and normalised advantages of all tokens; `of_tokens`: documents with a reward a token for their score."""
     logp, ref = policy.weight.detach().log_softmax(-1), reference.weight.detach().log_softmax(-1)
     found: list[Told] = []
-    for doc, score, counts in zip(DOCS, SCORES, learnt, strict=True):
+    for number, (doc, score, counts) in enumerate(zip(DOCS, SCORES, learnt, strict=True)):
         steps = [(doc.ids[i - 1], doc.ids[i]) for i in range(doc.begin, len(doc.ids)) if counts[i - doc.begin]]
         mine = [Told(a, b, logp[a, b].item(), values[a].item(), -KL * (logp[a, b] - ref[a, b]).item()) for a, b in steps]
-        if mine:
+        if of_tokens is not None and number in of_tokens:
+            for step, reward in zip(mine, of_tokens[number], strict=True):
+                step.reward += reward
+        elif mine:
             mine[-1].reward += score
         next_value, next_return = 0.0, 0.0
         for step in reversed(mine):

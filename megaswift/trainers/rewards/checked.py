@@ -1,4 +1,4 @@
-"""What a reward function returns is numbers, one a sample; anything else is told with the function and the sample.
+"""What a reward function returns is numbers, one a sample or one for each of its tokens; anything else is told with function and sample.
 
 Owns the two ways in which a user's function goes wrong: it raises, or it returns what is no reward.
 """
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SHOWN = 80
 """Characters of a sample in a message."""
 FRAMES = 3
+Value = float | tuple[float, ...]
+"""Of a completion, or of each token in it that the model wrote."""
 OURS = str(Path(__file__).parent)
 
 
@@ -38,24 +40,34 @@ def _shown(sample: Judged) -> str:
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
 
 
-def checked(name: str, returned: Any, judged: Sequence[Judged]) -> list[float]:
-    """The values as floats; RewardError unless they are one finite number for each sample."""
+def checked(name: str, returned: Any, judged: Sequence[Judged]) -> list[Value]:
+    """The values as floats; RewardError unless they are one finite number for each sample, or for each token that the model wrote in it."""
     values = _plain(returned)
     if not isinstance(values, list | tuple):
         raise RewardError(Problem(_flag(name), f"returned {_kind(returned)}, not a list of {len(judged)} numbers",
                                   "return [float, ...], one for each completion"))
     if len(values) != len(judged):
         raise RewardError(Problem(_flag(name), f"returned {len(values)} values for {len(judged)} samples", "one value for each completion"))
-    found = []
-    for i, (value, sample) in enumerate(zip(values, judged, strict=True)):
-        number = _number(value)
-        if number is None or not math.isfinite(number):
-            what = f"{value!r} ({type(value).__name__})" if number is None else str(number)
-            fix = "float(...)" if isinstance(_item(value), bool) else "a finite number for every sample, 0.0 where there is nothing to say"
-            rule = f"returned {what[:SHOWN]} for sample {i} of {len(judged)}, the completion {_shown(sample)}"
-            raise RewardError(Problem(_flag(name), rule, fix))
-        found.append(number)
-    return found
+    return [_checked(name, value, judged[i], f"sample {i} of {len(judged)}") for i, value in enumerate(values)]
+
+
+def _checked(name: str, value: Any, sample: Judged, where: str) -> Value:
+    each = _plain(value)
+    if not isinstance(each, list | tuple):
+        return _finite(name, value, sample, where)
+    if len(each) != sample.written:
+        rule = f"returned {len(each)} numbers for the {sample.written} tokens of {where}, the completion {_shown(sample)}"
+        raise RewardError(Problem(_flag(name), rule, "one number, or one for each of completion_ids where completion_mask is 1"))
+    return tuple(_finite(name, one, sample, f"token {t} of {where}") for t, one in enumerate(each))
+
+
+def _finite(name: str, value: Any, sample: Judged, where: str) -> float:
+    number = _number(value)
+    if number is None or not math.isfinite(number):
+        what = f"{value!r} ({type(value).__name__})" if number is None else str(number)
+        fix = "float(...)" if isinstance(_item(value), bool) else "a finite number for every sample, 0.0 where there is nothing to say"
+        raise RewardError(Problem(_flag(name), f"returned {what[:SHOWN]} for {where}, the completion {_shown(sample)}", fix))
+    return number
 
 
 def _item(value: Any) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from megaswift.errors import Problem
-from megaswift.trainers.rewards.checked import checked, failed, told
+from megaswift.trainers.rewards.checked import Value, checked, failed, told
 
 Message = Mapping[str, Any]
 Said = str | Sequence[Message]
@@ -33,6 +33,13 @@ class Judged:
     """False: cut off at the longest completion."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns."""
+    own: Sequence[bool] | None = None
+    """Which of `token_ids` the model wrote, as tools write too; None: all."""
+
+    @property
+    def written(self) -> int:
+        """Tokens that the model wrote."""
+        return len(self.token_ids) if self.own is None else sum(self.own)
 
     @property
     def text(self) -> str:
@@ -65,7 +72,7 @@ class RewardFunction(Protocol):
         ...
 
     def __call__(self, judged: Sequence[Judged]) -> Any:
-        """One number a sample."""
+        """One number a sample, or one for each token that the model wrote in it."""
         ...
 
 
@@ -108,8 +115,11 @@ class Rewards:
     """Of samples in their order."""
 
     per_function: dict[str, list[float]]
+    """Of rewards of tokens their sum."""
     total: list[float]
     """The weighted sum."""
+    tokens: list[tuple[float, ...] | None] = field(default_factory=list)
+    """The same by token that the model wrote, of samples that have rewards of tokens; empty where none has."""
 
 
 def missing_columns(functions: Sequence[RewardFunction], columns: frozenset[str]) -> list[Problem]:
@@ -129,19 +139,33 @@ def score_all(functions: Sequence[RewardFunction], weights: Sequence[float], jud
     """Every function's values and their weighted sum; RewardError where a function fails or returns what is no reward."""
     assert len(functions) == len(weights), "checked with the configuration"
     waiting = [f for f in functions if isinstance(f, AsyncRewardFunction)] if judged else []
-    found = dict(zip((f.name for f in waiting), _loop().run(_all(waiting, judged)), strict=True)) if waiting else {}
+    found: dict[str, list[Value]] = dict(zip((f.name for f in waiting), _loop().run(_all(waiting, judged)), strict=True)) if waiting else {}
     for f in functions if judged else ():
         if f.name not in found:
             with told(failed(f.name, judged)):
                 returned = f(judged)
             found[f.name] = checked(f.name, returned, judged)
     values = {f.name: found.get(f.name, []) for f in functions}
-    total = [sum(w * v for w, v in zip(weights, each, strict=True)) for each in zip(*values.values(), strict=True)]
-    return Rewards(values, total)
+    sums = {name: [sum(v) if isinstance(v, tuple) else v for v in given] for name, given in values.items()}
+    total = [sum(w * v for w, v in zip(weights, each, strict=True)) for each in zip(*sums.values(), strict=True)]
+    every = list(zip(*values.values(), strict=True))
+    of_tokens = any(isinstance(value, tuple) for each in every for value in each)
+    return Rewards(sums, total, [_by_token(weights, each, s.written) for each, s in zip(every, judged, strict=True)] if of_tokens else [])
 
 
-async def _all(functions: Sequence[Any], judged: Sequence[Judged]) -> list[list[float]]:
-    async def one(function: Any) -> list[float]:
+def _by_token(weights: Sequence[float], each: Sequence[Value], count: int) -> tuple[float, ...] | None:
+    """The weighted sum at each token; what is of the whole completion stands at its last one."""
+    if not any(isinstance(value, tuple) for value in each):
+        return None
+    found = [0.0] * count
+    for weight, value in zip(weights, each, strict=True):
+        for t, one in enumerate(value) if isinstance(value, tuple) else [(count - 1, value)][:count]:
+            found[t] += weight * one
+    return tuple(found)
+
+
+async def _all(functions: Sequence[Any], judged: Sequence[Judged]) -> list[list[Value]]:
+    async def one(function: Any) -> list[Value]:
         with told(failed(function.name, judged)):
             returned = await function.wait(judged)
         return checked(function.name, returned, judged)

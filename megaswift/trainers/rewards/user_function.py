@@ -17,8 +17,8 @@ from megaswift.errors import ConfigError, Problem, beside, nearest
 from megaswift.trainers.rewards.checked import told
 from megaswift.trainers.rewards.contract import Judged
 
-OURS = ("prompts", "completions", "completion_ids")
-"""What is passed beside the columns; `completion_ids` as TRL has it."""
+OURS = ("prompts", "completions", "completion_ids", "completion_mask")
+"""What is passed beside the columns; `completion_ids` as TRL has it, and which of them the model wrote: 1, or 0 for what tools wrote."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class UserFunction:
         every = dict.fromkeys(name for sample in judged for name in sample.columns)
         given: dict[str, list[Any]] = {name: [sample.columns.get(name) for sample in judged] for name in every}
         given |= {"prompts": [s.prompt for s in judged], "completions": [s.completion for s in judged],
-                  "completion_ids": [list(s.token_ids) for s in judged]}
+                  "completion_ids": [list(s.token_ids) for s in judged],
+                  "completion_mask": [[1] * len(s.token_ids) if s.own is None else [*map(int, s.own)] for s in judged]}
         return given if self.takes is None else {name: value for name, value in given.items() if name in self.takes}
 
     def __call__(self, judged: Sequence[Judged]) -> Any:

@@ -37,8 +37,13 @@ class Estimator:
         """`advantages` and whatever else the run's losses read."""
         mask = token_mask(completed)
         penalties = self.penalties(completed, mask)
-        found = self.of_tokens(rollouts, completed, (penalties, mask)) if self.settings.estimator == "gae" else {
-            "advantages": self.of_completions(rollouts, penalties.sum(1)).unsqueeze(1).expand(mask.shape)}
+        if self.settings.estimator == "gae":
+            found = self.of_tokens(rollouts, completed, (penalties, mask))
+        elif self.settings.estimator == "reinforce_plus_plus" and any(r.tokens is not None for r in rollouts):
+            rewards = rewards_by_token(rollouts, penalties, mask)
+            found = {"advantages": formulas.reinforce_plus_plus_by_token(rewards, mask, self.settings.group)}
+        else:
+            found = {"advantages": self.of_completions(rollouts, penalties.sum(1)).unsqueeze(1).expand(mask.shape)}
         if self.settings.corrects:
             found["ratio"] = self.ratios(padded(completed, "old", mask) - padded(completed, "sampled", mask))
         return {name: [row[own].numpy() for row, own in zip(values.float(), mask, strict=True)] for name, values in found.items()}
@@ -81,8 +86,7 @@ class Estimator:
         """Advantages and returns by the critic's values."""
         penalties, mask = rest
         rl, values = self.cfg.rl, padded(completed, "values", mask)
-        documents = torch.arange(len(completed)).unsqueeze(1).expand(mask.shape)
-        rewards = formulas.token_rewards(torch.tensor([r.total for r in rollouts]), penalties, mask, documents)
+        rewards = rewards_by_token(rollouts, penalties, mask)
         if rl.whiten_rewards:
             rewards = formulas.whiten(rewards, mask, shift_mean=False)
         advantages, returns = formulas.gae(rewards, values, mask, rl.gamma, rl.lam)
@@ -95,6 +99,17 @@ class Estimator:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """The inverse."""
         self.beta = float(state["beta"])
+
+
+def rewards_by_token(rollouts: Sequence[Rollout], penalties: Tensor, mask: Tensor) -> Tensor:
+    """[n, t]: rewards of tokens where they stand, those of a completion at its last token, less what the divergence costs."""
+    documents = torch.arange(len(rollouts)).unsqueeze(1).expand(mask.shape)
+    at_end = torch.tensor([r.total if r.tokens is None else 0.0 for r in rollouts])
+    rewards = formulas.token_rewards(at_end, penalties, mask, documents)
+    for row, own, rollout in zip(rewards, mask, rollouts, strict=True):
+        if rollout.tokens is not None and bool(own.any()):
+            row[own] += torch.tensor(rollout.tokens)
+    return rewards
 
 
 def token_mask(completed: Sequence[Completed]) -> Tensor:

@@ -13,7 +13,7 @@ from megaswift.data.prompts import Prompt
 from megaswift.inference.rollout import Completion
 from megaswift.trainers import agree
 from megaswift.trainers.rewards.contract import Judged, RewardFunction, score_all
-from megaswift.trainers.rl.conversation import Conversation
+from megaswift.trainers.rl.conversation import Conversation, own_of
 
 ENVIRONMENT = "environment"
 
@@ -28,6 +28,8 @@ class Rollout:
     rewards: dict[str, float]
     total: float
     """The weighted sum."""
+    tokens: tuple[float, ...] | None = None
+    """The same by token that the model wrote, where rewards are of tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +47,20 @@ class Judge:
         if isinstance(completion, Conversation):
             said = list(completion.messages)
         return Judged(prompt.said if isinstance(prompt.said, str) else list(prompt.said), said, completion.token_ids, completion.finished,
-                      prompt.columns)
+                      prompt.columns, own_of(completion))
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion], mine: range) -> list[Rollout]:
         """All rollouts, on every rank; this one judges `mine`. An environment's own rewards count beside. Collective."""
         texts = [self.decode(c.token_ids) for c in completions]
 
-        def work() -> list[tuple[dict[str, float], float]]:
+        def work() -> list[tuple[dict[str, float], float, tuple[float, ...] | None]]:
             if not self.functions:
-                return [({}, 0.0)] * len(mine)
+                return [({}, 0.0, None)] * len(mine)
             if not mine:
                 return []
             found = score_all(self.functions, self.weights, [self.judged(prompts[i], completions[i], texts[i]) for i in mine])
-            return [({n: values[k] for n, values in found.per_function.items()}, found.total[k]) for k in range(len(mine))]
+            tokens = found.tokens or [None] * len(mine)
+            return [({n: values[k] for n, values in found.per_function.items()}, found.total[k], tokens[k]) for k in range(len(mine))]
 
         rewards = [reward for share in agree.together(work) for reward in share]
         found = [Rollout(*one, *reward) for one, reward in zip(zip(prompts, completions, texts, strict=True), rewards, strict=True)]
@@ -66,4 +69,5 @@ class Judge:
 
 def with_environment(rollout: Rollout, talk: Conversation) -> Rollout:
     """The rollout with what its environment gave."""
-    return replace(rollout, rewards={**rollout.rewards, ENVIRONMENT: talk.reward}, total=rollout.total + talk.reward)
+    tokens = rollout.tokens and (*rollout.tokens[:-1], rollout.tokens[-1] + talk.reward)
+    return replace(rollout, rewards={**rollout.rewards, ENVIRONMENT: talk.reward}, total=rollout.total + talk.reward, tokens=tokens)

@@ -52,8 +52,15 @@ def test_numbers_of_any_library_become_floats(values: Any) -> None:
     ([math.nan, 0.0, 0.0], "returned nan for sample 0"), ([0.0, math.inf, 0.0], "returned inf for sample 1"),
     ([0.0, 0.0, -math.inf], "returned -inf for sample 2"), (np.array([0.0, np.nan, 0.0]), "returned nan for sample 1"),
     ([True, 0.0, 0.0], "returned True (bool) for sample 0"), (np.array([True, False, True]), "returned True (bool)"),
-    (torch.tensor([True, False, True]), "returned True (bool)"), ([1.0, [2.0], 3.0], "returned [2.0] (list) for sample 1"),
-    (np.ones((3, 1)), "returned [1.0] (list) for sample 0"), ([1j, 0.0, 0.0], "returned 1j (complex)"), ([10**400, 0, 0], "returned inf"),
+    (torch.tensor([True, False, True]), "returned True (bool)"),
+    ([1.0, [2.0], 3.0], "returned 1 numbers for the 2 tokens of sample 1 of 3, the completion 'bb'"),
+    (np.ones((3, 1)), "returned 1 numbers for the 2 tokens of sample 1"), ([1.0, [], 3.0], "returned 0 numbers for the 2 tokens"),
+    ([1.0, [2.0, None], 3.0], "returned None (NoneType) for token 1 of sample 1 of 3, the completion 'bb'"),
+    ([1.0, [2.0, "3"], 3.0], "returned '3' (str) for token 1 of sample 1"),
+    ([[math.nan], 1.0, 2.0], "returned nan for token 0 of sample 0"),
+    ([1.0, [2.0, [3.0]], 3.0], "returned [3.0] (list) for token 1 of sample 1"),
+    ([1.0, [True, 2.0], 3.0], "returned True (bool) for token 0"),
+    ([1j, 0.0, 0.0], "returned 1j (complex)"), ([10**400, 0, 0], "returned inf"),
 ], ids=str)  # fmt: skip
 def test_what_is_no_reward_is_told_with_function_and_sample(values: Any, told: str) -> None:
     with pytest.raises(RewardError) as error:
@@ -81,7 +88,7 @@ def test_prompts_completions_and_columns_arrive_as_lists() -> None:
 
     score(UserFunction("keep", keep, None, frozenset()))
     assert got == {"prompts": ["Q"] * 3, "completions": ["a", "bb", "ccc"], "completion_ids": [[97], [98, 98], [99, 99, 99]],
-                   "answer": [1, 2, None]}
+                   "completion_mask": [[1], [1, 1], [1, 1, 1]], "answer": [1, 2, None]}
     score(UserFunction("keep", keep, None, frozenset()), samples=[said("hi")])
     assert got["prompts"] == [[{"role": "user", "content": "Q"}]] and got["completions"] == [[{"role": "assistant", "content": "hi"}]]
 
@@ -109,6 +116,25 @@ def test_async_functions_wait_together_and_keep_one_loop() -> None:
 
     with pytest.raises(RewardError, match="--reward_funcs wrong: returned 'x'"):
         score(AsyncUserFunction("wrong", wrong, None, frozenset()))
+
+
+@pytest.mark.parametrize("values", [
+    [1, [2, 3], 4], [np.float32(1), np.array([2, 3]), 4.0], [torch.tensor(1), torch.tensor([2.0, 3.0]), 4], (1, (2.0, 3), 4)], ids=str)
+def test_rewards_of_tokens_add_up_and_keep_their_places(values: Any) -> None:
+    """What another function says of the whole completion stands at its last token."""
+    rewards = score(returning(values), returning([10, 20, 30], "whole"), weights=(0.5, 2.0))
+    assert rewards == Rewards({"mine": [1.0, 5.0, 4.0], "whole": [10.0, 20.0, 30.0]}, [20.5, 42.5, 62.0], [None, (1.0, 41.5), None])
+
+
+def test_rewards_of_tokens_are_of_those_that_the_model_wrote() -> None:
+    talk = Judged("Q", "abc", (97, 98, 99), True, {}, (True, False, True))
+    rewards = score(returning([[1, 2]]), samples=[talk])
+    assert rewards.total == [3.0] and rewards.tokens == [(1.0, 2.0)]
+    with pytest.raises(RewardError, match="returned 3 numbers for the 2 tokens of sample 0 of 1"):
+        score(returning([[1, 2, 3]]), samples=[talk])
+    got: dict[str, Any] = {}
+    score(UserFunction("keep", lambda **given: got.update(given) or [0.0], None, frozenset()), samples=[talk])
+    assert got["completion_mask"] == [[1, 0, 1]]
 
 
 def test_no_samples_call_nobody() -> None:

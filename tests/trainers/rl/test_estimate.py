@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from megaswift.trainers.rl.estimate import Estimator, padded, token_mask
 from megaswift.trainers.rl.settings import settings_of
-from tests.losses import trainers
+from tests.losses import test_ppo, trainers
 from tests.losses.rollouts import DOCS, label_fields, models, rollouts
 from tests.trainers.rl.makers import completed, config, rollout
 
@@ -140,6 +141,80 @@ def test_gae_by_definition(whiten: bool | None) -> None:
     for i in range(len(TOTALS)):
         assert found["advantages"][i] == pytest.approx(advantages[i], rel=1e-4, abs=1e-5)
         assert found["returns"][i] == pytest.approx(returns[i], rel=1e-5, abs=1e-6)
+
+
+def by_token() -> list[Any]:
+    """Rewards of tokens for every other completion: 0.5, -0.25, 0.125, ...; the rest have TOTALS."""
+    steps = [tuple((-0.5) ** (t + 1) * -1 for t in range(len(o))) for o in values()["old"]]
+    return [replace(rollout(sum(some), len(some)), tokens=some) if i % 2 else rollout(t, len(some))
+            for i, (t, some) in enumerate(zip(TOTALS, steps, strict=True))]
+
+
+def at_tokens(beta: float) -> list[torch.Tensor]:
+    """What each token is worth, by hand: its reward, or the completion's at the last one, less beta times k1."""
+    found = []
+    for one, old, reference in zip(by_token(), values()["old"], values()["reference"], strict=True):
+        rewards = -beta * (old - reference).double()
+        rewards += torch.tensor(one.tokens or [0.0] * (len(old) - 1) + [one.total])
+        found.append(rewards)
+    return found
+
+
+def test_gae_of_rewards_in_the_middle() -> None:
+    """By definition: the sum of discounted differences from each token on."""
+    known = values()
+    guesses = [torch.linspace(-0.5, 0.8, len(o)) for o in known["old"]]
+    made = estimator(task="ppo", num_generations=1, beta=0.1, gamma=0.9, lam=0.8, whiten_advantages=False)
+    found = made(by_token(), completed({**known, "values": guesses}))
+    for mine, returns, rewards, value in zip(found["advantages"], found["returns"], at_tokens(0.1), guesses, strict=True):
+        n = len(value)
+        delta = [float(rewards[t] + (0.9 * value[t + 1] if t + 1 < n else 0) - value[t]) for t in range(n)]
+        wanted = np.asarray([sum((0.9 * 0.8) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)])
+        assert mine == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        assert returns == pytest.approx(wanted + value.numpy(), rel=1e-4, abs=1e-5)
+
+
+def test_rewards_of_tokens_in_a_second_implementation() -> None:
+    """The loops of PPO's own test: lambda-returns, advantages whitened over all tokens."""
+    known, (policy, reference) = values(), models()
+    critic = torch.randn(test_ppo.TOKENS + 1, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    guesses = [critic[torch.tensor(d.ids[d.begin - 1:-1])] for d in DOCS]
+    judged = [replace(one, total=sum(one.tokens) if one.tokens else score)
+              for one, score in zip(by_token(), test_ppo.SCORES, strict=True)]
+    made = estimator(task="ppo", num_generations=1, beta=test_ppo.KL, gamma=test_ppo.GAMMA, lam=test_ppo.LAM)
+    found = made(judged, completed({**known, "values": guesses}))
+    wanted = test_ppo.told(policy, reference, critic, [torch.ones(len(o)) for o in known["old"]],
+                           {i: one.tokens for i, one in enumerate(judged) if one.tokens})
+    assert np.concatenate(found["advantages"]) == pytest.approx([t.advantage for t in wanted], rel=1e-4, abs=1e-5)
+    assert np.concatenate(found["returns"]) == pytest.approx([t.target for t in wanted], rel=1e-4, abs=1e-5)
+
+
+def test_silent_completions_of_rewards_of_tokens() -> None:
+    guesses = [torch.zeros(len(o)) for o in values()["old"]]
+    made = estimator(task="ppo", num_generations=1, beta=0.1)
+    found = made(by_token(), completed({**values(), "values": guesses}, silent=(1,)))["advantages"]
+    assert len(found[1]) == 0 < len(found[3])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_reinforce_plus_plus_of_rewards_in_the_middle(beta: float) -> None:
+    """A token's return is what comes from it on; less the mean of its group's tokens, over the deviation of all tokens."""
+    made = estimator(advantage_estimator="reinforce_plus_plus", beta=beta)
+    found = made(by_token(), completed(values()))["advantages"]
+    returns = [np.asarray([float(rewards[t:].sum()) for t in range(len(rewards))]) for rewards in at_tokens(beta)]
+    centred = []
+    for start in range(0, len(returns), GROUP):
+        group = returns[start:start + GROUP]
+        centred += [r - np.concatenate(group).mean() for r in group]
+    for mine, wanted in zip(found, centred, strict=True):
+        assert mine == pytest.approx(wanted / np.concatenate(centred).std(ddof=1), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"advantage_estimator": "rloo"}, {"scale_rewards": "none"}])
+def test_comparisons_within_a_group_take_the_sum_of_rewards_of_tokens(options: dict[str, Any]) -> None:
+    made = estimator(**options)
+    found, wanted = (made(some, completed(values()))["advantages"] for some in (by_token(), [replace(r, tokens=None) for r in by_token()]))
+    assert all((a == b).all() for a, b in zip(found, wanted, strict=True)) and any(a.any() for a in found)
 
 
 def test_numbers_stand_from_the_left() -> None:
