@@ -112,9 +112,10 @@ def merging_of(fields: FieldsModel) -> Merging:
                 layer = _adapted(name, module, first)
                 found.adapted |= dict.fromkeys(layer.own.values(), layer)
     for name, _ in fields.named_parameters():
-        at = _inside(name, found.layers)
-        place, own = base_name(name), at is None or name.startswith(f"{at}.base_layer.")
-        if not name.startswith(OWN) or KEPT in name or not own or place in found.adapted:
+        place, at = base_name(name), _inside(name, found.layers)
+        if not name.startswith(OWN) or KEPT in name or at is not None and not name.startswith(f"{at}.base_layer."):
+            continue
+        if at is not None and not quantised.is_packed(found.layers[at].get_base_layer()):  # layers in layers have such names too
             continue
         module = fields.get_submodule(name.rpartition(".")[0])
         if name.endswith(".weight") and quantised.is_packed(module):

@@ -12,7 +12,7 @@ import torch
 from megaswift.config.peft_methods import METHODS
 from tests.bridge.quantise import quantise_fp8
 from tests.engine.torch.adapter_ranks import Run, adapted, far, model_of, orthogonal, plain, saved
-from tests.engine.torch.test_adapters import GO, SETTINGS, config_of
+from tests.engine.torch.test_adapters import GO, SETTINGS, config_of, merged
 from tests.parity.pool import Pool
 
 pytestmark = pytest.mark.process
@@ -49,7 +49,7 @@ def test_qlora_equals_peft_on_bitsandbytes(
     """Products in 8 and 16 bits round differently where a batch is cut differently, so they are compared loosely."""
     folder, exact = dense, bits.get("bnb_4bit_compute_dtype") == torch.float32
     run = Run(folder, {"engine": "ddp", "train_type": "qlora", **SETTINGS["lora"][0], **options}, adapter=tmp_path / "a",
-              save=tmp_path / "step")
+              save=tmp_path / "step", merges=True)
     got = pool.run(GO, run, 2)[0]
     want = reference("lora", loaded(folder, **bits))
     assert ("Linear8bitLt" if bits == EIGHT else "Linear4bit") in got.kinds
@@ -58,6 +58,9 @@ def test_qlora_equals_peft_on_bitsandbytes(
     held = sum(p.stat().st_size for p in (tmp_path / "step" / "state").iterdir())
     assert held < 4 * sum(t.nbytes for t in got.weights.values()), "three tensors a trained parameter, nothing of the base"
     assert {n.split(".")[-2] for n in saved(tmp_path / "a")} >= {"lora_A", "lora_B", "lm_head"}
+    trained = adapted(loaded(folder, **bits).dequantize(), config_of("lora"))
+    trained.load_state_dict(got.weights, strict=False)
+    assert far(got.merged, merged(trained, tmp_path)) < 1e-6, "what a sampler gets: the sum in full precision"
 
 
 @pytest.mark.slow
