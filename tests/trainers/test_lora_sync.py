@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ THREE = ("--max_steps", 3)
 SENT = "sent.jsonl"
 
 
-def trained(folder: Path, out: Path, *options: object, ranks: int = 1) -> list[dict[str, Any]]:
+def trained(folder: Path, out: Path, *options: object, ranks: int = 1, usual: Sequence[object] = USUAL) -> list[dict[str, Any]]:
     """Metrics of a run with adapters, whose ranks write down what goes to samplers."""
     width = () if "--per_device_train_batch_size" in options else ("--per_device_train_batch_size", BATCH)
     inputs = ["--model", folder / "model", "--dataset", folder / "rows.jsonl", "--dataset_cache_dir", folder / "cache",
               "--reward_funcs", f"{folder / 'rewards.py'}:digits", "--output_dir", out]
-    words = [str(w) for w in (*inputs, *USUAL, *LORA, *width, *options)]
+    words = [str(w) for w in (*inputs, *usual, *LORA, *width, *options)]
     out.mkdir(exist_ok=True)
     shared().logged("tests.trainers.test_lora_sync:work", (words, str(out / SENT)), ranks, timeout=240.0)
     return read_lines(out / "metrics.jsonl")
@@ -116,6 +116,15 @@ def test_going_on_is_the_same_run(folder: Path, tmp_path: Path) -> None:
     mine, theirs = (load_file(o / "adapter" / "adapter_model.safetensors") for o in (out, whole))
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in theirs)
     assert len(read_lines(whole / SENT)) == 2 and len(read_lines(out / SENT)) == 1
+
+
+@SLOW
+def test_in_bfloat16_adapters_alone_are_nearer_to_the_trainer(folder: Path, tmp_path: Path) -> None:
+    """Merged weights are rounded once more. Both samplers start alike, as new adapters add nothing."""
+    half = [word if word != "float32" else "bfloat16" for word in USUAL]
+    found = [trained(folder, tmp_path / name, *THREE, "--rollout_lora", name, usual=half) for name in ("true", "false")]
+    alone, merged = ([line["sampling/sampling_logp_difference/mean"] for line in lines] for lines in found)
+    assert alone[0] == merged[0] > 0 and max(alone[1:]) < min(merged[1:])
 
 
 @contextmanager
