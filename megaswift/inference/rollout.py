@@ -94,8 +94,6 @@ class Sampler(Protocol):
     itself and after every sleep, and only adapters come, by `update_adapter`: what does not change is not sent.
     """
 
-    takes_adapters: bool
-    """Which of the two."""
     shared: bool
     """Whether the samplers of all processes are one, servers somewhere: then one process updates them, while none generates."""
 

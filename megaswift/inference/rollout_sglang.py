@@ -53,7 +53,7 @@ class SglangSampler(ServerSampler):
             info = server.get("/get_server_info")  # its name in older releases
         info = info or {}
         version_of(info.get("version"), OLDEST, server)
-        if self.takes_adapters:
+        if self.adapts:
             widest = info.get("max_lora_rank") or self.options.lora_rank  # unset: that of the first adapters
             self.check_adapters(server, widest if info.get("enable_lora") else 0, info.get("load_format"))
         return str(info.get("model_path"))
@@ -68,7 +68,7 @@ class SglangSampler(ServerSampler):
 
     def ask(self, server: Server, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
         """Adapters are chosen by a field of their own."""
-        more = {"lora_path": ADAPTER} if self.takes_adapters else {}
+        more = {"lora_path": ADAPTER} if self.adapts else {}
         return server.post("/generate", {"input_ids": prompt, "return_logprob": True, "stream": False, **more,
                                          "sampling_params": {**common, "sampling_seed": seed}})
 

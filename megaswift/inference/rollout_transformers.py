@@ -65,7 +65,6 @@ class TransformersSampler:
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         self.folder, self.options, self.device = folder, options, torch.device(options.device)
-        self.takes_adapters = options.lora_rank > 0
         self.model = _model(folder, options)
         check_layers(self.model.config)
         self.incoming, self.adapters = Incoming(self.model), IncomingAdapters(self.model)

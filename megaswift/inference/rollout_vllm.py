@@ -63,9 +63,9 @@ class VllmSampler:
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process: tensors are handed over, not copied
         self.vllm: Any = importlib.import_module("vllm")
-        self.takes_adapters = options.lora_rank > 0
+        self.adapts = options.lora_rank > 0
         adapted = {"enable_lora": True, "max_lora_rank": room_for(options.lora_rank), "max_loras": 1, "load_format": "auto"}
-        lora = adapted if self.takes_adapters else {"load_format": "dummy"}  # adapters belong to the folder's own weights
+        lora = adapted if self.adapts else {"load_format": "dummy"}  # adapters belong to the folder's own weights
         self.llm: Any = self.vllm.LLM(
             model=str(folder), skip_tokenizer_init=True, generation_config="vllm", dtype=options.dtype,
             trust_remote_code=options.trust_remote_code, tensor_parallel_size=options.tensor_parallel_size,
@@ -88,7 +88,7 @@ class VllmSampler:
     def sleep(self) -> None:
         """Gives the memory back. A base model that only its adapters change stays in host memory, other weights are dropped."""
         if not self.asleep:
-            self.llm.sleep(level=1 if self.takes_adapters else 2)
+            self.llm.sleep(level=1 if self.adapts else 2)
             self.asleep = frozenset({"weights", "kv_cache"})
 
     def close(self) -> None:

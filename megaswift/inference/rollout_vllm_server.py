@@ -52,7 +52,7 @@ class VllmServerSampler(ServerSampler):
         mode = config.get("model_config", {}).get("logprobs_mode")
         if mode != MODE:
             raise ConfigError(Problem(server.base_url, f"tells {mode}, which are not those of the tokens that it draws", server.start))
-        if self.takes_adapters:
+        if self.adapts:
             widest = (config.get("lora_config") or {}).get("max_lora_rank", 0)
             self.check_adapters(server, widest, (config.get("load_config") or {}).get("load_format"))
             if not server.takes(LOAD):
@@ -73,7 +73,7 @@ class VllmServerSampler(ServerSampler):
 
     def ask(self, server: Server, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
         """Adapters are chosen by the model's name."""
-        name = ADAPTER if self.takes_adapters else self.names[server]
+        name = ADAPTER if self.adapts else self.names[server]
         return server.post("/v1/completions", {**common, "model": name, "prompt": prompt, "seed": seed})
 
     def completion(self, answer: Any, sampling: Sampling) -> Completion:

@@ -31,7 +31,7 @@ class ServerSampler(ABC):
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         self.folder, self.options = folder, options
-        self.takes_adapters = options.lora_rank > 0
+        self.adapts = options.lora_rank > 0
         start = self.command()
         made = [Server(url, options.timeout, self.kind, start) for url in loopback(options, self.port)]
         self.servers = Servers(made, options.batch_size)

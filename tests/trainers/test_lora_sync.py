@@ -106,6 +106,17 @@ def test_adapters_alone_make_the_completions_of_merged_weights(
     assert_adapters_alone(tmp_path / "out", 3)
 
 
+@SLOW
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
+def test_engines_of_torch_send_adapters_too(engine: str, folder: Path, tmp_path: Path) -> None:
+    """PEFT draws their first numbers there, so the run to compare with is the engine's own."""
+    layout = ("--engine", engine, *SPREAD, *THREE)
+    trained(folder, tmp_path / "merged", *layout, "--rollout_lora", "false", ranks=2)
+    trained(folder, tmp_path / "out", *layout, ranks=2)
+    assert_like_merged(tmp_path / "out", tmp_path / "merged")
+    assert_adapters_alone(tmp_path / "out", 3)
+
+
 def test_going_on_is_the_same_run(folder: Path, tmp_path: Path) -> None:
     """In the middle of a generation: the next one is by adapters that a new process has sent."""
     whole, out = tmp_path / "whole", tmp_path / "out"

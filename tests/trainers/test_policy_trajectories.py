@@ -86,7 +86,7 @@ WIDE = [*(("lora", layout) for layout in ("ddp", "zero2", "zero3")),
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 ADAPTERS: dict[str, tuple[object, ...]] = {
     "": (), "new": ("--train_type", "lora", "--lora_rank", 4, "--lora_alpha", 16),
-    "folder": ("--train_type", "lora", "--adapters")}
+    "folder": ("--train_type", "lora", "--rollout_lora", "false", "--adapters")}
 
 
 @pytest.fixture(scope="module")
