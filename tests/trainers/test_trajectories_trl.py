@@ -126,6 +126,19 @@ def test_dpo(layout: tuple[object, ...], folder: Path, dpo: list[tuple[float, fl
 
 @pytest.mark.process
 @SLOW
+@pytest.mark.parametrize("layout", [("--tp", 2), ("--engine", "ddp", *SPREAD)])
+def test_dpo_with_a_reference_that_moves(
+        layout: tuple[object, ...], folder: Path, dpo: list[tuple[float, float]], tmp_path: Path) -> None:
+    """TR-DPO, every second step."""
+    moves = ("--sync_ref_model", "true", "--ref_model_sync_steps", 2, "--ref_model_mixup_alpha", 0.3, "--offload_reference", "true")
+    mine = ours(folder, tmp_path / "out", "dpo", "--beta", 0.5, *moves, *layout)
+    theirs = of_trl(folder, "dpo", beta=0.5, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.3)
+    assert theirs[1][0] == pytest.approx(dpo[1][0], rel=1e-5) and abs(theirs[-1][0] - dpo[-1][0]) > 1e-3
+    assert_same(mine, theirs)
+
+
+@pytest.mark.process
+@SLOW
 @pytest.mark.parametrize(("task", "layout"), [
     ("dpo", ("--ep", 2, *SPREAD)), ("dpo", ("--tp", 2)), ("dpo", ("--engine", "ddp", *SPREAD)),
     ("kto", ("--tp", 2, "--ep", 2, "--etp", 1)), ("rm", ("--ep", 2, *SPREAD))])
