@@ -172,8 +172,8 @@ RL_CLASHES: tuple[Clash, ...] = (
           "is of the native engine; {engine} keeps what it trains where it is", "--engine megatron, or --deepspeed zero3_offload"),
     Clash(("train_type", "quantization_bit"), _rl(lambda c: not is_native(c) and bits_of(c) is not None and not _is_plain_lora(c)),
           "over weights in few bits cannot be merged for the sampler without rounding them again", "--train_type lora, without use_dora"),
-    Clash(("train_type",), lambda c: c.task in PPO and c.model.train_type != "full",
-          "is not for ppo: its critic trains all of its weights", "--train_type full, or megaswift grpo"),
+    Clash(("adapters",), lambda c: c.task in PPO and c.lora.adapters is not None,
+          "are a policy's, and the critic of ppo would have none to go on from", "them merged into --model, and new ones over it"),
     Clash(("freeze_parameters",), lambda c: c.task in PPO and bool(c.model.freeze_parameters),
           "is not for ppo: critic and policy would both be frozen by it", "megaswift grpo"),
 )

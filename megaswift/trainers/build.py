@@ -19,6 +19,7 @@ from megaswift import log
 from megaswift.bridge.fingerprint import fingerprint
 from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_plan
+from megaswift.config.data import PPO
 from megaswift.config.preference import needs_reference
 from megaswift.data import build as data
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, StoredSource
@@ -48,6 +49,7 @@ from megaswift.trainers.metrics import Metrics, Speed
 from megaswift.trainers.outputs import Outputs
 from megaswift.trainers.progress import Progress
 from megaswift.trainers.reference import Preparation, forward_passes, preparation_of, scored
+from megaswift.trainers.rl.critic import critic_folder
 from megaswift.trainers.screen import Facts, data_text
 from megaswift.trainers.tasks import TASKS, Task
 from megaswift.trainers.trackers import trackers
@@ -124,12 +126,14 @@ class Build:
             self.sources = {True: once} if held is None else {True: once, False: held}
         return source, held
 
+    def scheduled(self, total_steps: int) -> SwiftConfig:
+        """The configuration with the steps over which AdaLoRA allocates ranks."""
+        allocates = self.cfg.model.train_type == "adalora" and self.cfg.peft.total_step is None
+        return self.cfg.replace(total_step=total_steps) if allocates else self.cfg
+
     def engine(self, fresh: bool, total_steps: int) -> Engine:
         """The model; `fresh` False leaves its weights to a checkpoint, which of a run with adapters holds the adapters only."""
-        cfg = self.cfg
-        if cfg.model.train_type == "adalora" and cfg.peft.total_step is None:
-            cfg = cfg.replace(total_step=total_steps)
-        engine = make_engine(cfg, self.spec, self.folder, self.context)
+        engine = make_engine(self.scheduled(total_steps), self.spec, self.folder, self.context)
         if needs_reference(self.cfg):
             self.start_from_reference(engine, fresh)
         elif self.cfg.model.random_init:
@@ -211,7 +215,10 @@ class Build:
     def model_facts(self) -> dict[str, Any]:
         """What must be the same when a checkpoint is resumed; with adapters the base model itself."""
         shape = {name: getattr(self.spec, name) for name in SHAPE}
-        return shape | {"base_weights": agree.on_main(lambda: fingerprint(self.folder))} if self.adapts else shape
+        if not self.adapts:
+            return shape
+        based = {"base_weights": self.folder} | ({"critic_weights": critic_folder(self.cfg, self.folder)} if self.cfg.task in PPO else {})
+        return shape | {name: agree.on_main(partial(fingerprint, folder)) for name, folder in based.items()}
 
     def speed(self, engine: Engine) -> Speed:
         """The FLOP rule of this model on these devices."""

@@ -90,7 +90,7 @@ CLASHING = [
     ("async_generation", "--async_generation --offload_model"),
     ("offload_model", "--engine ddp --offload_model"),
     ("train_type", "--engine ddp --train_type boft --quantization_bit 4"),
-    ("train_type", "ppo --train_type lora"),
+    ("adapters", "ppo --train_type lora --adapters d"),
     ("freeze_parameters", "ppo --freeze_parameters norm"),
 ]
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaswift.trainers.metrics import read_lines
+from tests.parity.lora import ATTENTION, MLP, make_adapter
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_model
 from tests.trainers.runs import run
@@ -21,6 +22,7 @@ USUAL = ("--lr", "1e-2", "--report_to", "none", "--num_generations", GROUP, "--m
          "--global_batch_size", BATCH, "--torch_dtype", "float32", "--shuffle", "false")
 FOUR = ("--generation_batch_size", 2 * BATCH, "--num_iterations", 2, "--max_steps", 6, "--save_steps", 2)
 """Steps of a generation; of six the last two are on the second one."""
+LORA = ("--train_type", "lora", "--adapters")
 REWARDS = '''"""Rewards, and what may come between."""
 
 import os
@@ -57,6 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"{i % 10}+{(7 * i) % 10}=" + "?" * (i % 3), "number": i} for i in range(12)]
     (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (made / "rewards.py").write_text(REWARDS, encoding="utf-8")
+    make_adapter(made / "model", made / "adapter", (*ATTENTION, *MLP))
     return made
 
 
@@ -118,6 +121,45 @@ def test_the_same_completions_on_every_layout(layout: tuple[object, ...], ranks:
         assert {k: mine[k] for k in ("loss", "grad_norm", "kl", "reward", "entropy")} == pytest.approx(
             {k: wanted[k] for k in ("loss", "grad_norm", "kl", "reward", "entropy")}, rel=1e-4, abs=1e-6)
     assert abs(lines[0]["kl"]) < 1e-6 < lines[1]["kl"]
+
+
+@pytest.fixture(scope="module")
+def adapted(folder: Path) -> Path:
+    """LoRA on one process of the native engine."""
+    trained(folder, folder / "adapted", "--max_steps", 3, *LORA, folder / "adapter", ranks=1)
+    return folder / "adapted"
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize(("layout", "ranks"), [(("--tp", 2), 2), *((("--engine", engine, *SPREAD), 2) for engine in (
+    "ddp", "fsdp2", "zero2", "zero3")), (("--engine", "ddp"), 1)])
+def test_adapters_on_every_engine(layout: tuple[object, ...], ranks: int, folder: Path, adapted: Path, tmp_path: Path) -> None:
+    """The sampler has them, and the reference has those that the run began with."""
+    lines = trained(folder, tmp_path / "out", "--max_steps", 3, *layout, *LORA, folder / "adapter", ranks=ranks)
+    others = read_lines(adapted / "metrics.jsonl")
+    assert [line["completion"] for line in completions(tmp_path / "out")] == [line["completion"] for line in completions(adapted)]
+    for mine, wanted in zip(lines, others, strict=True):
+        assert mine["sampling/sampling_logp_difference/max"] < 1e-6
+        assert {k: mine[k] for k in ("loss", "grad_norm", "kl", "reward", "entropy")} == pytest.approx(
+            {k: wanted[k] for k in ("loss", "grad_norm", "kl", "reward", "entropy")}, rel=1e-4, abs=1e-6)
+    assert abs(lines[0]["kl"]) < 1e-6 < lines[1]["kl"]
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize("options", [
+    ("--train_type", "qlora"), ("--train_type", "lora", "--quantization_bit", 8), ("--train_type", "dora"), ("--train_type", "boft"),
+    ("--train_type", "adalora", "--init_r", 4, "--target_r", 2, "--total_step", 6, "--tfinal", 1),
+    ("--train_type", "lora", "--modules_to_save", "lm_head")], ids=lambda options: " ".join(map(str, options)))
+def test_other_adapters_go_on_and_sample_what_trains(options: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    lines = trained(folder, tmp_path / "whole", "--engine", "ddp", *SPREAD, *FOUR, *options)
+    far = 1e-6 if "--quantization_bit" not in options else 0.1
+    assert all(line["sampling/sampling_logp_difference/max"] < far for line in (lines[0], lines[4]))
+    assert lines[4]["kl"] > 1e-6
+    trained(folder, tmp_path / "out", "--engine", "ddp", *SPREAD, *FOUR, *options, "--resume_from_checkpoint",
+            tmp_path / "whole/checkpoints/step-2")
+    assert figures(read_lines(tmp_path / "out/metrics.jsonl")) == figures(lines)[2:]
 
 
 @pytest.fixture(scope="module")

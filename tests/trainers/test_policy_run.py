@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megaswift.trainers.metrics import read_lines
+from tests.parity.pool import RankError
 from tests.trainers.inputs import write_model
 from tests.trainers.runs import run
 from tests.trainers.test_grpo_run import BATCH, REWARDS, SLOW, SPREAD, USUAL, completions, figures, without_padding
 
 pytestmark = pytest.mark.process
+BY_TOKEN = '''
+
+def even(completion_ids, completion_mask, **_):
+    """Tokens of even numbers are good, where they stand."""
+    return [[0.25 * (token % 2 == 0) for token, own in zip(*one) if own] for one in zip(completion_ids, completion_mask)]
+'''
 WORLD = '''
 class Count:
     """Rewards digits, and asks twice."""
@@ -37,16 +46,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": [{"role": "user", "content": f"{i % 10}+{(7 * i) % 10}"}], "number": i} for i in range(16)]
     for name, some in (("rows", rows[:12]), ("held", rows[12:])):
         (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
-    (made / "rewards.py").write_text(REWARDS.replace("for text in completions", "for text in (c[0]['content'] for c in completions)"))
+    by_text = REWARDS.replace("for text in completions", "for text in (c[0]['content'] for c in completions)")
+    (made / "rewards.py").write_text(by_text + BY_TOKEN)
     (made / "world.py").write_text(WORLD)
     return made
 
 
-def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str = "grpo", judge: bool = True) -> Path:
+def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str = "grpo", judge: str = "digits") -> Path:
     """A run's folder."""
     width = () if "--per_device_train_batch_size" in options else ("--per_device_train_batch_size", BATCH)
     inputs = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--dataset_cache_dir", str(folder / "cache")]
-    inputs += ["--reward_funcs", f"{folder / 'rewards.py'}:digits"] if judge else ["--environment", f"{folder / 'world.py'}:Count"]
+    inputs += ["--reward_funcs", f"{folder / 'rewards.py'}:{judge}"] if judge else ["--environment", f"{folder / 'world.py'}:Count"]
     usual = [w for i, w in enumerate(USUAL) if not {"--num_generations", "--max_completion_length", "--max_length"} & {w, *USUAL[i - 1:i]}]
     group = () if task == "ppo" else ("--num_generations", 4)
     lengths = ("--max_completion_length", 24 if not judge else 6, "--max_length", 96)
@@ -55,8 +65,9 @@ def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    """Of the export."""
-    return load_file(out / "hf" / "model.safetensors")
+    """Of the export: the model, or adapters."""
+    adapters = out / "adapter" / "adapter_model.safetensors"
+    return load_file(adapters if adapters.exists() else out / "hf" / "model.safetensors")
 
 
 def assert_same_end(a: Path, b: Path) -> None:
@@ -93,10 +104,21 @@ def test_draws_ahead_go_on_where_they_were(folder: Path, tmp_path: Path) -> None
 PPO = ("--num_iterations", 2, "--max_steps", 4, "--save_steps", 2, "--critic_learning_rate", "2e-2")
 
 
-def test_ppo_goes_on_with_its_critic(folder: Path, tmp_path: Path) -> None:
-    whole = trained(folder, tmp_path / "whole", *PPO, task="ppo")
-    again = trained(folder, tmp_path / "again", *PPO, task="ppo")
-    trained(folder, again, *PPO, "--resume_from_checkpoint", str(again / "checkpoints" / "step-2"), task="ppo")
+LORA = ("--train_type", "lora", "--lora_rank", 4)
+
+
+@pytest.mark.parametrize(("options", "ranks"), [((), 1), *(pytest.param(options, ranks, marks=SLOW) for options, ranks in (
+    (LORA, 1), ((*LORA, "--tp", 2), 2), ((*LORA, "--engine", "ddp", *SPREAD), 2), ((*LORA, "--engine", "fsdp2", *SPREAD), 2),
+    ((*LORA, "--engine", "zero2", *SPREAD), 2), (("--train_type", "qlora", "--engine", "ddp"), 1),
+    (("--train_type", "adalora", "--init_r", 4, "--target_r", 2, "--tfinal", 1, "--engine", "ddp"), 1)))])
+def test_ppo_goes_on_with_its_critic(options: tuple[object, ...], ranks: int, folder: Path, tmp_path: Path) -> None:
+    """Rewards are of tokens here. With adapters the critic has its own, and its head trains."""
+    how: Any = {"ranks": ranks, "task": "ppo", "judge": "even"}
+    whole = trained(folder, tmp_path / "whole", *PPO, *options, **how)
+    again = trained(folder, tmp_path / "again", *PPO, *options, **how)
+    trained(folder, again, *PPO, *options, "--resume_from_checkpoint", str(again / "checkpoints" / "step-2"), **how)
+    for line in completions(whole):
+        assert len(line["token_rewards"]) == line["tokens"] and sum(line["token_rewards"]) == line["reward"] == line["rewards/even"]
     assert_same_end(again, whole)
     assert figures(read_lines(again / "metrics.jsonl")) == figures(read_lines(whole / "metrics.jsonl"))
     assert read_lines(whole / "metrics.jsonl")[-1]["vf_loss"] > 0
@@ -114,10 +136,38 @@ def test_ppo_on_other_layouts(layout: tuple[object, ...], ranks: int, folder: Pa
             assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
 
 
+@SLOW
+@pytest.mark.parametrize("layouts", [
+    ((), ("--tp", 2), ("--pp", 2), ("--cp", 2), SPREAD),
+    (("--engine", "ddp"), ("--engine", "ddp", *SPREAD), ("--engine", "fsdp2", *SPREAD), ("--engine", "zero3", *SPREAD))])
+def test_ppo_with_adapters_on_other_layouts(layouts: tuple[tuple[object, ...], ...], folder: Path, tmp_path: Path) -> None:
+    """New ones are drawn alike on all layouts of an engine."""
+    common = ("--max_steps", 3, "--num_iterations", 2, "--critic_learning_rate", "2e-2", *LORA)
+    outs = [trained(folder, tmp_path / str(i), *common, *layout, ranks=2 if i else 1, task="ppo") for i, layout in enumerate(layouts)]
+    alone = read_lines(outs[0] / "metrics.jsonl")
+    assert alone[0]["value/mean"] != alone[2]["value/mean"] and alone[2]["objective/kl"] != 0
+    for out in outs[1:]:
+        assert [c["completion"] for c in completions(out)] == [c["completion"] for c in completions(outs[0])]
+        for got, want in zip(read_lines(out / "metrics.jsonl"), alone, strict=True):
+            for name in ("grad_norm", "vf_loss", "objective/kl", "value/grad_norm", "value/mean"):
+                assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+
+
+@SLOW
+def test_the_critic_of_adapters_goes_on_over_its_own_base(folder: Path, tmp_path: Path) -> None:
+    out = trained(folder, tmp_path / "out", "--max_steps", 1, *LORA, task="ppo")
+    other = tmp_path / "other"
+    shutil.copytree(folder / "model", other)
+    shifted = {name: tensor + 1e-3 for name, tensor in load_file(other / "model.safetensors").items()}
+    save_file(shifted, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RankError, match="model's critic_weights"):
+        trained(folder, out, "--max_steps", 2, *LORA, "--critic_model", str(other), "--resume_from_checkpoint", "latest", task="ppo")
+
+
 def test_an_environment_on_two_ranks(folder: Path, tmp_path: Path) -> None:
     """The same conversations, the loss on the model's own tokens, and log-probabilities that agree there."""
-    alone = trained(folder, tmp_path / "alone", "--max_steps", 2, judge=False)
-    two = trained(folder, tmp_path / "two", "--max_steps", 2, *SPREAD, ranks=2, judge=False)
+    alone = trained(folder, tmp_path / "alone", "--max_steps", 2, judge="")
+    two = trained(folder, tmp_path / "two", "--max_steps", 2, *SPREAD, ranks=2, judge="")
     assert completions(two) == completions(alone)
     assert any(len(line["completion"]) == 3 for line in completions(alone)), "nobody had a second turn"
     lines = read_lines(alone / "metrics.jsonl")

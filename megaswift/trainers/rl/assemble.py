@@ -96,9 +96,9 @@ class Closing(Hook):
         self.drawing.generation.close()
 
 
-def critic(build: Build, rate: Rate) -> Critic | None:
+def critic(build: Build, rate: Rate, total_steps: int) -> Critic | None:
     """The critic of a run that has one."""
-    cfg = build.cfg
+    cfg = build.scheduled(total_steps)
     if estimator_of(cfg) != "gae":
         return None
     engine = critic_engine(cfg, build.spec, build.folder, build.context, fresh=build.resumed is None)
@@ -126,7 +126,7 @@ def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt
                             talk_of(cfg, tokenizer), rounds, build.base)
     judge = Judge(rewards_of(cfg), weights_of(cfg), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     layout = Layout(data.shape_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform)
-    trained = critic(build, loop.learning_rate)
+    trained = critic(build, loop.learning_rate, loop.total_steps)
     leaves = frozenset({"optimizer"} if cfg.rl.offload_optimizer else ()) | frozenset({"model"} if cfg.rl.offload_model else ())
     drawing = Drawing(source, generation, settings.group, cfg.rl.async_generation, cfg.rl.rollout_sleep, leaves)
     parts = Parts(drawing, judge, Estimator(cfg, settings, settings.beta), layout, geometry, trained)

@@ -51,12 +51,19 @@ class Critic(Preparation):
         return batches
 
 
+def critic_folder(cfg: SwiftConfig, folder: Path) -> Path:
+    """Where the critic of a run starts; `folder`: the policy's."""
+    return folder if cfg.rl.critic_model is None else Path(cfg.rl.critic_model)
+
+
 def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Context, fresh: bool) -> Engine:
-    """The critic of a run: the policy's model, or `critic_model`, with a scalar head; `fresh` False: a checkpoint has the weights."""
-    scored = with_score(spec)
-    start = folder if cfg.rl.critic_model is None else Path(cfg.rl.critic_model)
+    """The critic of a run: the policy's model, or `critic_model`, with a scalar head, trained as the policy is.
+
+    With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains.
+    """
+    scored, start = with_score(spec), critic_folder(cfg, folder)
     engine = make_engine(cfg, replace(scored, hf_config={**scored.hf_config}), start, context)
-    if fresh:
+    if fresh or cfg.model.train_type != "full":
         engine.load_hf(start)
     else:
         engine.keep(start)
