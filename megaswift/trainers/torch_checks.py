@@ -16,7 +16,7 @@ from megaswift.errors import Problem
 
 def machine_problems(cfg: SwiftConfig) -> list[Problem]:
     """All of them."""
-    return [*optimizer_problems(cfg), *attention_problems(cfg), *liger_problems(cfg), *compiler_problems(cfg)]
+    return [*optimizer_problems(cfg), *attention_problems(cfg), *liger_problems(cfg), *compiler_problems(cfg), *butterfly_problems(cfg)]
 
 
 def needs_package(package: str, wanted: str) -> list[Problem]:
@@ -76,3 +76,13 @@ def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
         return []
     return [Problem("--torch_compile_backend inductor", "compiles C++ on a CPU, and there is no compiler (g++, clang++)",
                     "--torch_compile_backend aot_eager, which saves no time")]
+
+
+def butterfly_problems(cfg: SwiftConfig) -> list[Problem]:
+    """PEFT compiles BOFT's CUDA extension when adapters are made; where it cannot, it takes a factor of 1 whatever is asked for."""
+    factor = cfg.peft.boft_n_butterfly_factor
+    tools = shutil.which("ninja") and (shutil.which("nvcc") or os.environ.get("CUDA_HOME"))
+    if cfg.model.train_type != "boft" or factor == 1 or (tools and has_gpu()):
+        return []
+    rule = "would be 1: PEFT has more with its CUDA extension only, which needs a GPU, nvcc and ninja"
+    return [Problem(f"--boft_n_butterfly_factor {factor}", rule, "leave it out")]

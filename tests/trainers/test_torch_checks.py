@@ -47,6 +47,18 @@ def test_a_machine_with_one_and_without_packages(monkeypatch: pytest.MonkeyPatch
         assert len(found) >= len(needs) and all("pip install" in text for text in found)
 
 
+def test_butterflies_that_peft_would_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = SwiftConfig(engine="ddp", train_type="boft", boft_n_butterfly_factor=2)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    for gpu, said in ((False, ["--boft_n_butterfly_factor 2: would be 1"]), (True, [])):
+        monkeypatch.setattr(torch_checks, "has_gpu", lambda gpu=gpu: gpu)
+        assert [str(p).split(": PEFT")[0] for p in machine_problems(two)] == said
+        assert machine_problems(SwiftConfig(engine="ddp", train_type="boft")) == []
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    assert len(machine_problems(two)) == 1
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_checks, "has_gpu", lambda: False)
     monkeypatch.setattr("shutil.which", lambda name: None)

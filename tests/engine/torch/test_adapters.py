@@ -27,7 +27,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rslora": ({"lora_rank": 4, "lora_alpha": 16}, {"r": 4, "lora_alpha": 16, "use_rslora": True}),
     "adalora": ({"init_r": 6, "target_r": 2, "total_step": 3, "tfinal": 1, "lora_alpha": 16},
                 {"init_r": 6, "target_r": 2, "total_step": 3, "tfinal": 1, "lora_alpha": 16}),
-    "boft": ({"boft_block_size": 8, "boft_n_butterfly_factor": 2}, {"boft_block_size": 8, "boft_n_butterfly_factor": 2}),
+    "boft": ({"boft_block_size": 8}, {"boft_block_size": 8}),
     "delora": ({}, {}),
     "fourierft": ({"n_frequency": 40, "scaling": 50}, {"n_frequency": 40, "scaling": 50.0}),
     "gralora": ({"lora_rank": 8, "peft_config": {"gralora_k": "4"}}, {"r": 8, "gralora_k": 4}),
