@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from megaswift.config import load
 from megaswift.data.documents import Documents
 from megaswift.data.loader import EvalSource, LoaderGeometry
 from megaswift.data.unit_batches import UnitRows
 from megaswift.data.units import Units
-from megaswift.losses.contract import Batch
+from megaswift.losses.contract import Batch, Needs, Outputs
 from megaswift.trainers.known_reference import score_all
 from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.reference import forward_passes, preparation_of
 from tests.trainers.inputs import preference_inputs, write_preferences
 from tests.trainers.runs import run
 
@@ -70,6 +74,47 @@ def test_numbers_find_their_rows(packing: bool) -> None:
             assert torch.equal(known.of(batch), wanted)
     filler: Batch = rows.batches([[(), rows.read(4)]], shape(), False)[0]
     assert torch.equal(known.of(filler), by_token([filler])[0])
+
+
+class Asked:
+    """An engine that counts how often it is asked, and of which weights."""
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[bool, int]] = []
+        """(of the reference, documents) of each."""
+        self.away = False
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        self.away = True
+        yield
+        self.away = False
+
+    def score(self, batches: list[Batch], needs: Needs) -> list[Outputs]:
+        assert all(len(batch.input_ids) == 1 and batch.cu_seqlens is not None for batch in batches)
+        self.passes.append((self.away, sum(batch.cu_seqlens.numel() - 1 for batch in batches)))  # type: ignore[union-attr]
+        return [Outputs(logprobs=torch.zeros(batch.labels.shape)) for batch in batches]
+
+
+@pytest.mark.parametrize("words, passes", [
+    ("dpo", [(True, 6)]), ("kto --loss_type apo_zero_unpaired", [(True, 6)]), ("kto --loss_type bco", [(True, 6), (False, 6)]),
+    ("kto --micro_batch_size 6", [(True, 6), (True, 6), (False, 6)])])
+def test_a_reference_is_asked_once_about_both_sides_of_all_pairs(words: str, passes: list[tuple[bool, int]]) -> None:
+    """Chosen and rejected lie in one row; kto goes through the answers of others too, by the reference and the policy."""
+    task, *options = words.split()
+    cfg, rows, engine = load(task, options, environ={}), UnitRows(units(4) if task == "dpo" else judged(6), True), Asked()
+    batches = rows.batches([[rows.read(i) for i in range(len(rows) if task != "dpo" else 3)]], shape(), False)
+    preparation = preparation_of(cfg, lambda given: list(given), {})
+    assert preparation is not None
+    made = preparation.prepare(engine, batches, True)  # type: ignore[arg-type]
+    assert engine.passes == passes and len(passes) == forward_passes(cfg)
+    assert len(made) == 1 and made[0].fields["reference"].shape == batches[0].labels.shape
+
+
+def judged(count: int) -> Units:
+    """Examples in place of pairs."""
+    pairs = units(count)
+    return Units(pairs.docs.take(np.arange(0, 2 * count, 2)), np.arange(count, dtype=np.float32) % 2)
 
 
 def test_other_data_are_noticed() -> None:
