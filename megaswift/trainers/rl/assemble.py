@@ -21,6 +21,7 @@ from megaswift.trainers.hook import Hook
 from megaswift.trainers.reference import Reference
 from megaswift.trainers.rewards.contract import missing_columns
 from megaswift.trainers.rl.adapters import goes_alone, merged_because, rank_of
+from megaswift.trainers.rl.alarms import Alarms
 from megaswift.trainers.rl.conversation import Talk
 from megaswift.trainers.rl.critic import Critic, critic_engine
 from megaswift.trainers.rl.drawing import Drawing
@@ -132,7 +133,7 @@ def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt
     parts = Parts(drawing, judge, Estimator(cfg, settings, settings.beta), layout, geometry, trained)
     loop.source = rollouts = RolloutSource(settings, parts)
     loop.beside, loop.mark = rollouts.beside, rollouts.mark
-    hooks: list[Hook] = [Closing(drawing)]
+    hooks: list[Hook] = [Closing(drawing), Alarms(rollouts)]
     if trained is not None:
         loop.prepare, loop.engines = trained.prepare, {CRITIC: trained.engine}
         hooks.append(trained)

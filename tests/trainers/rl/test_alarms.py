@@ -1,0 +1,66 @@
+"""Warnings of generations that teach nothing: after three in a row, once, and again when trouble comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megaswift.trainers.rl.alarms import Alarms
+from tests.trainers.rl.makers import Samples, source
+
+Capture = pytest.CaptureFixture[str]
+
+
+def told(made: Any, steps: int, capsys: Capture, gaps: Mapping[int, float] | None = None) -> tuple[list[int], str]:
+    """At which of the steps something was said, and all of it."""
+    alarms, found, text = Alarms(made), list[int](), ""
+    for number in range(1, steps + 1):
+        made.next()
+        step: Any = SimpleNamespace(number=number, result=SimpleNamespace(
+            metrics={"sampling/token_mult_prob_error": (gaps or {}).get(number, 1.0)}))
+        alarms.on_step(SimpleNamespace(), step)
+        said = capsys.readouterr().err
+        text += said
+        found += [number] * bool(said)
+    return found, text
+
+
+def test_equal_rewards(capsys: Capture) -> None:
+    steps, text = told(source(lambda s: 0.5), 7, capsys)
+    assert steps == [3] and "up to step 3: all completions of a prompt have the same reward (mean 0.5)" in text
+    assert told(source(), 7, capsys) == ([], "")
+
+
+def test_rewards_that_differ_between_prompts_only(capsys: Capture) -> None:
+    """Nothing to compare in a group; where a prompt has one completion, a critic tells them apart."""
+    numbers = iter(range(1000))
+    assert told(source(lambda s: float(next(numbers) // 2)), 4, capsys)[0] == [3]
+    alone = {"reward": 0.5, "reward_std": 0.1, "frac_reward_zero_std": 1.0, "completions/clipped_ratio": 0.0}
+    made = SimpleNamespace(fresh=[1], settings=SimpleNamespace(group=1), metrics=alone, next=lambda: None)
+    assert told(made, 4, capsys) == ([], "")
+    alone["reward_std"] = 0.0
+    steps, text = told(made, 4, capsys)
+    assert steps == [3] and "all completions have the same reward" in text
+
+
+def test_a_generation_counts_once(capsys: Capture) -> None:
+    made = source(lambda s: 0.0, generation_batch_size=16, num_iterations=2)
+    assert told(made, 12, capsys)[0] == [9]
+
+
+def test_trouble_that_went_and_came_back(capsys: Capture) -> None:
+    steps, text = told(source(), 12, capsys, dict.fromkeys([1, 2, 4, 5, 6, 7, 9, 10, 11], 1.2))
+    assert steps == [6, 11] and "token_mult_prob_error 1.2" in text
+    assert told(source(), 12, capsys, dict.fromkeys(range(1, 13), 1.04)) == ([], "")
+    assert told(source(async_generation=True), 12, capsys, dict.fromkeys(range(1, 13), 1.2)) == ([], ""), "the policy is another by then"
+
+
+def test_completions_without_an_end(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Samples.write
+    monkeypatch.setattr(Samples, "write", lambda self, prompts, n: [replace(c, finished=False) for c in write(self, prompts, n)])
+    steps, text = told(source(), 4, capsys)
+    assert steps == [3] and "cut off at --max_completion_length" in text
