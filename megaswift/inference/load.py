@@ -167,6 +167,9 @@ def place(prepared: Prepared, options: PlacementOptions, model: Any) -> DeviceMa
         raise ConfigError(Problem(flag, f"{what}: {names}",
                                   "--offload_folder DIR to read them from disk in every step, a larger --max_memory, or "
                                   "--quantization_bit 4"))
+    if len(on_disk) == len(placed):
+        raise ConfigError(Problem(flag, "puts the whole model on the disk, and its layers have to be computed somewhere",
+                                  "a larger --max_memory"))
     if on_disk and options.quantization_bit is not None:
         raise ConfigError(Problem(f"--quantization_bit {options.quantization_bit}", "does not go with weights on disk",
                                   "a larger --max_memory, or no --quantization_bit"))

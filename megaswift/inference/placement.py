@@ -72,7 +72,11 @@ def decide(sizes: Sizes, how: str, limits: Mapping[Device, int] | None) -> Devic
     if how != "sequential":
         memory = get_balanced_memory(sizes.model, memory, no_split_module_classes=whole, special_dtypes=special,
                                      low_zero=how == "balanced_low_0")
-    return dict(infer_auto_device_map(sizes.model, memory, no_split_module_classes=whole, special_dtypes=special))
+    try:
+        return dict(infer_auto_device_map(sizes.model, memory, no_split_module_classes=whole, special_dtypes=special))
+    except IndexError:  # accelerate 1.15, of a tied head's own bias where the model must be cut (BERT)
+        raise ConfigError(Problem(f"--device_map {how}", "accelerate finds no map for this model, which does not fit on one device",
+                                  "a larger --max_memory, or --device_map FILE.json")) from None
 
 
 def check(sizes: Sizes, given: Mapping[str, Device], flag: str) -> DeviceMap:
