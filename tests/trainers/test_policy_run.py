@@ -161,7 +161,8 @@ def test_the_critic_of_adapters_goes_on_over_its_own_base(folder: Path, tmp_path
     shifted = {name: tensor + 1e-3 for name, tensor in load_file(other / "model.safetensors").items()}
     save_file(shifted, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(RankError, match="model's critic_weights"):
-        trained(folder, out, "--max_steps", 2, *LORA, "--critic_model", str(other), "--resume_from_checkpoint", "latest", task="ppo")
+        trained(folder, out, "--max_steps", 2, *LORA, *SPREAD, "--critic_model", str(other), "--resume_from_checkpoint", "latest", ranks=2,
+                task="ppo")
 
 
 def test_an_environment_on_two_ranks(folder: Path, tmp_path: Path) -> None:
