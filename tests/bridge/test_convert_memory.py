@@ -32,6 +32,7 @@ def weights_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_model_beyond_the_allowed_growth(tmp_path: Path) -> None:
     """0.8 GB of weights, the largest tensor 34 MB: growth below a third of the weights, both ways."""
     largest = write_sparse(tmp_path / "hf", 1 << 28, vocab_size=8192, hidden_size=2048, intermediate_size=8192, num_hidden_layers=6,

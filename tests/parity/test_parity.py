@@ -82,6 +82,7 @@ def held(rank: int, world: int, task: Task) -> list[list[int]]:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_layout_string_places_the_layers(pool: Pool, references: References) -> None:
     case = parse("dense pp2 vpp2")
     folder, recipe, _ = references.of(case)

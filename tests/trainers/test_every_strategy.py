@@ -69,7 +69,7 @@ WAYS = {
     "fsdp2 units in units": replace(
         fsdp(), words=("--engine", "fsdp2", "--fsdp_transformer_layer_cls_to_wrap", LAYER, NORM), units=(LAYER, NORM)),
 }
-DEFAULT = {("zero3", "full"), ("fsdp2", "lora")}
+DEFAULT = {("fsdp2", "lora")}
 """Of the table, what runs by default; the rest is in the slow tier."""
 TABLE = [pytest.param(name, kind, id=f"{name}-{kind}", marks=[] if (name, kind) in DEFAULT else pytest.mark.slow)
          for name in WAYS for kind in ("full", "lora")]

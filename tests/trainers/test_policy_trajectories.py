@@ -77,8 +77,8 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "ep2": (2, ("--ep", 2, *SPREAD)), "ep2 ddp": (2, ("--engine", "ddp", *SPREAD)),
 }
 EXPERTS = ("ep2", "ep2 ddp")
-QUICK = [("dapo", "one"), ("old", "tp2"), ("dr_grpo", "pp2"), ("masked", "dp2"), ("old", "ddp"), ("grpo", "ep2"), ("lora", "fsdp2")]
-WIDE = [*(("lora", layout) for layout in ("ddp", "zero2", "zero3")),
+QUICK = [("dapo", "one"), ("old", "tp2"), ("dr_grpo", "pp2"), ("masked", "dp2"), ("old", "ddp"), ("grpo", "ep2")]
+WIDE = [*(("lora", layout) for layout in ("ddp", "fsdp2", "zero2", "zero3")),
         *(("lora on", layout) for layout in ("tp2 pp2", "ddp", "fsdp2", "zero2", "zero3")),
         *(("old", layout) for layout in LAYOUTS), *(("masked", layout) for layout in LAYOUTS if layout not in EXPERTS),
         *((case, layout) for case in CASES if case != "lora" for layout in ("one", "cp2", "dp2"))]

@@ -69,7 +69,7 @@ def reference(name: str, folder: Path, **how: Any) -> Any:
     return plain(model, orthogonal, model.base_model.update_and_allocate)
 
 
-DEFAULT = ("adalora", "vera")
+DEFAULT = ("vera",)
 ALL = [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in SETTINGS]
 
 
