@@ -112,37 +112,27 @@ class RowContents:
                 return True
         return False
 
-    def _check_usable(self, sources: Sequence[Source]) -> None:
+    def check(self, sources: Sequence[Source]) -> None:
+        """DataError when no row of an epoch carries loss within max_length; reads up to the first that does, the same on every rank."""
         some: list[Rendered] = []
+        looked, readable, labelled, names = 0, False, False, names_of(sources)
         for path, located, cursor in read_on(sources, Cursor()):
             if cursor.epoch:
                 break
+            looked += 1
             rendered = self._render(path, located)
-            if isinstance(rendered, Problem) and self.encoder.spec.strict:
+            if not isinstance(rendered, Problem):
+                some, readable, labelled = [*some, rendered], True, labelled or bool(rendered.spans)
+            elif self.encoder.spec.strict:
                 return  # it stops the run when its turn comes
-            some += [] if isinstance(rendered, Problem) else [rendered]
             if len(some) == AHEAD:
                 if self._usable(some):
                     return
                 some = []
-        if not self._usable(some):
-            raise self.useless(sources)
-
-    def check(self, sources: Sequence[Source], rows: int = 256) -> None:
-        """DataError when no row of an epoch carries loss within max_length; the first `rows` are told apart from longer reading."""
-        seen: list[Rendered] = []
-        whole, looked, names = False, 0, names_of(sources)
-        for path, located, cursor in read_on(sources, Cursor()):
-            whole = cursor.epoch > 0
-            if whole or looked == rows:
-                break
-            looked += 1
-            rendered = self._render(path, located)
-            if isinstance(rendered, Problem) and self.encoder.spec.strict:
-                return  # it stops the run when its turn comes
-            seen += [] if isinstance(rendered, Problem) else [rendered]
-        if whole and not seen:
+        if self._usable(some):
+            return
+        if not readable:
             raise DataError(Problem(names, f"none of its {looked} rows can be read", "--strict true tells what is wrong with them"))
-        if whole and not any(r.spans for r in seen):
+        if not labelled:
             raise DataError(Problem(names, f"no token of {looked} rows carries loss", "rows with assistant messages, or --loss_scale all"))
-        self._check_usable(sources)
+        raise self.useless(sources)
