@@ -20,6 +20,7 @@ case "$tier" in fast|default|slow|gpu) ;; *) echo "test.sh: unknown tier '$tier'
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 env=$(bash scripts/setup_env.sh "${setup[@]}")
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE  # each of many processes would compile the sources anew
 
 # $1: marks; the rest for pytest. Code 5 (nothing matched) is an error only where no tier runs anything.
 ran=0

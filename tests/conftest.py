@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from collections.abc import Iterator
@@ -13,6 +14,13 @@ import pytest
 from tests.parity.pool import Pool, close_shared, shared
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+gc.disable()  # what is imported and collected stays to the end: the collector would look through it again and again
+
+
+def pytest_collection_finish() -> None:
+    """From here on the collector looks at what tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

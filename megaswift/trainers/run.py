@@ -17,6 +17,7 @@ from megaswift.parallel.checks import layout_for
 from megaswift.parallel.shape import ModelShape
 from megaswift.trainers.model_spec import spec_of
 from megaswift.trainers.preflight import preflight
+from megaswift.trainers.start_up import lasting
 
 __all__ = ["preflight", "run"]
 
@@ -25,16 +26,18 @@ def run(cfg: SwiftConfig) -> Path:
     """Trains as `cfg` says and returns the output directory. Every rank calls it, after `preflight`."""
     began = time.perf_counter()
     log.quieten()
-    from megaswift.trainers.engines import start_context
-    from megaswift.trainers.session import Session
+    with lasting():
+        from megaswift.trainers.engines import start_context
+        from megaswift.trainers.session import Session
 
-    folder = locate(cfg.model, weights=not cfg.model.random_init)
-    spec = spec_of(cfg, folder)
-    layout = layout_for(cfg, ModelShape.of(spec), int(os.environ.get("WORLD_SIZE", "1")))
-    context = start_context(cfg, layout)
+        folder = locate(cfg.model, weights=not cfg.model.random_init)
+        spec = spec_of(cfg, folder)
+        layout = layout_for(cfg, ModelShape.of(spec), int(os.environ.get("WORLD_SIZE", "1")))
+        context = start_context(cfg, layout)
     finished = False
     try:
-        session = Session(cfg, spec, folder, context)
+        with lasting():
+            session = Session(cfg, spec, folder, context)
         session.seconds["start-up"] = time.perf_counter() - began
         root = session.run()
         finished = True

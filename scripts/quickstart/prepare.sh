@@ -19,6 +19,7 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [ -n "$env" ] || env=$(bash scripts/setup_env.sh ${setup[@]+"${setup[@]}"})
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE  # each of many processes would compile the sources anew
 quick="$PWD/scripts/quickstart"
 began=$SECONDS
 

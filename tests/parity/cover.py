@@ -6,6 +6,7 @@ Owns the tables of choices and the rule of what is legal, written out by hand: `
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 
@@ -21,8 +22,9 @@ SWITCHES: dict[str, tuple[object, ...]] = {
 MOE_SWITCHES: dict[str, tuple[object, ...]] = {**SWITCHES, "allgather": (False, True)}
 SMALL = {
     "dense": ("single", "tp2", "tp2 sp", "pp2", "pp2 vpp2", "cp2", "cp2 packed", "dp2", "dp2 do", "pp2 tied", "tp2 packed",
-              "pp3 first2", "dp3", "recompute=block", "recompute=mlp", "tp8 sp"),
-    "moe": ("single", "dp2 ep2 do", "tp8 etp8 sp", "tp2 sp", "pp2 packed", "cp2", "tp2 sp ep2", "pp2 last1", "recompute=moe"),
+              "pp3 first2", "dp3", "recompute=block", "recompute=mlp", "tp8 sp", "cp8 packed recompute=full", "dp8 do"),
+    "moe": ("single", "dp2 ep2 do", "tp8 etp8 sp", "tp2 sp", "pp2 packed", "cp2", "tp2 sp ep2", "pp2 last1", "recompute=moe",
+            "cp8 ep4 etp2 packed", "dp8 ep2 etp4 do"),
 }
 """One axis at a time on few ranks, uneven stages, sizes that are no power of two: what to look at first when others fail."""
 AXES = ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")
@@ -56,7 +58,7 @@ def switched(model: str) -> Iterator[Case]:
     switches = MOE_SWITCHES if model == "moe" else SWITCHES
     for case in layouts(model):
         for values in product(*switches.values()):
-            yield Case(**{**case.to_dict(), **dict(zip(switches, values, strict=True))})
+            yield replace(case, **dict(zip(switches, values, strict=True)))
 
 
 @cache
@@ -72,11 +74,11 @@ def every(model: str) -> tuple[Case, ...]:
 
 
 def paired(model: str) -> list[Case]:
-    """The cases of which the default run combines every two choices: TP and ETP of 8 are left to one case each and the slow tier.
+    """The cases of which the default run combines every two choices: an axis of 8 is left to one case each and the slow tier.
 
-    Each costs the time of three others: eight ranks, and a collective for every product.
+    Eight ranks cost the time of four, and no other axis goes with eight of one.
     """
-    return [case for case in switched(model) if max(case.tp, case.etp) < RANKS]
+    return [case for case in switched(model) if max(case.tp, case.cp, case.dp, case.etp) < RANKS]
 
 
 def small(model: str) -> tuple[Case, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ EAGER = ("gemma2", "gpt_oss")
 """Model types whose attention transformers computes in its eager way only: others leave soft caps or sinks out."""
 
 
+@cache
 def is_moe(variant: str) -> bool:
     """Whether the variant has experts."""
     return bool(getattr(config(variant), "num_experts_per_tok", 0))

@@ -8,6 +8,7 @@ process group, RNG or module state from one layout to the next. A rank that fail
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import random
@@ -208,11 +209,14 @@ def _tail(path: Path, lines: int) -> str:
 
 def _serve(address: str, preload: Sequence[str]) -> None:
     connection: Connection = Client(address, "AF_UNIX")
+    gc.disable()
     for name in preload:
         try:
             importlib.import_module(name)
         except ImportError as error:
             print(f"pool: {name} cannot be imported: {error}", file=sys.stderr)
+    gc.freeze()  # a rank's collector would visit, and so copy, every page of what was imported
+    gc.enable()
     while True:
         try:
             job = connection.recv()
