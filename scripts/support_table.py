@@ -76,11 +76,11 @@ def refusals() -> list[str]:
     return lines
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Writes or checks; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when a table is out of date")
-    check, stale = parser.parse_args().check, []
+    check, stale = parser.parse_args(argv).check, []
     for target, full in TARGETS.items():
         path = ROOT / target
         text = path.read_text(encoding="utf-8") if path.exists() else ""

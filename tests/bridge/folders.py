@@ -12,18 +12,7 @@ from torch import Tensor
 
 from megaswift.bridge import HfSource, WeightPlan
 from megaswift.families import family_of, read_config
-from tests.parity.models import VARIANTS, build
-
-EXTRA: dict[str, dict[str, Any]] = {
-    "llama-tied": {"base": "llama", "tie_word_embeddings": True}, "mistral-tied": {"base": "mistral", "tie_word_embeddings": True},
-    "qwen2-tied": {"base": "qwen2", "tie_word_embeddings": True}, "mixtral-tied": {"base": "mixtral", "tie_word_embeddings": True},
-    "llama-wide-heads": {"base": "llama", "head_dim": 40}, "mixtral-wide-heads": {"base": "mixtral", "head_dim": 24},
-    "llama-mha": {"base": "llama", "num_key_value_heads": 8},
-    "qwen3-yarn-mha": {"base": "qwen3-yarn", "num_key_value_heads": 8},
-}
-for _name, _changes in EXTRA.items():
-    _type, _fields = VARIANTS[_changes["base"]]
-    VARIANTS.setdefault(_name, (_type, {**_fields, **{k: v for k, v in _changes.items() if k != "base"}}))
+from tests.parity.models import build
 
 
 def make(variant: str, root: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -19,7 +19,7 @@ from megaswift.bridge.adapters import HALVES, AdapterPlan, AdapterSettings, outp
 from megaswift.bridge.merge import merge_folders
 from megaswift.bridge.peft_folder import PeftFolder, write_adapter
 from megaswift.convert import convert
-from megaswift.errors import WeightsError
+from megaswift.errors import UserError, WeightsError
 from megaswift.families.projections import ALL, select
 from megaswift.families.rules import dim_of
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
@@ -252,5 +252,5 @@ def test_the_command_and_the_script_merge_alike(folders: Path, tmp_path: Path) -
     a, b = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b")
     assert a.keys() == b.keys() == tensors_of(folder).keys() and all(torch.equal(t, b[n]) for n, t in a.items())
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > len(list((tmp_path / "b").glob("*.safetensors"))) == 1
-    again = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 2 and "exists already" in again.stderr and "Traceback" not in again.stderr
+    with pytest.raises(UserError, match="exists already"):
+        convert(["merge-lora", str(folder), str(adapter), str(tmp_path / "b")])

@@ -14,11 +14,11 @@ from megaswift.bridge import ExportOptions, HfSource, WeightPlan, export_hf
 from megaswift.bridge.plan import Group
 from megaswift.families import FAMILIES
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
-from tests.parity.models import VARIANTS
+from tests.parity.models import BRIDGED, VARIANTS
 
 pytestmark = pytest.mark.wide
 
-ALL = sorted({*VARIANTS, *(name for name in FAMILIES.names() if name not in {kind for kind, _ in VARIANTS.values()})})
+ALL = sorted({*VARIANTS, *BRIDGED, *(name for name in FAMILIES.names() if name not in {kind for kind, _ in VARIANTS.values()})})
 ONE_A_FAMILY = sorted({kind: name for name, (kind, _) in VARIANTS.items()}.values())
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megaswift.bridge import conversion
 from megaswift.bridge.hf_to_megatron import Options, hf_to_megatron
+from megaswift.cli import main
 from megaswift.convert import convert
 from megaswift.errors import UserError
 from tests.bridge.folders import make, rewrite, set_config, tensors_of
@@ -248,10 +249,10 @@ def test_logits_need_every_weight(fresh: Fresh, folders: Path) -> None:
 def test_the_script_and_its_exit_codes(fresh: Fresh, folders: Path, tmp_path: Path) -> None:
     a, b = make("dense", folders), changed(fresh("dense"), flip)
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    script, command = ["converters/verify.py"], ["-m", "megaswift", "convert", "verify"]
-    for words, other, code in ((script, b, 1), (script, tmp_path / "nothing", 2), (command, a, 0)):
-        done = subprocess.run([sys.executable, *words, str(a), str(other)], cwd=ROOT, env=environ, capture_output=True, text=True,
-                              timeout=120)
+    command = [sys.executable, "converters/verify.py", str(a)]
+    for other, code in ((b, 1), (tmp_path / "nothing", 2)):
+        done = subprocess.run([*command, str(other)], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr
         assert code != 2 or "does not exist" in done.stderr
+    assert main(["convert", "verify", str(a), str(a)]) == 0

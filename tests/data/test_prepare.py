@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,11 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megaswift.data import cache, readers
+from megaswift.data import cache, encode, readers
 from megaswift.data.build import documents
 from megaswift.data.prepare import prepare
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
+from tests.parity.pool import Pool
 
 ROWS = [chat(f"hello {i}", f"answer {i}") for i in range(12)]
 
@@ -252,17 +251,19 @@ def test_waiting_ends_with_the_build_its_failure_or_its_silence(tmp_path: Path, 
         cache.wait_for(tmp_path / "never")
 
 
+def building(rank: int, world: int, where: tuple[Path, str]) -> tuple[str, int]:
+    """The store's folder, and how many parts this rank encoded (on the ranks)."""
+    parts, plain = [], encode.Encoder.encode_part
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode.Encoder, "encode_part", lambda *a: (parts.append(1), plain(*a))[1])
+        return stores(*where).name, len(parts)
+
+
 @pytest.mark.process
-def test_ranks_of_a_node_build_once(tmp_path: Path) -> None:
+def test_ranks_of_a_node_build_once(tmp_path: Path, pool: Pool) -> None:
     path = jsonl(tmp_path / "d.jsonl", ROWS)
-    program = ("import sys; from tests.data.test_prepare import stores; from pathlib import Path; from megaswift.data import encode;"
-               "n = []; old = encode.Encoder.encode_part; encode.Encoder.encode_part = lambda s, p: (n.append(1), old(s, p))[1];"
-               "f = stores(Path(sys.argv[1]), sys.argv[2]); print(f.name, len(n))")
-    ranks = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path), path], stdout=subprocess.PIPE, text=True,
-                              env=os.environ | {"RANK": str(r), "LOCAL_RANK": str(r)}, cwd=Path(__file__).parents[2]) for r in (1, 0)]
-    waited, built = (r.communicate(timeout=120)[0].split() for r in ranks)
-    assert waited[0] == built[0]
-    assert waited[1] == "0" and int(built[1]) > 0
+    (built, parts), (waited, none) = pool.run("tests.data.test_prepare:building", (tmp_path, path), 2)
+    assert waited == built and none == 0 and parts > 0
 
 
 @pytest.mark.parametrize("name", ["d.csv", "d.json"])

@@ -125,6 +125,14 @@ VARIANTS |= {  # rows of whole blocks of 64, on two ranks too
     "mla-nf4": ("deepseek_v3", {**DEEPSEEK_MOE, **LATENT, "intermediate_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 64,
                                 "kv_lora_rank": 64, "v_head_dim": 16}),
 }
+BRIDGED: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (VARIANTS[base][0], {**VARIANTS[base][1], **changes}) for name, base, changes in (
+        *((f"{base}-tied", base, {"tie_word_embeddings": True}) for base in ("llama", "mistral", "qwen2", "mixtral")),
+        ("llama-wide-heads", "llama", {"head_dim": 40}), ("mixtral-wide-heads", "mixtral", {"head_dim": 24}),
+        ("llama-mha", "llama", {"num_key_value_heads": 8}), ("qwen3-yarn-mha", "qwen3-yarn", {"num_key_value_heads": 8}),
+    )
+}
+"""Shapes that only the bridge's tests make."""
 EAGER = ("gemma2", "gpt_oss")
 """Model types whose attention transformers computes in its eager way only: others leave soft caps or sinks out."""
 
@@ -139,8 +147,8 @@ def config(variant: str) -> Any:
     """The transformers configuration of a variant, or of a model type that has none: a tiny one of that type."""
     from transformers import AutoConfig
 
-    if variant in VARIANTS:
-        model_type, fields = VARIANTS[variant]
+    if known := VARIANTS.get(variant) or BRIDGED.get(variant):
+        model_type, fields = known
         return AutoConfig.for_model(model_type, **{"rope_theta": 10000.0, **fields})
     standard = AutoConfig.for_model(variant)
     return AutoConfig.for_model(variant, **{k: v for k, v in {**MIXTRAL, **MOE}.items() if hasattr(standard, k)})

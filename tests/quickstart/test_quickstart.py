@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts.quickstart import make_model
 from tests.sources import ROOT
 
 QUICK = ROOT / "scripts" / "quickstart"
@@ -44,11 +45,10 @@ def test_the_generator_writes_the_bundled_files(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes()
 
 
-@pytest.mark.process
-def test_model_and_tokenizer(tmp_path: Path) -> None:
+def test_model_and_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Loadable, a few million parameters, and the template marks the assistant's words and end of turn, nothing else."""
-    told = python(QUICK / "make_model.py", DATA, tmp_path / "model")
-    assert re.search(r"gpus \d+\n$", told)
+    make_model.main(DATA, tmp_path / "model")
+    assert re.search(r"gpus \d+\n$", capsys.readouterr().out)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
     assert model.config.model_type == "qwen3" and 1e6 < sum(p.numel() for p in model.parameters()) < 5e6
     chat = [{"role": "user", "content": "What is 7 in words?"}, {"role": "assistant", "content": "seven"}]

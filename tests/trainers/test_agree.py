@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import datetime
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megaswift.errors import CheckpointError, DataError, Problem
 from megaswift.trainers import agree
+from tests.parity.pool import Pool
 
 
-def _rank(rank: int, store: str, out: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def agreed(rank: int, world: int, _: None) -> list[object]:
+    """What a rank finds (on the ranks)."""
+    dist.init_process_group("gloo")
     found = [agree.total([rank + 1, 2**52]), agree.largest([rank, -rank]), agree.gather(f"r{rank}"),
              agree.on_main(lambda: rank * 10 + 7), agree.world_size(), agree.spread("abc", lambda some: [f"{rank}{x}" for x in some])]
     for error in (DataError([Problem("a", "is bad"), Problem("b", "too")]), OSError(28, "No space left on device", "/disk/x")):
@@ -25,16 +25,15 @@ def _rank(rank: int, store: str, out: str) -> None:
             found.append([type(caught).__name__, [p.what + " " + p.rule for p in caught.problems]])
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
     found.append(agree.on_main(lambda: time.sleep(2.5) or 5, hours=0.1))  # longer than a collective may take
-    Path(out, str(rank)).write_text(repr(found))
     dist.destroy_process_group()
+    return found
 
 
 @pytest.mark.process
-def test_two_ranks_agree(tmp_path: Path) -> None:
-    mp.spawn(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
-    expected = repr([[3.0, 2.0**53], [1.0, 0.0], ["r0", "r1"], 7, 2, ["0a", "1b", "1c"], ["DataError", ["a is bad", "b too"]],
-                     ["CheckpointError", ["/disk/x No space left on device"]], 5])
-    assert [(tmp_path / r).read_text() for r in "01"] == [expected, expected]
+def test_two_ranks_agree(pool: Pool) -> None:
+    expected = [[3.0, 2.0**53], [1.0, 0.0], ["r0", "r1"], 7, 2, ["0a", "1b", "1c"], ["DataError", ["a is bad", "b too"]],
+                     ["CheckpointError", ["/disk/x No space left on device"]], 5]
+    assert pool.run("tests.trainers.test_agree:agreed", None, 2) == [expected, expected]
 
 
 def test_alone_everything_is_as_it_is() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,17 +16,15 @@ from megaswift.families.model_source import locate, missing_files
 from megaswift.trainers.metrics import read_lines
 from tests.bridge.folders import tensors_of
 from tests.bridge.test_convert import assert_same
-from tests.sources import ROOT
 from tests.trainers.inputs import write_conversations, write_model
+from tests.trainers.runs import run
 
 
 def train(model: Path, folder: Path, out: Path) -> list[float]:
     """Two steps; their losses."""
     words = ["--model", model, "--dataset", folder / "data.jsonl", "--dataset_cache_dir", folder / "cache", "--max_steps", 2,
-             "--save_steps", 1, "--per_device_train_batch_size", 4, "--lr", 1e-3, "--output_dir", out]
-    done = subprocess.run([sys.executable, "-m", "megaswift", "sft", *map(str, words)], cwd=ROOT, capture_output=True, text=True,
-                          timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
+             "--save_steps", 1, "--per_device_train_batch_size", 4, "--lr", 1e-3]
+    run([str(word) for word in words], out, ranks=1)
     return [line["loss"] for line in read_lines(out / "metrics.jsonl")]
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megaswift.data.build import build
 from megaswift.data.loader import LoaderGeometry
@@ -16,6 +14,7 @@ from megaswift.data.stream import StreamSource
 from megaswift.errors import DataError
 from megaswift.trainers import agree
 from tests.data.makers import chat, config, jsonl, tokenizer
+from tests.parity.pool import Pool
 
 ROWS, STEPS = 40, 12
 """Steps of 4 rows, or of 4 packed ones: more than one pass."""
@@ -43,29 +42,29 @@ def steps(made: StreamSource, count: int) -> list[Any]:
     return [[(b.input_ids.tolist(), b.loss_weights.tolist()) for b in made.next()] for _ in range(count)]
 
 
-def _rank(rank: int, folder: str, dp: int, task: str, packing: bool) -> None:
-    path, geometry = Path(folder), LoaderGeometry(rank % dp, dp, 1, 4 // dp)
-    dist.init_process_group("gloo", init_method=f"file://{path / 'store'}", rank=rank, world_size=2)
+def shared(rank: int, world: int, asked: tuple[Path, int, str, bool]) -> dict[str, Any]:
+    """What a rank reads (on the ranks)."""
+    path, dp, task, packing = asked
+    geometry = LoaderGeometry(rank % dp, dp, 1, 4 // dp)
+    dist.init_process_group("gloo")
     (made, sizes), (again, _) = stream(path, geometry, task, packing), stream(path, geometry, task, packing)
     made.spread = again.spread = agree.spread
     found = steps(made, STEPS)
     texts, state = sum(sizes), made.state_dict()
     again.load_state_dict(state)
     told = {"steps": found, "texts": texts, "stats": made.stats, "same": steps(again, 2) == steps(made, 2)}
-    (path / f"{rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
+    return told
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("dp", "task", "packing"), [(2, "sft", False), (1, "sft", True), (1, "dpo", True)])
-def test_each_row_is_tokenised_once(dp: int, task: str, packing: bool, tmp_path: Path) -> None:
+def test_each_row_is_tokenised_once(dp: int, task: str, packing: bool, tmp_path: Path, pool: Pool) -> None:
     """By ranks that train on different rows, and by ranks that train on the same."""
     jsonl(tmp_path / "rows.jsonl", [row(i, task) for i in range(ROWS)])
-    mp.spawn(_rank, (str(tmp_path), dp, task, packing), nprocs=2)
-    ranks = [json.loads((tmp_path / f"{r}.json").read_text()) for r in range(2)]
+    ranks = pool.run("tests.trainers.test_shared_stream:shared", (tmp_path, dp, task, packing), 2)
     alone, sizes = stream(tmp_path, LoaderGeometry(0, 1, 1, 4), task, packing)
-    whole = json.loads(json.dumps(steps(alone, STEPS)))
-    for k, step in enumerate(whole):
+    for k, step in enumerate(steps(alone, STEPS)):
         first, second = (r["steps"][k] for r in ranks)
         assert sorted(map(str, step)) == sorted(map(str, first + second)) if dp == 2 else step == first == second
     texts = [r["texts"] for r in ranks]
