@@ -171,6 +171,7 @@ def test_an_environment_on_two_ranks(folder: Path, tmp_path: Path) -> None:
     two = trained(folder, tmp_path / "two", "--max_steps", 2, *SPREAD, ranks=2, judge="")
     assert completions(two) == completions(alone)
     assert any(len(line["completion"]) == 3 for line in completions(alone)), "nobody had a second turn"
+    assert all(sum(line["turn_rewards"]) == line["reward"] for line in completions(alone))
     lines = read_lines(alone / "metrics.jsonl")
     assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-5
     assert lines[0]["rewards/environment/mean"] == lines[0]["reward"]

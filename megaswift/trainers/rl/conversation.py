@@ -25,10 +25,17 @@ class Conversation(Completion):
     own: tuple[bool, ...] = ()
     messages: tuple[Message, ...] = ()
     """The model's turns and the answers to them."""
-    reward: float = 0.0
-    """The environment's, added up."""
+    rewards: tuple[float, ...] = ()
+    """The environment's, one for each turn of the model that it answered."""
+    ends: tuple[int, ...] = ()
+    """How many own tokens there were at the end of each of these turns."""
     turns: int = 0
     """Of the model."""
+
+    @property
+    def reward(self) -> float:
+        """The environment's, added up."""
+        return sum(self.rewards)
 
 
 def own_of(completion: Completion) -> tuple[bool, ...]:
@@ -47,15 +54,16 @@ class _Open:
     own: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    reward: float = 0.0
+    rewards: list[float] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     turns: int = 0
     ended: bool = False
     finished: bool = False
 
     def closed(self) -> Conversation:
         """As it is now."""
-        return Conversation(tuple(self.tokens), tuple(self.logprobs), self.finished, tuple(self.own), tuple(self.messages), self.reward,
-                            self.turns)
+        return Conversation(tuple(self.tokens), tuple(self.logprobs), self.finished, tuple(self.own), tuple(self.messages),
+                            tuple(self.rewards), tuple(self.ends), self.turns)
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,8 @@ class Talk:
             one.ended = True
             return
         answers, reward, done = one.environment.step(text)
-        one.reward += reward
+        one.rewards.append(reward)
+        one.ends.append(sum(one.own))
         one.finished = one.ended = done or not answers or one.turns == self.max_turns
         if one.ended:
             return

@@ -39,7 +39,7 @@ class Estimator:
         penalties = self.penalties(completed, mask)
         if self.settings.estimator == "gae":
             found = self.of_tokens(rollouts, completed, (penalties, mask))
-        elif self.settings.estimator == "reinforce_plus_plus" and any(r.tokens is not None for r in rollouts):
+        elif self.settings.estimator == "reinforce_plus_plus" and any(r.by_token is not None for r in rollouts):
             rewards = rewards_by_token(rollouts, penalties, mask)
             found = {"advantages": formulas.reinforce_plus_plus_by_token(rewards, mask, self.settings.group)}
         else:
@@ -102,13 +102,14 @@ class Estimator:
 
 
 def rewards_by_token(rollouts: Sequence[Rollout], penalties: Tensor, mask: Tensor) -> Tensor:
-    """[n, t]: rewards of tokens where they stand, those of a completion at its last token, less what the divergence costs."""
+    """[n, t]: rewards of tokens and turns where they stand, those of a completion at its last token, less what the divergence costs."""
     documents = torch.arange(len(rollouts)).unsqueeze(1).expand(mask.shape)
-    at_end = torch.tensor([r.total if r.tokens is None else 0.0 for r in rollouts])
+    by_token = [r.by_token for r in rollouts]
+    at_end = torch.tensor([r.total if tokens is None else 0.0 for r, tokens in zip(rollouts, by_token, strict=True)])
     rewards = formulas.token_rewards(at_end, penalties, mask, documents)
-    for row, own, rollout in zip(rewards, mask, rollouts, strict=True):
-        if rollout.tokens is not None and bool(own.any()):
-            row[own] += torch.tensor(rollout.tokens)
+    for row, own, tokens in zip(rewards, mask, by_token, strict=True):
+        if tokens is not None and bool(own.any()):
+            row[own] += torch.tensor(tokens)
     return rewards
 
 

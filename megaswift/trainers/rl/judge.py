@@ -29,7 +29,22 @@ class Rollout:
     total: float
     """The weighted sum."""
     tokens: tuple[float, ...] | None = None
-    """The same by token that the model wrote, where rewards are of tokens."""
+    """What reward functions gave by token that the model wrote, weighted; None where they gave numbers for the whole."""
+
+    @property
+    def by_token(self) -> list[float] | None:
+        """The total by token that the model wrote: rewards of an environment's turns stand at the turns' last tokens, those of the whole
+        at the last of all. None where everything is of the whole.
+        """
+        talk = self.completion
+        if not isinstance(talk, Conversation):
+            return None if self.tokens is None else [*self.tokens]
+        found = [0.0] * sum(talk.own) if self.tokens is None else [*self.tokens]
+        if self.tokens is None and found:
+            found[-1] = self.total - talk.reward
+        for end, reward in zip(talk.ends, talk.rewards, strict=True):
+            found[end - 1] += reward
+        return found
 
 
 @dataclass(frozen=True)
@@ -69,5 +84,4 @@ class Judge:
 
 def with_environment(rollout: Rollout, talk: Conversation) -> Rollout:
     """The rollout with what its environment gave."""
-    tokens = rollout.tokens and (*rollout.tokens[:-1], rollout.tokens[-1] + talk.reward)
-    return replace(rollout, rewards={**rollout.rewards, ENVIRONMENT: talk.reward}, total=rollout.total + talk.reward, tokens=tokens)
+    return replace(rollout, rewards={**rollout.rewards, ENVIRONMENT: talk.reward}, total=rollout.total + talk.reward)

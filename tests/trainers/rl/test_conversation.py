@@ -82,6 +82,7 @@ def test_tokens_are_those_of_the_template(model: Path, file: Path) -> None:
         assert isinstance(prompt.said, tuple)
         spoken = [m for m, own in zip(talk.token_ids, talk.own, strict=True) if own]
         assert spoken.count(1) == 3, "each turn ends with a stop"
+        assert talk.rewards == (0.25,) * 3 and [spoken[end - 1] for end in talk.ends] == [1] * 3 and talk.ends[-1] == len(spoken)
         texts, at = [], 0
         for _ in range(3):
             end = spoken.index(1, at)

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from megaswift.data.prompts import Prompt
+from megaswift.trainers.rewards.functions import Each
+from megaswift.trainers.rl.conversation import Conversation
 from megaswift.trainers.rl.estimate import Estimator, padded, token_mask
+from megaswift.trainers.rl.judge import Judge
+from megaswift.trainers.rl.record import line_of
 from megaswift.trainers.rl.settings import settings_of
 from tests.losses import test_ppo, trainers
 from tests.losses.rollouts import DOCS, label_fields, models, rollouts
@@ -187,6 +192,49 @@ def test_rewards_of_tokens_in_a_second_implementation() -> None:
                            {i: one.tokens for i, one in enumerate(judged) if one.tokens})
     assert np.concatenate(found["advantages"]) == pytest.approx([t.advantage for t in wanted], rel=1e-4, abs=1e-5)
     assert np.concatenate(found["returns"]) == pytest.approx([t.target for t in wanted], rel=1e-4, abs=1e-5)
+
+
+TURNS = Conversation((10, 11, 20, 21, 12), (-1.0, -1.0, -1.0), True, (True, True, False, False, True), (), (1.0, 2.0), (2, 3), 2)
+"""Two tokens of the model, two of its environment, which gives 1, one of the model, for which it gives 2."""
+
+
+def episode(given: Each | None = None, **options: Any) -> Any:
+    """What an estimator makes of TURNS; values 0.5, 0.25, 1; `given`: a reward function beside the environment."""
+    judge = Judge([given] if given else [], [1.0] if given else [], lambda ids: "")
+    judged = judge([Prompt(0, (3, 4), "Q", {})] * 2, [TURNS, TURNS], range(2))
+    known = {n: [torch.tensor(v)] * 2 for n, v in (("old", [-1.0] * 3), ("reference", [-1.0] * 3), ("values", [0.5, 0.25, 1.0]))}
+    made = estimator(task="ppo", num_generations=1, global_batch_size=2, gamma=0.5, lam=0.5, whiten_advantages=False, **options)
+    return judged[0], {name: numbers[0].tolist() for name, numbers in made(judged, completed(known)).items()}
+
+
+def test_gae_of_an_episode_of_two_turns() -> None:
+    """By hand. Differences: 0 + 0.25 / 2 - 0.5 = -0.375; 1 + 1 / 2 - 0.25 = 1.25; 2 - 1 = 1. What tools write passes no time."""
+    judged, found = episode()
+    assert judged.total == 3.0 and judged.rewards == {"environment": 3.0}
+    assert found["advantages"] == [-0.375 + 1.5 / 4, 1.25 + 1 / 4, 1.0] and found["returns"] == [0.5, 1.75, 2.0]
+    assert line_of(1, judged, 0.0)["turn_rewards"] == (1.0, 2.0) and "token_rewards" not in line_of(1, judged, 0.0)
+
+
+@pytest.mark.parametrize(("gives", "rewards"), [(0.5, [0, 1, 2.5]), ((0.125, 0.25, 0.5), [0.125, 1.25, 2.5])])
+def test_turns_beside_a_reward_function(gives: Any, rewards: list[float]) -> None:
+    """A number for the whole stands at the last token, those of tokens at theirs."""
+    judged, found = episode(Each("worth", lambda sample: gives))
+    assert judged.by_token == rewards and judged.total == sum(rewards)
+    last = rewards[2] - 1
+    middle = rewards[1] + 0.5 - 0.25 + last / 4
+    assert found["advantages"] == [rewards[0] + 0.125 - 0.5 + middle / 4, middle, last]
+
+
+def test_estimators_of_turns() -> None:
+    """reinforce_plus_plus: returns 3, 3, 2 and twice as much, less their group's mean 4, over their deviation. grpo: the sums 3 and 6."""
+    twice = replace(TURNS, rewards=(2.0, 4.0))
+    judged = Judge([], [], lambda ids: "")([Prompt(0, (3, 4), "Q", {})] * 2, [TURNS, twice], range(2))
+    some = completed({"old": [torch.zeros(3)] * 2})
+    found = {kind: estimator(advantage_estimator=kind, num_generations=2, global_batch_size=2)(judged, some)["advantages"]
+             for kind in ("reinforce_plus_plus", "grpo")}
+    wanted = np.asarray([-1, -1, -2, 2, 2, 0]) / np.sqrt(14 / 5)
+    assert np.concatenate(found["reinforce_plus_plus"]) == pytest.approx(wanted, rel=1e-5)
+    assert np.concatenate(found["grpo"]) == pytest.approx([-1.5 / (4.5**0.5 + 1e-4)] * 3 + [1.5 / (4.5**0.5 + 1e-4)] * 3, rel=1e-5)
 
 
 def test_silent_completions_of_rewards_of_tokens() -> None:
