@@ -307,6 +307,7 @@ def test_other_text_of_equal_length_is_other_data(tmp_path: Path) -> None:
         made[1].load_state_dict(made[0].state_dict())
 
 
+@pytest.mark.process
 def test_the_fingerprint_does_not_know_how_many_processes_tokenised(tmp_path: Path) -> None:
     (tmp_path / "2").mkdir()
     a, b = source(tmp_path, 4000, LoaderGeometry()), source(tmp_path / "2", 4000, LoaderGeometry(), dataset_num_proc=2)

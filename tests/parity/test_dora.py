@@ -71,6 +71,7 @@ def test_part_of_the_model(text: str, leaves: tuple[str, ...], pool: Pool, refer
     check(*prepared(text, references, tmp_path, leaves), pool)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("variant", ["dense", "qwen2"])
 def test_the_oracle_is_peft(variant: str, references: References, tmp_path: Path) -> None:
     """Loss and gradients of the oracle's changed weights are those of PEFT's own DoRA, and its merge is ours."""
@@ -118,6 +119,7 @@ def test_new_adapters_change_nothing_and_load_in_peft(pool: Pool, references: Re
     assert torch.equal(*found) and torch.allclose(found[0], want, atol=1e-5)
 
 
+@pytest.mark.wide
 def test_experts_and_lacking_magnitudes_are_refused(references: References, tmp_path: Path) -> None:
     import peft
 

@@ -127,6 +127,7 @@ def merged(task: Task) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.wide
 def test_the_oracle_is_peft(references: References, adapters: Adapters) -> None:
     """Loss and gradients of the oracle's changed weights are those of PEFT's own layers."""
     import peft
