@@ -42,8 +42,9 @@ class Rollout:
         found = [0.0] * sum(talk.own) if self.tokens is None else [*self.tokens]
         if self.tokens is None and found:
             found[-1] = self.total - talk.reward
-        for end, reward in zip(talk.ends, talk.rewards, strict=True):
-            found[end - 1] += reward
+        if found:  # a server may end a turn without a token: its reward stands at the token before, or at the first
+            for end, reward in zip(talk.ends, talk.rewards, strict=True):
+                found[max(end - 1, 0)] += reward
         return found
 
 

@@ -225,6 +225,13 @@ def test_turns_beside_a_reward_function(gives: Any, rewards: list[float]) -> Non
     assert found["advantages"] == [rewards[0] + 0.125 - 0.5 + middle / 4, middle, last]
 
 
+@pytest.mark.parametrize(("own", "ends", "rewards"), [((), (0,), []), ((True,), (0, 1), [3.0]), ((True, True), (1, 1, 2), [3.0, 4.0])])
+def test_turns_without_a_token(own: tuple[bool, ...], ends: tuple[int, ...], rewards: list[float]) -> None:
+    talk = replace(TURNS, own=own, rewards=(1.0, 2.0, 4.0)[:len(ends)], ends=ends)
+    (judged,) = Judge([], [], lambda ids: "")([Prompt(0, (3, 4), "Q", {})], [talk], range(1))
+    assert judged.by_token == rewards
+
+
 def test_estimators_of_turns() -> None:
     """reinforce_plus_plus: returns 3, 3, 2 and twice as much, less their group's mean 4, over their deviation. grpo: the sums 3 and 6."""
     twice = replace(TURNS, rewards=(2.0, 4.0))
