@@ -73,7 +73,7 @@ def test_scripts_and_command_are_the_same(folders: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.process
-def test_ctrl_c_leaves_what_the_same_command_goes_on_from(folders: Path, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_what_the_same_command_goes_on_from(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One big tensor on a slow reader: the signal comes in the middle."""
     folder = make("dense", folders, torch.float32)
     slow = (
@@ -92,9 +92,8 @@ def test_ctrl_c_leaves_what_the_same_command_goes_on_from(folders: Path, tmp_pat
     text = process.communicate(timeout=120)[1]
     assert process.returncode == 130 and "the same command goes on from there" in text and "Traceback" not in text, text
     assert not (tmp_path / "m").exists()
-    done = call("converters/hf_to_megatron.py", folder, tmp_path / "m")
-    assert done.returncode == 0 and "going on: " in done.stderr, done.stderr
-    assert call("converters/megatron_to_hf.py", tmp_path / "m", tmp_path / "hf").returncode == 0
+    assert main(["convert", "hf-to-megatron", str(folder), str(tmp_path / "m")]) == 0 and "going on: " in capsys.readouterr().err
+    assert main(["convert", "megatron-to-hf", str(tmp_path / "m"), str(tmp_path / "hf")]) == 0
     assert all(torch.equal(t, tensors_of(folder)[n]) for n, t in tensors_of(tmp_path / "hf").items())
 
 

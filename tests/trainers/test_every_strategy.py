@@ -76,7 +76,8 @@ TABLE = [pytest.param(name, kind, id=f"{name}-{kind}", marks=[] if (name, kind) 
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[Pool]:
+def zero_runs() -> Iterator[Pool]:
+    """Ranks that have imported DeepSpeed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
         with Pool((*PRELOAD, "peft", "transformers.models.qwen3.modeling_qwen3", "tests.trainers.run_ranks", *DEEPSPEED)) as started:
@@ -100,30 +101,33 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             "--adam_epsilon", "1e-6", "--max_grad_norm", "0.5"]
 
 
-def run(runs: Pool, inputs: list[str], out: Path, kind: str, words: tuple[str, ...], ranks: int = 4, **environ: str) -> list[Seen]:
+def run(pool: Pool, inputs: list[str], out: Path, kind: str, words: tuple[str, ...], ranks: int = 4, **environ: str) -> list[Seen]:
     adapter = str(Path(inputs[1]).with_name("adapter"))
     own = ("--train_type", "lora", "--adapters", adapter, "--merge_lora", "true") if kind == "lora" else ()
     job = Job([*inputs, *own, *words, "--output_dir", str(out)], environ)
-    return runs.run("tests.trainers.run_ranks:go", job, ranks, timeout=240)
+    return pool.run("tests.trainers.run_ranks:go", job, ranks, timeout=240)
 
 
 @pytest.fixture(scope="module")
-def native(runs: Pool, inputs: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def native(pool: Pool, inputs: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Megatron TP2 x PP2, made when it is first asked for."""
     folder = tmp_path_factory.mktemp("native")
 
     class Made(dict[str, Path]):
         def __missing__(self, kind: str) -> Path:
             self[kind] = folder / kind
-            run(runs, inputs, self[kind], kind, ("--tp", "2", "--pp", "2"))
+            run(pool, inputs, self[kind], kind, ("--tp", "2", "--pp", "2"))
             return self[kind]
 
     return Made()
 
 
 @pytest.mark.parametrize(("name", "kind"), TABLE)
-def test_the_same_run(name: str, kind: str, runs: Pool, inputs: list[str], native: dict[str, Path], tmp_path: Path) -> None:
+def test_the_same_run(
+    name: str, kind: str, request: pytest.FixtureRequest, inputs: list[str], native: dict[str, Path], tmp_path: Path,
+) -> None:
     way, out = WAYS[name], tmp_path / "out"
+    runs = request.getfixturevalue("pool" if way.stage < 0 else "zero_runs")
     seen = run(runs, inputs, out, kind, way.words, way.ranks, **way.environ)
     lines, wanted = (read_lines(folder / "metrics.jsonl") for folder in (out, native[kind]))
     assert len(lines) == len(wanted) == STEPS

@@ -87,6 +87,7 @@ hook.close()
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_steps_that_a_resumed_run_repeats_arrive_in_weights_and_biases(tmp_path: Path) -> None:
     """The service refuses a smaller step than its last one. One session stands for the run that goes on under the same id.
 
