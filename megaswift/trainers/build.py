@@ -42,7 +42,7 @@ from megaswift.trainers import agree
 from megaswift.trainers.checkpoint import Checkpoint
 from megaswift.trainers.engines import Context, make_engine
 from megaswift.trainers.evaluation import Evaluation
-from megaswift.trainers.flops import FlopRule, peak_tflops
+from megaswift.trainers.flops import FlopRule, peak_tflops, rule_of
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.known_reference import Known, score_all
 from megaswift.trainers.metrics import Metrics, Speed
@@ -81,6 +81,8 @@ class Build:
     """Every row once, by whether it is trained on: what a reference that is asked before training is to score."""
     known: dict[bool, Known] = field(default_factory=dict)
     """What it said."""
+    rules: list[FlopRule] = field(default_factory=list)
+    """Of each model that trains."""
 
     @property
     def layout(self) -> Layout:
@@ -221,14 +223,12 @@ class Build:
         return shape | {name: agree.on_main(partial(fingerprint, folder)) for name, folder in based.items()}
 
     def speed(self, engine: Engine) -> Speed:
-        """The FLOP rule of this model on these devices."""
-        sizes = engine.report()
-        forward = sizes.flops_per_token_parameters if sizes.forward_parameters is None else sizes.forward_parameters
-        rule = FlopRule(sizes.flops_per_token_parameters, self.spec.num_layers * self.spec.product_width, forward_passes(self.cfg), forward)
+        """The FLOP rule of this model on these devices; others that train beside it add theirs to `rules`."""
+        self.rules.append(rule_of(engine, self.spec, forward_passes(self.cfg, self.layout.dp)))
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         peak = peak_tflops(device, str(engine.dtype).removeprefix("torch."))
         layout = self.layout
-        return Speed(rule, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
+        return Speed(self.rules, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
 
     def facts(self, engine: Engine, source: Any, held: EvalSource | None, total_steps: int, start: int) -> Facts:
         """For the first screen."""

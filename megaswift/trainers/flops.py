@@ -4,13 +4,17 @@ FLOPs of a training step = 6 x N x tokens + 6 x layers x heads x head size x sum
 parameters without the input embedding (of a mixture of experts: those active for a token). Forward counts 2 a weight and
 token, backward 4; the attention part is that of a causal mask, half of the full square (PaLM, appendix B, halved).
 Recomputed activations and padding do not count: they are work, not use. Frozen parameters have no weight gradient: N counts two thirds
-of them (LoRA). A forward pass beside the step (a reference) counts 2 x N x tokens and 2 x the attention, N without that cut.
+of them (LoRA). A forward pass beside the step (a reference) counts 2 x N x tokens and 2 x the attention, N without that cut. Of several
+models that train on the same tokens (a critic) each has a rule of its own.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+
+from megaswift.engine.protocol import Engine
+from megaswift.families.spec import ModelSpec
 
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"GB200", 2500.0), (r"B200", 2250.0), (r"H200", 989.4), (r"H100.*PCIe", 756.0), (r"H100 NVL", 835.0), (r"GH200|H100|H800", 989.4),
@@ -27,8 +31,8 @@ class FlopRule:
     parameters: int
     attention: int
     """layers x heads x head size."""
-    passes: int = 0
-    """Forward passes over the step's tokens beside forward and backward."""
+    passes: float = 0
+    """Forward passes over the step's tokens beside forward and backward; a pass that serves several steps counts in parts."""
     forward: int = 0
     """Parameters that count in such a pass."""
 
@@ -36,6 +40,13 @@ class FlopRule:
         """FLOPs of a step over `tokens` tokens in documents whose squared lengths add up to `squares`."""
         beside = 2.0 * self.passes * (self.forward * tokens + self.attention * squares)
         return 6.0 * self.parameters * tokens + 6.0 * self.attention * squares + beside
+
+
+def rule_of(engine: Engine, spec: ModelSpec, passes: float) -> FlopRule:
+    """Of the model that an engine trains; a critic has the policy's layers. Collective."""
+    sizes = engine.report()
+    forward = sizes.flops_per_token_parameters if sizes.forward_parameters is None else sizes.forward_parameters
+    return FlopRule(sizes.flops_per_token_parameters, spec.num_layers * spec.product_width, passes, forward)
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:

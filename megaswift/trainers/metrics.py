@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -59,7 +59,8 @@ class Window:
 class Speed:
     """What turns tokens and seconds into TFLOP/s."""
 
-    rule: FlopRule
+    rules: Sequence[FlopRule]
+    """Of each model that trains on a step's tokens."""
     devices: int
     replicas: int
     """Ranks that hold the same data: TP x PP x CP."""
@@ -114,7 +115,7 @@ class Metrics(Hook):
         w, speed = self.window, self.speed
         (squares,) = agree.total([w.squares])
         data_wait, memory_gib = agree.largest([w.data_wait, memory.peak_gib()])
-        flops = speed.rule.step(w.tokens, squares / speed.replicas)
+        flops = sum(rule.step(w.tokens, squares / speed.replicas) for rule in speed.rules)
         tflops = flops / max(w.seconds, 1e-12) / speed.devices / 1e12
         per_second = w.tokens / max(w.seconds, 1e-12)
         line = {

@@ -23,6 +23,7 @@ from megaswift.losses.reward import scored_at_last_token
 from megaswift.trainers import agree
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.known_reference import Known
+from megaswift.trainers.rl.settings import settings_of
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -131,12 +132,14 @@ class LastTokens(Preparation):
         return [scored_at_last_token(b) for b in batches]
 
 
-def forward_passes(cfg: SwiftConfig) -> int:
-    """How often a step of a preference task goes through the model before it trains: by the reference, for KTO's point, for BCO's mean.
+def forward_passes(cfg: SwiftConfig, dp: int = 1) -> float:
+    """How often a step goes through the model before it trains: by the reference, for KTO's point, for BCO's mean, for a policy's numbers.
 
     KTO's other answers have the tokens of its own.
     """
-    if cfg.task in RL or not needs_reference(cfg):
+    if cfg.task in RL:
+        return settings_of(cfg, dp).forward_passes
+    if not needs_reference(cfg):
         return 0
     kind, once = loss_types_of(cfg)[0], cfg.preference.precompute_ref_log_probs
     return 3 if kind in USES_KL else (not once) + (kind in USES_DELTA)

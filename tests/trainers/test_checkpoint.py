@@ -26,7 +26,7 @@ CLOCK = {"step_time", "data_wait", "tokens_per_second", "tokens_per_second_per_d
 
 
 def loop_in(folder: Path, steps: int, *extra: Hook, every: int | None = 3, seed: int = 0) -> Loop:
-    hooks = [Metrics(folder / "metrics.jsonl", 2, Speed(FlopRule(1, 1), 1, 1), "label_weight"), *extra,
+    hooks = [Metrics(folder / "metrics.jsonl", 2, Speed([FlopRule(1, 1)], 1, 1), "label_weight"), *extra,
              Checkpoint(Store(folder / "checkpoints"), every, None, {"model": MODEL, "config": {}})]
     return tiny_loop(steps, *hooks, seed=seed)
 

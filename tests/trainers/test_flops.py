@@ -23,8 +23,12 @@ def test_the_rule_equals_counting_the_products_of_a_small_transformer() -> None:
 @pytest.mark.parametrize(("words", "passes"), [
     ("sft", 0), ("dpo", 1), ("dpo --precompute_ref_log_probs true", 0), ("dpo --reference_free true", 0), ("orpo", 0), ("rm", 0),
     ("kto --micro_batch_size 2", 3), ("kto --loss_type bco", 2), ("kto --loss_type bco --precompute_ref_log_probs true", 1),
-    ("kto --loss_type apo_zero_unpaired", 1), ("grpo --beta 0.1", 0)])
-def test_a_reference_s_pass_is_a_third_of_a_step(words: str, passes: int) -> None:
+    ("kto --loss_type apo_zero_unpaired", 1),
+    *((f"grpo --reward_funcs format --global_batch_size 8 {more}", passes) for more, passes in (
+        ("", 0), ("--beta 0.1", 1), ("--generation_batch_size 16", 1), ("--generation_batch_size 16 --beta 0.1", 2),
+        ("--num_iterations 4 --beta 0.1", 0.5), ("--num_iterations 4 --beta 0.1 --top_entropy_quantile 0.5", 1.5))),
+    ("ppo --reward_funcs format", 2), ("ppo --reward_funcs format --beta 0", 0)])
+def test_a_reference_s_pass_is_a_third_of_a_step(words: str, passes: float) -> None:
     """By hand: 10 tokens, 7 parameters of which 3 are frozen, squares 100, 5 of attention: 6 x (4 + 2/3 x 3) x 10 + 6 x 5 x 100 = 3360 of
     training, 2 x 7 x 10 + 2 x 5 x 100 = 1140 of each further pass."""
     task, *options = words.split()

@@ -25,9 +25,11 @@ def step(number: int, loss: float, weight: float, **result: object) -> Step:
     return Step(number, number / 4, 0.1 / number, made, seconds=0.5 * number, data_wait=0.1, squares=1000)
 
 
-def metrics(path: Path, every: int, peak: float | None = None) -> Metrics:
-    return Metrics(path, every, Speed(FlopRule(parameters=7_000_000_000, attention=1_000_000), devices=4, replicas=2, peak_tflops=peak),
-                   "label_weight")
+RULE = FlopRule(parameters=7_000_000_000, attention=1_000_000)
+
+
+def metrics(path: Path, every: int, peak: float | None = None, beside: tuple[FlopRule, ...] = ()) -> Metrics:
+    return Metrics(path, every, Speed([RULE, *beside], devices=4, replicas=2, peak_tflops=peak), "label_weight")
 
 
 def feed(hook: Metrics, *steps: Step, total: int = 99) -> list[dict]:
@@ -56,6 +58,15 @@ def test_one_line_holds_the_means_and_sums_of_its_steps(tmp_path: Path) -> None:
     assert line["tflops_per_device"] == pytest.approx(flops / 1.5 / 4 / 1e12)
     assert line["mfu"] == pytest.approx(line["tflops_per_device"] / 1000)
     assert line["memory_gib"] > 0.01
+
+
+def test_models_that_train_on_the_same_tokens_add_up(tmp_path: Path) -> None:
+    """A critic of 2 parameters and 5 of attention with half a pass beside: 6 x 2 x 200 + 6 x 5 x 1000 + 2 x 0.5 x (2 x 200 + 5 x 1000)."""
+    critic = FlopRule(2_000_000_000, 5_000_000_000, 0.5, 2_000_000_000)
+    alone, both = (feed(metrics(tmp_path / f"{len(some)}.jsonl", 2, beside=some), step(1, 3.0, 10), step(2, 5.0, 30))[0]
+                   for some in ((), (critic,)))
+    more = both["tflops_per_device"] - alone["tflops_per_device"]
+    assert more * 1e12 * 4 * 1.5 == pytest.approx((6 * 2 * 200 + 6 * 5 * 1000 + 2 * 200 + 5 * 1000) * 1e9)
 
 
 def test_mfu_is_null_without_a_peak_and_full_precision_is_kept(tmp_path: Path) -> None:

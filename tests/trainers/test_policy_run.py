@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from megaswift.trainers.metrics import read_lines
 from tests.parity.pool import RankError
@@ -134,6 +135,23 @@ def test_ppo_on_other_layouts(layout: tuple[object, ...], ranks: int, folder: Pa
     for got, want in zip(read_lines(out / "metrics.jsonl"), read_lines(alone / "metrics.jsonl"), strict=True):
         for name in ("grad_norm", "vf_loss", "objective/kl", "value/grad_norm", "value/mean"):
             assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+    assert_flops(out, ranks, folder / "model")
+
+
+def assert_flops(out: Path, ranks: int, model: Path) -> None:
+    """By hand, of steps in twos on a generation: 6 for the policy's step and half of 2 for its old numbers and for the reference's each, 6
+    for the critic's step and half of 2 for its values; of either model's parameters but the embedding, and of attention.
+    """
+    shapes = {name: tensor.shape for name, tensor in load_file(model / "model.safetensors").items()}
+    body = sum(shape.numel() for name, shape in shapes.items() if "embed" not in name and "lm_head" not in name)
+    per_token = (6 + 1 + 1) * (body + shapes["lm_head.weight"].numel()) + (6 + 1) * (body + 32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for line in read_lines(out / "metrics.jsonl"):
+        lengths = [len(tokenizer.apply_chat_template(c["prompt"], add_generation_prompt=True)["input_ids"]) + c["tokens"]
+                   for c in completions(out) if c["step"] == (line["step"] - 1) // 2 * 2 + 1]
+        assert line["tokens"] == sum(lengths)
+        by_hand = per_token * sum(lengths) + (8 + 7) * 2 * 32 * sum(n * n for n in lengths)
+        assert line["tflops_per_device"] * 1e12 * ranks * line["step_time"] == pytest.approx(by_hand)
 
 
 @SLOW

@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 
 def shown(stream: io.StringIO, path, steps: int = 5, every: float = 0.0) -> str:  # noqa: ANN001
-    tiny_loop(steps, Metrics(path, 1, Speed(FlopRule(1, 1), 1, 1), "label_weight"), Progress(stream, every)).run()
+    tiny_loop(steps, Metrics(path, 1, Speed([FlopRule(1, 1)], 1, 1), "label_weight"), Progress(stream, every)).run()
     return stream.getvalue()
 
 

@@ -23,7 +23,7 @@ from tests.trainers.tiny import tiny_loop
 def test_events_are_the_lines(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tiny_loop(4, Metrics(tmp_path / "m.jsonl", 2, Speed(FlopRule(1, 1), 1, 1), "label_weight"), TensorBoard(tmp_path / "runs")).run()
+    tiny_loop(4, Metrics(tmp_path / "m.jsonl", 2, Speed([FlopRule(1, 1)], 1, 1), "label_weight"), TensorBoard(tmp_path / "runs")).run()
     events = EventAccumulator(str(tmp_path / "runs")).Reload()
     lines = read_lines(tmp_path / "m.jsonl")
     for name in ("loss", "grad_norm", "tokens", "token_accuracy"):

@@ -17,6 +17,7 @@ from megaswift.families.model_source import tokenizer_of
 from megaswift.inference.sync_folder import Rounds
 from megaswift.log import amount
 from megaswift.losses.value import Value
+from megaswift.trainers.flops import rule_of
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.reference import Reference
 from megaswift.trainers.rewards.contract import missing_columns
@@ -136,6 +137,7 @@ def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt
     hooks: list[Hook] = [Closing(drawing), Alarms(rollouts)]
     if trained is not None:
         loop.prepare, loop.engines = trained.prepare, {CRITIC: trained.engine}
+        build.rules.append(rule_of(trained.engine, build.spec, 1 / settings.iterations))  # its values, once a generation
         hooks.append(trained)
     if cfg.rl.log_completions:
         hooks.append(Record(build.outputs.completions, rollouts, cfg.rl.num_completions_to_print))

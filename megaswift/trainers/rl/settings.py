@@ -52,6 +52,11 @@ class Settings:
         """Whether the policy's log-probabilities before the first step must be known apart from the step's own."""
         return self.steps > 1 or self.corrects or self.kl_in_reward
 
+    @property
+    def forward_passes(self) -> float:
+        """Passes through the policy's model beside a step: old and reference once a generation, the entropies before each step."""
+        return (self.needs_old + (self.beta != 0)) / self.iterations + (self.top_entropy_quantile < 1.0)
+
 
 def settings_of(cfg: SwiftConfig, dp: int) -> Settings:
     """The settings of a run on `dp` data-parallel ranks."""
