@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from megaswift import log
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import Replicated
@@ -49,7 +51,7 @@ class Sharded(Replicated):
         half = self.options.param_dtype
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
         offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=kind == "cuda") if self.options.offload else OffloadPolicy()
-        units = [m for m in module.modules() if type(m).__name__ in self.options.layers]
+        units = alone([m for m in module.modules() if type(m).__name__ in self.options.layers], module)
         for unit in (*reversed(units), module):  # inner units first; one at a time is whole, and on the device
             make_real(unit.parameters(), self.context.device)
             fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=self.options.reshard)
@@ -98,6 +100,26 @@ class Sharded(Replicated):
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def alone(units: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Those that share no weight with a module outside: embeddings tied to the head, say, stay in the unit around both."""
+    everywhere = _uses(model)
+    kept: list[nn.Module] = []
+    left: dict[str, None] = {}
+    for unit in units:
+        if all(everywhere[p] == times for p, times in _uses(unit).items()):
+            kept.append(unit)
+        else:
+            left[type(unit).__name__] = None
+    for name in left:
+        log.info(f"fsdp2: {name} shares weights with other modules, so that it is no unit of its own")
+    return kept
+
+
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """How many places in a module hold each parameter."""
+    return Counter(p for _, p in module.named_parameters(remove_duplicate=False))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch import choice, row_check
+from megaswift.engine.torch import choice, fsdp, row_check
 from megaswift.engine.torch.fields import FieldsModel
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES
@@ -84,6 +84,21 @@ def test_units_that_are_none_are_refused(folders: Callable[[str], Path]) -> None
     assert choice.units(SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP"]), model) == {"GPT2MLP"}
     with pytest.raises(ConfigError, match=r"cls_to_wrap GPT2Blok: is no module of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers"):
         choice.units(SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP", "GPT2Blok"]), model)
+
+
+@pytest.mark.parametrize(("kind", "classes", "kept"), [
+    ("bert", {"BertEmbeddings", "BertLayer"}, ["BertLayer", "BertLayer"]),  # its embeddings are the head's
+    ("roberta", {"RobertaLayer", "RobertaOutput"}, ["RobertaLayer", "RobertaOutput"] * 2),
+    ("gpt2", {"GPT2Model", "GPT2Block"}, ["GPT2Block", "GPT2Block"])])
+def test_units_share_no_weight(kind: str, classes: set[str], kept: list[str], folders: Callable[[str], Path],
+                               capsys: pytest.CaptureFixture[str]) -> None:
+    """A weight in two of FSDP's units cannot be; the one around both has it."""
+    model = model_of(folders(kind))
+    capsys.readouterr()
+    found = fsdp.alone([m for m in model.modules() if type(m).__name__ in classes], model)
+    assert [type(m).__name__ for m in found] == kept
+    left = "".join(f"fsdp2: {name} shares weights with other modules" for name in classes - {*kept})
+    assert left in (said := capsys.readouterr().err) and bool(left) == bool(said)
 
 
 ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
