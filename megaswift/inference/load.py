@@ -27,6 +27,7 @@ from megaswift.config import placement as devices
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.config.placement import DISK
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
+from megaswift.families import FAMILIES
 from megaswift.families.adapter_folder import is_scored
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
@@ -112,9 +113,19 @@ def prepare(options: WeightsOptions, chat_template: str | None) -> Prepared:
 
     with _told(str(folder)):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    _writes(config, f"--model {options.model}")
     if find_checkpoint(folder) is not None and hasattr(config, "quantization_config"):
         del config.quantization_config  # checkpoints hold the weights dequantised
     return Prepared(folder, options, config, read_tokenizer(folder, options.trust_remote_code, chat_template))
+
+
+def _writes(config: Any, flag: str) -> None:
+    """WeightsError for an encoder: transformers lets it write, and only tells developers that it sees what is behind a token."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
+
+    if config.model_type in MASKED and not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False:
+        raise WeightsError(Problem(flag, f"is an encoder ({config.model_type}), which sees the tokens behind a token and writes no text",
+                                   'a model that writes text; "is_decoder": true in config.json of an encoder that was trained to'))
 
 
 def _judges(folder: Path, options: WeightsOptions) -> list[Problem]:
@@ -240,6 +251,8 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         raise WeightsError(Problem(str(prepared.options.model), f"transformers finds no weights for {', '.join(lost[:4])}{more}"))
+    if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
+        placement.try_out(model, placement.main_device(placed), f"--device_map {options.device_map}")
     return _adapted(model, prepared, placed).eval(), placement.main_device(placed)
 
 

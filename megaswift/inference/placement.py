@@ -16,6 +16,7 @@ from torch import nn
 from megaswift.config.placement import DISK, Device
 from megaswift.config.size import bytes_text
 from megaswift.errors import ConfigError, Problem, nearest
+from megaswift.families.layers import layer_classes
 
 DeviceMap = dict[str, Device]
 CPU_SHARE = 0.9
@@ -67,7 +68,7 @@ def decide(sizes: Sizes, how: str, limits: Mapping[Device, int] | None) -> Devic
     memory = get_max_memory(dict(limits) if limits else None)
     if not limits and "cpu" in memory:
         memory["cpu"] = int(memory["cpu"] * CPU_SHARE)
-    whole = sorted(getattr(sizes.model, "_no_split_modules", None) or ())
+    whole = sorted(layer_classes(sizes.model))
     special = sizes.special()
     if how != "sequential":
         memory = get_balanced_memory(sizes.model, memory, no_split_module_classes=whole, special_dtypes=special,
@@ -93,7 +94,7 @@ def check(sizes: Sizes, given: Mapping[str, Device], flag: str) -> DeviceMap:
     if left_out:
         more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
         problems.append(Problem(flag, f"leaves out {', '.join(left_out[:SHOWN])}{more}", 'a device for each, or "": "cpu" for the rest'))
-    whole = set(getattr(model, "_no_split_modules", None) or ())
+    whole = layer_classes(model)
     for name, module in model.named_modules():
         inside = {d for n, d in full.items() if n.startswith(name + ".")}
         if type(module).__name__ in whole and len(inside) > 1:
@@ -141,6 +142,18 @@ def main_device(placed: Mapping[str, Device]) -> torch.device:
         if device not in ("cpu", DISK):
             return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     return torch.device("cpu")
+
+
+def try_out(model: Any, device: torch.device, flag: str) -> None:
+    """One token through a model with weights elsewhere: accelerate brings a module's when it is called, which JetMoe's experts never are."""
+    try:
+        with torch.inference_mode():
+            model.eval()(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
+        rule = f"this model ({model.config.model_type}) uses weights past their module's call, so that they cannot be brought for each step"
+        raise ConfigError(Problem(flag, rule, "a larger --max_memory, for all weights to stay on the devices that compute")) from None
 
 
 @dataclass

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from megaswift.errors import ConfigError
+from megaswift.errors import ConfigError, WeightsError
+from megaswift.inference import placement
 from megaswift.inference.generator import Request, Sampling
-from tests.engine.torch.other_models import ENCODERS, KINDS, write
+from tests.engine.torch.other_models import ENCODERS, KINDS, config_of, write
 from tests.inference.models import PROMPTS, opened, plain
 from tests.parity import vision
 from tests.trainers.inputs import write_model
@@ -18,8 +20,11 @@ from tests.trainers.inputs import write_model
 pytestmark = pytest.mark.wide
 NEW = 8
 QUICK = ("bloom", "rwkv")
-ROOM = {"jetmoe": "cpu:150KiB", "llama4_text": "cpu:250KiB"}
-"""Those whose layers are larger."""
+ROOM = {"jetmoe": 150, "granitemoe": 150, "llama4_text": 250, "jamba": 150, "falcon_h1": 100, "lfm2": 150, "openai-gpt": 230,
+        "granitemoehybrid": 800, "qwen3_next": 1500}
+"""KiB for those whose layers are larger."""
+REFUSED = {"bert": "accelerate finds no map", "roberta": "accelerate finds no map", "jetmoe": "uses weights past their module's call"}
+"""What cannot be on the disk, and what is said of it."""
 
 
 def folder(kind: str, root: Path) -> Path:
@@ -39,9 +44,9 @@ def folder(kind: str, root: Path) -> Path:
 @pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_greedy_answers_of_a_batch(kind: str, offload: bool, tmp_path: Path) -> None:
     made = folder(kind, tmp_path)
-    how = {"max_memory": ROOM.get(kind, "cpu:60KiB"), "offload_folder": str(tmp_path / "off")} if offload else {}
-    if offload and kind in ("bert", "roberta"):
-        with pytest.raises(ConfigError, match="accelerate finds no map"):
+    how = {"max_memory": f"cpu:{ROOM.get(kind, 60)}KiB", "offload_folder": str(tmp_path / "off")} if offload else {}
+    if offload and kind in REFUSED:
+        with pytest.raises(ConfigError, match=REFUSED[kind]):
             opened(made, **how)
         return
     _, generator = opened(made, **how)
@@ -50,6 +55,24 @@ def test_greedy_answers_of_a_batch(kind: str, offload: bool, tmp_path: Path) -> 
     found = [c.text for c in generator.generate([Request(tuple(p), NEW) for p in prompts], Sampling())]
     want = plain(AutoModelForCausalLM.from_pretrained(made), generator.tokenizer, prompts, NEW, do_sample=False)
     assert found == want and len(set(want)) > 2
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_encoders_are_refused(kind: str, tmp_path: Path) -> None:
+    """transformers would answer."""
+    with pytest.raises(WeightsError, match=r"is an encoder \(\w+\).*\n.*\"is_decoder\": true"):
+        opened(folder(kind, tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["biogpt", "openai-gpt", "gpt2"])
+@pytest.mark.parametrize("room", range(30, 100, 10))
+def test_layers_stay_whole(kind: str, room: int) -> None:
+    """Also those that transformers does not name; what one adds to its input must be on the same device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(kind))
+    model.tie_weights()
+    placed = placement.decide(placement.Sizes(model), "auto", {"cpu": room * 1024})
+    assert not [name for name in placed if re.search(r"\.\d+\.", name)], placed
 
 
 @pytest.mark.parametrize("kind", ["llava", *(pytest.param(k, marks=pytest.mark.slow) for k in vision.KINDS if k != "llava")])

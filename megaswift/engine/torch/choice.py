@@ -15,9 +15,9 @@ from megaswift.engine.torch.adapters import base
 from megaswift.engine.torch.context import TorchContext
 from megaswift.engine.torch.ddp import Replicated
 from megaswift.engine.torch.fields import FieldsModel
-from megaswift.engine.torch.model import layer_classes
 from megaswift.engine.torch.strategy import Strategy
 from megaswift.errors import ConfigError, Problem
+from megaswift.families.layers import layer_classes
 
 
 def wrap(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext, dtype: torch.dtype) -> Strategy:

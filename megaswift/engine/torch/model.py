@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,7 @@ from megaswift.engine.torch.adapters import base
 from megaswift.engine.torch.compiling import compile_layers
 from megaswift.engine.torch.fields import FieldsModel
 from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.families.layers import layer_classes
 from megaswift.families.spec import ModelSpec
 from megaswift.families.vision import has_tower
 
@@ -116,15 +117,3 @@ def prepare(
     if cfg.model.torch_compile:
         compile_layers(model, layer_classes(base(model)), cfg.model)
     return FieldsModel(model)
-
-
-def layer_classes(model: nn.Module) -> frozenset[str]:
-    """Class names of decoder layers: what transformers says must stay in one piece, else the members of the longest list of modules."""
-    said: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
-    present = {type(m).__name__ for m in model.modules()}
-    named = frozenset(said) & present
-    if named:
-        return named
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-    longest = max(lists, key=len, default=None)
-    return frozenset({type(longest[0]).__name__}) if longest is not None else frozenset()
