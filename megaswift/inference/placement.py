@@ -145,7 +145,7 @@ def main_device(placed: Mapping[str, Device]) -> torch.device:
 
 
 def try_out(model: Any, device: torch.device, flag: str) -> None:
-    """One token through a model with weights elsewhere: accelerate brings a module's when it is called, which JetMoe's experts never are."""
+    """One token, with weights elsewhere: accelerate brings a module's when it is called, which JetMoe's experts never are."""
     try:
         with torch.inference_mode():
             model.eval()(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
