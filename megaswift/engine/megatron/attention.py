@@ -7,6 +7,7 @@ because every layer, also a recomputed one, receives it. Rotary positions are no
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from megaswift.engine.megatron.context_slices import gather_order, gather_sequen
 from megaswift.engine.megatron.sinks import sink_attention
 from megaswift.engine.megatron.softcap import CappedAttention, Scores
 
+Parts = tuple[Tensor, Tensor, Tensor]
+
 
 class RowLayout(PackedSeqParams):
     """How the rows of a batch are made of documents and context-parallel slices.
@@ -36,17 +39,22 @@ class RowLayout(PackedSeqParams):
         self.index = local_index(length, cu_seqlens, cp, rank)
         self.order = gather_order(length, cu_seqlens, cp) if cp > 1 else self.index
 
-    def pieces(self) -> list[tuple[int, int, int, int, int]]:
-        """(first local query, queries, first key, keys, key of the first query) of each run of consecutive positions."""
-        out, at = [], 0
-        for start, end in zip(self.bounds, self.bounds[1:], strict=False):
-            chunk = (end - start) // (2 * self.cp) if self.cp > 1 else end - start
-            chunks = [self.rank, 2 * self.cp - 1 - self.rank] if self.cp > 1 else [0]
-            for c in chunks:
-                if chunk:
-                    out.append((at, chunk, start, (c + 1) * chunk, c * chunk))
-                at += chunk
-        return out
+    def parts(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Parts, int]]:
+        """Of each run of consecutive local queries: these, and all keys and values [b, heads, run, d] of its document up to its end, with
+        the place of the first query among these keys.
+
+        Rows are cut by `split`, whose gradient is put together once. A slice's is as large as the row, for every document.
+        """
+        chunks = (self.rank, 2 * self.cp - 1 - self.rank) if self.cp > 1 else (0,)
+        lengths = [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
+        runs = [length // (2 * self.cp) if self.cp > 1 else length for length in lengths]
+        queries = iter(query.split([run for run in runs for _ in chunks], dim=2))
+        for run, length, keys, values in zip(runs, lengths, key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True):
+            for chunk in chunks:
+                own, end = next(queries), (chunk + 1) * run
+                if run:
+                    seen = (keys, values) if end == length else (keys[:, :, :end], values[:, :, :end])
+                    yield (own, *seen), chunk * run
 
 
 def _mask(queries: int, keys: int, offset: int, window: int | None) -> Tensor | None:
@@ -90,8 +98,8 @@ class TorchAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         outs = []
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():  # heads lie on ranks: each draws its own
-            for at, count, first, keys, offset in rows.pieces():
-                parts = q[:, :, at : at + count], k[:, :, first : first + keys], v[:, :, first : first + keys]
+            for parts, offset in rows.parts(q, k, v):
+                count, keys = parts[0].shape[2], parts[1].shape[2]
                 if self.softcap is not None:
                     outs.append(CappedAttention.apply(*parts, Scores(self.softmax_scale, self.softcap, offset, self.window)))
                     continue
