@@ -24,8 +24,9 @@ def drawn(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
 
 
 def new_head(spec: ModelSpec, seed: int) -> Tensor:
-    """float32 [1, h], as transformers initialises a linear layer of this model."""
-    return drawn(NEW, (1, spec.hidden_size), float(spec.hf_config.get("initializer_range", 0.02)), seed)
+    """float32 [1, h], as transformers initialises a linear layer of this model, or as the spec says."""
+    std = spec.hf_config.get("initializer_range", 0.02) if spec.new_head_std is None else spec.new_head_std
+    return drawn(NEW, (1, spec.hidden_size), float(std), seed)
 
 
 class NewHead:

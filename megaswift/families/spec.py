@@ -80,6 +80,8 @@ class ModelSpec:
     features: Features = Features()
     head: str = VOCABULARY
     """What the last layer's output goes to: VOCABULARY, or SCORE: one number a token."""
+    new_head_std: float | None = None
+    """Deviation of the weights of a SCORE head that the model's files lack; None: `initializer_range`, as transformers."""
     hf_config: Mapping[str, Any] = field(repr=False, default_factory=dict)
     """The config.json as read, exported unchanged (without what it says of quantised weights)."""
 

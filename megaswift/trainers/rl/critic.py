@@ -59,10 +59,12 @@ def critic_folder(cfg: SwiftConfig, folder: Path) -> Path:
 def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Context, fresh: bool) -> Engine:
     """The critic of a run: the policy's model, or `critic_model`, with a scalar head, trained as the policy is.
 
-    With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains.
+    With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains. A new head starts near 0:
+    values of the size of weights would be noise in every advantage until the critic has unlearnt them.
     """
     scored, start = with_score(spec), critic_folder(cfg, folder)
-    engine = make_engine(cfg, replace(scored, hf_config={**scored.hf_config}), start, context)
+    scored = replace(scored, hf_config={**scored.hf_config}, new_head_std=1 / (1 + scored.hidden_size))
+    engine = make_engine(cfg, scored, start, context)
     if fresh or cfg.model.train_type != "full":
         engine.load_hf(start)
     else:
