@@ -39,7 +39,7 @@ class PromptEncoder(Encoder):
     def located(self, path: str, row: Any) -> Rendered:
         """The prompt of a row; RowError when it has none."""
         row = self.named(row)
-        question = question_of(row, self.spec.task)
+        question = question_of(row, self.spec.task, self.spec.columns)
         no_images(row, question.sample)
         sample = with_system(question.sample, self.spec.system)
         if sample.text is not None and self.spec.system:

@@ -5,6 +5,7 @@ Owns which columns of a row are the question. Formats are those of training; an 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,8 +44,11 @@ def answerable(row: Row, task: str) -> Row:
     return row
 
 
-def question_of(row: Row, task: str) -> Question:
-    """The question of a row; RowError when it has none. An answer at the end of the conversation becomes the column `response`."""
+def question_of(row: Row, task: str, names: Mapping[str, str]) -> Question:
+    """The question of a row; RowError when it has none. An answer at the end of the conversation becomes the column `response`.
+
+    `names`: what columns are called instead.
+    """
     asked = row if row.get("prompt") is None else {k: v for k, v in row.items() if k in PROMPT}  # whatever else the row might be
     filled = answerable(asked, task)
     form = recognise(filled, task)
@@ -61,5 +65,5 @@ def question_of(row: Row, task: str) -> Question:
     if not end:
         raise RowError(form.required[0], "nothing before the answer", "a question")
     if isinstance(answer, str) and answer:
-        columns.setdefault(ANSWER, answer)
+        columns.setdefault(names.get(ANSWER, ANSWER), answer)
     return Question(replace(sample, messages=sample.messages[:end], loss=sample.loss[:end]), columns)

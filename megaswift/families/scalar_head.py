@@ -27,6 +27,13 @@ def has_score(config: Mapping[str, Any]) -> bool:
     return True
 
 
+def score_problems(flag: str, config: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with a model that is to score texts."""
+    if has_score(config):
+        return []
+    return [Problem(flag, "is no reward model: its config.json names no ...ForSequenceClassification", "megaswift rm trains one")]
+
+
 def language_model(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """The config.json of the language model under the head."""
     return {**config, "architectures": [architecture]}

@@ -87,7 +87,7 @@ class Session:
                 build.changed(manifest["config"], cfg.to_dict())
         facts = b.facts(engine, source, None if cfg.task in RL else held, total, loop.step)
         if cfg.task in RL:
-            facts = rl.with_more(facts, b, source)
+            facts = rl.with_more(facts, b, source, loop.engines.get(rl.CRITIC))
         self.rows = screen.rows(cfg, facts)
         if agree.rank() == 0:
             log.info(screen.render(facts.title, self.rows))

@@ -97,6 +97,13 @@ def test_the_run_s_system_message_and_column_names(tmp_path: Path) -> None:
     assert [p.said for p in all_of(made)] == [({"role": "system", "content": "Think."}, U), (S, U)]
 
 
+def test_the_answer_of_a_conversation_has_the_run_s_name_too(tmp_path: Path) -> None:
+    """What the message of a missing column says to do."""
+    rows = [{"messages": [U, says("a1")]}, {"query": "q1", "response": "a2"}, {"messages": [U, says("a1")], "response": "mine"}]
+    made = source(tmp_path, rows, columns={"response": "solution"})[0]
+    assert [p.columns for p in all_of(made)] == [{"solution": "a1"}, {"solution": "a2"}, {"solution": "mine"}]
+
+
 def test_what_json_cannot_hold_is_text(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "when": datetime.date(2026, 1, 2), "tests": [{"x": 1}], "none": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")

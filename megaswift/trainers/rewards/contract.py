@@ -125,7 +125,8 @@ class Rewards:
 def missing_columns(functions: Sequence[RewardFunction], columns: frozenset[str]) -> list[Problem]:
     """What is wrong with a data set of these columns; to be asked before anything is built."""
     has = f"the data has {', '.join(sorted(columns))}" if columns else "the data has no further columns"
-    return [Problem(f"--reward_funcs {f.name}", f"needs the column {name}; {has}", f"--columns YOURS={name}")
+    yours = next(iter(columns)) if len(columns) == 1 else "YOURS"
+    return [Problem(f"--reward_funcs {f.name}", f"needs the column {name}; {has}", f"--columns {yours}={name}")
             for f in functions for name in sorted(f.columns - columns)]
 
 

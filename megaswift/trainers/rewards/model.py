@@ -19,7 +19,7 @@ from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.model_source import locate, missing_files, read_tokenizer
-from megaswift.families.scalar_head import has_score
+from megaswift.families.scalar_head import score_problems
 from megaswift.inference.load import REFUSALS, quieten
 from megaswift.trainers.rewards.contract import Judged
 
@@ -110,10 +110,7 @@ def _made(options: WeightsOptions, name: str) -> RewardModel:
     folder = locate(options)
     if find_checkpoint(folder) is not None:
         raise WeightsError(Problem(flag, "is a checkpoint of training", "the run's export: the folder hf"))
-    problems = missing_files(folder, random_init=False)
-    if not problems and not has_score(read_config(folder)):
-        problems = [Problem(flag, "is no reward model: its config.json names no ...ForSequenceClassification", "megaswift rm trains one")]
-    if problems:
+    if problems := missing_files(folder, random_init=False) or score_problems(flag, read_config(folder)):
         raise WeightsError(problems)
     return RewardModel(name, folder, options, read_tokenizer(folder, options.trust_remote_code, None))
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from megaswift.config import SwiftConfig
 from megaswift.config.rl import estimator_of
 from megaswift.config.rl_batch import generation_plan
+from megaswift.config.size import bytes_text
 from megaswift.data import build as data
 from megaswift.data.completions import Layout
 from megaswift.data.prompts import Prompt, Prompts, PromptSource, prompts_of
+from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
 from megaswift.families.model_source import tokenizer_of
 from megaswift.inference.sync_folder import Rounds
@@ -36,7 +38,7 @@ from megaswift.trainers.rl.rewards import rewards_of, weights_of
 from megaswift.trainers.rl.sampler import sampler_of, sampling_of, sync_folder
 from megaswift.trainers.rl.settings import settings_of
 from megaswift.trainers.rl.source import Parts, RolloutSource
-from megaswift.trainers.screen import Facts
+from megaswift.trainers.screen import Facts, trained_text
 
 if TYPE_CHECKING:
     from megaswift.trainers.build import Build
@@ -65,16 +67,16 @@ def common_columns(prompts: Prompts) -> frozenset[str]:
     return frozenset.intersection(*(frozenset(prompts.read(i).columns) for i in range(min(len(prompts), LOOKED_AT))))
 
 
-def with_more(facts: Facts, build: Build, source: PromptSource) -> Facts:
-    """The first screen's rows about sampling and rewards; an epoch passes over each prompt once."""
+def with_more(facts: Facts, build: Build, source: PromptSource, critic: Engine | None) -> Facts:
+    """The first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
     cfg, plan = build.cfg, generation_plan(build.cfg, build.layout.dp)
     names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
     judges = ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, weights_of(cfg), strict=True))
-    sampling = (f"{amount(plan.generations, 'completion')} of {amount(plan.prompts, 'prompt')} at a time, up to "
+    sampling = (f"{amount(plan.generations, 'completion')} each of {amount(plan.prompts, 'prompt')} at a time, up to "
                 f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {amount(build.layout.dp, 'rank')}, "
                 f"for {amount(plan.steps, 'step')}")
     rows = source.rows * plan.generations * plan.iterations
-    more = (("sampling", sampling), *weight_sync(build), ("rewards", judges))
+    more = (("sampling", sampling), *weight_sync(build), ("rewards", judges), *(() if critic is None else critic_row(cfg, critic)))
     return replace(facts, rows_per_epoch=rows, more=more)
 
 
@@ -84,6 +86,15 @@ def weight_sync(build: Build) -> Iterator[tuple[str, str]]:
         cfg, alone = build.cfg, goes_alone(build.cfg, build.spec, build.folder)
         why = merged_because(cfg, build.spec, build.folder) if cfg.rl.rollout_lora is None else "rollout_lora is false"
         yield "weight sync", f"adapters alone, of rank {rank_of(cfg)}" if alone else f"all weights, adapters merged in: {why}"
+
+
+def critic_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
+    """What PPO's second model is and costs. Collective."""
+    sizes, start = critic.report(), cfg.rl.critic_model or "the model as it starts"
+    held = bytes_text(sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes)
+    rate = cfg.rl.critic_learning_rate or cfg.optim.learning_rate
+    yield "critic", (f"{start}, with a scalar head: {sizes.parameters_total:,} parameters{trained_text(sizes)}, {held} more on the largest "
+                     f"rank, learning rate {rate:g}")
 
 
 class Closing(Hook):

@@ -12,10 +12,14 @@ from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_problems
 from megaswift.config.rl_batch import generation_plan
 from megaswift.errors import Problem, UserError, beside
+from megaswift.families.family import read_config
+from megaswift.families.scalar_head import score_problems
 from megaswift.parallel.rules import Asked
 from megaswift.trainers.rewards.load import NAMED, SPELLINGS, is_file_function
 
 TRANSFORMERS = "transformers"
+CONFIG, EXPORT = "config.json", "hf"
+"""Of a model; in the folder of a run."""
 
 
 def policy_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
@@ -59,13 +63,20 @@ def rewards(cfg: SwiftConfig) -> Iterator[Problem]:
 
 
 def folders(cfg: SwiftConfig) -> Iterator[Problem]:
-    """Models beside the policy that are not there."""
+    """Models beside the policy that are not there, and reward models that are none."""
     named = [("critic_model", cfg.rl.critic_model), ("ref_model", cfg.preference.ref_model)]
     named += [("reward_model", m) for m in cfg.rl.reward_model]
     for flag, folder in named:
-        if folder is not None and not (Path(folder).expanduser() / "config.json").is_file():
-            rule = "has no config.json" if Path(folder).expanduser().is_dir() else "no such folder"
-            yield Problem(f"--{flag} {folder}", rule, "a Hugging Face model folder; OUT/hf of a run is one")
+        if folder is None:
+            continue
+        path = Path(folder).expanduser()
+        if not (path / CONFIG).is_file():
+            rule = f"has no {CONFIG}" if path.is_dir() else "no such folder"
+            exported = (path / EXPORT / CONFIG).is_file()
+            yield Problem(f"--{flag} {folder}", rule, f"--{flag} {Path(folder) / EXPORT}" if exported else
+                          f"a Hugging Face model folder; OUT/{EXPORT} of a run is one")
+        elif flag == "reward_model":
+            yield from score_problems(f"--{flag} {folder}", read_config(path))
 
 
 def sampler(cfg: SwiftConfig) -> Iterator[Problem]:

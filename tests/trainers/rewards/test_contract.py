@@ -145,7 +145,7 @@ def test_a_missing_column_is_told_before_the_run() -> None:
     needy = Each("accuracy", lambda s: 0.0, frozenset({"solution"}))
     (problem,) = missing_columns([needy, returning([])], frozenset({"answer"}))
     assert str(problem) == ("--reward_funcs accuracy: needs the column solution; the data has answer\n"
-                            "    try: --columns YOURS=solution")
+                            "    try: --columns answer=solution")
     assert missing_columns([needy], frozenset({"solution"})) == []
 
 

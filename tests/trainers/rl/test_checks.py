@@ -25,7 +25,25 @@ def test_a_good_run_passes(tmp_path: Path) -> None:
     model_folder(tmp_path)
     assert told() == told(task="ppo", critic_model=str(tmp_path)) == []
     mine = f"{tmp_path}/mine.py:even"
-    assert told(reward_funcs=[mine, "think_format_reward"], environment=mine, reward_model=[str(tmp_path)]) == []
+    assert told(reward_funcs=[mine, "think_format_reward"], environment=mine, reward_model=[str(scorer(tmp_path))]) == []
+
+
+def scorer(run: Path) -> Path:
+    """As much of a reward model that a run exported."""
+    folder = run / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}')
+    return folder
+
+
+def test_a_run_s_folder_and_a_language_model_are_no_reward_models(tmp_path: Path) -> None:
+    """Told before data is prepared, with the folder inside that is one."""
+    run, model = tmp_path / "run", tmp_path / "model"
+    run.mkdir(), model.mkdir()
+    good, language = scorer(run), model_folder(model)
+    problems = policy_problems(SwiftConfig(task="grpo", **GOOD, reward_model=[str(run), str(language)]), 2)
+    assert [str(p.fix) for p in problems] == [f"--reward_model {good}", "megaswift rm trains one"]
+    assert "has no config.json" in str(problems[0]) and f"--reward_model {language}: is no reward model" in str(problems[1])
 
 
 @pytest.mark.parametrize("options, expected", [
