@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megaswift.errors import Problem, WeightsError, nearest
+from megaswift.errors import Problem, WeightsError
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
 from megaswift.families.quantization import plain_config
@@ -72,7 +72,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if not isinstance(name, str) or name not in FAMILIES:
         known = FAMILIES.names()
         raise WeightsError(Problem(f"config.json, model_type {name!r}", f"is not a known model family; known are {', '.join(known)}",
-                                   nearest(str(name), known)))
+                                   "--engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads"))
     return FAMILIES.get(name)
 
 

@@ -120,8 +120,8 @@ def test_malformed_rows_are_told_with_file_line_and_column(tmp_path: Path) -> No
         texts(tmp_path, str(path))
     said = str(e.value)
     assert "(3 problems)" in said and "--strict false" in said
-    for part in (f"{path}:3: column (character", f"{path}:5: column messages[0].content: nothing; expected a string",
-                 f"{path}:6: column (line)"):
+    for part in (f"{path}:3: character ", f"{path}:5: column messages[0].content: nothing; expected a string",
+                 f"{path}:6: line: "):
         assert part in said
     assert texts(tmp_path, str(path), strict=False) == expected([ROWS[0], ROWS[0]])
     cfg = config(tmp_path, str(path), strict=False)
@@ -151,7 +151,7 @@ def test_the_same_mistake_of_several_rows_is_told_once(tmp_path: Path) -> None:
 
 def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text('query,response\n"two\nlines",b\nonly\n')
-    with pytest.raises(DataError, match=r"d.csv:4: column \(row\): 1 cells; expected 2"):
+    with pytest.raises(DataError, match=r"d.csv:4: row: 1 cells; expected 2"):
         texts(tmp_path, str(tmp_path / "d.csv"))
 
 

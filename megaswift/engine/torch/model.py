@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from logging import LogRecord, getLogger
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, furthe
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one a rank
+    getLogger("transformers.modeling_utils").addFilter(_of_use)
     trust, attention = cfg.model.trust_remote_code, ATTENTION[cfg.model.attn_impl]
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     auto: Any = AutoModelForImageTextToText if has_tower(spec.hf_config) else AutoModelForCausalLM
@@ -50,6 +52,11 @@ def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, furthe
     except (OSError, ValueError, ImportError) as error:  # what transformers raises for a folder or an option that it cannot serve
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise WeightsError(Problem(f"--model {folder}", f"transformers cannot load it: {reason}")) from None
+
+
+def _of_use(record: LogRecord) -> bool:
+    """All but the note that rows with padding came without a mask: padding is behind a row's end, where nothing that is scored sees it."""
+    return "passing in an `attention_mask`" not in record.getMessage()
 
 
 def _loaded(auto: Any, folder: Path, options: dict[str, Any], cfg: SwiftConfig, spec: ModelSpec) -> nn.Module:

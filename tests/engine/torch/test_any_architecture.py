@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from logging import Handler, getLogger
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.utils.logging import warning_once
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.torch import choice, fsdp, row_check
 from megaswift.engine.torch.fields import FieldsModel
+from megaswift.engine.torch.model import build
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES
+from megaswift.families.unlisted import any_spec
 from megaswift.losses.contract import Batch
 from tests.engine.torch.adapter_ranks import CASE, Run, far, model_of, plain
 from tests.engine.torch.other_models import APART, ENCODERS, KINDS, MIXING, POSITIONS, config_of, write
@@ -75,6 +79,21 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
     if kind in MIXING:
         assert not list(row_check._problems(partial(fields, engine), VOCAB, row_check.EXACT, False, kind))
     assert row_check.positions(model) == POSITIONS.get(kind)
+
+
+def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
+    """transformers warns of padding without a mask, once; here it is behind a row's end."""
+    told: list[str] = []
+    logger, ear = getLogger("transformers.modeling_utils"), Handler()
+    ear.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(ear)
+    folder = folders("gpt2")
+    made = build(folder, SwiftConfig(engine="ddp", model=str(folder)), True, any_spec(folder), {}, False)
+    warning_once.cache_clear()
+    made(torch.tensor([[5, 6, made.config.pad_token_id]]))
+    logger.warning("another")
+    logger.removeHandler(ear)
+    assert told == ["another"]
 
 
 def test_units_that_are_none_are_refused(folders: Callable[[str], Path]) -> None:
