@@ -8,13 +8,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from megaswift import log
 from megaswift.config.command import Command
 from megaswift.config.inference import DeployConfig
 from megaswift.config.inference_rules import check_deploy, token
 from megaswift.errors import ConfigError, Problem
+from megaswift.families.model_source import short_name
 
 USAGE = """\
 megaswift deploy: a server for OpenAI's API (chat, completions, models) over transformers or vLLM
@@ -39,8 +39,7 @@ def model_name(cfg: DeployConfig) -> str:
     """What clients call the model: the last part of its path, where that says something."""
     if cfg.server.served_model_name is not None:
         return cfg.server.served_model_name
-    parts = [p for p in Path(str(cfg.weights.model)).absolute().parts if p not in ("hf", "model", "checkpoints")]
-    return parts[-1]
+    return short_name(str(cfg.weights.model))
 
 
 def _listening(host: str, port: int) -> socket.socket:

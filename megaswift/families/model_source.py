@@ -23,6 +23,8 @@ CONFIG_FILES = (
     "config.json", "generation_config.json", "*processor_config.json", "chat_template.json", "*.jinja", "tokenizer*",
     "special_tokens_map.json", "vocab.*", "merges.txt", "*.model")
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+SILENT = ("hf", "model", "checkpoints")
+"""Folders whose names do not tell one model from another."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -53,6 +55,11 @@ def locate(model: Named, weights: bool = True) -> Path:
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
         raise WeightsError(Problem(f"--model {name}", "no such folder", beside(path)))
     return _fetch(model, name, (*CONFIG_FILES, *(WEIGHT_FILES if weights else ())))
+
+
+def short_name(model: str) -> str:
+    """What people call it: the last part of its path or hub id that says something."""
+    return next(part for part in reversed(Path(model).absolute().parts) if part not in SILENT)
 
 
 def _folder(path: Path, name: str) -> Path:

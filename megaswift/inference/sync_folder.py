@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -25,10 +26,13 @@ class Rounds:
         self.root, self.kind = root, kind
         self.round = 0
         self.last: Path | None = None
+        self._made = False
+        """Whether `root` was not there before."""
 
     def begin(self) -> Path:
         """The folder of a new round, which is not there yet. Its name has this process's number: runs may share `root`."""
         self.round += 1
+        self._made |= not self.root.exists()
         return self.root / f"{self.kind}-{os.getpid()}-{self.round}"
 
     def taken(self, folder: Path) -> None:
@@ -37,9 +41,12 @@ class Rounds:
         self.last = folder
 
     def close(self) -> None:
-        """Removes what is left."""
+        """Removes what is left, and `root` with it where it is this run's and nobody else has something there."""
         if self.last is not None:
             shutil.rmtree(self.last, ignore_errors=True)
+            with suppress(OSError):
+                if self._made:
+                    self.root.rmdir()
         self.last = None
 
 

@@ -11,6 +11,7 @@ from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.errors import UserError
+from megaswift.families.model_source import short_name
 from megaswift.families.spec import ModelSpec
 from megaswift.trainers import (
     agree,
@@ -136,7 +137,7 @@ class Session:
     def tell_story(self) -> None:
         """loss.png and report.html from what is on disk. Rank 0."""
         out = self.build.outputs
-        title = f"{self.build.task.title}: {Path(str(self.cfg.model.model)).name}"
+        title = f"{self.build.task.title}: {short_name(str(self.cfg.model.model))}"
         curves.draw(out.metrics, out.evaluation, out.curves, title)
         story = report.Story(title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v})
         report.write(out.report, self.cfg, story, (out.metrics, out.evaluation, out.completions))

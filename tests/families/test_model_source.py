@@ -9,7 +9,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
-from megaswift.families.model_source import tokenizer_of
+from megaswift.families.model_source import short_name, tokenizer_of
 from tests.trainers.inputs import TEMPLATE, write_model
 
 
@@ -41,3 +41,9 @@ def test_the_template_of_the_configuration_is_read_as_the_data_read_it(tmp_path:
     for value in ("~/other.jinja", (tmp_path / "other.jinja").read_text()):
         made = tokenizer_of(SwiftConfig(chat_template=value), folder)
         assert made.chat_template == (tmp_path / "other.jinja").read_text()
+
+
+@pytest.mark.parametrize(("model", "name"), [
+    ("Qwen/Qwen3-8B", "Qwen3-8B"), ("/data/runs/helpful/hf", "helpful"), ("out/checkpoints/step-20", "step-20"), ("mine/model/", "mine")])
+def test_a_model_is_called_by_what_tells_it_from_others(model: str, name: str) -> None:
+    assert short_name(model) == name
