@@ -1,4 +1,4 @@
-"""Mean reward of a run's completions: at the first step, and over the last ten.
+"""Mean reward of a run's completions: of the first generation, and of the last ten.
 
     python scripts/quickstart/rewards.py completions.jsonl
 """
@@ -13,7 +13,7 @@ LAST = 10
 
 
 def by_step(path: Path) -> dict[int, list[float]]:
-    """The rewards of each step's completions."""
+    """The rewards of each generation, by the step that was the first to use it."""
     found: dict[int, list[float]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -30,8 +30,8 @@ def main(path: Path) -> None:
     """Two numbers."""
     steps = by_step(path)
     last = [reward for step in sorted(steps)[-LAST:] for reward in steps[step]]
-    print(f"mean training reward, first step: {mean(steps[min(steps)]):.2f}")
-    print(f"mean training reward, last {LAST} steps: {mean(last):.2f}")
+    print(f"mean training reward, first generation: {mean(steps[min(steps)]):.2f}")
+    print(f"mean training reward, last {LAST} generations: {mean(last):.2f}")
 
 
 if __name__ == "__main__":
