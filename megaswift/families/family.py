@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megaswift.errors import Problem, WeightsError
+from megaswift.errors import Problem, WeightsError, nearest
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
 from megaswift.families.quantization import plain_config
@@ -71,8 +71,9 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         raise WeightsError(replace(TEXT_ONLY, what=f"config.json, model_type {name!r}"))
     if not isinstance(name, str) or name not in FAMILIES:
         known = FAMILIES.names()
+        near, wide = nearest(str(name), known), "--engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads"
         raise WeightsError(Problem(f"config.json, model_type {name!r}", f"is not a known model family; known are {', '.join(known)}",
-                                   "--engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads"))
+                                   f"{near} Otherwise {wide}" if near else wide))
     return FAMILIES.get(name)
 
 

@@ -91,7 +91,7 @@ def test_all_problems_are_told_together() -> None:
 
 
 def test_an_unknown_family_lists_the_known() -> None:
-    with pytest.raises(WeightsError, match=r"(?s)qwen3_mo.*llama, .*mistral, .*did you mean qwen3_moe"):
+    with pytest.raises(WeightsError, match=r"(?s)qwen3_mo.*llama, .*mistral, .*did you mean qwen3_moe.*--engine auto"):
         family_of({"model_type": "qwen3_mo"})
     with pytest.raises(WeightsError, match="None"):
         family_of({})

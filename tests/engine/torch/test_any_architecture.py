@@ -87,12 +87,14 @@ def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
     logger, ear = getLogger("transformers.modeling_utils"), Handler()
     ear.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(ear)
+    logger.setLevel("WARNING")  # whatever a run before told transformers to say
     folder = folders("gpt2")
     made = build(folder, SwiftConfig(engine="ddp", model=str(folder)), True, any_spec(folder), {}, False)
     warning_once.cache_clear()
     made(torch.tensor([[5, 6, made.config.pad_token_id]]))
     logger.warning("another")
     logger.removeHandler(ear)
+    logger.setLevel("NOTSET")
     assert told == ["another"]
 
 
