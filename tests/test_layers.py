@@ -11,7 +11,6 @@ import pytest
 
 from tests.sources import ROOT, Source, sources
 
-pytestmark = pytest.mark.xdist_group("sources")  # read and parsed once
 LAYERS = {
     "errors": 0, "commands": 0, "registry": 0, "log": 0, "disk": 0, "version": 0, "config": 1,
     "parallel": 2, "losses": 2, "data": 2, "families": 2, "launchers": 2,

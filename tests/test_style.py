@@ -14,7 +14,6 @@ import pytest
 
 from tests.sources import FOLDERS, ROOT, Source, sources
 
-pytestmark = pytest.mark.xdist_group("sources")  # read and parsed once
 FILE_LINES, LONG_FILE_LINES, FUNCTION_LINES, PARAMETERS, DEPTH = 300, 400, 60, 6, 2
 TABLES = ("megaswift/families/config_tables.py", "scripts/quickstart/facts.py")
 NOT_NAMES = ("utils", "util", "helpers", "helper", "common", "misc", "tools")

@@ -119,7 +119,7 @@ def test_one_file_beside_shards(fresh: Fresh) -> None:
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model_type": "gpt2"}, "model_type 'gpt2': is not a known model family"),
-    ({"model_type": "mamba"}, "try: --engine auto, ddp, zero2 or fsdp2, which train any language model"),
+    ({"model_type": "mamba"}, "--engine auto, ddp, zero2 or fsdp2, which train any language model"),
     ({"architectures": ["Qwen3ForTokenClassification"]}, "must hold Qwen3ForCausalLM"),
     ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "is a field this family's table does not know"),
 ])  # fmt: skip
