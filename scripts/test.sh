@@ -31,7 +31,7 @@ run() {
   case $code in 0) ran=1 ;; 5) ;; *) exit "$code" ;; esac
 }
 # Two at a time, unless tests were picked by hand.
-pair=() grouped=(); [ $# -gt 0 ] || { pair=(-n 2); grouped=(-n 2 --dist loadgroup); }  # groups share a run or a pool of ranks
+pair=() grouped=(); [ $# -gt 0 ] || { pair=(-n 2); grouped=(-n 2 --dist loadgroup); }  # see tests/conftest.py, TOGETHER
 case "$tier" in
   fast) run "not process and not wide and not slow and not gpu" "${pair[@]}" "$@" ;;
   default) run "not process and not slow and not gpu" "${pair[@]}" "$@"; run "process and not slow and not gpu" "${grouped[@]}" "$@" ;;

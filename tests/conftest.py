@@ -13,6 +13,10 @@ import pytest
 
 from tests.parity.pool import Pool, close_shared, shared
 
+TOGETHER = ("tests/parity/test_parity.py", "tests/trainers/test_run.py", "tests/engine/torch/test_zero.py")
+"""Files that one worker runs as a whole under `--dist loadgroup`: two layouts of eight ranks at a time cost more than one after the
+other, and what a file's tests share would be made twice."""
+
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 gc.disable()  # what is imported and collected stays to the end: the collector would look through it again and again
 
@@ -21,6 +25,19 @@ def pytest_collection_finish() -> None:
     """From here on the collector looks at what tests make."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files of TOGETHER stay together, every other test is for the next free worker. xdist's marks do not reach pytest 9."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file in TOGETHER else nodeid
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import write_conversations, write_inputs
 from tests.trainers.runs import by_torchrun, finish, kill, run, start
 
-pytestmark = pytest.mark.xdist_group("run")  # they share the whole run
 CLOCK = {"step_time", "data_wait", "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "memory_gib"}
 
 

@@ -13,7 +13,7 @@ from megaswift.config.deepspeed_json import KINDS
 from tests.engine.torch.zero_model import Fields, Plain, adam, rows
 from tests.parity.pool import Pool
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("zero")]  # one pool of ranks that have imported DeepSpeed
+pytestmark = pytest.mark.process
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3", "deepspeed",
            "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer", "tests.engine.torch.zero_ranks")
 """With what DeepSpeed imports late: seconds, once instead of in every rank."""
