@@ -12,7 +12,7 @@ from typing import Any
 
 from megaswift import log
 from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES, RL
-from megaswift.data import hub
+from megaswift.data import hub, vocabulary
 from megaswift.data.cache import cache_root
 from megaswift.data.collate import Shape
 from megaswift.data.documents import Documents, gather, hold_out, truncate
@@ -106,7 +106,7 @@ def _held_out_units(data: Any, tokenizer: Any, task: str) -> Units:
 
 def shape_of(tokenizer: Any, geometry: LoaderGeometry) -> Shape:
     """Padding as the geometry asks for; the padding id is the tokenizer's, or its end of text."""
-    return Shape(geometry.doc_multiple, geometry.row_multiple, pad_of(tokenizer))
+    return Shape(geometry.doc_multiple, geometry.row_multiple, pad_of(tokenizer, geometry.vocabulary))
 
 
 def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft",
@@ -116,7 +116,8 @@ def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task:
     `tokenizer`: of a vision-language model its `Processor`; rows may then have images.
     `prompt_labels`: of preferences, prompts carry labels too (ORPO).
     """
-    shape = shape_of(tokenizer_in(tokenizer), geometry)
+    words = tokenizer_in(tokenizer)
+    shape = shape_of(words, geometry)
     per_device = train.per_device_eval_batch_size or geometry.per_device
     apart = replace(geometry, per_device=per_device, accumulation=1)
     check_task(data, task)
@@ -127,7 +128,10 @@ def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task:
             held = UnitRows(_held_out_units(data, tokenizer, task), data.packing is not False, prompt_labels)
         elif data.val_dataset:
             held = make_rows(_held_out(data, tokenizer, task), data.packing, data.max_length, shape)
-        source: BatchSource = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape), prompt_labels)
+        vocabulary.check([] if held is None else [held.docs], words, geometry.vocabulary)
+        stream = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape), prompt_labels)
+        stream.watched = vocabulary.exceeds(words, geometry.vocabulary)
+        source: BatchSource = stream
     else:
         if task in PREFERENCES:
             some, others = units(data, train, tokenizer, task)
@@ -136,6 +140,7 @@ def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task:
             docs, apart_docs = documents(data, train, tokenizer, task)
             processor = tokenizer if isinstance(tokenizer, Processor) else None
             rows = [make_rows(d, data.packing, data.max_length, shape, processor) for d in (docs, apart_docs) if d is not None]
+        vocabulary.check([r.docs for r in rows], words, geometry.vocabulary)
         source, held = _stored(rows[0], data, train, (geometry, shape)), rows[1] if len(rows) > 1 else None
     return source, None if held is None else EvalSource(held, apart, shape)
 

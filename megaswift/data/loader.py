@@ -44,6 +44,8 @@ class LoaderGeometry:
     uniform: bool = False
     """All micro-batches of a step have one length (pipelines)."""
     seed: int = 42
+    vocabulary: int = 0
+    """Rows of the model's embedding; 0: not known."""
 
     @property
     def global_batch(self) -> int:

@@ -20,6 +20,7 @@ from megaswift.data.cursor import Cursor, Passes, read_on
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.readers import Located
 from megaswift.data.sources import Source
+from megaswift.data.vocabulary import check_batch
 from megaswift.errors import DataError, Problem
 from megaswift.log import warn
 from megaswift.losses.contract import Batch
@@ -122,6 +123,8 @@ class StreamSource:
     rows: None = None
     steps_per_epoch: None = None
     spread: Spread = alone
+    watched: bool = False
+    """Whether the tokenizer has tokens that the model lacks."""
     _block: _Block | None = None
     _used: int = 0
     _after: Cursor = field(default_factory=Cursor)
@@ -147,7 +150,10 @@ class StreamSource:
         """This rank's micro-batches of the next global batch. A malformed row leaves the position where it was."""
         saved = self._block, self._used, self._after
         try:
-            return self.contents.batches(self._take(self.geometry.global_batch), self.geometry)
+            made = self.contents.batches(self._take(self.geometry.global_batch), self.geometry)
+            for batch in made if self.watched else ():
+                check_batch(batch, self.geometry.vocabulary)
+            return made
         except DataError:
             self._block, self._used, self._after = saved
             raise

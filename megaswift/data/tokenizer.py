@@ -24,7 +24,10 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
         raise WeightsError(Problem(f"tokenizer in {folder}", f"cannot be read: {first_line(error)}", fix)) from None
 
 
-def pad_of(tokenizer: Any) -> int:
-    """The token that fills up rows: the tokenizer's, or its end of text, or token 0."""
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return 0 if pad is None else int(pad)
+def pad_of(tokenizer: Any, vocabulary: int = 0) -> int:
+    """The token that fills up rows: the tokenizer's, or its end of text, or token 0.
+
+    The first that an embedding of `vocabulary` rows (0: not known) has: a padding token is often added to the tokenizer alone.
+    """
+    wanted = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((int(token) for token in wanted if token is not None and (not vocabulary or token < vocabulary)), 0)

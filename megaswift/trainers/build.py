@@ -110,14 +110,15 @@ class Build:
         return LoaderGeometry(
             dp_rank=self.context.coordinates.dp, dp_size=layout.dp, per_device=plan.per_device, accumulation=plan.accumulation,
             doc_multiple=2 * layout.cp if layout.cp > 1 else 1, row_multiple=row_multiple(layout, fp8_tokens(self.cfg)),
-            uniform=layout.pp > 1, seed=data.data_seed(self.cfg.data, self.cfg.train))
+            uniform=layout.pp > 1, seed=data.data_seed(self.cfg.data, self.cfg.train),
+            vocabulary=0 if has_tower(self.spec.hf_config) else self.spec.vocab_size)  # towers' tokens may lie beyond
 
     def data(self) -> tuple[BatchSource, EvalSource | None]:
         """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a pipeline has stages."""
         reader = (processor_of if has_tower(self.spec.hf_config) else tokenizer_of)(self.cfg, self.folder)
         self.tokenizer = tokenizer_in(reader)
         if self.spec.scored:
-            self.spec = replace(self.spec, hf_config=with_padding(self.spec.hf_config, pad_of(self.tokenizer)))
+            self.spec = replace(self.spec, hf_config=with_padding(self.spec.hf_config, pad_of(self.tokenizer, self.spec.vocab_size)))
         source, held = data.build(self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels)
         if held is not None and self.layout.pp > 1:
             held = replace(held, geometry=replace(held.geometry, accumulation=self.layout.pp))

@@ -11,6 +11,7 @@ from megaswift.config.rl import estimator_of
 from megaswift.config.rl_batch import generation_plan
 from megaswift.config.size import bytes_text
 from megaswift.data import build as data
+from megaswift.data import vocabulary
 from megaswift.data.completions import Layout
 from megaswift.data.prompts import Prompt, Prompts, PromptSource, prompts_of
 from megaswift.engine.protocol import Engine
@@ -57,6 +58,7 @@ def prompts(build: Build) -> tuple[PromptSource, list[Prompt]]:
     build.tokenizer = tokenizer_of(cfg, build.folder)
     plan = generation_plan(cfg, build.layout.dp)
     source, held = prompts_of(cfg, build.tokenizer, plan.prompts, plan.steps)
+    vocabulary.check([source.prompts.docs], build.tokenizer, build.spec.vocab_size)
     if problems := missing_columns(rewards_of(cfg), common_columns(source.prompts)):
         raise DataError(problems)
     return source, held or []
