@@ -20,7 +20,7 @@ from megaswift.data.encode import Encoder, EncodeSpec, encode_spec
 from megaswift.data.encode_units import UnitEncoder
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, RowData, StoredSource, make_rows
 from megaswift.data.order import Order
-from megaswift.data.prepare import prepare
+from megaswift.data.prepare import check_columns, prepare
 from megaswift.data.processor import Processor, tokenizer_in
 from megaswift.data.sources import resolve
 from megaswift.data.stream import Contents, StreamOptions, StreamSource
@@ -168,5 +168,6 @@ def _stream(data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry
     if units:
         layout = UnitLayout(2 if spec.task in PAIRS else 1, data.packing is not False, False, prompt_labels)
         contents = UnitContents(UnitEncoder(spec), options, layout, shape)
+    check_columns(data, spec.task)
     contents.check(sources)
     return StreamSource(sources, contents, options, geometry)

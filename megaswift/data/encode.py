@@ -17,6 +17,7 @@ from tokenizers import Encoding, Tokenizer, processors
 from megaswift.config.data import ALIGNMENT
 from megaswift.data.cache import cache_root
 from megaswift.data.chat import ChatRenderer, Rendered, Templates, templates_of
+from megaswift.data.columns import renamed
 from megaswift.data.cuts import cuts_of
 from megaswift.data.formats import sample_of
 from megaswift.data.images import no_images
@@ -145,7 +146,7 @@ class Encoder:
         """A row under the run's column names."""
         if isinstance(row, RowError):
             raise row
-        return {self.spec.columns.get(k, k): v for k, v in row.items()} if self.spec.columns else row
+        return renamed(row, self.spec.columns) if self.spec.columns else row
 
     def sample(self, row: Any) -> Sample:
         """The sample of a row, with the run's column names and system message."""

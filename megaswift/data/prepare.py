@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from megaswift import log
-from megaswift.data import hub
+from megaswift.config.data import RL
+from megaswift.data import columns, hub
 from megaswift.data.cache import build_once, cache_root, is_builder, publish_alias, read_alias, wait_for
 from megaswift.data.encode import SHOWN, EncodeSpec, encode_spec
 from megaswift.data.encode_units import encoder_for
+from megaswift.data.questions import ANSWER
 from megaswift.data.sources import Part, Source, parts_of, resolve
 from megaswift.data.store import TokenStore, merge, read_report, write_piece
 from megaswift.errors import DataError, Problem
@@ -31,8 +33,9 @@ WORKER_BYTES = 2 << 20
 """Input that is worth the start of another process (about a second)."""
 IMAGE_WORKER_BYTES = 1 << 16
 """The same where each row brings images, which take far longer than its text."""
-_CODE = ("chat.py", "turns.py", "encode.py", "encode_units.py", "preference.py", "encode_prompts.py", "questions.py", "cuts.py",
-         "pieces.py", "sample.py", "readers.py", "sources.py", "store.py", "images.py", "processor.py", "vision_encode.py", "formats")
+_CODE = ("chat.py", "turns.py", "columns.py", "encode.py", "encode_units.py", "preference.py", "encode_prompts.py", "questions.py",
+         "cuts.py", "pieces.py", "sample.py", "readers.py", "sources.py", "store.py", "images.py", "processor.py", "vision_encode.py",
+         "formats")
 
 
 @cache
@@ -78,6 +81,8 @@ def prepare(data: Any, tokenizer: Any, task: str = "sft", val: bool = False) -> 
     if not names:
         raise DataError(Problem("--dataset", "is not given", "--dataset data.jsonl"))
     stores = []
+    if not val:
+        check_columns(data, task)
     for name in names:
         source = resolve(name, partial(hub.fetch, root))
         store = TokenStore(_store(root, source, spec, data.dataset_num_proc))
@@ -87,6 +92,14 @@ def prepare(data: Any, tokenizer: Any, task: str = "sft", val: bool = False) -> 
             store.check_images()
         stores.append((source, store))
     return stores
+
+
+def check_columns(data: Any, task: str) -> None:
+    """DataError for columns of --columns that no row of the run's data sets has. `response` may be made (questions.py)."""
+    asked = {old: new for old, new in data.columns.items() if old != ANSWER or task not in RL}
+    if asked:
+        fetch = partial(hub.fetch, cache_root(data.dataset_cache_dir))
+        columns.check([resolve(name, fetch) for name in (*data.dataset, *data.val_dataset)], asked)
 
 
 def _store(root: Path, source: Source, spec: EncodeSpec, processes: int) -> Path:

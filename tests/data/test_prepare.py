@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megaswift.data import cache, encode, readers
-from megaswift.data.build import documents
+from megaswift.data.build import build, documents
+from megaswift.data.loader import LoaderGeometry
 from megaswift.data.prepare import prepare
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
@@ -83,6 +84,27 @@ def test_folders_subsets_and_several_data_sets_in_order(tmp_path: Path) -> None:
 def test_columns_are_renamed(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "d.jsonl", [{"frage": "hello 0", "antwort": "answer 0"}])
     assert texts(tmp_path, path, columns={"frage": "query", "antwort": "response"}) == expected(ROWS[:1])
+
+
+def test_a_column_that_no_row_has_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all data sets together; a warning where more rows follow than are looked at."""
+    path = jsonl(tmp_path / "d.jsonl", [{"query": "q", "response": "a", "persona": "s"}] * 3)
+    other = write(tmp_path / "e.csv", ROWS)
+    wrong = {"presona": "system", "persona": "system"}
+    for streaming in (False, True):
+        with pytest.raises(DataError, match=r"--columns presona=system: no row has a column presona; there are query, response, persona"):
+            cfg = config(tmp_path, [path, other], columns=wrong, streaming=streaming)
+            build(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry())
+    jsonl(tmp_path / "v.jsonl", [{"query": "q", "response": "a", "presona": "s"}])
+    assert len(texts(tmp_path, path, columns=wrong, val_dataset=[str(tmp_path / "v.jsonl")])) == 3
+    monkeypatch.setattr("megaswift.data.columns.LOOKED_AT", 2)
+    assert "s<|im_end|>" in texts(tmp_path, path, columns=wrong)[0] and "in the first 2 rows" in capsys.readouterr().err
+
+
+def test_a_renamed_column_goes_before_one_of_that_name(tmp_path: Path) -> None:
+    for row in ({"query": "hello 0", "response": "x", "better": "answer 0"}, {"better": "answer 0", "response": "x", "query": "hello 0"}):
+        path = jsonl(tmp_path / "d.jsonl", [row])
+        assert texts(tmp_path, path, columns={"better": "response"}) == expected(ROWS[:1])
 
 
 def test_plain_text_ends_with_the_end_token_and_splits(tmp_path: Path) -> None:
@@ -176,6 +198,22 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(DataError, match="no hub gave it"):
         texts(tmp_path, "nobody/nothing-of-this-name")
+
+
+def test_a_hub_that_gives_a_data_set_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def load_dataset(name: str, subset: str | None) -> Any:
+        asked.append((name, subset))
+        rows = {"train": ROWS[:4] if subset else ROWS, "test": ROWS[:1]}
+        return datasets.DatasetDict({split: datasets.Dataset.from_list(some) for split, some in rows.items() if name != "some/tests"
+                                     or split == "test"})
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert texts(tmp_path, "some/set") == expected(ROWS) and texts(tmp_path, "some/set#5") == expected(ROWS[:5])
+    assert texts(tmp_path, "some/set:part#6") == expected((ROWS[:4] * 2)[:6])
+    assert asked == [("some/set", None), ("some/set", "part")]
+    with pytest.raises(DataError, match="has no split `train` but test"):
+        texts(tmp_path, "some/tests")
 
 
 def stores(tmp_path: Path, path: str, **options: Any) -> Path:

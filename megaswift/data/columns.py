@@ -1,0 +1,40 @@
+"""`--columns`: rows under the names that formats know, and names that no row has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megaswift.data.sources import Part, Source, kind_of
+from megaswift.errors import DataError, Problem, nearest
+from megaswift.log import warn
+
+LOOKED_AT = 1000
+"""Rows of a file in which a column must turn up."""
+
+
+def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row under its new names; a renamed column goes before one that has the name already."""
+    own = {name: value for name, value in row.items() if name not in columns}
+    return own | {new: row[old] for old, new in columns.items() if old in row}
+
+
+def check(sources: Sequence[Source], columns: Mapping[str, str]) -> None:
+    """DataError for columns that no row of any data set has; a warning where not all rows were looked at."""
+    lacking, seen, whole = dict(columns), dict[str, None](), True
+    for path in (path for source in sources for path in source.files):
+        for number, located in enumerate(Part(str(path), kind_of(path), 0, 1 << 62).rows() if lacking else ()):
+            if number == LOOKED_AT:
+                whole = False
+                break
+            if isinstance(located.row, Mapping):
+                seen |= dict.fromkeys(located.row)
+                lacking = {old: new for old, new in lacking.items() if old not in located.row}
+            if not lacking:
+                break
+    problems = [Problem(f"--columns {old}={new}", f"no row has a column {old}; there are {', '.join(list(seen)[:20])}",
+                        nearest(old, list(seen)) or "FROM=TO, the file's name first") for old, new in lacking.items()]
+    if problems and whole:
+        raise DataError(problems)
+    for problem in problems:
+        warn(f"{problem.what}: {problem.rule} in the first {LOOKED_AT:,} rows of each file")
