@@ -10,6 +10,9 @@ from collections.abc import Callable
 from math import ceil, cos, pi, sqrt
 from typing import Protocol
 
+from megaswift.errors import ConfigError, Problem
+from megaswift.log import amount
+
 
 class OptimConfig(Protocol):
     """What a schedule reads of `megaswift.config`'s section `optim`."""
@@ -31,6 +34,13 @@ class OptimConfig(Protocol):
 def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
     """Steps that warm up: `warmup_steps` when given, else that share of all steps, rounded up (as transformers does)."""
     return optim.warmup_steps if optim.warmup_steps > 0 else ceil(optim.warmup_ratio * total_steps)
+
+
+def check_warmup(total_steps: int, optim: OptimConfig) -> None:
+    """ConfigError for a warm-up that outlasts the run, which would never come to its learning rate."""
+    if optim.warmup_steps > total_steps:
+        raise ConfigError(Problem(f"--warmup_steps {optim.warmup_steps}", f"is longer than the run of {amount(total_steps, 'step')}",
+                                  "--warmup_ratio 0.1, or a longer run (--max_steps, --num_train_epochs)"))
 
 
 def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:

@@ -28,7 +28,7 @@ from megaswift.trainers.checkpoint import restore
 from megaswift.trainers.interrupt import Interrupted
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.rl import assemble as rl
-from megaswift.trainers.schedule import lr_at
+from megaswift.trainers.schedule import check_warmup, lr_at
 from megaswift.trainers.timing import timed
 
 PARTS = ("start-up", "data", "model", "resume", "waiting for data", "weight sync", "generation", "rewards", "scoring", "critic",
@@ -74,6 +74,7 @@ class Session:
             held: Any
             source, held = rl.prompts(b) if cfg.task in RL else b.data()
             total = build.count_steps(cfg, source)
+        check_warmup(total, cfg.optim)
         with timed(self.seconds, "model"), self.memory_advice():
             engine = b.engine(fresh=resume is None, total_steps=total)
             hooks = b.hooks(engine, None if cfg.task in RL else held)

@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from megaswift.trainers.schedule import lr_at, warmup_steps
+from megaswift.config import SwiftConfig
+from megaswift.errors import ConfigError
+from megaswift.trainers.schedule import check_warmup, lr_at, warmup_steps
 
 STEPS = 37
 
@@ -91,6 +93,12 @@ def test_warmup_steps():
     assert warmup_steps(37, Optim(warmup_ratio=0.1)) == 4
     assert warmup_steps(37, Optim(warmup_ratio=0.1, warmup_steps=2)) == 2
     assert warmup_steps(37, Optim()) == 0
+
+
+def test_a_warm_up_that_outlasts_the_run_is_refused():
+    with pytest.raises(ConfigError, match="--warmup_steps 11: is longer than the run of 10 steps"):
+        check_warmup(10, SwiftConfig(warmup_steps=11).optim)
+    assert check_warmup(10, SwiftConfig(warmup_steps=10).optim) is check_warmup(1, SwiftConfig(warmup_ratio=0.9).optim) is None
 
 
 def test_every_kind_of_the_configuration_has_a_rate():
