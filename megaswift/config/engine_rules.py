@@ -79,6 +79,8 @@ ENGINE_CLASHES: tuple[Clash, ...] = (
           "names more than one way to shard", "--fsdp full_shard"),
     Clash(("recompute_granularity", *READS), lambda c: _TORCH(c) and c.model.recompute_granularity == "selective",
           "needs the native engine; transformers recomputes whole layers", "--recompute_granularity full"),
+    Clash(("torch_dtype", *READS), lambda c: _TORCH(c) and c.model.torch_dtype == "float16",
+          "needs a loss scale for its gradients, which the native engine alone has", "--torch_dtype bfloat16, or --engine megatron"),
     Clash(("freeze_llm", "freeze_vit", "freeze_aligner"),
           lambda c: c.model.freeze_llm and c.model.freeze_vit is not False and c.model.freeze_aligner is not False,
           "leaves nothing to train: freeze_vit and freeze_aligner are true unless said otherwise", "--freeze_aligner false"),

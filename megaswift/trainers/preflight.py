@@ -68,15 +68,17 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
 
 
 def device_problems(cfg: SwiftConfig) -> list[Problem]:
-    """Offloading from a device that is the host itself."""
-    if not cfg.optim.optimizer_cpu_offload:
+    """What a CPU alone cannot do: offloading from a device that is the host itself, and training in float16."""
+    offload, half = cfg.optim.optimizer_cpu_offload, cfg.model.torch_dtype == "float16"
+    if not offload and not half:
         return []
     import torch
 
     if torch.cuda.is_available():
         return []
     rule = "there is no CUDA device, so the optimizer's state is in host memory anyway"
-    return [Problem("--optimizer_cpu_offload true", rule, "--optimizer_cpu_offload false")]
+    told = [Problem("--optimizer_cpu_offload true", rule, "--optimizer_cpu_offload false")] * offload
+    return told + [Problem("--torch_dtype float16", "training in it needs a CUDA device", "--torch_dtype bfloat16")] * half
 
 
 def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:

@@ -49,7 +49,7 @@ def test_options_of_fsdp(name: str) -> None:
 
 CLASHING = [
     "--deepspeed zero3 --engine ddp", "--use_fsdp true --engine ddp", "--fsdp full_shard,shard_grad_op",
-    "--engine ddp --recompute_granularity selective", "--engine ddp --freeze_llm true"]
+    "--engine ddp --recompute_granularity selective", "--torch_dtype fp16 --engine fsdp2", "--engine ddp --freeze_llm true"]
 
 
 def test_contradictions() -> None:

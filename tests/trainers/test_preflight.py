@@ -52,12 +52,14 @@ def test_problems_of_every_kind_are_told_together(model: Path, tmp_path: Path, m
     assert "--dataset d:" not in text  # an id of a hub, perhaps
 
 
-def test_nothing_to_offload_without_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_cpu_alone_cannot_do(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), optimizer_cpu_offload=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert ["--optimizer_cpu_offload true: there is no CUDA device" in text for text in problems(cfg, 1)] == [True]
+    half = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), torch_dtype="fp16")
+    assert ["--torch_dtype float16: training in it needs a CUDA device" in text for text in problems(half, 1)] == [True]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert problems(cfg, 1) == []
+    assert problems(cfg, 1) == problems(half, 1) == []
 
 
 def test_a_template_below_home_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

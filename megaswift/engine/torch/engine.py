@@ -33,6 +33,7 @@ from megaswift.engine.torch.neftune import Noise
 from megaswift.engine.torch.rank_allocation import allocation_of
 from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
+from megaswift.errors import ConfigError, Problem
 from megaswift.families.spec import ModelSpec
 from megaswift.losses.contract import Batch, Loss, Needs, Outputs
 
@@ -252,4 +253,8 @@ def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torc
     """`--torch_dtype`; auto: the checkpoint's on a GPU, float32 on a CPU."""
     if cfg.model.torch_dtype != "auto":
         return getattr(torch, cfg.model.torch_dtype)
-    return config_dtype(folder) if device.type == "cuda" else torch.float32
+    dtype = config_dtype(folder) if device.type == "cuda" else torch.float32
+    if dtype == torch.float16:  # as config.engine_rules refuses it
+        raise ConfigError(Problem("--torch_dtype auto", "is the checkpoint's float16, whose gradients need a loss scale; the native engine "
+                                  "alone has one", "--torch_dtype bfloat16"))
+    return dtype
