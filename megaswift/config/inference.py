@@ -17,7 +17,7 @@ class SourceOptions:
     model: str | None = option(
         None, "Hugging Face folder, OUT of a run, a checkpoint, or a hub id", aliases=("model_id_or_path", "model_name_or_path"),
         metavar="DIR")
-    use_hf: bool = option(True, "Hub ids are Hugging Face's; false: ModelScope's")
+    use_hf: bool = option(True, "A hub id of the model is Hugging Face's; false: ModelScope's")
     model_revision: str | None = option(None, "Branch, tag or commit of a hub id", metavar="REV")
     trust_remote_code: bool = option(False, "Run Python code that comes with the model's folder")
     adapters: str | None = option(None, "PEFT folder of adapters on the model: OUT/adapter", aliases=("adapter",), metavar="DIR")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
-from megaswift.families.model_source import short_name, tokenizer_of
+from megaswift.families.model_source import locate, short_name, tokenizer_of
 from tests.trainers.inputs import TEMPLATE, write_model
 
 
@@ -47,3 +50,32 @@ def test_the_template_of_the_configuration_is_read_as_the_data_read_it(tmp_path:
     ("Qwen/Qwen3-8B", "Qwen3-8B"), ("/data/runs/helpful/hf", "helpful"), ("out/checkpoints/step-20", "step-20"), ("mine/model/", "mine")])
 def test_a_model_is_called_by_what_tells_it_from_others(model: str, name: str) -> None:
     assert short_name(model) == name
+
+
+@pytest.mark.parametrize(("package", "options"), [("huggingface_hub", {}), ("modelscope", {"use_hf": False})])
+def test_a_model_s_id_is_asked_of_the_hub_that_was_named(package: str, options: dict, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for both clients: which of them is asked, for what, and what is said when it gives nothing."""
+    asked: list[tuple[str, str, str | None, bool]] = []
+
+    def client(name: str) -> ModuleType:
+        made = ModuleType(name)
+        made.__spec__ = ModuleSpec(name, None)
+
+        def snapshot_download(model: str, revision: str | None, allow_patterns: list[str]) -> str:
+            asked.append((name, model, revision, "*.safetensors" in allow_patterns))
+            if model == "some/other":
+                raise OSError("no such model")
+            return str(tmp_path)
+
+        made.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+        return made
+
+    for name in ("huggingface_hub", "modelscope"):
+        monkeypatch.setitem(sys.modules, name, client(name))
+    model = SwiftConfig(model="some/model", model_revision="v2", **options).model
+    assert locate(model) == locate(model, weights=False) == tmp_path
+    assert asked == [(package, "some/model", "v2", True), (package, "some/model", "v2", False)]
+    hub = "ModelScope" if options else "Hugging Face"
+    with pytest.raises(UserError, match=f"some/other: no such folder here, and {hub} did not give it"):
+        locate(SwiftConfig(model="some/other", **options).model)
