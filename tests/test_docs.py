@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from megaswift import deploy, export, infer
 from megaswift.config import load
 from megaswift.config.sections import NAMES, TASKS
+from megaswift.data.formats import FORMATS, recognise
 from tests.sources import FOLDERS, ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "converters/README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,3 +77,34 @@ def test_commands_are_understood(words: list[str]) -> None:
     options = [STAND_IN.get(word, word) for word in words[1:] if word != "..."]
     options = [str(ROOT / word) if word.startswith("configs/") else word for word in options]
     assert load(None if words[0] == "rlhf" else words[0], options, environ={}).task in TASKS
+
+
+def examples(language: str) -> list[str]:
+    """The README's blocks of a language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", TEXTS["README.md"], re.DOTALL | re.MULTILINE)
+    return [block for written, block in blocks if written == language]
+
+
+def test_the_readme_s_tree_has_a_line_for_every_folder() -> None:
+    tree = next(block for block in examples("") if block.startswith("megaswift/\n"))
+    packages = [file.parent.name for file in (ROOT / "megaswift").glob("*/__init__.py")]
+    named = re.findall(r"^ *(\w+)/ +\w", tree, re.MULTILINE)
+    assert sorted(named) == sorted([*packages, *FOLDERS[1:], "configs", "docs", "docker"])
+
+
+def test_the_readme_s_new_family_is_one() -> None:
+    blocks = [block for block in examples("python") if "FAMILIES" in block]
+    assert len(blocks) == 1 and (ROOT / "megaswift/families/qwen3.py").read_text(encoding="utf-8").endswith(blocks[0])
+
+
+def test_the_readme_s_new_format_works_as_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"prompt": "How much is 1 + 1?", "completion": "2"}
+    assert "prompt_completion" not in FORMATS.names()
+    monkeypatch.setattr(FORMATS, "_items", dict(FORMATS._items))
+    file = tmp_path / "prompt_completion.py"
+    file.write_text(next(block for block in examples("python") if "FORMATS" in block), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("prompt_completion", file)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    sample = recognise(row, "sft").parse(row)
+    assert [(m["role"], m["content"]) for m in sample.messages] == [("user", row["prompt"]), ("assistant", row["completion"])]
