@@ -1,5 +1,6 @@
 """The commands as users start them: what --help costs, exit codes, and who speaks when several processes fail."""
 
+import importlib
 import json
 import os
 import signal
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.cli import COMMANDS, usage
+from megaswift.cli import COMMANDS, main, usage
+from megaswift.config import load
+from megaswift.trainers.outputs import check
+from tests.trainers.inputs import write_inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,6 +83,24 @@ def test_a_layout_that_does_not_work_ends_with_2_before_torchrun_starts(tmp_path
     for part in ("problems)", "3 attention heads", "2 layers", "--fp8_format e4m3"):
         assert part in err, err
     assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.wide
+def test_a_malformed_row_ends_with_2_before_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process: the exit code is the command's own. What is left of the start is no run."""
+    importlib.import_module("megaswift.engine.megatron")
+    inputs = [*write_inputs(tmp_path), "--output_dir", str(tmp_path / "out")]
+    with (tmp_path / "data.jsonl").open("a") as file:
+        file.write('{"messages": 3}\n')
+    built: list[int] = []
+    monkeypatch.setattr("megaswift.trainers.build.make_engine", lambda *_: built.append(1))
+    with pytest.raises(SystemExit) as ended:
+        main(["sft", *inputs])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and not built and "Traceback" not in told
+    assert f"{tmp_path / 'data.jsonl'}:49: column messages: int 3; expected a list" in told and "mend the row, or --strict false" in told
+    assert check(load("sft", inputs)) == []
 
 
 @pytest.mark.process

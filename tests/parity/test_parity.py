@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megaswift.config import SwiftConfig
 from tests.parity import cover
 from tests.parity.cases import Case, parse
 from tests.parity.compare import compare, table
-from tests.parity.measure import Task, build
+from tests.parity.measure import Task, build, recipe_options
+from tests.parity.oracle import Recipe
 from tests.parity.pool import Pool
 from tests.parity.references import References
 
@@ -55,6 +57,23 @@ def test_without_auxiliary_losses(text: str, pool: Pool, references: References)
 def test_a_microbatch_of_padding_only(text: str, pool: Pool, references: References) -> None:
     """Ranks are filled up with empty micro-batches at the end of the data: they add nothing, and divide nothing by zero."""
     check(parse(text), pool, references)
+
+
+OTHER = Recipe(lr=2e-3, weight_decay=0.5, betas=(0.6, 0.7), eps=1e-5, max_grad_norm=0.5)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("text", "options"), [("dense dp2 do", {}), ("dense dp2", {"engine": "ddp"})], ids=str)
+def test_the_optimizer_takes_what_it_is_told(text: str, options: dict[str, str], pool: Pool, references: References) -> None:
+    """Everything otherwise than by default: an option that does not arrive would go unseen in the other tests."""
+    assert all(SwiftConfig().value(name) != value for name, value in recipe_options(OTHER, False).items())
+    mine = References(references.folder)
+    mine.recipe = OTHER
+    case = parse(text)
+    folder, recipe, want = mine.of(case)
+    got = pool.run("tests.parity.measure:train", Task(case, folder, recipe, options=options), case.world)[0]
+    differences = compare(got, want, recipe)
+    assert not any(d.bad for d in differences), table(f"{case} {options}", differences)
 
 
 STRINGS = [("dense pp2", "Et|t*3L"), ("dense pp2 vpp2 tied do", "E|tt|t*2|L"), ("moe pp2 dp2 ep2 packed", "Et*3|tL")]

@@ -15,6 +15,7 @@ import torch
 from megaswift.trainers.metrics import read_lines
 from tests.sources import ROOT
 from tests.trainers.inputs import write_model
+from tests.trainers.runs import run
 
 ENVIRON = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")} | {
     "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -84,3 +85,22 @@ def test_a_stream_by_the_command_on_two_processes_is_the_run_on_one(tmp_path: Pa
     ran("-m", "megaswift", "pt", *words, "--tp", 2, "--output_dir", tmp_path / "two", NPROC_PER_NODE="2")
     one, two = ([line["loss"] for line in read_lines(tmp_path / name / "metrics.jsonl")] for name in ("one", "two"))
     assert len(one) == 4 and two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.process
+def test_a_run_goes_on_under_another_layout_with_the_rows_that_come_next(tmp_path: Path) -> None:
+    """From TP2 with two micro-batches a step to two data-parallel ranks with one each: the same documents, tokens and losses."""
+    model = empty_model(tmp_path / "model")
+    write_texts(tmp_path / "train.jsonl", 60, 1)
+    words = ["--model", str(model), "--random_init", "--dataset", str(tmp_path / "train.jsonl"), "--packing", "--max_length", "32",
+             "--truncation_strategy", "split", "--global_batch_size", "2", "--max_steps", "4", "--learning_rate", "1e-2",
+             "--report_to", "none", "--dataset_cache_dir", str(tmp_path / "cache"), "--export_hf", "false"]
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    run(words, whole, "--tp", 2, "--save_steps", 2, task="pt")
+    text = run(words, rest, "--resume_from_checkpoint", whole / "checkpoints" / "step-2", task="pt")
+    assert "tensor_parallel_size 2 -> 1" in text and "DP2 on 2 processes" in text
+    want, got = (read_lines(out / "metrics.jsonl")[-2:] for out in (whole, rest))
+    for before, after in zip(want, got, strict=True):
+        assert all(after[k] == before[k] for k in ("step", "epoch", "tokens", "label_tokens", "learning_rate"))
+        assert after["loss"] == pytest.approx(before["loss"], rel=1e-5)
+    assert want[0]["loss"] != pytest.approx(want[1]["loss"], rel=1e-3)
