@@ -233,6 +233,5 @@ class Encoder:
 
 
 def row_problem(path: str, line: int, error: RowError) -> Problem:
-    """A malformed row for the user: file, line, column, what was found and what was expected."""
-    where = error.column.strip("()") if error.column.startswith("(") else f"column {error.column}"  # (character 3) is of the line
-    return Problem(f"{path}:{line}", f"{where}: {error.found}; expected {error.expected}")
+    """A malformed row for the user: file, line, place in it, what was found and what was expected."""
+    return Problem(f"{path}:{line}", f"{error.where}: {error.found}; expected {error.expected}")

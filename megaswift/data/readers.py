@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megaswift.data.sample import RowError, describe
+from megaswift.data.sample import LineError, RowError, describe
 from megaswift.errors import DataError, Problem
 
 BY_BYTES = ("jsonl", "txt")
@@ -49,7 +49,7 @@ def _text(raw: bytes) -> str | RowError:
     try:
         return raw.decode("utf-8-sig" if raw.startswith(b"\xef\xbb\xbf") else "utf-8")
     except UnicodeDecodeError as e:
-        return RowError(f"(byte {e.start + 1})", "not UTF-8", "text in UTF-8")
+        return LineError(f"byte {e.start + 1}", "not UTF-8", "text in UTF-8")
 
 
 def _jsonl(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
@@ -59,9 +59,9 @@ def _jsonl(path: Path, start: int, stop: int, first_line: int) -> Iterator[Locat
             try:
                 row = json.loads(text)
                 if not isinstance(row, dict):
-                    row = RowError("(line)", describe(row), "a JSON object")
+                    row = LineError("line", describe(row), "a JSON object")
             except json.JSONDecodeError as e:
-                row = RowError(f"(character {e.pos + 1})", f"not JSON: {e.msg}", "one JSON object a line")
+                row = LineError(f"character {e.pos + 1}", f"not JSON: {e.msg}", "one JSON object a line")
         else:
             row = text
         yield Located(number, row, position)
@@ -98,7 +98,7 @@ def _json_rows(path: Path) -> list[Any]:
 
 def _json(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
     for i, row in enumerate(_json_rows(path)[start:stop], start + 1):
-        yield Located(i, row if isinstance(row, dict) else RowError("(item)", describe(row), "an object"), i)
+        yield Located(i, row if isinstance(row, dict) else LineError("item", describe(row), "an object"), i)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
@@ -111,8 +111,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
             for cells in reader:
                 if cells:
                     fits = len(cells) == len(header)
-                    yield line, dict(zip(header, cells, strict=True)) if fits else RowError(
-                        "(row)", f"{len(cells)} cells", f"{len(header)}, as in the header")
+                    yield line, dict(zip(header, cells, strict=True)) if fits else LineError(
+                        "row", f"{len(cells)} cells", f"{len(header)}, as in the header")
                 line = reader.line_num + 1
         except UnicodeDecodeError:
             raise _not_utf8(path) from None

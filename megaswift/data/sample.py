@@ -25,6 +25,20 @@ class RowError(Exception):
         """Goes from rank to rank."""
         return type(self), (self.column, self.found, self.expected)
 
+    @property
+    def where(self) -> str:
+        """The place in the row, for messages."""
+        return f"column {self.column}"
+
+
+class LineError(RowError):
+    """A line or item that is no row at all; its place in the line stands for the column."""
+
+    @property
+    def where(self) -> str:
+        """The place in the line, for messages."""
+        return self.column
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -71,8 +71,7 @@ class RowContents:
         if len(ids) <= size:
             return [(ids, mask, number)] if len(ids) else []
         if strategy == "raise":
-            raise DataError(Problem(f"row {number + 1}", f"{len(ids)} tokens, --max_length is {size}",
-                                    "--truncation_strategy delete, left or right"))
+            raise self._too_long(number, len(ids))
         self.tally.long("deleted" if strategy == "delete" else "truncated", number, size)
         if strategy == "delete":
             return []
@@ -80,6 +79,10 @@ class RowContents:
             return [(ids[i:i + size], mask[i:i + size], number) for i in range(0, len(ids), size)]
         cut = slice(-size, None) if strategy == "left" else slice(size)
         return [(ids[cut], mask[cut], number)]
+
+    def _too_long(self, number: int, tokens: int) -> DataError:
+        return DataError(Problem(f"row {number + 1}", f"{tokens} tokens, --max_length is {self.options.max_length}",
+                                 "--truncation_strategy delete, left or right"))
 
     def _pack(self, items: Sequence[tuple[Made, int]]) -> list[list[Document]]:
         documents = [d for group in self._documents(items) for d in group]
@@ -101,11 +104,13 @@ class RowContents:
             f"--max_length {self.options.max_length} (--truncation_strategy {self.options.truncation_strategy})",
             "a larger --max_length, or --truncation_strategy left or right"))
 
-    def _usable(self, rows: Sequence[Rendered]) -> bool:
-        """Whether a row keeps a token with loss within max_length; one that is too long for `raise` is told when its turn comes."""
+    def _usable(self, rows: Sequence[tuple[Rendered, int]]) -> bool:
+        """Whether a row keeps a token with loss within max_length; DataError for one before it that is too long for `raise`."""
         size, strategy = self.options.max_length, self.options.truncation_strategy
-        for ids, mask in self.encoder.tokenize(list(rows)):
-            if len(ids) > size and strategy in ("raise", "delete"):
+        for (ids, mask), (_, number) in zip(self.encoder.tokenize([one for one, _ in rows]), rows, strict=True):
+            if len(ids) > size and strategy == "raise":
+                raise self._too_long(number, len(ids))
+            if len(ids) > size and strategy == "delete":
                 continue
             kept = mask if strategy == "split" and self.options.packing else mask[-size:] if strategy == "left" else mask[:size]
             if kept[1:].any():
@@ -113,18 +118,25 @@ class RowContents:
         return False
 
     def check(self, sources: Sequence[Source]) -> None:
-        """DataError when no row of an epoch carries loss within max_length; reads up to the first that does, the same on every rank."""
-        some: list[Rendered] = []
+        """DataError for what would stop the run before its first row of use, or when no row of an epoch carries loss within max_length.
+
+        Reads up to the first that does, the same on every rank.
+        """
+        some: list[tuple[Rendered, int]] = []
         looked, readable, labelled, names = 0, False, False, names_of(sources)
         for path, located, cursor in read_on(sources, Cursor()):
             if cursor.epoch:
                 break
             looked += 1
             rendered = self._render(path, located)
-            if not isinstance(rendered, Problem):
-                some, readable, labelled = [*some, rendered], True, labelled or bool(rendered.spans)
-            elif self.encoder.spec.strict:
-                return  # it stops the run when its turn comes
+            if isinstance(rendered, Problem):
+                if not self.encoder.spec.strict:
+                    continue
+                if self._usable(some):
+                    return  # it stops the run when its turn comes
+                raise DataError(rendered)
+            some.append((rendered, cursor.rows - 1))
+            readable, labelled = True, labelled or bool(rendered.spans)
             if len(some) == AHEAD:
                 if self._usable(some):
                     return

@@ -103,15 +103,20 @@ class UnitContents:
             f"(--truncation_strategy {self.options.truncation_strategy}): {told}", "a larger --max_length, or other data"))
 
     def check(self, sources: Sequence[Source]) -> None:
-        """Reads up to the first unit that is of use, or stops the run when its turn comes."""
+        """Reads up to the first unit that is of use; DataError for what would stop the run before it."""
         tally, some = Tally(quiet=True), list[Row]()
         for path, located, cursor in read_on(sources, Cursor()):
             if cursor.epoch:
                 break
             some.append((path, located, cursor.rows - 1))
             if len(some) == AHEAD:
-                if self._items(some, tally):
+                if self._found(some, tally):
                     return
                 some = []
-        if not self._items(some, tally):
+        if not self._found(some, tally):
             raise self._none(sources, tally)
+
+    def _found(self, rows: Sequence[Row], tally: Tally) -> bool:
+        items = self._items(rows, tally)
+        raise_first(items[:1])
+        return bool(items)

@@ -77,6 +77,8 @@ def test_or_stop_the_run_with_its_position_kept(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="d.jsonl:6: column rejected_response"):
         s.next()
     assert s.state_dict() == state
+    with pytest.raises(DataError, match="d.jsonl:1: column rejected_response"):  # before a pair of use: at once
+        streamed(tmp_path, [USELESS[0][0], *PAIRS], LoaderGeometry())
     long = streamed(tmp_path, LONG, LoaderGeometry(), max_length=40, truncation_strategy="raise")
     long.next()
     with pytest.raises(DataError, match=r"d.jsonl:2: \d+ tokens, --max_length is 40"):
