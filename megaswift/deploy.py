@@ -57,12 +57,15 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _transformers(cfg: DeployConfig) -> int:
-    from megaswift.inference.generator import Generator, sampling_of
-    from megaswift.inference.load import load, need, prepare
-    from megaswift.inference.prompts import Prompts
+    from megaswift.inference.first_look import look, need
 
     for package in ("fastapi", "uvicorn"):
         need(package, "megaswift deploy")
+    look(cfg)  # before what follows imports torch
+    from megaswift.inference.generator import Generator, sampling_of
+    from megaswift.inference.load import load, prepare
+    from megaswift.inference.prompts import Prompts
+
     listener = _listening(cfg.server.host, cfg.server.port)
     prepared = prepare(cfg.weights, cfg.conversation.chat_template)
     sampling_of(cfg.generation, prepared.generation)  # tells at once what would be ignored
@@ -87,6 +90,7 @@ def _transformers(cfg: DeployConfig) -> int:
         log.info("stopped")
     finally:
         line.close()
+        served.reading.shutdown()
     return 0
 
 

@@ -48,19 +48,24 @@ def _both(cfg: ExportConfig, target: Path) -> Path:
 
 
 def _merge(cfg: ExportConfig, target: Path) -> Path:
-    from megaswift.bridge.merge import merge_folders
     from megaswift.families.model_source import locate
+
+    folder = locate(cfg.source)  # before what follows imports torch
+    from megaswift.bridge.merge import merge_folders
 
     shard = parse_size(cfg.export.max_shard_size)
     assert shard is not None and cfg.source.adapters is not None, "the command line was checked"
-    return merge_folders(locate(cfg.source), cfg.source.adapters, target, shard)
+    return merge_folders(folder, cfg.source.adapters, target, shard)
 
 
 def _quantise(cfg: ExportConfig, target: Path) -> Path:
-    from megaswift.inference.export import quantise
+    from megaswift.inference.first_look import found
 
     source, bits = cfg.source, cfg.export.quantization_bit
     assert bits is not None, "the command line was checked"
     weights = WeightsOptions(model=source.model, use_hf=source.use_hf, model_revision=source.model_revision,
                              trust_remote_code=source.trust_remote_code)
+    found(weights)  # before what follows imports torch
+    from megaswift.inference.export import quantise
+
     return quantise(weights, bits, target, cfg.export.max_shard_size)

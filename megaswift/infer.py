@@ -40,6 +40,10 @@ def _main(cfg: InferConfig) -> int:
 
 
 def _run(cfg: InferConfig) -> int:
+    from megaswift.inference.first_look import look
+
+    look(cfg)  # before what follows imports torch
+    from megaswift.data.images import Home
     from megaswift.inference.batch import FileRun, journal
     from megaswift.inference.generator import Generator, sampling_of
     from megaswift.inference.load import load, prepare
@@ -48,7 +52,8 @@ def _run(cfg: InferConfig) -> int:
     from megaswift.inference.terminal import Terminal
 
     prepared = prepare(cfg.weights, cfg.conversation.chat_template)
-    prompts, sampling = Prompts(prepared, cfg.conversation.system), sampling_of(cfg.generation, prepared.generation)
+    home = Home(Path(cfg.file.dataset).parent if cfg.file.dataset is not None else Path.cwd())
+    prompts, sampling = Prompts(prepared, cfg.conversation.system, home), sampling_of(cfg.generation, prepared.generation)
 
     def make() -> Generator:
         model, device = load(prepared, cfg.placement)

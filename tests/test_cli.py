@@ -49,6 +49,18 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(("words", "told"), [
+    (["infer", "--model", "nowhere"], "--model nowhere: no such folder"),
+    (["deploy", "--model", "lora"], "holds the adapters of a LoRA run, not a model\n    try: --model BASE --adapters lora"),
+    (["export", "--model", "nowhere", "--quant", "4", "--output_dir", "new"], "--model nowhere: no such folder")])
+def test_a_model_that_cannot_answer_is_refused_before_torch_is_imported(words: list[str], told: str, tmp_path: Path) -> None:
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    code, out, err = ran("-c", f"import megaswift.cli; code = megaswift.cli.main({words}); {HEAVY}; raise SystemExit(code)", cwd=tmp_path)
+    assert code == 2 and out == "heavy []\n" and told in err, err
+
+
+@pytest.mark.process
 def test_import_of_the_package_is_light() -> None:
     code, out, _ = ran("-c", f"import megaswift; megaswift.SwiftConfig(tp=2); {HEAVY}")
     assert code == 0 and out.strip() == "heavy []"

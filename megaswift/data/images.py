@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,22 +18,32 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.data.sample import RowError, Sample, decoded, describe
+from megaswift.errors import first_line
 
 TAG = "<image>"
 COLUMNS = ("images", "image")
 KEYS = ("image", "path", "url", "image_url")
 """Of an image part: where its file may stand."""
 Part = dict[str, Any]
+Source = str | bytes
+"""An image: the path of its file, or what is in it."""
+DATA_URL = "data:image/png;base64,..."
+CARRIED = "(in the row)"
+"""What a part says of an image that has no path."""
+SENT = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""What strangers may send, by Pillow's names: it starts other programs for some formats, and few look at most of them."""
+MOST_PIXELS = 1 << 25
+"""Of an image from a stranger: 100 MB once it is opened, whatever the size of its file."""
 
 
 @dataclass(frozen=True)
 class Home:
     """Where a row's images lie."""
 
-    data: Path
-    """The data file's folder, to which paths are relative."""
-    kept: Path
-    """Where images go that the data file itself holds."""
+    data: Path | None
+    """The data file's folder, to which paths are relative; None: the row is a stranger's, who may name no file."""
+    kept: Path | None = None
+    """Where images go that the row itself holds; None: they stay in memory."""
 
 
 def listed(row: Mapping[str, Any]) -> list[Any]:
@@ -60,11 +71,11 @@ def no_images(row: Mapping[str, Any], sample: Sample) -> None:
         raise RowError("images", "images, and this model reads text only", "rows without them, or a vision-language model")
 
 
-def placed(row: Mapping[str, Any], sample: Sample, home: Home) -> tuple[Sample, list[str]]:
-    """(the sample with each image as a part of a content, the files in order)."""
+def placed(row: Mapping[str, Any], sample: Sample, home: Home) -> tuple[Sample, list[Source]]:
+    """(the sample with each image as a part of a content, the images in order)."""
     given = listed(row)
     waiting = iter(given)
-    files: list[str] = []
+    files: list[Source] = []
     messages = []
     for i, message in enumerate(sample.messages):
         parts = list(_parts(message.get("content"), bool(given), f"messages[{i}].content"))
@@ -96,7 +107,7 @@ def _parts(content: Any, tagged: bool, where: str) -> Iterator[Part]:
             raise RowError(where, f"a part of type {kind!r}", "text and image parts")
 
 
-def _filed(part: Part, waiting: Iterator[Any], home: Home, files: list[str]) -> Part:
+def _filed(part: Part, waiting: Iterator[Any], home: Home, files: list[Source]) -> Part:
     """An image part with its file; one that names none takes the next of the column."""
     if part["type"] != "image":
         return part
@@ -117,26 +128,28 @@ def _in_front(messages: list[dict[str, Any]], parts: list[Part]) -> None:
     messages[at] = {**messages[at], "content": [*parts, *rest]}
 
 
-def _file(value: Any, home: Home, files: list[str]) -> str:
-    """The path of an image, which is also added to `files`."""
+def _file(value: Any, home: Home, files: list[Source]) -> str:
+    """What a part says of its image, which is also added to `files`."""
     if isinstance(value, Mapping):
         value = next((value[k] for k in ("bytes", "path", "url", "image") if value.get(k)), None)
     if isinstance(value, str) and value.startswith("data:"):
         value = _decoded(value)
     if isinstance(value, bytes):
-        path = _kept(value, home.kept)
+        files.append(value if home.kept is None else str(_kept(value, home.kept)))
     elif isinstance(value, str) and value:
-        path = _found(value, home.data)
+        files.append(str(_found(value, home.data)))
     else:
         raise RowError("images", describe(value), "the path of a file, or its bytes")
-    files.append(str(path))
-    return str(path)
+    last = files[-1]
+    return last if isinstance(last, str) else CARRIED
 
 
-def _found(name: str, folder: Path) -> Path:
+def _found(name: str, folder: Path | None) -> Path:
     scheme, mark, rest = name.partition("://")
     if mark and scheme.lower() != "file":
-        raise RowError("images", f"{name[:60]}: images are not fetched", "the path of a file")
+        raise RowError("images", f"{name[:60]}: images are not fetched", "the path of a file" if folder else DATA_URL)
+    if folder is None:
+        raise RowError("images", f"{name[:60]}: files of this machine are not read for others", DATA_URL)
     path = Path(rest if mark else name).expanduser()
     path = path if path.is_absolute() else folder.absolute() / path
     if not path.is_file():
@@ -149,7 +162,7 @@ def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text.partition(",")[2], validate=True)
     except ValueError:
-        raise RowError("images", f"{text[:40]}... is not base64", "data:image/png;base64,... or the path of a file") from None
+        raise RowError("images", f"{text[:40]}... is not base64", f"{DATA_URL} or the path of a file") from None
 
 
 def _kept(content: bytes, folder: Path) -> Path:
@@ -163,13 +176,20 @@ def _kept(content: bytes, folder: Path) -> Path:
     return path
 
 
-def open_image(path: str) -> Any:
-    """The image in RGB, the right way up: as transformers reads one."""
-    from PIL import Image
+def open_image(image: Source, sent: bool = False) -> Any:
+    """The image in RGB, the right way up: as transformers reads one. `sent`: a stranger's, of few formats and of limited size."""
+    from PIL import Image, UnidentifiedImageError
     from transformers.image_utils import load_image
 
+    label = image if isinstance(image, str) else f"an image of {len(image):,} bytes"
     try:
-        return load_image(path)
+        if isinstance(image, str):
+            return load_image(image)
+        opened = Image.open(io.BytesIO(image), formats=SENT if sent else None)
+        if sent and opened.width * opened.height > MOST_PIXELS:
+            raise RowError("images", f"{opened.width} x {opened.height} pixels", f"at most {MOST_PIXELS:,} pixels")
+        return load_image(opened)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a broken file
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RowError("images", f"{path} cannot be read ({said})", "an image file that Pillow opens") from None
+        said = "its format is none that is known" if isinstance(error, UnidentifiedImageError) else first_line(error)
+        expected = f"an image in {', '.join(SENT)}" if sent else "an image file that Pillow opens"
+        raise RowError("images", f"{label} cannot be read ({said})", expected) from None

@@ -52,6 +52,17 @@ def processor_spec(folder: Path, trust: bool) -> ProcessorSpec:
     return ProcessorSpec(str(folder), trust, digest.hexdigest())
 
 
+def unreadable(folder: Path, label: str) -> list[Problem]:
+    """What a vision-language model's folder, or this machine, lacks for reading images. No torch."""
+    problems = []
+    if importlib.util.find_spec("PIL") is None:
+        problems.append(Problem(label, "reads images, and pillow is not installed", EXTRA))
+    if not any((folder / name).is_file() for name in FILES[:2]):
+        problems.append(Problem(str(folder), f"has no processor ({FILES[0]} or {FILES[1]})",
+                                "copy the model's processor files beside config.json"))
+    return problems
+
+
 @dataclass(frozen=True)
 class Expanded:
     """A conversation as the processor reads it."""
@@ -131,10 +142,15 @@ class Processor:
         return {k: v for k, v in self._call(text, images, return_tensors="pt").items() if isinstance(v, Tensor)}
 
     def _blank(self, images: int) -> tuple[str, dict[str, Tensor]]:
+        from jinja2.exceptions import TemplateError
         from PIL import Image
 
         parts = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": "x"}]
-        text = self.inner.apply_chat_template([{"role": "user", "content": parts}], chat_template=self.tokenizer.chat_template)
+        try:
+            text = self.inner.apply_chat_template([{"role": "user", "content": parts}], chat_template=self.tokenizer.chat_template)
+        except (TemplateError, *REFUSED) as error:
+            raise WeightsError(Problem(f"the chat template in {self.spec.folder}", f"refuses a question with images ({first_line(error)})",
+                                       "--chat_template FILE with places for images")) from None
         picture = Image.linear_gradient("L").resize((32, 32)).convert("RGB")  # not of one colour: some models drop images of zeros
         return text, self.inputs(text, [picture] * images)
 

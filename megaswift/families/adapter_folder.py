@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megaswift.errors import Problem
+
+CONFIG = "adapter_config.json"
+"""What makes a folder one."""
 CLASSIFIER_TASK, LANGUAGE_TASK = "SEQ_CLS", "CAUSAL_LM"
 """PEFT's names of what a model is for."""
 
 
 def _said(adapter: Path, name: str) -> str:
     try:
-        return str(json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))[name])
+        return str(json.loads((adapter / CONFIG).read_text(encoding="utf-8"))[name])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
@@ -24,3 +28,9 @@ def kind_of(adapter: Path) -> str:
 def is_scored(adapter: Path) -> bool:
     """Whether its adapters are a reward model's, which have its head beside them."""
     return _said(adapter, "task_type") == CLASSIFIER_TASK
+
+
+def no_model(what: str, adapter: Path) -> Problem:
+    """What is wrong with a folder given as a model that has nothing but these adapters."""
+    base = _said(adapter, "base_model_name_or_path") or "BASE"
+    return Problem(what, "holds the adapters of a LoRA run, not a model", f"--model {base} --adapters {adapter}")

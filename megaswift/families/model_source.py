@@ -15,6 +15,8 @@ from megaswift.data.processor import Processor, processor_spec
 from megaswift.data.template import read_template
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.errors import Problem, WeightsError, beside, first_line
+from megaswift.families.adapter_folder import CONFIG as ADAPTERS
+from megaswift.families.adapter_folder import no_model
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.vision import has_tower
@@ -73,6 +75,9 @@ def _folder(path: Path, name: str) -> Path:
     if checkpoint is not None:
         raise WeightsError(Problem(f"--model {name}", f"is a checkpoint without {checkpoint.model / 'config.json'}",
                                    "a checkpoint of this version, or the run's export (the folder hf)"))
+    for adapter in (path, path / "adapter"):
+        if (adapter / ADAPTERS).is_file():
+            raise WeightsError(no_model(f"--model {name}", adapter))
     raise WeightsError(Problem(f"--model {name}", "has no config.json", "a folder that holds a Hugging Face model"))
 
 
@@ -98,8 +103,11 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
     problems = []
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         problems.append(Problem(str(folder), "has no tokenizer (tokenizer.json)", "copy the model's tokenizer files beside config.json"))
-    if random_init or find_checkpoint(folder) is not None:
+    if random_init:
         return problems
+    if (checkpoint := find_checkpoint(folder)) is not None:
+        adapter = checkpoint.model.parent / "adapter"
+        return [*problems, no_model(f"--model {adapter.parent}", adapter)] if adapter.is_dir() else problems
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -131,10 +139,15 @@ def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
 
 
 def processor_of(cfg: SwiftConfig, folder: Path) -> Processor:
-    """The processor in `folder` as training takes it; its tokenizer has the chat template of the options."""
-    made = Processor(processor_spec(folder, cfg.model.trust_remote_code))
-    if cfg.data.chat_template is not None:
-        made.tokenizer.chat_template = read_template(cfg.data.chat_template)
+    """The processor in `folder` as training takes it."""
+    return read_processor(folder, cfg.model.trust_remote_code, cfg.data.chat_template)
+
+
+def read_processor(folder: Path, trust: bool, chat_template: str | None) -> Processor:
+    """The processor in `folder`; its tokenizer has the chat template of the options."""
+    made = Processor(processor_spec(folder, trust))
+    if chat_template is not None:
+        made.tokenizer.chat_template = read_template(chat_template)
     return made
 
 

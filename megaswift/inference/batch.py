@@ -6,6 +6,7 @@ partial file goes. A run that finds a partial file of the same run goes on after
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -17,10 +18,10 @@ from typing import Any, TextIO
 
 from megaswift import log
 from megaswift.config.inference import InferConfig
-from megaswift.errors import ConfigError, Problem
+from megaswift.errors import ConfigError, DataError, Problem
 from megaswift.inference.generator import Completion, Generator, Request, Sampling
 from megaswift.inference.logprobs import logprob_json
-from megaswift.inference.prompts import Prompts
+from megaswift.inference.prompts import PromptError, Prompts
 from megaswift.inference.rows import Asked
 
 SEED = 42
@@ -80,7 +81,7 @@ def journal(cfg: InferConfig, folder: Path) -> Journal:
 
 def batches(rows: Sequence[Asked], size: int) -> list[list[int]]:
     """Numbers of the rows of each batch: neighbours in length, the longest first, so that too little memory shows at once."""
-    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].prompt), i))
+    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].prompt.ids), i))
     return [order[i : i + size] for i in range(0, len(order), size)]
 
 
@@ -110,12 +111,17 @@ class FileRun:
 
     def _answers(self, generator: Generator, batch: Sequence[int]) -> list[dict[str, Any]]:
         """One batch. Its seed is its own, so that a run that goes on draws what the whole run would have drawn."""
-        options = self.cfg.generation
         told = (self.cfg.file.top_logprobs or 0) if self.cfg.file.logprobs else None
-        requests = [Request(p := self.rows[i].prompt, self.prompts.room(p, options.max_new_tokens), options.stop, told) for i in batch]
+        requests = [self._request(self.rows[i], told) for i in batch]
         seed = (SEED if self.sampling.seed is None else self.sampling.seed) + batch[0]
         found = generator.generate(requests, replace(self.sampling, seed=seed))
         return [_columns(c, generator.tokenizer, self.cfg.file.logprobs) for c in found]
+
+    def _request(self, row: Asked, told: int | None) -> Request:
+        try:
+            return self.prompts.request(row.prompt, self.cfg.generation.max_new_tokens, self.cfg.generation.stop, told)
+        except PromptError as error:  # an image that changed or went since it was looked at
+            raise DataError(Problem(f"{self.cfg.file.dataset}:{row.line}", str(error))) from None
 
     def _append(self, file: TextIO, batch: Sequence[int], answers: Sequence[dict[str, Any]], done: dict[int, dict[str, Any]]) -> None:
         for i, answer in zip(batch, answers, strict=True):
@@ -130,12 +136,17 @@ class FileRun:
         writing = result.with_name(result.name + ".writing")
         with writing.open("w", encoding="utf-8") as file:
             for i, row in enumerate(self.rows):
-                file.write(json.dumps({**row.columns, **done[i]}, ensure_ascii=False, default=str) + "\n")
+                file.write(json.dumps({**row.columns, **done[i]}, ensure_ascii=False, default=_plain) + "\n")
             file.flush()
             os.fsync(file.fileno())
         writing.rename(result)
         self.kept.path.unlink(missing_ok=True)
         return result
+
+
+def _plain(value: Any) -> str:
+    """What JSON has no form for: dates as text, and bytes, an image's, in the form in which rows are read again."""
+    return f"data:;base64,{base64.b64encode(value).decode()}" if isinstance(value, bytes) else str(value)
 
 
 def _columns(completion: Completion, tokenizer: Any, logprobs: bool) -> dict[str, Any]:

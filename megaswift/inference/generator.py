@@ -6,19 +6,20 @@ requests and completions only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megaswift import log
 from megaswift.config.inference import GenerationOptions
-from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.data.towers import Piece, joined
+from megaswift.errors import ConfigError, Problem, UserError, first_line
+from megaswift.families import FAMILIES
+from megaswift.inference.padding import agree, drawn
 from megaswift.inference.text import TextStream, decode
-
-UNMASKED = ("rwkv", "xlstm")
-"""Model types whose state takes in what lies to the left of a prompt, attention mask or not: prompts of one length alone go together."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,14 @@ Listener = Callable[[str, Sequence[TokenLogprob]], None]
 """Takes new text and the tokens that it is made of. Called while the answer grows, in the thread that generates."""
 
 
+@dataclass(frozen=True)
+class Pictures:
+    """What a model reads of a prompt's images beside its tokens, as its processor gives it, and of what kind each of it is."""
+
+    inputs: Mapping[str, Tensor]
+    kinds: Mapping[str, str]
+
+
 @dataclass
 class Request:
     """One answer that is wanted."""
@@ -59,8 +68,11 @@ class Request:
     logprobs: int | None = None
     """How many of the likeliest tokens to tell beside the chosen one's log-probability; None: tell nothing."""
     listener: Listener | None = None
+    pictures: Pictures | None = None
     cancelled: bool = False
     """Set from any thread: the answer ends with the next token."""
+    begun: bool = False
+    """Whether the listener has heard of it."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,7 @@ class _Row:
             self.reason = "stop" if self.stream.stopped else self.reason
             self._cut(len(self.stream.text))
         if text and self.request.listener is not None:
+            self.request.begun = True
             self.request.listener(text, self.logprobs[self.told:])
             self.told = len(self.logprobs)
 
@@ -181,6 +194,13 @@ class _Watch:
                 for i, (row, token) in enumerate(zip(self.rows, chosen.tolist(), strict=True))]
 
 
+def _unlike(requests: Sequence[Request]) -> tuple[Request, Request]:
+    """One with images, and that with others which differs most in length."""
+    seen = next(r for r in requests if r.pictures is not None)
+    others = [r for r in requests if r.pictures is not seen.pictures]
+    return seen, max(others, key=lambda r: abs(len(r.prompt) - len(seen.prompt)))
+
+
 class Generator:
     """A loaded model that answers batches. One at a time: callers wait for one another elsewhere."""
 
@@ -192,35 +212,69 @@ class Generator:
         self.ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
         pads = (tokenizer.pad_token_id, self.own.pad_token_id, *sorted(self.ends), 0)
         self.pad = next(p for p in pads if p is not None)
-        self.pads = getattr(model.config, "model_type", "") not in UNMASKED
+        self._tried: dict[bool, bool] = {False: True} if getattr(model.config, "model_type", "") in FAMILIES else {}
+        """Whether prompts without images, and with some, can be answered together; found when the first such batch comes."""
+
+    def _together(self, requests: Sequence[Request]) -> bool:
+        """Whether these prompts can go in one batch."""
+        shown = any(r.pictures is not None for r in requests)
+        if len({(len(r.prompt), id(r.pictures)) for r in requests}) == 1:
+            return True
+        if shown not in self._tried:
+            pair = _unlike(requests) if shown else tuple(Request(p, 1) for p in drawn(self.tokenizer, self.pad))
+            first, second = (self._inputs([r]) for r in pair)
+            self._tried[shown] = agree(self.model, self._inputs(pair), (first, second), self.pad)
+            if not self._tried[shown]:
+                log.info(f"this model answers prompts of several lengths{' with images' * shown} otherwise together than alone: "
+                         "one after the other, then")
+        return self._tried[shown]
+
+    def _inputs(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+        """A batch [b, width], padded on the left, with its images."""
+        width = max(len(r.prompt) for r in requests)
+        rows = [(width - len(r.prompt), r.prompt) for r in requests]
+        ids = [[self.pad] * left + list(prompt) for left, prompt in rows]
+        mask = [[0] * left + [1] * len(prompt) for left, prompt in rows]
+        seen = [(i, r.pictures) for i, r in enumerate(requests) if r.pictures is not None]
+        pieces = [Piece(i, rows[i][0], len(rows[i][1]), p.inputs) for i, p in seen]
+        towers = joined(pieces, seen[0][1].kinds, (len(requests), width)) if seen else {}
+        return {"input_ids": torch.tensor(ids, device=self.device), "attention_mask": torch.tensor(mask, device=self.device)} | {
+            name: t.to(self.device, self._inner.dtype if t.is_floating_point() else None) for name, t in towers.items()}
+
+    @property
+    def _inner(self) -> Any:
+        """The model within its adapters."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """The answers, in the order of the requests."""
-        if not self.pads and len({len(r.prompt) for r in requests}) > 1:
+        if not self._together(requests):
             return [completion for request in requests for completion in self.generate([request], sampling)]
         live = any(r.listener is not None or r.stop for r in requests)
         rows = [_Row(r, TextStream(self.tokenizer, r.stop) if live or r.logprobs is not None else None) for r in requests]
         watch = _Watch(rows, self.ends)
-        width = max(len(r.prompt) for r in requests)
-        ids = torch.tensor([[self.pad] * (width - len(r.prompt)) + list(r.prompt) for r in requests], device=self.device)  # [b, width]
-        mask = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in requests], device=self.device)
+        inputs = self._inputs(requests)
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         beams = sampling.num_beams > 1
         how: dict[str, Any] = {} if beams else {"stopping_criteria": [watch]}
-        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        hook = inner.register_forward_hook(watch.hook) if any(r.logprobs is not None for r in requests) else None
+        hook = self._inner.register_forward_hook(watch.hook) if any(r.logprobs is not None for r in requests) else None
         try:
             with torch.inference_mode():
-                out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=self._config(requests, sampling), **how)
+                out = self.model.generate(**inputs, generation_config=self._config(requests, sampling), **how)
         except torch.OutOfMemoryError as error:
             raise UserError(Problem("memory of the GPU", str(error).splitlines()[0],
                                     "fewer answers at a time, fewer --max_new_tokens, or less --max_memory for this GPU")) from None
+        except ValueError as error:
+            if all(r.pictures is None for r in requests):
+                raise
+            raise UserError(Problem("images", f"the model refuses what its processor made of them ({first_line(error)})",
+                                    "a chat template with a place for each image")) from None
         finally:
             if hook is not None:
                 hook.remove()
         if beams:
-            self._take_all(rows, out[:, width:].tolist())
+            self._take_all(rows, out[:, inputs["input_ids"].shape[1]:].tolist())
         return [row.completion(self.tokenizer, self.ends) for row in rows]
 
     def _take_all(self, rows: Sequence[_Row], answers: Sequence[Sequence[int]]) -> None:

@@ -6,7 +6,6 @@ from a checkpoint of training to transformers' model, and saying what is wrong.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -26,21 +25,21 @@ from megaswift.bridge.open import open_checkpoint
 from megaswift.config import placement as devices
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.config.placement import DISK
-from megaswift.errors import ConfigError, Problem, WeightsError, first_line
+from megaswift.data.processor import Processor, unreadable
+from megaswift.data.sample import RowError
+from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
-from megaswift.families.adapter_folder import is_scored
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
-from megaswift.families.model_source import locate, missing_files, read_tokenizer
-from megaswift.families.scalar_head import has_score
-from megaswift.families.served_quantization import quantization_packages
+from megaswift.families.model_source import read_processor, read_tokenizer
+from megaswift.families.vision import has_tower
 from megaswift.inference import placement
+from megaswift.inference.first_look import found, need
 from megaswift.inference.placement import DeviceMap, Sizes
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError)
 """What transformers raises for a model that it cannot load."""
-
-
+TEXT_ONLY = "this model reads text only"
 ADAPTER = "default"
 """PEFT's name for the one adapter of a model, a part of its parameters' names."""
 
@@ -54,6 +53,8 @@ class Prepared:
     options: WeightsOptions
     config: Any
     tokenizer: Any
+    reader: Processor | str = TEXT_ONLY
+    """What reads images; or why none are read."""
 
     @property
     def context(self) -> int | None:
@@ -68,12 +69,6 @@ class Prepared:
         if (self.folder / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(self.folder)
         return GenerationConfig.from_model_config(self.config)
-
-
-def need(package: str, why: str) -> None:
-    """ConfigError where a package of an extra is missing."""
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(Problem(why, f"needs the package {package}", f"pip install {package}"))
 
 
 @contextmanager
@@ -99,16 +94,8 @@ def quieten() -> None:
 
 def prepare(options: WeightsOptions, chat_template: str | None) -> Prepared:
     """Configuration and tokenizer, and everything that can be wrong without reading a weight."""
-    need("accelerate", "inference")
-    if options.adapters is not None:
-        need("peft", f"--adapters {options.adapters}")
+    folder = found(options)
     quieten()
-    folder = locate(options)
-    problems = missing_files(folder, random_init=False) + _judges(folder, options)
-    if find_checkpoint(folder) is None:
-        problems += quantization_packages(read_config(folder), f"--model {options.model}")
-    if problems:
-        raise WeightsError(problems)
     from transformers import AutoConfig
 
     with _told(str(folder)):
@@ -116,7 +103,24 @@ def prepare(options: WeightsOptions, chat_template: str | None) -> Prepared:
     _writes(config, f"--model {options.model}")
     if find_checkpoint(folder) is not None and hasattr(config, "quantization_config"):
         del config.quantization_config  # checkpoints hold the weights dequantised
-    return Prepared(folder, options, config, read_tokenizer(folder, options.trust_remote_code, chat_template))
+    tokenizer = read_tokenizer(folder, options.trust_remote_code, chat_template)
+    reader = _reader(folder, options, chat_template)
+    if isinstance(reader, Processor) and not tokenizer.chat_template:  # older models have it beside their processor
+        tokenizer.chat_template = reader.tokenizer.chat_template
+    return Prepared(folder, options, config, tokenizer, reader)
+
+
+def _reader(folder: Path, options: WeightsOptions, chat_template: str | None) -> Processor | str:
+    """A vision-language model's processor, tried on blank images; a reason where there is none, and text alone is answered."""
+    if not has_tower(read_config(folder)):
+        return TEXT_ONLY
+    if problems := unreadable(folder, f"--model {options.model}"):
+        return f"{problems[0].what} {problems[0].rule}"
+    try:
+        made = read_processor(folder, options.trust_remote_code, chat_template)
+        return made if made.tokenizer.chat_template and made.kinds else "the model has no chat template to put them in"
+    except (UserError, RowError) as error:
+        return first_line(error) if isinstance(error, RowError) else f"{error.problems[0].what} {error.problems[0].rule}"
 
 
 def _writes(config: Any, flag: str) -> None:
@@ -126,15 +130,6 @@ def _writes(config: Any, flag: str) -> None:
     if config.model_type in MASKED and not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False:
         raise WeightsError(Problem(flag, f"is an encoder ({config.model_type}), which sees the tokens behind a token and writes no text",
                                    'a model that writes text; "is_decoder": true in config.json of an encoder that was trained to'))
-
-
-def _judges(folder: Path, options: WeightsOptions) -> list[Problem]:
-    """Reward models, which transformers would give an untrained or the base model's vocabulary head, and let write."""
-    rule, fix = "is a reward model, which scores texts and writes none", "--reward_model of megaswift grpo takes it"
-    problems = [Problem(f"--model {options.model}", rule, fix)] if has_score(read_config(folder)) else []
-    if options.adapters is not None and is_scored(Path(options.adapters)):
-        problems.append(Problem(f"--adapters {options.adapters}", rule.replace("is", "is of", 1), f"merged, {fix}"))
-    return problems
 
 
 def _dtype(prepared: Prepared) -> torch.dtype:

@@ -11,13 +11,20 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from megaswift.config.inference import GenerationOptions
 from megaswift.inference.generator import Sampling, sampling_of
+from megaswift.inference.prompts import IMAGES
 
-MOST_CHOICES, MOST_TOP, MOST_STOPS = 16, 20, 16
+MOST_CHOICES, MOST_TOP, MOST_STOPS, MOST_IMAGES = 16, 20, 16, 16
 OFF: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
     "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],), "best_of": (1,), "echo": (False,),
     "suffix": ("",), "reasoning_effort": (), "parallel_tool_calls": (True, False), "prediction": (), "audio": ()}
 """Fields that are taken only where they ask for nothing."""
+
+
+def pictured(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a message that are images."""
+    content = message["content"]
+    return [p for p in content if isinstance(p, dict) and p.get("type") in IMAGES] if isinstance(content, list) else []
 
 
 class StreamOptions(BaseModel):
@@ -112,6 +119,11 @@ class ChatRequest(Common):
                 raise ValueError(f"[{i}] has no role")
             if not isinstance(message.get("content"), str | list):
                 raise ValueError(f"[{i}] has no content")
+        images = [part for message in value for part in pictured(message)]
+        if len(images) > MOST_IMAGES:
+            raise ValueError(f"hold {len(images)} images, and {MOST_IMAGES} are read")
+        if any(isinstance(u := part.get("image_url"), dict) and u.get("detail") not in (None, "auto", "high") for part in images):
+            raise ValueError("ask for another detail of an image than high, which is not supported by this server")
         return value
 
     def wanted(self, default: int) -> int:

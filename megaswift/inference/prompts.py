@@ -1,29 +1,64 @@
-"""Conversations to the tokens that a model answers.
+"""Conversations to what a model answers: tokens, and what its towers read of the images.
 
-Owns rendering for an answer and the limit of the context. Reading rows of files is `rows.py`'s.
+Owns rendering for an answer and the limit of the context. Reading rows of files is `rows.py`'s; which images a conversation may name is
+said by its `Home` (`data/images.py`), whose reading and placing of them is training's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from megaswift.data.chat import ChatRenderer, templates_of
+from megaswift.data.images import Home, Source, open_image, placed
+from megaswift.data.processor import Processor
+from megaswift.data.sample import RowError, Sample, conversation
 from megaswift.errors import ConfigError, Problem
+from megaswift.inference.generator import Listener, Pictures, Request
 from megaswift.inference.load import Prepared
+
+IMAGES = ("image", "image_url")
+"""Types of a content's parts that are images."""
+Message = Mapping[str, Any]
+STRANGERS = Home(None)
+"""Whoever asks names no file of this machine."""
 
 
 class PromptError(Exception):
     """A conversation that cannot be answered; the text says why."""
 
 
-class Prompts:
-    """Renders with the tokenizer's chat template."""
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be answered."""
 
-    def __init__(self, prepared: Prepared, system: str | None) -> None:
-        self.tokenizer, self.context, self.system = prepared.tokenizer, prepared.context, system
-        self._name = str(prepared.options.model)
+    ids: tuple[int, ...]
+    text: str = ""
+    """Of a conversation with images, as it was rendered."""
+    images: tuple[Source, ...] = ()
+    pictures: Pictures | None = None
+    """What the towers read of them; None: they are opened when the answer's turn comes."""
+
+
+class Prompts:
+    """Renders with the tokenizer's chat template, and with the processor of a vision-language model."""
+
+    def __init__(self, prepared: Prepared, system: str | None, home: Home = STRANGERS) -> None:
+        self.tokenizer, self.context, self.system, self.home = prepared.tokenizer, prepared.context, system, home
+        self._reader, self._name = prepared.reader, str(prepared.options.model)
+
+    @property
+    def blind(self) -> str:
+        """Why images are not read; empty where they are."""
+        return self._reader if isinstance(self._reader, str) else ""
+
+    @cached_property
+    def _chat(self) -> ChatRenderer:
+        return ChatRenderer(templates_of(self.tokenizer, None), parts=True)
 
     def need_template(self) -> None:
         """ConfigError where the tokenizer has no chat template."""
@@ -31,33 +66,73 @@ class Prompts:
             raise ConfigError(Problem(f"the tokenizer of {self._name}", "has no chat template",
                                       "--chat_template FILE.jinja; a base model continues the `text` of a file's rows"))
 
-    def of_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[int, ...]:
-        """Tokens up to where the assistant speaks."""
+    def of_chat(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, row: Message | None = None) -> Prompt:
+        """The conversation up to where the assistant speaks; `row` may have a column of its images."""
         turns = [dict(m) for m in messages]
         if self.system and turns[:1] and turns[0]["role"] not in ("system", "developer"):
             turns.insert(0, {"role": "system", "content": self.system})
+        if isinstance(self._reader, Processor):
+            return self._of_images(self._reader, turns, tools, row or {})
         for turn in turns:
             if isinstance(turn.get("content"), list):
-                turn["content"] = _text(turn["content"])
+                turn["content"] = self._text(turn["content"])
         try:
             ids = self.tokenizer.apply_chat_template(turns, tools=list(tools) if tools else None, add_generation_prompt=True,
                                                      tokenize=True, return_dict=True)["input_ids"]
         except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:  # whatever a template's expressions raise
             raise PromptError(f"the chat template refuses this conversation ({error})") from None
-        return self._checked(ids)
+        return Prompt(self._checked(ids))
 
-    def of_any(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def _text(self, parts: Sequence[Any]) -> str:
+        """Text parts of a content joined; other parts are for models of another kind."""
+        other = sorted({str(p.get("type")) if isinstance(p, Mapping) else "?" for p in parts} - {"text"})
+        if {*other} & {*IMAGES}:
+            raise PromptError(f"images are not read: {self.blind}")
+        if other:
+            raise PromptError(f"parts of type {', '.join(other)} are not read; text is")
+        return "".join(str(p.get("text", "")) for p in parts)
+
+    def _of_images(self, reader: Processor, turns: list[dict[str, Any]], tools: Any, row: Message) -> Prompt:
+        """The same for a vision-language model, whatever images there are."""
+        if not self.tokenizer.chat_template:
+            raise PromptError("the model has no chat template")
+        try:
+            sample, images = placed(row, conversation(turns, "messages", tools=tools), self.home)
+            text = self._chat.prompt(sample)
+            return self._looked(reader, Prompt((), text, tuple(images)))
+        except RowError as error:
+            raise _told(error) from None
+
+    def _looked(self, reader: Processor, prompt: Prompt) -> Prompt:
+        """The prompt with its tokens and what its towers read."""
+        made = reader.inputs(prompt.text, [open_image(image, sent=self.home.data is None) for image in prompt.images])
+        seen = Pictures({k: v for k, v in made.items() if k in reader.kinds}, reader.kinds) if prompt.images else None
+        return Prompt(self._checked(made["input_ids"][0].tolist()), prompt.text, prompt.images, seen)
+
+    def image(self, path: str) -> dict[str, Any]:
+        """The part of a message that shows this file; it is opened, so that a wrong one is told at once."""
+        if self.blind:
+            raise PromptError(f"images are not read: {self.blind}")
+        asked = {"role": "user", "content": [{"type": "image", "image": path}]}
+        try:
+            sample, images = placed({}, Sample((asked,), (None,)), self.home)
+            open_image(images[0])
+        except RowError as error:
+            raise _told(error) from None
+        return sample.messages[0]["content"][0]
+
+    def of_any(self, prompt: str | Sequence[int]) -> Prompt:
         """Tokens of a text, or tokens as they are."""
         if isinstance(prompt, str):
             return self.of_text(prompt)
         wrong = [t for t in prompt if not 0 <= t < len(self.tokenizer)]
         if wrong:
             raise PromptError(f"{wrong[0]} is no token of this model; there are {len(self.tokenizer)}")
-        return self._checked(prompt)
+        return Prompt(self._checked(prompt))
 
-    def of_text(self, text: str) -> tuple[int, ...]:
+    def of_text(self, text: str) -> Prompt:
         """Tokens of a text that goes on."""
-        return self._checked(self.tokenizer(text)["input_ids"])
+        return Prompt(self._checked(self.tokenizer(text)["input_ids"]))
 
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
         if not ids:
@@ -66,14 +141,22 @@ class Prompts:
             raise PromptError(f"the prompt has {len(ids)} tokens, the model takes {self.context} with the answer")
         return tuple(ids)
 
-    def room(self, prompt: Sequence[int], wanted: int) -> int:
-        """Tokens that an answer may have: `wanted`, or what the context leaves."""
-        return wanted if self.context is None else min(wanted, self.context - len(prompt))
+    def request(self, prompt: Prompt, most: int, stop: tuple[str, ...], logprobs: int | None = None,
+                listener: Listener | None = None) -> Request:
+        """An answer of up to `most` tokens, or what the context leaves; images that were let go are opened again."""
+        pictures = prompt.pictures
+        if prompt.images and pictures is None:
+            assert isinstance(self._reader, Processor), "it has read them before"
+            try:
+                again = self._looked(self._reader, prompt)
+            except RowError as error:
+                raise _told(error) from None
+            if again.ids != prompt.ids:
+                raise PromptError("its images are not those that were looked at first: their sizes changed")
+            pictures = again.pictures
+        room = most if self.context is None else min(most, self.context - len(prompt.ids))
+        return Request(prompt.ids, room, stop, logprobs, listener, pictures)
 
 
-def _text(parts: Sequence[Any]) -> str:
-    """Text parts of a content joined; other parts are for models of another kind."""
-    other = sorted({str(p.get("type")) if isinstance(p, Mapping) else "?" for p in parts} - {"text"})
-    if other:
-        raise PromptError(f"parts of type {', '.join(other)} are not read; text is")
-    return "".join(str(p.get("text", "")) for p in parts)
+def _told(error: RowError) -> PromptError:
+    return PromptError(f"{error.column}: {error.found}; expected {error.expected}")

@@ -1,7 +1,7 @@
 """Requests of many clients to one model: what waits together with equal sampling is answered together; the rest waits its turn.
 
-A batch runs to its end; what arrives meanwhile waits. A request with a seed of its own runs alone, so that its answer depends on nothing
-else. One thread owns the model.
+A batch runs to its end; what arrives meanwhile waits. One that fails before it has said anything is tried again client by client, so that
+a request fails alone. A request with a seed of its own runs alone, so that its answer depends on nothing else. One thread owns the model.
 """
 
 from __future__ import annotations
@@ -114,8 +114,12 @@ class Line:
         try:
             found = self._generate([r for t in wanted for r in t.requests], wanted[0].sampling)
         except (UserError, RuntimeError, ValueError, IndexError, TypeError) as error:  # the model's: these clients hear of it, others go on
+            alone = len(wanted) > 1 and not any(r.begun for t in wanted for r in t.requests)  # of one of them, perhaps
             for ticket in wanted:
-                ticket.done.set_exception(error)
+                if alone:
+                    self._answer([ticket])
+                else:
+                    ticket.done.set_exception(error)
             return
         for ticket in wanted:
             ticket.done.set_result(found[: len(ticket.requests)])

@@ -6,17 +6,18 @@ Owns what of a row is asked. An answer that a row brings is no part of the promp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megaswift.data.encode import row_problem
 from megaswift.data.formats import sample_of
+from megaswift.data.images import has_images
 from megaswift.data.questions import answerable, unanswered
 from megaswift.data.sample import RowError, Sample
 from megaswift.data.sources import parts_of, resolve
 from megaswift.errors import DataError, Problem
-from megaswift.inference.prompts import PromptError, Prompts
+from megaswift.inference.prompts import Prompt, PromptError, Prompts
 
 SHOWN = 10
 
@@ -28,7 +29,8 @@ class Asked:
     line: int
     columns: dict[str, Any]
     """As they were read, an answer under `labels`."""
-    prompt: tuple[int, ...]
+    prompt: Prompt
+    """Without its images' pixels, which are read again when the row's turn comes."""
 
 
 def _no_hub(name: str, subset: str | None) -> tuple[Path, ...]:
@@ -42,20 +44,23 @@ def _sample(row: Mapping[str, Any]) -> Sample:
     return sample_of(filled, "pt" if plain else "sft")
 
 
-def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: Prompts) -> tuple[tuple[int, ...], str | None]:
-    """(tokens, the answer that the row brings)."""
+def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: Prompts) -> tuple[Prompt, str | None]:
+    """(what is asked, the answer that the row brings)."""
     named = {columns.get(k, k): v for k, v in row.items()}
     sample = _sample(named)
+    if has_images(named, sample) and (prompts.blind or sample.text is not None):
+        raise PromptError(f"images are not read: {prompts.blind or 'a text is continued without a template for them'}")
     if sample.text is not None:
         return prompts.of_text(sample.text), None
     prompts.need_template()
     messages, answer = list(sample.messages), None
     if messages[-1]["role"] == "assistant":
-        content = messages.pop().get("content")
-        answer = content if isinstance(content, str) and content else None
+        content = messages.pop().get("content") or ""
+        parts = [{"text": content}] if isinstance(content, str) else content
+        answer = "".join(p.get("text") or "" for p in parts) or None
     if not messages:
         raise RowError("messages", "nothing before the answer", "a question")
-    return prompts.of_chat(messages, sample.tools), answer
+    return replace(prompts.of_chat(messages, sample.tools, named), pictures=None), answer
 
 
 def read(path: str, columns: Mapping[str, str], prompts: Prompts) -> list[Asked]:
@@ -66,8 +71,8 @@ def read(path: str, columns: Mapping[str, str], prompts: Prompts) -> list[Asked]
         try:
             if isinstance(row, RowError):
                 raise row
-            tokens, answer = _prompt(row, columns, prompts)
-            asked.append(Asked(line, _columns(row, answer), tokens))
+            prompt, answer = _prompt(row, columns, prompts)
+            asked.append(Asked(line, _columns(row, answer), prompt))
         except RowError as error:
             problems.append(row_problem(path, line, error))
         except PromptError as error:

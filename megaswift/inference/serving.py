@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,10 +20,9 @@ from starlette.exceptions import HTTPException
 from megaswift.config.inference import GenerationOptions
 from megaswift.errors import UserError
 from megaswift.inference.generator import Completion, TokenLogprob
-from megaswift.inference.generator import Request as Wanted
 from megaswift.inference.openai_answers import Chat, Text, error_json, event, usage
 from megaswift.inference.openai_requests import ChatRequest, CompletionRequest
-from megaswift.inference.prompts import PromptError, Prompts
+from megaswift.inference.prompts import Prompt, PromptError, Prompts
 from megaswift.inference.queueing import Full, Line, Ticket
 
 PATIENCE_SECONDS = 0.5
@@ -48,6 +48,14 @@ class Served:
     own: Any
     """The model's generation configuration."""
     created: int
+    reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "images"))
+    """Opens images, so that nobody else's answer waits for them. One thread: a processor cannot be in two."""
+
+    async def read(self, messages: list[dict[str, Any]]) -> Prompt:
+        """What is asked in a conversation."""
+        if self.prompts.blind:
+            return _prompt(self.prompts.of_chat, messages, "messages")
+        return await asyncio.get_running_loop().run_in_executor(self.reading, _prompt, self.prompts.of_chat, messages, "messages")
 
 
 class Door:
@@ -94,7 +102,7 @@ def app_of(served: Served, token: str | None) -> Any:
         _same_model(served, asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise Refused(400, "top_logprobs needs logprobs: true", "top_logprobs")
-        prompts = [_prompt(served.prompts.of_chat, asked.messages, "messages")]
+        prompts = [await served.read(asked.messages)]
         form = Chat(served.name, served.prompts.tokenizer, bool(asked.logprobs))
         return await _answer(served, request, asked, (prompts, asked.told(), form))
 
@@ -113,14 +121,17 @@ def _same_model(served: Served, name: str) -> None:
         raise Refused(404, f"the model {name!r} is not served here; {served.name!r} is", "model", "model_not_found")
 
 
-def _prompt(make: Any, what: Any, param: str) -> tuple[int, ...]:
+def _prompt(make: Callable[[Any], Prompt], what: Any, param: str) -> Prompt:
     try:
         return make(what)
     except PromptError as error:
         raise Refused(400, str(error), param) from None
 
 
-async def _answer(served: Served, request: Request, asked: ChatRequest | CompletionRequest, how: tuple[Any, int | None, Chat]) -> Any:
+Asked = ChatRequest | CompletionRequest
+
+
+async def _answer(served: Served, request: Request, asked: Asked, how: tuple[list[Prompt], int | None, Chat]) -> Any:
     """Waits for the answers of a request, or streams them."""
     prompts, told, form = how
     try:
@@ -128,8 +139,8 @@ async def _answer(served: Served, request: Request, asked: ChatRequest | Complet
     except UserError as error:
         raise Refused(400, "; ".join(p.rule for p in error.problems), "temperature") from None
     most, stop = asked.wanted(served.defaults.max_new_tokens), (*served.defaults.stop, *asked.stops())
-    wanted = [Wanted(p, served.prompts.room(p, most), stop, told) for p in prompts for _ in range(asked.n or 1)]
-    read = sum(map(len, prompts))
+    wanted = [served.prompts.request(p, most, stop, told) for p in prompts for _ in range(asked.n or 1)]
+    read = sum(len(p.ids) for p in prompts)
     ticket = Ticket(wanted, sampling)
     if asked.stream:
         with_counts = asked.stream_options is not None and asked.stream_options.include_usage

@@ -15,7 +15,9 @@ from typing import Any, TextIO
 from megaswift.inference.generator import Generator, Request, Sampling
 from megaswift.inference.prompts import PromptError, Prompts
 
-HELP = "/clear forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer, a line that ends in \\ goes on in the next"
+HELP = """\
+/clear forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer, a line that ends in \\ goes on in the next
+/image FILE shows a vision-language model an image, with the next question"""
 ASK = "> "
 
 
@@ -30,6 +32,8 @@ class Terminal:
     stop: tuple[str, ...] = ()
     out: TextIO = field(default_factory=lambda: sys.stdout)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """Parts that go with the next question."""
 
     def run(self) -> None:
         """Until the input ends."""
@@ -42,11 +46,23 @@ class Terminal:
                 return
             if question == "/clear":
                 self.messages.clear()
+                self.images.clear()
                 print("(the conversation is forgotten)", file=self.out)
             elif question == "/help":
                 print(HELP, file=self.out)
+            elif question.partition(" ")[0] == "/image":
+                self._look(question.removeprefix("/image").strip())
             elif question:
                 self.answer(question)
+
+    def _look(self, path: str) -> None:
+        """An image for the next question."""
+        try:
+            self.images.append(self.prompts.image(path))
+        except PromptError as error:
+            print(f"({error})", file=self.out)
+        else:
+            print("(goes with the next question)", file=self.out)
 
     def _question(self) -> str | None:
         lines: list[str] = []
@@ -66,13 +82,14 @@ class Terminal:
 
     def answer(self, question: str) -> None:
         """Asks the model and prints what it says as it says it."""
-        messages = [*self.messages, {"role": "user", "content": question}]
+        content = [*self.images, {"type": "text", "text": question}] if self.images else question
+        messages = [*self.messages, {"role": "user", "content": content}]
         try:
-            prompt = self.prompts.of_chat(messages)
+            request = self.prompts.request(self.prompts.of_chat(messages), self.max_new_tokens, self.stop, listener=self._show)
         except PromptError as error:
             print(f"({error}; /clear forgets the conversation)", file=self.out)
             return
-        request = Request(prompt, self.prompts.room(prompt, self.max_new_tokens), self.stop, listener=self._show)
+        self.images = []
         with _ctrl_c_stops(request):
             completion = self.generator.generate([request], self.sampling)[0]
         ended = {"length": f"(stopped after {completion.tokens} tokens)", "cancelled": "(stopped)"}.get(completion.reason, "")

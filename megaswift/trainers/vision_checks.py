@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 from megaswift.config import SwiftConfig
-from megaswift.data.processor import EXTRA, FILES
+from megaswift.data.processor import unreadable
 from megaswift.errors import Problem
 from megaswift.families.model_source import locate
 from megaswift.families.spec import ModelSpec
@@ -31,12 +28,4 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     if cfg.data.streaming:
         problems.append(Problem("--streaming true", "rows with images are not streamed", "--streaming false: pixels are read as they "
                                 "are needed, tokens alone are kept on disk"))
-    if importlib.util.find_spec("PIL") is None:
-        problems.append(Problem(model, "reads images, and pillow is not installed", EXTRA))
-    return problems + _files(locate(cfg.model, weights=False))
-
-
-def _files(folder: Path) -> list[Problem]:
-    if any((folder / name).is_file() for name in FILES[:2]):
-        return []
-    return [Problem(str(folder), f"has no processor ({FILES[0]} or {FILES[1]})", "copy the model's processor files beside config.json")]
+    return problems + unreadable(locate(cfg.model, weights=False), model)

@@ -11,8 +11,9 @@ from types import ModuleType
 import pytest
 
 from megaswift.config import SwiftConfig
+from megaswift.config.inference import WeightsOptions
 from megaswift.errors import UserError
-from megaswift.families.model_source import locate, short_name, tokenizer_of
+from megaswift.families.model_source import locate, missing_files, short_name, tokenizer_of
 from tests.trainers.inputs import TEMPLATE, write_model
 
 
@@ -79,3 +80,25 @@ def test_a_model_s_id_is_asked_of_the_hub_that_was_named(package: str, options: 
     hub = "ModelScope" if options else "Hugging Face"
     with pytest.raises(UserError, match=f"some/other: no such folder here, and {hub} did not give it"):
         locate(SwiftConfig(model="some/other", **options).model)
+
+
+@pytest.mark.parametrize("engine", ["megatron", "torch"])
+def test_a_run_of_adapters_is_no_model(engine: str, tmp_path: Path) -> None:
+    """Told with the model that they are of, by names and small files alone."""
+    step = tmp_path / "OUT" / "checkpoints" / "step-4"
+    write_model(step / "model")
+    (step / "adapter").mkdir()
+    (step / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "models/base"}')
+    (step / "engine" / "state").mkdir(parents=True)
+    if engine == "megatron":
+        (step / "engine" / ".metadata").write_text("")
+    (step / "manifest.json").write_text("{}")
+    (step.parent / "latest.json").write_text('{"directory": "step-4"}')
+    for name in (tmp_path / "OUT", step):
+        folder = locate(WeightsOptions(model=str(name)))
+        (problem,) = missing_files(folder, random_init=False)
+        assert problem.rule == "holds the adapters of a LoRA run, not a model"
+        assert problem.fix == f"--model models/base --adapters {step / 'adapter'}"
+    assert missing_files(folder, random_init=True) == []
+    with pytest.raises(UserError, match="holds the adapters of a LoRA run"):
+        locate(WeightsOptions(model=str(step / "adapter")))

@@ -91,7 +91,7 @@ def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loa
         infer(model, data, tmp_path / "a.jsonl")
     text = str(caught.value)
     for part in ("d.jsonl:2: character 2: not JSON", "d.jsonl:3: column nosuch", "d.jsonl:4: column messages[0].role",
-                 "d.jsonl:5: the prompt has 203 tokens, the model takes 128", "d.jsonl:6: parts of type image",
+                 "d.jsonl:5: the prompt has 203 tokens, the model takes 128", "d.jsonl:6: images are not read: this model reads text only",
                  "d.jsonl:7: column messages"):
         assert part in text, text
     assert "(6 problems)" in text

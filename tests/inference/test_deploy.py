@@ -173,7 +173,8 @@ def test_many_clients_get_their_own_answers(client: Any, theirs: tuple[Any, Any]
     ({"messages": [{"role": "user", "content": "a" * 200}]}, "BadRequestError", "the prompt has 203 tokens, the model takes 128"),
     ({"messages": []}, "BadRequestError", "messages: List should have at least 1 item"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "BadRequestError",
-     "image_url are not"),
+     "images are not read: this model reads text only"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "BadRequestError", "parts of type input_audio are not read"),
     ({"top_logprobs": 2}, "BadRequestError", "top_logprobs needs logprobs"),
 ])
 def test_mistakes_of_clients_in_openai_s_form(client: Any, how: dict[str, Any], kind: str, words: str) -> None:

@@ -57,6 +57,21 @@ def test_greedy_answers_of_a_batch(kind: str, offload: bool, tmp_path: Path) -> 
     assert found == want and len(set(want)) > 2
 
 
+@pytest.mark.parametrize(("kind", "together"), [("trocr", False), ("rwkv", False), ("bloom", True)])
+def test_prompts_go_together_where_the_model_looks_at_the_mask(
+        kind: str, together: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found by asking the model; transformers pads for all of them."""
+    made = folder(kind, tmp_path)
+    _, generator = opened(made)
+    prompts = [generator.tokenizer(text)["input_ids"] for text in PROMPTS]
+    want = plain(AutoModelForCausalLM.from_pretrained(made), generator.tokenizer, prompts, NEW, do_sample=False)
+    capsys.readouterr()
+    for _ in range(2):
+        assert [c.text for c in generator.generate([Request(tuple(p), NEW) for p in prompts], Sampling())] == want
+    assert generator._tried == {False: together}
+    assert capsys.readouterr().err.count("of several lengths otherwise together than alone") == int(not together), "told once"
+
+
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_encoders_are_refused(kind: str, tmp_path: Path) -> None:
     """transformers would answer."""

@@ -83,3 +83,26 @@ def test_who_has_left_is_not_answered_and_an_error_is_its_batch_s_alone() -> Non
         broken.done.result(20)
     line.close()
     assert model.calls == [1, 1, 1]
+
+
+def test_a_request_that_breaks_its_batch_fails_alone() -> None:
+    line, model = opened()
+    before, broken, after = (line.submit(ticket(n)) for n in (1, 666, 3))
+    model.go.set()
+    assert [t.done.result(20)[0].text for t in (before, after)] == ["3:1", "5:3"]
+    with pytest.raises(RuntimeError, match="the model broke"):
+        broken.done.result(20)
+    line.close()
+    assert model.calls == [1, 3, 1, 1, 1]
+
+
+def test_who_has_heard_of_an_answer_does_not_hear_it_again() -> None:
+    line, model = opened()
+    waiting = [line.submit(ticket(n)) for n in (1, 666)]
+    waiting[0].requests[0].begun = True
+    model.go.set()
+    for t in waiting:
+        with pytest.raises(RuntimeError, match="the model broke"):
+            t.done.result(20)
+    line.close()
+    assert model.calls == [1, 2]

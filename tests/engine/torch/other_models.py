@@ -54,10 +54,10 @@ POSITIONS = {kind: 128 for kind in ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "bi
 
 
 def config_of(kind: str, vocab: int = VOCAB) -> Any:
-    """transformers' configuration."""
+    """transformers' configuration; `kind` may also be any of its model types."""
     from transformers import AutoConfig
 
-    model_type, own = KINDS[kind]
+    model_type, own = KINDS.get(kind, (kind, {}))
     standard = AutoConfig.for_model(model_type)
     fields = {k: v for k, v in COMMON.items() if hasattr(standard, k)} | {"vocab_size": vocab, **own}
     fields |= {k: 0.0 for k, v in standard.to_dict().items() if "drop" in k and isinstance(v, float)}  # two ways to draw are two runs
