@@ -89,7 +89,8 @@ def _choice(option: Option, text: str) -> Any:
     value = option.details.get("spellings", {}).get(text.strip().lower(), text.strip().lower())
     if value not in option.choices:
         close = nearest(value, option.choices)
-        raise Invalid(f"must be one of {' | '.join(option.choices)}", close or example(option))
+        which = f"{text.strip()} " * (option.kind == "list")
+        raise Invalid(f"{which}must be one of {' | '.join(option.choices)}", close or example(option))
     return value
 
 

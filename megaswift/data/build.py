@@ -153,9 +153,10 @@ def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, S
             count, unit = len(rows), "pair" if rows.units.width == 2 else "example"
         packed = f", packed into {len(rows)}" if count != len(rows) else ""
         fits = "1" if len(rows) == 1 else f"{len(rows)} or less"
+        enough = -(-geometry.global_batch * count * 21 // (20 * len(rows))) if packed else geometry.global_batch  # rows may lie closer
         raise DataError(Problem(
             ", ".join(data.dataset), f"{log.amount(count, unit)}{packed}, fewer than one global batch of {geometry.global_batch}",
-            f"--global_batch_size {fits}, more data, or {data.dataset[0]}#{geometry.global_batch} to repeat rows"))
+            f"--global_batch_size {fits}, more data, or {data.dataset[0]}#{enough} to repeat rows"))
     return StoredSource(rows, geometry, shape, Order(len(rows), data.shuffle, data_seed(data, train)), data.dataloader_num_workers)
 
 

@@ -184,7 +184,7 @@ def held_out(sample: np.ndarray, ratio: float, seed: int) -> np.ndarray:
     if not 0 < count < len(rows):
         raise DataError(Problem(
             f"--split_dataset_ratio {ratio}", f"leaves {len(rows) - count} of {len(rows)} rows for training, {count} for evaluation",
-            "a ratio that leaves rows on both sides"))
+            f"--split_dataset_ratio {1 / len(rows):.2g}" if len(rows) > 1 else "more rows"))
     return np.isin(sample, np.random.default_rng([seed, 7]).permutation(rows)[:count])
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -145,10 +145,11 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
         shown = [p for r in reports for p in r.problems][:SHOWN]
         told = _alike(shown)
         if bad > len(shown):
-            told.append(Problem(f"and {bad - len(shown)} more rows", "malformed too", "--strict false skips such rows and counts them"))
-        else:
-            told[-1] = Problem(told[-1].what, told[-1].rule, "mend the row, or --strict false to skip such rows and count them")
-        raise DataError(told)
+            told.append(Problem(f"and {bad - len(shown)} more rows", "malformed too"))
+        fix = "mend the row, or --strict false to skip such rows and count them"
+        if bad > 1 and not any(r.rows or r.causes for r in reports):
+            fix = "no row so far could be read: other data, another task, or --columns FROM=TO where columns have other names"
+        raise DataError([*told[:-1], replace(told[-1], fix=fix)])
     facts = {"bad": bad, "causes": dict(sum((Counter(r.causes) for r in reports), Counter())), "source": source.name}
     if _dated(spec):
         facts["content"] = "dated"  # other tokens tomorrow, and a run that goes on then has the same data

@@ -42,7 +42,8 @@ def write_piece(folder: Path, number: int, piece: Encoded) -> None:
         ends = [json.loads(t).get("end", 0) if t else 0 for t in piece.beside]
         Path(f"{base}.beside").write_bytes(b"".join(texts))
         np.save(f"{base}.beside.npy", np.array([[len(t) for t in texts], ends], dtype=np.int64))
-    report = {"bad": piece.bad, "causes": piece.causes, "problems": [[p.what, p.rule, p.fix] for p in piece.problems]}
+    problems = [[p.what, p.rule, p.fix] for p in piece.problems]
+    report = {"bad": piece.bad, "rows": len(piece.lengths), "causes": piece.causes, "problems": problems}
     base.with_suffix(".done").write_text(json.dumps(report))
 
 
@@ -61,6 +62,8 @@ class PieceReport:
     bad: int
     problems: list[Problem]
     causes: dict[str, int]
+    rows: int
+    """Those that could be read."""
 
 
 def read_report(folder: Path, number: int) -> PieceReport | None:
@@ -69,7 +72,7 @@ def read_report(folder: Path, number: int) -> PieceReport | None:
     if not path.exists():
         return None
     report = json.loads(path.read_text())
-    return PieceReport(report["bad"], [Problem(*p) for p in report["problems"]], report["causes"])
+    return PieceReport(report["bad"], [Problem(*p) for p in report["problems"]], report["causes"], report["rows"])
 
 
 def merge(folder: Path, paths: list[str], target: Path, facts: dict[str, Any]) -> None:

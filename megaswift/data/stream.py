@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from megaswift.losses.contract import Batch
 BLOCK = 2048
 AHEAD = 32
 """Rows that are tokenised at a time while a first one of use is looked for."""
+GO_ON = "mend the row, or --strict false to skip such rows; a run that has begun goes on with --resume_from_checkpoint latest"
 Row = tuple[str, Located, int]
 """(file, row, its number since the beginning)."""
 Spread = Callable[[Sequence[Row], Callable[[Sequence[Row]], list[Any]]], list[Any]]
@@ -95,7 +96,7 @@ def raise_first(items: Sequence[Any]) -> None:
     """DataError for the first Problem among items."""
     for item in items:
         if isinstance(item, Problem):
-            raise DataError(item)
+            raise DataError(item if item.fix else replace(item, fix=GO_ON))
 
 
 def names_of(sources: Sequence[Source]) -> str:

@@ -93,6 +93,7 @@ def test_all_mistakes_at_once_each_as_written(tmp_path: Path) -> None:
     (["--bf16"], "try: --torch_dtype bfloat16"),
     (["--tensor_paralel_size", "2"], "did you mean tensor_parallel_size?"),
     (["--train_type", "longlora"], "must be one of full | lora | qlora"),
+    (["--report_to", "wandb", "wandbb"], "--report_to wandb wandbb: wandbb must be one of tensorboard | wandb\n    try: did you mean"),
     (["--train_type", "dpo"], "but this is sft\n    try: megaswift dpo"),
     (["--rlhf_type", "gkd"], "is not a task of this version; tasks are sft"),
     (["--train_type", "pt"], "but this is sft\n    try: megaswift pt"),

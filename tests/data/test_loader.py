@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from datetime import datetime
@@ -186,9 +187,26 @@ def test_evaluation_takes_the_same_rows_on_every_layout(tmp_path: Path, limit: i
     assert one == held(2, 1, 1) == held(3, 2, 1) == held(1, 4, 2) == held(2, 3, 4)
 
 
+def test_a_ratio_that_leaves_nothing_names_one_that_does(tmp_path: Path) -> None:
+    for ratio in (0.001, 0.999):
+        with pytest.raises(DataError, match=r"for training, \d+ for evaluation\n    try: --split_dataset_ratio 0.033$"):
+            source(tmp_path, 30, LoaderGeometry(), split_dataset_ratio=ratio)
+    assert source(tmp_path, 30, LoaderGeometry(), split_dataset_ratio=0.033)[1] is not None
+
+
 def test_a_data_set_shorter_than_a_global_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="10 rows, fewer than one global batch of 12"):
         source(tmp_path, 10, LoaderGeometry(0, 3, 4))
+
+
+def test_what_is_said_of_too_few_packed_rows_is_enough(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as told:
+        source(tmp_path, 40, LoaderGeometry(per_device=50), packing=True, max_length=256)
+    rows = re.search(r"40 rows, packed into (\d+), fewer than one global batch of 50\n.*d.jsonl#(\d+) to repeat", str(told.value))
+    assert rows is not None and int(rows[1]) < 40 < int(rows[2])
+    cfg = config(tmp_path, f"{tmp_path / 'd.jsonl'}#{rows[2]}", packing=True, max_length=256)
+    made = build(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(per_device=50))[0]
+    assert made.rows is not None and 50 <= made.rows < 60
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -254,7 +272,7 @@ def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(tmp_path: Path
     s = source(tmp_path, 0, LoaderGeometry(per_device=2), streaming=True, shuffle=False)[0]
     assert [ids_of(s.next()) for _ in range(2)] == [[0, 1], [2, 3]]
     state = s.state_dict()
-    with pytest.raises(DataError, match=r"d.jsonl:6: column messages"):
+    with pytest.raises(DataError, match=r"d.jsonl:6: column messages(.|\n)*try: mend the row, or --strict false(.|\n)*latest"):
         s.next()
     assert s.state_dict() == state
     jsonl(path, [chat("q", "a") | {"messages": [chat("q", "a")["messages"][0]]}, {"messages": 3}, chat("x", "y")])

@@ -160,7 +160,10 @@ def test_at_most_ten_are_shown(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "d.jsonl", [{"query": "x", "response": i} for i in range(25)])
     with pytest.raises(DataError, match="and 15 more rows") as e:
         texts(tmp_path, path)
-    assert len(e.value.problems) == 11
+    assert len(e.value.problems) == 11 and "try: no row so far could be read" in str(e.value)
+    jsonl(tmp_path / "d.jsonl", [ROWS[0], *({"query": "x", "response": i} for i in range(25))])
+    with pytest.raises(DataError, match="and 15 more rows(.|\n)*try: mend the row, or --strict false"):
+        texts(tmp_path, path)
 
 
 def test_the_same_mistake_of_several_rows_is_told_once(tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ def test_the_same_mistake_of_several_rows_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(DataError) as e:
         texts(tmp_path, mixed)
     assert [p.what for p in e.value.problems] == [f"{mixed}:1 and 1 more like it", f"{mixed}:2 and 1 more like it"]
-    assert "is for megaswift pt, not for sft" in str(e.value) and "--strict false" in str(e.value)
+    assert "is for megaswift pt, not for sft" in str(e.value) and "try: no row so far could be read" in str(e.value)
 
 
 def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:
@@ -180,7 +183,9 @@ def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dataset", "said"), [
     ("nothing.jsonl", "no such file"), ("/nowhere/at/all", "no such file"), ("d.bin", "not known"), ("d.jsonl:train", "no subset"),
     ("empty", "no data files"), ("none.jsonl", "no rows"), ("bad.json", r"bad.json:1:2: not JSON"), ("d.jsonl#0", "takes no rows"),
-    ("silent.jsonl", "carries loss")])
+    ("silent.jsonl", "carries loss"), ("d.josnl", "no such file or folder\n    try: did you mean d.jsonl?"),
+    ("d.jsonl#5k", "what follows # is no number of rows\n    try: d.jsonl#500"),
+    (".:dd", "named dd in this folder\n    try: did you mean d?"), (".:train", "try: .:bad, d, none, silent")])
 def test_wrong_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str, said: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.bin").write_text("x")
