@@ -2,20 +2,25 @@
 
 gloo passes data round a ring: n - 1 steps, each of which wakes every rank. Where more ranks than cores share a machine the waiting
 is all the time there is (8 ranks on 2 cores, 8 kB: reduce_scatter 124 ms, all_reduce 27 ms, all_to_all 8 ms), so gathers and sums
-travel by all_to_all here: as many bytes as the ring's, but for small all-reduces, where bytes do not matter. Sums are taken in the
-order of ranks, so every rank has the same one. All have ended when they return, `async_op` or not. Uneven parts, which gloo refuses
-and the MoE dispatcher with ETP > 1 sends, come along. Parameters are named as torch's are: some callers pass them by name.
+travel by all_to_all here: as many bytes as the ring's, but for small all-reduces, where bytes do not matter. On one machine, tensors
+that fit its slots go through shared memory instead. Sums are taken in the order of ranks, so every rank has the same one, either way.
+All have ended when they return, `async_op` or not. Uneven parts, which gloo refuses and the MoE dispatcher with ETP > 1 sends, come
+along. Parameters are named as torch's are: some callers pass them by name.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift.engine.megatron import shared_exchange
+from megaswift.engine.megatron.shared_exchange import SharedExchange
 from megaswift.engine.megatron.stand_ins import Done
 
 SMALL = 1 << 16
@@ -27,19 +32,53 @@ _REDUCTIONS: dict[Any, Callable[[Tensor, int], Tensor]] = {
     dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}
 
 
-def _sizes(sizes: Any) -> list[int] | None:
-    return sizes.tolist() if isinstance(sizes, Tensor) else sizes
+_exchanges: WeakKeyDictionary[Any, SharedExchange | None] = WeakKeyDictionary()
+
+
+def _exchange(group: Any) -> SharedExchange | None:
+    """The group's shared memory, made at its first use; None where gloo has to carry everything."""
+    group = group if group is not None else dist.group.WORLD
+    if group not in _exchanges:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+        def gather(numbers: list[int]) -> list[list[int]]:
+            mine = torch.tensor(numbers, dtype=torch.int64)
+            got = mine.new_empty(ranks, len(numbers))
+            _all_to_all_single(got.view(-1), mine.repeat(ranks), group=group)
+            return got.tolist()
+
+        timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        _exchanges[group] = shared_exchange.begin(rank, ranks, timeout, gather) if ranks > 1 else None
+    return _exchanges[group]
+
+
+def _rows(sizes: Any, tensor: Tensor, ranks: int) -> list[int]:
+    """Rows of the first dimension that go to, or come from, each rank; sizes may be a tensor."""
+    if sizes is None:
+        return [len(tensor) // ranks] * ranks
+    return sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
 
 
 def all_to_all(output: Tensor, input: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None,
                async_op: bool = False) -> Any:
     """Split sizes as lists of ints, also where tensors are given."""
-    return _all_to_all_single(output, input.contiguous(), _sizes(output_split_sizes), _sizes(input_split_sizes), group, async_op)
+    ranks, exchange, sent = dist.get_world_size(group), _exchange(group), input.detach().contiguous()
+    takes, gives = _rows(output_split_sizes, output, ranks), _rows(input_split_sizes, sent, ranks)
+    width = math.prod(sent.shape[1:])
+    found = exchange(sent.view(-1), [n * width for n in gives]) if exchange is not None else None
+    if found is None:
+        _all_to_all_single(output, sent, takes, gives, group)
+    else:
+        output.detach().copy_(torch.cat([part[at:at + n * width] for (part, at), n in zip(found, takes, strict=True)]).view_as(output))
+    return Done() if async_op else None
 
 
 def _gathered(tensor: Tensor, counts: list[int], group: Any) -> Tensor:
     """All ranks' elements, `counts[rank]` of each, end to end."""
-    mine = tensor.reshape(-1)
+    mine = tensor.detach().reshape(-1)
+    exchange = _exchange(group)
+    if exchange is not None and (found := exchange(mine, ())) is not None:
+        return torch.cat([sent for sent, _ in found])
     got = mine.new_empty(sum(counts))
     _all_to_all_single(got, mine.repeat(len(counts)), counts, [mine.numel()] * len(counts), group)
     return got
@@ -47,7 +86,9 @@ def _gathered(tensor: Tensor, counts: list[int], group: Any) -> Tensor:
 
 def _received(parts: Tensor, counts: list[int], group: Any) -> Tensor:
     """[ranks, elements]: what each rank holds of this rank's part; `parts` are all parts of `counts[rank]` elements end to end."""
-    mine = counts[dist.get_rank(group)]
+    mine, exchange = counts[dist.get_rank(group)], _exchange(group)
+    if exchange is not None and (found := exchange(parts, counts)) is not None:
+        return torch.stack([sent[at:at + mine] for sent, at in found])
     got = parts.new_empty(len(counts), mine)
     _all_to_all_single(got.view(-1), parts, [mine] * len(counts), counts, group)
     return got
