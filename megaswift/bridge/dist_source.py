@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megaswift.bridge import dist_files, torch_item
-from megaswift.bridge.file_tensor import FileTensor, OpenFiles
+from megaswift.bridge.file_tensor import FileTensor, OpenFiles, new_block
 from megaswift.errors import CheckpointError, Problem
 
 
@@ -82,7 +82,7 @@ class DistSource:
 
     def region(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The part of `shape` at `offset` of a tensor, in its stored dtype."""
-        out = torch.empty(tuple(shape), dtype=self.dtype(key))
+        out = new_block(shape, self.dtype(key))
         self.fill(key, offset, out)
         return out
 

@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from torch import Tensor
 
 READ = 1 << 28
 """Bytes a read call takes at most (Linux stops at 2 GiB)."""
+MAPPED = 1 << 20
+"""Bytes from which a block has pages of its own."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,22 @@ def data_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+def new_block(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An empty tensor; a large one's memory goes back to the system with it.
+
+    malloc keeps what was freed, and finds no use for it when the next block is to be aligned: reading a model block by block grew a
+    process by 130 to 180 MiB in place of two blocks of 16.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < MAPPED:
+        return torch.empty(tuple(shape), dtype=dtype)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them: small pages cost time, not memory
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
 
 
 def _mapping(descriptor: int, dtype: torch.dtype, first: int, stop: int) -> Tensor:
@@ -100,7 +119,7 @@ class OpenFiles:
 
     def region(self, stored: FileTensor, corner: Sequence[int], extent: Sequence[int]) -> Tensor:
         """A part of a stored tensor in memory of its own."""
-        out = torch.empty(tuple(extent), dtype=stored.dtype)
+        out = new_block(extent, stored.dtype)
         self.fill(stored, corner, out)
         return out
 

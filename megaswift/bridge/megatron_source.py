@@ -18,6 +18,7 @@ from megaswift.bridge import dist_keys
 from megaswift.bridge.adapters import ADAPTER, SAVED
 from megaswift.bridge.dist_keys import KEPT, MAIN, STATES
 from megaswift.bridge.dist_source import DistSource
+from megaswift.bridge.file_tensor import new_block
 from megaswift.bridge.hf_source import Slices, Span, spans_of
 from megaswift.bridge.model_folder import read_dtypes
 from megaswift.bridge.plan import SHOWN, Entry, WeightPlan
@@ -103,7 +104,7 @@ class MegatronSource:
         extent = [stop - start for start, stop in spans]
         if name not in self.plan.hf_shapes:
             return self.tensors.region(KEPT + name, [start for start, _ in spans], extent)
-        out = torch.empty(extent, dtype=self.dtype(name))
+        out = new_block(extent, self.dtype(name))
         covered = sum(self._fill(out, spans, entry, piece, at) for entry, piece, at in self._pieces(name, spans)) if out.numel() else 0
         assert covered == out.numel(), f"{name}: {covered} of {out.numel()} elements were found"
         return out

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megaswift.bridge.file_tensor import new_block
 from megaswift.bridge.hf_source import HfSource, Slices, Span, WeightSource, spans_of
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import Problem, WeightsError
@@ -237,7 +238,7 @@ class DequantisedSource:
         if packed is None:
             return self.stored.slice(name, where)
         spans = spans_of(where, packed.shape)
-        out = torch.empty([stop - start for start, stop in spans], dtype=self.target)
+        out = new_block([stop - start for start, stop in spans], self.target)
         if out.numel():
             packed.fill(self.stored.slice, spans, out)
         return out
