@@ -13,6 +13,8 @@ from types import FrameType
 from megaswift.config.launch import LaunchConfig
 
 DEFAULT_PORT = 29500
+PATIENCE_SECONDS = 1800
+"""torchrun kills workers so long after a signal, 30 s unless said: less than saving a large model takes."""
 
 
 def wants_processes(launch: LaunchConfig) -> bool:
@@ -39,23 +41,28 @@ def command(launch: LaunchConfig, script: Path, argv: Sequence[str]) -> list[str
 
 
 def environment(launch: LaunchConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of torchrun: threads shared out over the processes, where the user has not said otherwise."""
+    """The environment of torchrun: threads shared out over the processes, time to save, where the user has not said otherwise."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // (launch.nproc_per_node or 1))), **environ}
+    ours = {"OMP_NUM_THREADS": max(1, cores // (launch.nproc_per_node or 1)), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": PATIENCE_SECONDS}
+    return {**{name: str(value) for name, value in ours.items()}, **environ}
 
 
 def start(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs the command to its end, handing SIGTERM on; its exit code, 128 + n when signal n ended it."""
+    """Runs the command to its end, handing SIGTERM on; its exit code, 128 + n when signal n ended it (torchrun then says 1)."""
     process = subprocess.Popen(list(words), env=dict(environ))
+    received: list[int] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
+        received.append(number)
+        if number != signal.SIGINT:  # which the terminal sends to torchrun as well
+            process.send_signal(number)
 
-    before = {n: signal.signal(n, hand_on) for n in (signal.SIGTERM,)}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to torchrun as well
+    before = {n: signal.signal(n, hand_on) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         code = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if received and code:
+        return 128 + received[0]
     return code if code >= 0 else 128 - code

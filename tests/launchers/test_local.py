@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.launcher import api as torch_launcher
 
 from megaswift import entry
 from megaswift.config import load
@@ -52,6 +53,12 @@ def test_threads_are_shared_out_unless_said() -> None:
     assert environment(launch, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 
+def test_torchrun_gives_workers_the_time_to_save() -> None:
+    launch, name = load("sft", ["--nproc_per_node", "2"], environ={}).launch, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    assert environment(launch, {})[name] == "1800" and environment(launch, {name: "5"})[name] == "5"
+    assert name in Path(torch_launcher.__file__).read_text(encoding="utf-8"), "this torch knows another name"
+
+
 @pytest.mark.parametrize("engine", ["--engine auto", "--use_fsdp true", "--deepspeed zero2", "--engine ddp"])
 def test_every_way_to_name_an_engine_starts_the_processes(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The number of processes comes from the environment, and the engine is settled in between."""
@@ -61,6 +68,15 @@ def test_every_way_to_name_an_engine_starts_the_processes(engine: str, monkeypat
     inputs = write_inputs(tmp_path)
     assert entry.main("sft", [*inputs, *engine.split(), "--output_dir", str(tmp_path / "out")]) == 0
     assert seen[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_was_stopped_ends_as_a_shell_says(number: int) -> None:
+    """torchrun ends with 1 after a signal; SIGINT it has from the terminal."""
+    ends = f"import signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(1)); time.sleep(2); sys.exit(1)"
+    threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), number))).start()
+    assert start([sys.executable, "-c", ends], os.environ) == 128 + number
 
 
 @pytest.mark.process
