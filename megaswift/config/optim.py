@@ -30,7 +30,7 @@ class OptimConfig:
     """Optimizer"""
 
     learning_rate: float = option(1e-5, "Highest learning rate", aliases=("lr",), above=0)
-    min_lr: float = option(0.0, "Learning rate at the end of the schedule", minimum=0)
+    min_lr: float = option(0.0, "Learning rate at the end of the schedule; inverse_sqrt: its lowest", minimum=0)
     lr_scheduler_type: str = option(
         "cosine", "Course of the learning rate after warm-up", aliases=("lr_decay_style",),
         choices=("constant", "linear", "cosine", "inverse_sqrt", "wsd"), spellings=SCHEDULES)

@@ -233,7 +233,8 @@ class StoredSource:
         self._taken = state["rows_taken"]
         if state["rows"] != self.rows:  # packed for another context-parallel size: rows are other rows
             self._taken = round(state["rows_taken"] * self.rows / state["rows"])
-            warn(f"documents are packed into {self.rows} rows, {state['rows']} in the checkpoint: going on at the same part of the epoch")
+            warn(f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint (packed otherwise, or not): going on at the "
+                 "same part of the epoch")
 
     @property
     def stats(self) -> dict[str, float]:

@@ -102,7 +102,9 @@ def optimizer_text(cfg: SwiftConfig, total_steps: int) -> str:
     o = cfg.optim
     warmup = warmup_steps(total_steps, o)
     parts = [f"{o.optimizer}, learning rate {o.learning_rate:g} {o.lr_scheduler_type}"]
-    if o.lr_scheduler_type != "constant":
+    if o.lr_scheduler_type == "inverse_sqrt":
+        parts[0] += f", at least {o.min_lr:g}" if o.min_lr else ""
+    elif o.lr_scheduler_type != "constant":
         parts[0] += f" to {o.min_lr:g}"
     if warmup:
         parts.append(amount(warmup, "warm-up step"))

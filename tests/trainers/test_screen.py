@@ -69,6 +69,13 @@ def test_warm_up_is_the_schedule_s_own() -> None:
     assert ", 3 warm-up steps," in optimizer_text(SwiftConfig(warmup_steps=3), 14)
 
 
+def test_the_course_of_the_learning_rate_is_told_as_it_is() -> None:
+    for options, text in (({}, "cosine to 0,"), ({"lr_scheduler_type": "constant"}, "constant,"),
+                          ({"lr_scheduler_type": "inverse_sqrt"}, "inverse_sqrt,"),
+                          ({"lr_scheduler_type": "inverse_sqrt", "min_lr": 1e-6}, "inverse_sqrt, at least 1e-06,")):
+        assert f"learning rate 1e-05 {text} weight decay" in optimizer_text(SwiftConfig(**options), 10)
+
+
 def test_bytes() -> None:
     texts = [bytes_text(n) for n in (0, 1023, 1024, 1536, 3 * 2**30, 5 * 2**40)]
     assert texts == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "3.0 GiB", "5.00 TiB"]
