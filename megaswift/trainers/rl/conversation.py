@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from megaswift.data.prompts import Prompt
 from megaswift.inference.rollout import Completion, Sampler, Sampling
 from megaswift.trainers.rl.environment import Checked, Message
 
-DUMMY = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+SAID = "megaswift-turn"
+"""Stands for what the model said, to find the place in the template's text: what comes before it may depend on what follows."""
+DUMMY = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAID}]
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,13 @@ class Talk:
 
     def between(self, answers: Sequence[Message]) -> list[int]:
         """The tokens from the end of the model's turn to the beginning of its next: the template's text of the answers."""
-        def text(messages: Sequence[Message], prompt: bool) -> str:
-            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+        def after(messages: Sequence[Message], prompt: bool) -> str:
+            text = str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+            return text.partition(SAID)[2]
 
-        base, whole, stop = text(DUMMY, False), text([*DUMMY, *answers], True), self.tokenizer.eos_token or ""
-        end = base.rindex(stop) + len(stop) if stop and stop in base else len(base)  # the model wrote its end of turn itself
-        return list(self.tokenizer(whole[end:], add_special_tokens=False)["input_ids"])
+        tail, rest, stop = after(DUMMY, False), after([*DUMMY, *answers], True), self.tokenizer.eos_token or ""
+        end = tail.index(stop) + len(stop) if stop and stop in tail else len(commonprefix([tail, rest]))  # the model wrote its end of turn
+        return list(self.tokenizer(rest[end:], add_special_tokens=False)["input_ids"])
 
     def write(self, sampler: Sampler, sampling: Sampling, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
         """One conversation for each prompt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.data.prompts import Prompt
 from megaswift.errors import ConfigError, RewardError
-from megaswift.inference.rollout import SamplerOptions, Sampling, make_sampler
+from megaswift.inference.rollout import Completion, SamplerOptions, Sampling, make_sampler
 from megaswift.trainers.rl.conversation import Conversation, Talk
 from megaswift.trainers.rl.environment import Checked, environment_class
+from tests.data import makers
 from tests.trainers.inputs import write_model
 
 pytestmark = pytest.mark.wide
@@ -111,6 +113,56 @@ def test_log_probabilities_are_those_of_the_own_tokens(model: Path, file: Path) 
         want = every[torch.tensor(talk.own)]
         assert len(talk.logprobs) == sum(talk.own) < len(talk.own)
         torch.testing.assert_close(torch.tensor(talk.logprobs), want, rtol=0, atol=5e-6)
+
+
+class Calculator:
+    """A tool: it adds what a call names, and ends with the first answer that is none."""
+
+    role = "tool"
+
+    def reset(self, prompt: Any, **columns: Any) -> None:
+        self.asked = prompt
+
+    def step(self, answer: str) -> Any:
+        if "<tool_call>" not in answer:
+            return [], 1.0, True
+        call = json.loads(answer.split("<tool_call>")[1].split("</tool_call>")[0])
+        return [{"role": self.role, "name": call["name"], "content": str(sum(call["arguments"].values()))}], 0.0, False
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
+def test_calls_of_tools_and_their_results(name: str, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a published template: the tokens are the whole conversation's, the loss is on the calls and the answer.
+
+    Qwen3's writes an empty thought before an answer that is the last, and none before another.
+    """
+    monkeypatch.setattr(Calculator, "role", role)
+    tokenizer, call = makers.tokenizer("qwen", name), '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 22}}\n</tool_call>'
+    said, turns = ({"role": "user", "content": "20 and 22?"},), [call, call, "The answer is 42."]
+
+    class Scripted:
+        """A sampler that knows what it will say."""
+
+        def generate(self, prompts: Any, sampling: Sampling, seeds: Any) -> list[Completion]:
+            ids = tokenizer(turns[self.turn] + "<|im_end|>", add_special_tokens=False)["input_ids"]
+            self.turn += 1
+            return [Completion(tuple(ids), (-0.5,) * len(ids), True)]
+
+        turn = 0
+
+    prompt = tokenizer.apply_chat_template(list(said), add_generation_prompt=True, return_dict=False)
+    talk, sampler = Talk(lambda: Checked("--environment e.py:Calculator", Calculator()), tokenizer, None), Scripted()
+    found: Any = talk.write(sampler, Sampling(400), [Prompt(0, tuple(prompt), said, {})], [1])[0]  # type: ignore[arg-type]
+    result = {"role": role, "name": "add", "content": "42"}
+    answers: list[Any] = [{"role": "assistant", "content": turn} for turn in turns]
+    assert found.messages == (answers[0], result, answers[1], result, answers[2]) and found.turns == 3 and found.reward == 1.0
+    before = tokenizer.apply_chat_template([*said, *found.messages[:-1]], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode([*prompt, *found.token_ids]) == f"{before}{turns[2]}<|im_end|>"
+    own = [t for t, mine in zip(found.token_ids, found.own, strict=True) if mine]
+    assert tokenizer.decode(own) == "".join(f"{turn}<|im_end|>" for turn in turns)
+    theirs = tokenizer.decode([t for t, mine in zip(found.token_ids, found.own, strict=True) if not mine])
+    assert theirs.count("<tool_response>") == (2 if role == "tool" else 0) and theirs.count("42") == 2 and "answer" not in theirs
 
 
 def test_turns_and_tokens_have_an_end(model: Path, file: Path) -> None:
