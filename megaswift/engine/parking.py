@@ -12,6 +12,16 @@ import torch
 from torch import Tensor
 
 
+def on_host(storage: torch.UntypedStorage) -> bool:
+    """Whether it takes nothing of a device's memory."""
+    return storage.device.type == "cpu"
+
+
+def to_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A copy in host memory."""
+    return storage.cpu()
+
+
 class Parked:
     """Storages that are empty until `bring_back`."""
 
@@ -28,10 +38,10 @@ class Parked:
         seen = {storage.data_ptr() for storage, _, _ in self._held}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if not storage.nbytes() or storage.data_ptr() in seen or (keep and storage.device.type == "cpu"):
+            if not storage.nbytes() or storage.data_ptr() in seen or (keep and on_host(storage)):
                 continue
             seen.add(storage.data_ptr())
-            copy = storage.cpu() if keep else None
+            copy = to_host(storage) if keep else None
             self._held.append((storage, storage.nbytes(), copy))
             storage.resize_(0)
 

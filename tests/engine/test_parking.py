@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from megaswift.engine.parking import Parked
@@ -33,27 +34,56 @@ def test_what_is_kept_stays_where_it_is_on_a_cpu() -> None:
     assert parked.bytes == 0 and tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
+class Recorded:
+    """A generation, a sampler and engines that tell what they are asked."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.told: list[str] = []
+        self.fails = fails
+        self.engine = self.named("policy")
+        self.sampler = SimpleNamespace(sleep=lambda: self.told.append("sampler sleeps"))
+
+    def named(self, name: str) -> Any:
+        """An engine."""
+        return SimpleNamespace(offload=lambda what: self.told.append(f"{name} leaves: {' '.join(sorted(what))}"),
+                               onload=lambda: self.told.append(f"{name} is back"))
+
+    def synchronise(self) -> None:
+        """Weights for the sampler."""
+        if self.fails:
+            raise OSError("no room")
+        self.told.append("weights stream")
+
+    def write(self, prompts: Sequence[Any], number: int) -> list[Any]:
+        """Completions."""
+        self.told.append(f"generation {number} of {len(prompts)}")
+        return []
+
+
+@contextmanager
+def untimed(_: str) -> Iterator[None]:
+    yield
+
+
+def drawing_of(generation: Any, critic: bool = False) -> Drawing:
+    prompts: Any = SimpleNamespace(next=lambda: ["a", "b"])
+    return Drawing(prompts, generation, 3, sleeps=True, leaves=frozenset({"optimizer", "model"}),
+                   critic=generation.named("critic") if critic else None)
+
+
 def test_the_order_on_a_shared_device() -> None:
     """Optimizer and gradients leave, the sampler wakes and gets weights, the model leaves, completions, sleep, everything back."""
-    told: list[str] = []
+    plain, with_critic = Recorded(), Recorded()
+    drawing_of(plain).draw(4, False, untimed)
+    order = ["policy leaves: optimizer", "weights stream", "policy leaves: model", "generation 4 of 6", "sampler sleeps", "policy is back"]
+    assert plain.told == order
+    drawing_of(with_critic, critic=True).draw(4, False, untimed)
+    assert with_critic.told == ["critic leaves: model optimizer", *order, "critic is back"]
 
-    class Recorded:
-        sampler = SimpleNamespace(sleep=lambda: told.append("sampler sleeps"))
-        engine = SimpleNamespace(offload=lambda what: told.append(f"leave: {' '.join(sorted(what))}"), onload=lambda: told.append("back"))
 
-        def synchronise(self) -> None:
-            told.append("weights stream")
-
-        def write(self, prompts: Sequence[Any], number: int) -> list[Any]:
-            told.append(f"generation {number} of {len(prompts)}")
-            return []
-
-    @contextmanager
-    def untimed(_: str) -> Iterator[None]:
-        yield
-
-    prompts: Any = SimpleNamespace(next=lambda: ["a", "b"])
-    generation: Any = Recorded()
-    drawing = Drawing(prompts, generation, 3, sleeps=True, leaves=frozenset({"optimizer", "model"}))
-    drawing.draw(4, False, untimed)
-    assert told == ["leave: optimizer", "weights stream", "leave: model", "generation 4 of 6", "sampler sleeps", "back"]
+def test_what_left_is_back_where_the_sampler_fails() -> None:
+    """The run then ends with a checkpoint."""
+    failing = Recorded(fails=True)
+    with pytest.raises(OSError, match="no room"):
+        drawing_of(failing).draw(4, False, untimed)
+    assert failing.told == ["policy leaves: optimizer", "sampler sleeps", "policy is back"]

@@ -1,4 +1,4 @@
-"""Whole runs of policies beyond the plain one: memory that changes hands, draws ahead, PPO's critic, environments, evaluation."""
+"""Whole runs of policies beyond the plain one: draws ahead, PPO's critic, environments, evaluation."""
 
 from __future__ import annotations
 
@@ -76,14 +76,6 @@ def assert_same_end(a: Path, b: Path) -> None:
     assert completions(a)[-BATCH:] == completions(b)[-BATCH:]
     theirs = weights(b)
     assert [name for name, tensor in weights(a).items() if not torch.equal(tensor, theirs[name])] == []
-
-
-def test_memory_that_changes_hands_changes_nothing(folder: Path, tmp_path: Path) -> None:
-    plain = trained(folder, tmp_path / "plain", "--max_steps", 3)
-    moved = trained(folder, tmp_path / "moved", "--max_steps", 3, "--rollout_sleep", "true", "--offload_optimizer", "true",
-                    "--offload_model", "true")
-    assert_same_end(moved, plain)
-    assert completions(moved) == completions(plain)
 
 
 def test_draws_ahead_go_on_where_they_were(folder: Path, tmp_path: Path) -> None:

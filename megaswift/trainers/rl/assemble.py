@@ -143,7 +143,8 @@ def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt
     layout = Layout(data.shape_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform)
     trained = critic(build, loop.learning_rate, loop.total_steps)
     leaves = frozenset({"optimizer"} if cfg.rl.offload_optimizer else ()) | frozenset({"model"} if cfg.rl.offload_model else ())
-    drawing = Drawing(source, generation, settings.group, cfg.rl.async_generation, cfg.rl.rollout_sleep, leaves)
+    drawing = Drawing(source, generation, settings.group, cfg.rl.async_generation, cfg.rl.rollout_sleep, leaves,
+                      None if trained is None else trained.engine)
     parts = Parts(drawing, judge, Estimator(cfg, settings, settings.beta), layout, geometry, trained)
     loop.source = rollouts = RolloutSource(settings, parts)
     loop.beside, loop.mark = rollouts.beside, rollouts.mark

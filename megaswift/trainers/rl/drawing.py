@@ -1,7 +1,8 @@
 """When completions are drawn: now, with the memory that the trainer can spare, or ahead, while it trains on those before.
 
 Owns the order on a device that trainer and sampler share: optimizer and gradients leave, the sampler wakes, weights stream, the model's
-weights leave, completions are written, the sampler sleeps, everything comes back. And the one draw that may be under way.
+weights leave, completions are written, the sampler sleeps, everything comes back. What a critic has leaves
+at the beginning: the sampler has no use for it. And the one draw that may be under way.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megaswift.data.prompts import Prompt, PromptSource
+from megaswift.engine.protocol import Engine
 from megaswift.inference.rollout import Completion
 from megaswift.trainers.rl.conversation import Conversation
 from megaswift.trainers.rl.generation import Generation
@@ -47,6 +49,8 @@ class Drawing:
     """The sampler gives its memory back between draws."""
     leaves: frozenset[str] = frozenset()
     """What of the trainer does meanwhile: `optimizer`, `model`."""
+    critic: Engine | None = None
+    """Of ppo."""
     ahead: Ahead | None = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "sampler"))
 
@@ -80,16 +84,10 @@ class Drawing:
 
     @contextmanager
     def room(self, timed: Timed, again: bool) -> Iterator[None]:
-        """The device's memory belongs to the sampler inside, which then has the model's weights."""
-        engine = self.generation.engine
-        with timed("weight sync"):
-            if self.leaves:
-                engine.offload(self.leaves - {"model"})
-            if self.sleeps or not again:
-                self.generation.synchronise()
-            if "model" in self.leaves:
-                engine.offload(frozenset({"model"}))
+        """The device's memory belongs to the sampler inside, which then has the model's weights; afterwards to the trainer, in any case."""
         try:
+            with timed("weight sync"):
+                self.make_room(again)
             with timed("generation"):
                 yield
         finally:
@@ -97,7 +95,25 @@ class Drawing:
                 if self.sleeps and self.generation.sampler is not None:
                     self.generation.sampler.sleep()
                 if self.leaves:
-                    engine.onload()
+                    for engine in self.engines:
+                        engine.onload()
+
+    @property
+    def engines(self) -> list[Engine]:
+        """What has memory on the device: the policy's, and the critic's."""
+        return [self.generation.engine, *(() if self.critic is None else (self.critic,))]
+
+    def make_room(self, again: bool) -> None:
+        """Everything in its order, up to the first prompt. Collective."""
+        policy, *others = self.engines
+        if self.leaves:
+            for other in others:
+                other.offload(self.leaves)
+            policy.offload(self.leaves - {"model"})
+        if self.sleeps or not again:
+            self.generation.synchronise()
+        if "model" in self.leaves:
+            policy.offload(frozenset({"model"}))
 
     def state_dict(self) -> dict[str, Any]:
         """The draw that is under way; waits for it."""
