@@ -244,7 +244,7 @@ class Build:
             model=f"{s.family}, {s.num_layers} layers x {s.hidden_size}, {s.heads} heads ({s.kv_heads} KV), vocabulary {s.vocab_size:,}"
                   f"{experts}: {self.folder}{' (random weights)' if self.cfg.model.random_init else ''}",
             parameters=engine.report(), layout=f"{layout.describe()} on {processes} ({where})", picture=grid,
-            kernels=engine.kernels, data=data_text(source.stats, 0 if held is None else len(held.data)), dp=layout.dp,
+            kernels=engine.kernels, data=data_text(source.stats, 0 if held is None else len(held.data), self.task.scored), dp=layout.dp,
             accumulation=plan.accumulation, total_steps=total_steps, rows_per_epoch=source.rows,
             start=start, unit=self.task.unit, reference=reference_text(self.cfg, self.adapts))
 

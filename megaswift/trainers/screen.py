@@ -132,10 +132,12 @@ def render(title: str, table: Rows) -> str:
     return "\n".join(lines)
 
 
-def data_text(stats: Mapping[str, Any], held: int = 0) -> str:
-    """What the data source says of itself, in its own order, and the rows of evaluation."""
+def data_text(stats: Mapping[str, Any], held: int = 0, scored: bool = False) -> str:
+    """What the data source says of itself, in its own order, and the rows of evaluation. `scored`: answers are judged as wholes."""
     words = []
     stats = {name: value for name, value in stats.items() if name != "rows" or not {"pairs", "examples"} & set(stats)}
+    if scored:
+        stats = {name: value for name, value in stats.items() if name != "label_tokens"}
     for name, value in stats.items():
         label = name.replace("_", " ")
         if name in ("fill", "padded_fill"):

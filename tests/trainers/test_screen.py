@@ -64,6 +64,12 @@ def test_one_is_said_in_the_singular() -> None:
     assert said["steps"] == "1 = 1 epoch of 1 row" and "= 1 row a step" in said["batch"]
 
 
+def test_a_reward_model_learns_of_answers_not_of_tokens() -> None:
+    stats = {"rows": 428.0, "documents": 856.0, "tokens": 9000.0, "label_tokens": 1712.0, "pairs": 428.0}
+    assert data_text(stats) == "856 documents, 9,000 tokens, 1,712 label tokens, 428 pairs"
+    assert data_text(stats, scored=True) == "856 documents, 9,000 tokens, 428 pairs"
+
+
 def test_warm_up_is_the_schedule_s_own() -> None:
     assert ", 2 warm-up steps," in optimizer_text(SwiftConfig(warmup_ratio=0.1), 14)
     assert ", 3 warm-up steps," in optimizer_text(SwiftConfig(warmup_steps=3), 14)
