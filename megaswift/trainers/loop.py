@@ -52,6 +52,8 @@ class Beside:
     """Time that was work of its own, by part of the run."""
     waiting: float = 0.0
     """Of it, what was spent while the loop waited for the micro-batches."""
+    training: str = ""
+    """The metric that tells the time of the rest, which is training; empty: none does."""
 
 
 @dataclass
@@ -96,12 +98,14 @@ class Loop:
                     rate = self.learning_rate(self.step)
                     result = self.engine.train_batch(microbatches, self.loss, rate)
                     beside = self.beside()
-                    result = replace(result, metrics={**result.metrics, **beside.metrics})
                     waited -= beside.waiting
                     seconds = time.perf_counter() - began
+                    training = seconds - waited - sum(beside.seconds.values())
+                    told = {beside.training: training} if beside.training else {}
+                    result = replace(result, metrics={**result.metrics, **beside.metrics, **told})
                     self.step += 1
                     self.spent("waiting for data", waited)
-                    self.spent("training steps", seconds - waited - sum(beside.seconds.values()))
+                    self.spent("training steps", training)
                     for part, spent in beside.seconds.items():
                         self.spent(part, spent)
                     squares = sum(length_squares(b) for b in microbatches)

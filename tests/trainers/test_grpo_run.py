@@ -237,3 +237,5 @@ def test_metrics_have_trl_s_names(folder: Path) -> None:
     """Those that GRPOTrainer logs, and the gap to the sampler."""
     for line in read_lines(alone(folder) / "metrics.jsonl"):
         assert set(line) >= TRL, TRL - set(line)
+        parts = [line[f"time/{part}"] for part in ("generation", "weight_sync", "rewards", "scoring", "training")]
+        assert min(parts) > 0 and sum(parts) == pytest.approx(line["step_time"] - line["data_wait"], abs=1e-6)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
 
 from megaswift.engine.protocol import StepResult
 from megaswift.trainers.hook import Hook
+from megaswift.trainers.loop import Beside
 from megaswift.trainers.watch import Diverged, Watch
 from tests.trainers.tiny import TinyEngine, tiny_loop
 
@@ -113,3 +115,24 @@ def test_a_good_step_between_bad_ones_lets_the_run_go_on() -> None:
     loop.engine = Stumbling({2, 3, 5, 6, 8, 9})
     loop.run()
     assert loop.step == 9
+
+
+def test_the_times_of_a_step_add_up() -> None:
+    """What a source tells is work of its own; waiting is waiting; the rest is training, told where the source has a name for it."""
+    steps: list[Any] = []
+
+    class Steps(Hook):
+        def on_step(self, loop: Any, step: Any) -> None:
+            steps.append(step)
+
+    loop = tiny_loop(2, Steps())
+    following, train = loop.source.next, loop.engine.train_batch
+    loop.source.next = lambda: time.sleep(0.03) or following()
+    loop.engine.train_batch = lambda *values: time.sleep(0.02) or train(*values)
+    loop.beside = lambda: Beside({"reward": 1.0}, {"generation": 0.01}, 0.01, "time/training")
+    loop.run()
+    for step in steps:
+        assert step.result.metrics["reward"] == 1.0 and step.data_wait >= 0.02 - 1e-3
+        assert 0.02 <= step.result.metrics["time/training"] == pytest.approx(step.seconds - step.data_wait - 0.01)
+    assert loop.seconds["training steps"] == pytest.approx(sum(step.result.metrics["time/training"] for step in steps))
+    assert loop.seconds["generation"] == pytest.approx(0.02)

@@ -82,7 +82,7 @@ class RolloutSource:
         if critic is not None:
             metrics, seconds["critic"] = metrics | critic.metrics, critic.seconds
         times = {f"time/{part.replace(' ', '_')}": spent for part, spent in seconds.items()}
-        return Beside(metrics | times, seconds, sum(self.seconds.values()))
+        return Beside(metrics | times, seconds, sum(self.seconds.values()), "time/training")
 
     def generate(self) -> None:
         """A new generation, ready for its first step."""
