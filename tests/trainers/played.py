@@ -57,23 +57,24 @@ class Player:
     wake = close = sleep
 
 
-def run(inputs: Sequence[str], out: Path, *options: object, ranks: int = 2, length: int | None = None) -> str:
-    """A run of grpo on played completions that succeeds; what its ranks printed."""
+def run(inputs: Sequence[str], out: Path, *options: object, ranks: int = 2, length: int | None = None,
+        task: str = "grpo") -> str:
+    """A run of a policy on played completions that succeeds; what its ranks printed."""
     words = [*inputs, "--output_dir", str(out), *map(str, options)]
-    return shared().logged("tests.trainers.played:work", (words, length), ranks, timeout=240.0)
+    return shared().logged("tests.trainers.played:work", (task, words, length), ranks, timeout=240.0)
 
 
-def work(rank: int, world: int, command: tuple[list[str], int | None]) -> None:
+def work(rank: int, world: int, command: tuple[str, list[str], int | None]) -> None:
     """The life of a worker (on the ranks)."""
     from megaswift.entry import main
     from megaswift.inference import rollout_transformers
 
-    words, length = command
+    task, words, length = command
 
     def build(folder: Path, options: SamplerOptions) -> Any:
         return Player(length)
 
     rollout_transformers.build = build  # type: ignore[assignment]
-    sys.argv = ["megaswift/grpo.py", *words]
-    code = main("grpo", words)
+    sys.argv = [f"megaswift/{task}.py", *words]
+    code = main(task, words)
     assert code == 0, f"exit code {code}"
