@@ -1,6 +1,7 @@
 """Steps of GRPO beside TRL's own GRPOTrainer: the same model, completions, rewards and micro-batches, float32.
 
-TRL's trainer runs as installed, on one process; both get their completions from `played`. Loss, gradient norm and KL of every step.
+TRL's trainer runs as installed, on one process; both get their completions from `played`. Loss, gradient norm, KL, and whatever else
+TRL's trainer logs of every step, under its names.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from tests.trainers import played
 from tests.trainers.inputs import write_model
 from tests.trainers.trl_steps import ARGUMENTS, trained
 
-LOGGED = ("grad_norm", "kl", "entropy", "reward", "reward_std", "clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max",
-          "cispo_clip_ratio")
+OTHERWISE = {"loss", "learning_rate", "epoch", "num_tokens", "step_time", "policy_loss", "entropy_coef"}
+"""What TRL logs rounded, counts since the start, has by the clock, or knows by another name (`loss/policy`)."""
 STEPS, BATCH, GROUP, LONGEST, SEED = 3, 8, 4, 8, 42
 RATES = {"model": 2e-2, "moe": 2e-3}
 ALIKE = ("--max_steps", STEPS, "--lr_scheduler_type", "constant", "--weight_decay", 0, "--adam_epsilon", 1e-6, "--seed", SEED,
@@ -64,6 +65,12 @@ CASES = {
     "masked": Case({"loss_type": "grpo", "beta": 0.1, "mask_truncated_completions": True, "num_iterations": 3}),
     "cispo": Case({"loss_type": "cispo", "num_iterations": 3, "epsilon_high": 1.05}),
     "uncertain": Case({"loss_type": "grpo", "beta": 0.1, "top_entropy_quantile": 0.5, "num_iterations": 3}),
+    "moving": Case({"loss_type": "grpo", "beta": 0.3, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.4}),
+    "bounded": Case({"loss_type": "bnpo", "beta": 0.1, "use_bias_correction_kl": False, "delta": 1.05, "epsilon": 0.02, "entropy_coef": 0.1,
+                     "off_policy_mask_threshold": 2.3, "num_iterations": 3}),
+    "sapo": Case({"loss_type": "sapo", "sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.9, "num_iterations": 3}),
+    "vespo": Case({"loss_type": "vespo", "vespo_k_pos": 1.1, "vespo_lambda_pos": 0.7, "vespo_k_neg": 0.6, "vespo_lambda_neg": 1.4,
+                   "num_iterations": 2}),
     "lora": Case({"loss_type": "grpo", "beta": 0.3, "num_iterations": 2, "epsilon": 0.02}, adapters="new"),
     "lora on": Case({"loss_type": "grpo", "beta": 0.3, "num_iterations": 2, "epsilon": 0.02}, adapters="folder"),
 }
@@ -117,7 +124,7 @@ Curve = list[dict[str, float]]
 
 
 def of_trl(folder: Path, case: Case, model: str = "model") -> Curve:
-    """Loss, gradient norm and KL of each step of TRL's trainer, unrounded."""
+    """The loss of each step of TRL's trainer, unrounded, and what it logs."""
     from datasets import load_dataset
     from peft import LoraConfig, PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -135,7 +142,7 @@ def of_trl(folder: Path, case: Case, model: str = "model") -> Curve:
         made = [played.played(seed, case.length) for seed in seeds(SEED, len(generations), len(prompts))]
         generations.append(len(prompts))
         return {"prompt_ids": [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts],
-                "completion_ids": [[*c.token_ids] for c in made], "logprobs": None}
+                "completion_ids": [[*c.token_ids] for c in made], "logprobs": [[*c.logprobs] for c in made]}
 
     def ours(batch: dict[str, Any]) -> dict[str, Any]:
         """Our order in place of a shuffled one."""
@@ -157,7 +164,7 @@ def of_trl(folder: Path, case: Case, model: str = "model") -> Curve:
             model=policy, peft_config=LoraConfig(**LORA) if case.adapters == "new" else None, reward_funcs=rewards.worth,
             rollout_func=rollout, args=GRPOConfig(**{**arguments, **case.options}), train_dataset=rows, processing_class=tokenizer)
         steps = trained(trainer)
-    return [{"loss": loss, **{n: float(line[n]) for n in LOGGED if n in line}} for loss, line in steps]
+    return [{"loss": loss, **{n: float(v) for n, v in line.items() if n not in OTHERWISE}} for loss, line in steps]
 
 
 def ours(folder: Path, out: Path, case: Case, layout: str, model: str = "model") -> Curve:

@@ -93,6 +93,22 @@ def test_preference_learning_has_its_curves_and_figures(run: tuple[Path, Path, P
     assert "evaluation, step 20: 0.96" in text and "training, step 20: 0.5" in text
 
 
+def test_the_last_completions_with_their_rewards(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
+    """A dozen of the last generation; conversations turn by turn; nothing of a text is markup."""
+    first = {"step": 1, "prompt": "old", "completion": "gone", "reward": 0.0, "advantage": 0.0}
+    last = [{"step": 5, "prompt": [{"role": "user", "content": f"<i>{i}</i>"}], "completion": f"answer {i}", "reward": 0.5, "tokens": 3,
+             "rewards/format": 0.25, "rewards/digits": 1.0, "advantage": -0.125, "finished": True} for i in range(14)]
+    last[1]["completion"] = [{"role": "assistant", "content": "hm"}, {"role": "tool", "content": "42"}]
+    run[1].with_name("completions.jsonl").write_text("".join(to_json(row) + "\n" for row in [first, *last]))
+    text, parser = parsed(run)
+    said = "".join(parser.texts)
+    assert "Completions of step 5" in parser.texts and parser.texts.count("format 0.25, digits 1; advantage -0.125") == 12
+    assert "user: <i>0</i>\n→ answer 0" in parser.texts and "→ assistant: hm\ntool: 42" in said and "<i>0" not in text
+    assert "answer 11" in said and "answer 12" not in said and "gone" not in said
+    run[1].with_name("completions.jsonl").unlink()
+    assert "Completions of step" not in parsed(run)[0]
+
+
 def test_options_that_were_set_are_marked(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
     text, _ = parsed(run)
     assert "<tr class=given><td>learning_rate</td>" in text and "<tr><td>weight_decay</td>" in text

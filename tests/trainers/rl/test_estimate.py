@@ -97,14 +97,17 @@ def test_all_silent() -> None:
     assert [len(v) for v in ours(estimator(), {"a": TOTALS}, (1.0,), silent=tuple(range(8)))] == [0] * 8
 
 
+@pytest.mark.parametrize("least", [None, 1.2])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_weights_against_the_sampler_are_bounded_by_hand(mode: str) -> None:
-    made = estimator(importance_sampling_correction=True, importance_sampling_mode=mode, importance_sampling_clip_max=1.5)
+def test_weights_against_the_sampler_are_bounded_by_hand(mode: str, least: float | None) -> None:
+    made = estimator(importance_sampling_correction=True, importance_sampling_mode=mode, importance_sampling_clip_max=1.5,
+                     importance_sampling_clip_min=least)
     found = made([rollout(t) for t in TOTALS], completed(values()))["ratio"]
     for ratio in found:
         gaps = 0.3 * np.arange(len(ratio))
         weights = np.exp(np.full(len(ratio), gaps.sum()) if mode.startswith("sequence") else gaps)
-        wanted = np.minimum(weights, 1.5) if mode.endswith("truncate") else np.where(weights > 1.5, 0, weights)
+        outside = (weights > 1.5) | (weights < (least or 0.0))
+        wanted = np.clip(weights, least or 0.0, 1.5) if mode.endswith("truncate") else np.where(outside, 0, weights)
         assert ratio == pytest.approx(wanted, rel=1e-5)
 
 
@@ -146,6 +149,18 @@ def test_gae_by_definition(whiten: bool | None) -> None:
     for i in range(len(TOTALS)):
         assert found["advantages"][i] == pytest.approx(advantages[i], rel=1e-4, abs=1e-5)
         assert found["returns"][i] == pytest.approx(returns[i], rel=1e-5, abs=1e-6)
+
+
+def test_rewards_of_a_batch_at_one_deviation() -> None:
+    """Deviation 1, the mean as it was; with gamma and lambda 1 and a critic that says 0, returns are the sums of what follows."""
+    known = values()
+    made = estimator(task="ppo", num_generations=1, beta=0.0, lam=1.0, whiten_rewards=True, whiten_advantages=False)
+    found = made([rollout(t) for t in TOTALS], completed({**known, "values": [torch.zeros(len(o)) for o in known["old"]]}))
+    rewards = [np.asarray([0.0] * (len(o) - 1) + [t]) for o, t in zip(known["old"], TOTALS, strict=True)]
+    every = np.concatenate(rewards)
+    for mine, one in zip(found["returns"], rewards, strict=True):
+        even = (one - every.mean()) / every.std(ddof=1) + every.mean()
+        assert mine == pytest.approx([even[i:].sum() for i in range(len(even))], rel=1e-4, abs=1e-5)
 
 
 def by_token() -> list[Any]:

@@ -158,6 +158,24 @@ def test_groups_without_spread_are_drawn_again() -> None:
     assert numbers == [*range(8)]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("taken", [1, 2, 3, 5])
+def test_sampling_anew_goes_on_where_it_was(taken: int, ahead: bool) -> None:
+    """Generations that took one draw, two and three; what was drawn ahead is looked at like any other."""
+    def made() -> RolloutSource:
+        same = {"Q1", "Q4", "Q9", "Q10", "Q11", "Q12", "Q13"}
+        return source(lambda s: 1.0 if s.prompt in same else float(len(s.token_ids)), dynamic_sample=True, async_generation=ahead)
+
+    first, second = made(), made()
+    for _ in range(taken):
+        first.next()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for _ in range(4):
+        assert told(first.next()) == told(second.next()) and timeless(first) == timeless(second)
+        assert [r for r, _ in first.fresh] == [r for r, _ in second.fresh] and first.metrics["frac_reward_zero_std"] == 0
+    assert first.generations == second.generations > taken + 4
+
+
 def test_without_it_groups_stay() -> None:
     made = source(lambda s: 1.0)
     made.next()

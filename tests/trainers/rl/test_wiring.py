@@ -1,0 +1,216 @@
+"""Each option of reinforcement learning arrives where it is used: in the loss, the sampler, the critic, the estimator, the table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megaswift.config import SwiftConfig
+from megaswift.config.preference import GRPO_LOSSES
+from megaswift.config.rl import RlConfig
+from megaswift.inference.rollout import SamplerOptions, Sampling
+from megaswift.losses.policy import Policy
+from megaswift.losses.policy_types import Settings as Formulas
+from megaswift.losses.value import Value
+from megaswift.trainers.metrics import read_lines
+from megaswift.trainers.rewards.contract import RewardOptions
+from megaswift.trainers.rl import assemble
+from megaswift.trainers.rl import rewards as rewards_module
+from megaswift.trainers.rl.record import Record
+from megaswift.trainers.rl.rewards import rewards_of, weights_of
+from megaswift.trainers.rl.sampler import sampler_options, sampling_of
+from megaswift.trainers.rl.settings import settings_of
+from megaswift.trainers.tasks import TASKS
+from tests.trainers.rl.makers import config, source
+
+Options = dict[str, Any]
+
+
+def run(**options: Any) -> SwiftConfig:
+    """Of ppo where an option is its own."""
+    ppo = {"task": "ppo", "num_generations": 1} if options.keys() & {"critic_learning_rate", "vf_coef", "cliprange_value"} else {}
+    return config(**ppo, **options)
+
+
+def policy(**options: Any) -> Policy:
+    loss = TASKS.get("grpo").loss(run(**options))
+    assert isinstance(loss, Policy)
+    return loss
+
+
+PLAIN = policy()
+LOSS: dict[str, tuple[Options, Policy]] = {
+    "epsilon": ({"epsilon": 0.1}, replace(PLAIN, settings=Formulas(epsilon=0.1))),
+    "epsilon_high": ({"epsilon_high": 0.5}, replace(PLAIN, settings=Formulas(epsilon_high=0.5))),
+    "delta": ({"delta": 4.0}, replace(PLAIN, settings=Formulas(delta=4.0))),
+    "importance_sampling_level": ({"importance_sampling_level": "sequence"}, replace(PLAIN, importance_sampling_level="sequence")),
+    "entropy_coef": ({"entropy_coef": 0.2}, replace(PLAIN, entropy_coef=0.2)),
+    "off_policy_mask_threshold": ({"off_policy_mask_threshold": 0.7}, replace(PLAIN, off_policy_mask_threshold=0.7)),
+    "use_bias_correction_kl": ({"use_bias_correction_kl": False, "beta": 0.3}, replace(PLAIN, use_bias_correction_kl=False, beta=0.3)),
+    "kl_estimator": ({"kl_estimator": "k2", "beta": 0.3}, replace(PLAIN, kl_estimator="k2", beta=0.3)),
+    "kl_in_reward": ({"kl_in_reward": True, "beta": 0.3}, replace(PLAIN, kl_in_reward=True, beta=0.3, kl_estimator="k1")),
+    "importance_sampling_mode": ({"importance_sampling_mode": "token_mask", "importance_sampling_correction": True},
+                                 replace(PLAIN, ratio_level="token")),
+    "max_completion_length": ({"max_completion_length": 99}, replace(PLAIN, max_completion_length=99)),
+    "temperature": ({"temperature": 0.7}, replace(PLAIN, temperature=0.7)),
+} | {
+    (option := f"{kind}_{name}"): ({"loss_type": kind, option: 0.6}, replace(PLAIN, loss_type=kind, settings=Formulas(**{option: 0.6})))
+    for kind, names in {"sapo": ("temperature_pos", "temperature_neg"), "vespo": ("k_pos", "lambda_pos", "k_neg", "lambda_neg")}.items()
+    for name in names}
+
+
+@pytest.mark.parametrize("name", LOSS)
+def test_the_loss(name: str) -> None:
+    options, expected = LOSS[name]
+    assert policy(**options) == expected != PLAIN
+
+
+@pytest.mark.parametrize("name", GRPO_LOSSES)
+def test_the_loss_type(name: str) -> None:
+    level = {"importance_sampling_level": "sequence"} if name == "luspo" else {}
+    assert policy(loss_type=name, **level).loss_type == name
+
+
+SAMPLING: dict[str, tuple[Options, Options]] = {
+    "max_completion_length": ({"max_completion_length": 7}, {"max_tokens": 7}), "temperature": ({"temperature": 0.7}, {"temperature": 0.7}),
+    "top_p": ({"top_p": 0.9}, {"top_p": 0.9}), "top_k": ({"top_k": 5}, {"top_k": 5}), "min_p": ({"min_p": 0.1}, {"min_p": 0.1}),
+    "repetition_penalty": ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+}
+TOKENIZER = SimpleNamespace(eos_token_id=3)
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_how_tokens_are_drawn(name: str, tmp_path: Path) -> None:
+    options, expected = SAMPLING[name]
+    plain = Sampling(512, stop_token_ids=(3,))
+    assert sampling_of(run(), TOKENIZER, tmp_path) == plain
+    assert sampling_of(run(**options), TOKENIZER, tmp_path) == replace(plain, **expected) != plain
+
+
+@pytest.mark.parametrize(("told", "stops"), [(7, (3, 7)), ([3, 8, 9], (3, 8, 9))])
+def test_completions_end_where_the_model_s_own_generation_does(told: int | list[int], stops: tuple[int, ...], tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
+    assert sampling_of(run(), TOKENIZER, tmp_path).stop_token_ids == stops
+
+
+SERVER = {"rollout_backend": "sglang"}
+SAMPLER: dict[str, tuple[Options, Options]] = {
+    "rollout_batch_size": ({"rollout_batch_size": 9}, {"batch_size": 9}),
+    "vllm_gpu_memory_utilization": ({"rollout_backend": "vllm", "vllm_gpu_memory_utilization": 0.5}, {"memory_share": 0.5}),
+    "rollout_server_url": ({**SERVER, "rollout_server_url": ["http://h:1"]}, {"base_urls": ("http://h:1",)}),
+    "rollout_server_timeout": ({**SERVER, "rollout_server_timeout": 5}, {"timeout": 5.0}),
+    "rollout_sync_folder": ({**SERVER, "rollout_sync_folder": "d"}, {"sync_folder": Path("d")}),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLER)
+def test_the_sampler(name: str) -> None:
+    options, expected = SAMPLER[name]
+    usual = {"max_length": 900, "output_dir": "out"}
+    plain = SamplerOptions(max_length=900, sync_folder=Path("out/sync"))
+    assert sampler_options(run(**usual)) == plain
+    assert sampler_options(run(**usual, **options)) == replace(plain, **expected) != plain
+    assert sampler_options(run(**usual, **options), "cuda:1", "bfloat16", 4) == replace(
+        plain, **expected, device="cuda:1", dtype="bfloat16", lora_rank=4)
+
+
+CRITIC: dict[str, tuple[Options, Value, float]] = {
+    "cliprange_value": ({"cliprange_value": 0.6}, Value(0.6, 0.1), 1.0), "vf_coef": ({"vf_coef": 0.7}, Value(0.2, 0.7), 1.0),
+    "critic_learning_rate": ({"critic_learning_rate": 0.003, "learning_rate": 0.001}, Value(0.2, 0.1), 3.0)}
+
+
+@pytest.mark.parametrize("name", CRITIC)
+def test_the_critic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rate follows the policy's schedule."""
+    options, loss, share = CRITIC[name]
+    monkeypatch.setattr(assemble, "critic_engine", lambda *_, **__: None)
+    cfg = run(**options)
+    build: Any = SimpleNamespace(scheduled=lambda steps: cfg, spec=None, folder=None, context=None, resumed=None)
+    made = assemble.critic(build, lambda step: 0.5 / (1 + step), 10)
+    assert made is not None and made.loss == loss
+    assert [made.learning_rate(step) for step in (0, 4)] == pytest.approx([share * 0.5, share * 0.1])
+    assert assemble.critic(SimpleNamespace(scheduled=lambda steps: run()), lambda step: 0.0, 10) is None  # type: ignore[arg-type]
+
+
+SETTINGS: dict[str, tuple[Options, Options]] = {
+    "num_generations": ({"num_generations": 4}, {"group": 4}), "generation_batch_size": ({"generation_batch_size": 16}, {"slices": 2}),
+    "steps_per_generation": ({"steps_per_generation": 12}, {"slices": 3}), "num_iterations": ({"num_iterations": 3}, {"iterations": 3}),
+    "temperature": ({"temperature": 0.7}, {"temperature": 0.7}), "dynamic_sample": ({"dynamic_sample": True}, {"tries": 4}),
+    "max_resample_times": ({"dynamic_sample": True, "max_resample_times": 7}, {"tries": 8}),
+    "advantage_estimator": ({"advantage_estimator": "reinforce_plus_plus"}, {"estimator": "reinforce_plus_plus"}),
+    "kl_in_reward": ({"kl_in_reward": True, "beta": 0.1}, {"kl_in_reward": True}),
+    "kl_estimator": ({"kl_estimator": "k2", "beta": 0.1}, {"kl_estimator": "k2"}),
+    "whiten_advantages": ({"whiten_advantages": True, "advantage_estimator": "rloo"}, {"whitens": True}),
+    "mask_truncated_completions": ({"mask_truncated_completions": True}, {"mask_truncated": True}),
+    "top_entropy_quantile": ({"top_entropy_quantile": 0.3}, {"top_entropy_quantile": 0.3}),
+    "importance_sampling_correction": ({"importance_sampling_correction": True}, {"corrects": True}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_source_of_steps(name: str) -> None:
+    options, expected = SETTINGS[name]
+    plain, found = settings_of(run(), 1), settings_of(run(**options), 1)
+    assert {n: getattr(found, n) for n in expected} == expected != {n: getattr(plain, n) for n in expected}
+
+
+def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions in the order of their names, then models; every option of theirs goes along."""
+    asked: list[Any] = []
+    monkeypatch.setattr(rewards_module, "reward_functions", lambda names, options: asked.append((tuple(names), options)) or [])
+    numbers: Options = {"max_completion_length": 200, "soft_max_length": 77, "soft_cache_length": 5, "cosine_max_len": 88,
+                        "code_memory": 99, "repetition_n_grams": 4, "repetition_max_penalty": -0.5, "code_timeout": 0.25,
+                        "allow_unsafe_code": True}
+    numbers |= {f.name: 0.25 for f in fields(RewardOptions) if f.name.endswith(("_wrong", "_correct"))}
+    assert numbers.keys() == {f.name for f in fields(RewardOptions)}
+    names = ("cosine", "soft_overlong", "repetition", "code")
+    cfg = run(reward_funcs=names, reward_model=["m"], reward_weights=[1, 2, 3, 4, 5], **numbers)
+    monkeypatch.setattr("megaswift.trainers.rewards.model.reward_models", lambda folders, options, taken: [*folders])
+    assert rewards_of(cfg) == ["m"] and asked == [(names, RewardOptions(**numbers))]
+    assert weights_of(cfg) == [1, 2, 3, 4, 5] and weights_of(run(reward_model=["m"])) == [1.0] * 2
+
+
+@pytest.mark.parametrize("most", [None, 2])
+def test_turns_of_a_conversation(most: int | None, tmp_path: Path) -> None:
+    (tmp_path / "world.py").write_text("class World:\n    reset = step = lambda self, *_, **__: None\n")
+    named = f"{tmp_path}/world.py:World"
+    talk = assemble.talk_of(run(environment=named, max_turns=most), TOKENIZER)
+    assert talk is not None and talk.max_turns == most and type(talk.make().inner).__name__ == "World"
+    assert talk.make() is not talk.make() and assemble.talk_of(run(), TOKENIZER) is None
+
+
+@pytest.mark.parametrize(("most", "lines"), [(None, 8), (3, 3)])
+def test_so_many_completions_are_written(most: int | None, lines: int, tmp_path: Path) -> None:
+    made = source()
+    made.next()
+    record = Record(tmp_path / "completions.jsonl", made, most)
+    loop: Any = None
+    record.on_step(loop, SimpleNamespace(number=4))  # type: ignore[arg-type]
+    found = read_lines(tmp_path / "completions.jsonl")
+    assert [line["step"] for line in found] == [4] * lines and found[0]["prompt"] == "Q0" and found[0]["reward"] == 2.0
+
+
+ELSEWHERE = {
+    "async_generation": "test_policy_run", "environment": "test_policy_run", "max_turns": "here", "rollout_backend": "test_lora_sync",
+    "rollout_sleep": "test_colocated", "offload_model": "test_colocated", "offload_optimizer": "test_colocated",
+    "rollout_lora": "rl/test_adapters", "reward_funcs": "test_grpo_run", "reward_model": "here", "reward_weights": "here",
+    "scale_rewards": "rl/test_estimate", "multi_objective_aggregation": "rl/test_estimate", "kl_controller": "rl/test_estimate",
+    "target_kl": "rl/test_estimate", "kl_horizon": "rl/test_estimate", "importance_sampling_clip_max": "rl/test_estimate",
+    "importance_sampling_clip_min": "rl/test_estimate", "critic_model": "test_ppo_trajectories", "gamma": "rl/test_estimate",
+    "lam": "rl/test_estimate", "whiten_rewards": "rl/test_estimate", "log_completions": "test_ppo_trajectories",
+    "num_completions_to_print": "test_colocated"}
+"""Options whose arrival other tests show."""
+
+
+def test_no_option_is_forgotten() -> None:
+    """A new one gets a row above, or the name of the test that fails without it."""
+    here = {*LOSS, *SAMPLING, *SAMPLER, *CRITIC, *SETTINGS, *(f.name for f in fields(RewardOptions))}
+    assert {f.name for f in fields(RlConfig)} == here | ELSEWHERE.keys() and not here & ELSEWHERE.keys()
+    folder = Path(__file__).parents[1]
+    for name, file in ELSEWHERE.items():
+        assert file == "here" or name in (folder / f"{file}.py").read_text(encoding="utf-8"), name
