@@ -196,6 +196,10 @@ class StoredSource:
         """Steps that see each row `epochs` times, the last one running on into the next epoch where it must."""
         return max(1, int(np.ceil(epochs * self.rows / self.geometry.global_batch - 1e-9)))
 
+    def steps_left(self, epochs: float) -> int:
+        """The same from the present position on, however large the steps were that led there."""
+        return max(0, int(np.ceil((epochs * self.rows - self._taken) / self.geometry.global_batch - 1e-9)))
+
     def _make(self, start: int) -> list[Batch]:
         numbers = self.order.slice(start, start + self.geometry.global_batch)
         rows = [[self.data.read(int(i)) for i in micro] for micro in self.geometry.own(numbers)]

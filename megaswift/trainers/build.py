@@ -188,7 +188,7 @@ class Build:
             limit = None if train.eval_iters is None else train.eval_iters * batch_plan(train, self.layout.dp).global_batch_size
             hooks.append(Evaluation(outputs.evaluation, partial(held.eval_batches, limit), train.eval_steps, task.count))
         facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
-        facts["config"] = self.cfg.to_dict()
+        facts |= {"config": self.cfg.to_dict(), "global_batch_size": batch_plan(train, self.layout.dp).global_batch_size}
         if self.adapts:
             facts["base"] = self.base
         checkpoint = Checkpoint(outputs.store, train.save_steps, train.save_total_limit, facts)

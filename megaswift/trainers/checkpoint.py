@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaswift.config.batch import BatchPlan
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.checkpoint_folder import ENGINE
 from megaswift.trainers import agree, commit
@@ -95,6 +96,14 @@ def restore(loop: Loop, folder: Path, model: Mapping[str, Any]) -> dict[str, Any
             hook.load_state_dict(manifest["hooks"][type(hook).__name__])
     loop.step = int(manifest["step"])
     return manifest
+
+
+def other_batch(manifest: Mapping[str, Any], plan: BatchPlan) -> str:
+    """What is said of steps that are larger or smaller now, as on other data-parallel ranks where no global batch is given."""
+    size = plan.global_batch_size
+    was = manifest.get("global_batch_size", size)  # absent from older checkpoints
+    fix = "fewer data-parallel ranks keep" if was % (size // plan.accumulation) else f"--global_batch_size {was} keeps"
+    return "" if was == size else f"a step takes a global batch of {size}, and {was} in the checkpoint's run: {fix} it"
 
 
 def differences(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[Problem]:

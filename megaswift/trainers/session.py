@@ -9,7 +9,9 @@ from typing import Any
 
 from megaswift import log
 from megaswift.config import SwiftConfig
+from megaswift.config.batch import batch_plan
 from megaswift.config.data import RL
+from megaswift.data.loader import StoredSource
 from megaswift.errors import UserError
 from megaswift.families.model_source import short_name
 from megaswift.families.spec import ModelSpec
@@ -24,7 +26,7 @@ from megaswift.trainers import (
     report,
     screen,
 )
-from megaswift.trainers.checkpoint import restore
+from megaswift.trainers.checkpoint import other_batch, restore
 from megaswift.trainers.interrupt import Interrupted
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.rl import assemble as rl
@@ -87,6 +89,10 @@ class Session:
             with timed(self.seconds, "resume"):
                 manifest = restore(loop, resume, b.model_facts())
                 build.changed(manifest["config"], cfg.to_dict())
+                if told := other_batch(manifest, batch_plan(cfg.train, b.layout.dp)):
+                    log.warn(told)
+            if cfg.train.max_steps is None and isinstance(source, StoredSource):  # each row as often as was asked, whatever steps took
+                loop.total_steps = total = loop.step + source.steps_left(cfg.train.num_train_epochs)
         facts = b.facts(engine, source, None if cfg.task in RL else held, total, loop.step)
         if cfg.task in RL:
             facts = rl.with_more(facts, b, source, loop.engines.get(rl.CRITIC))

@@ -88,6 +88,7 @@ def test_shuffled_epochs_are_permutations_and_run_on(tmp_path: Path) -> None:
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
     assert seen[:10] != list(range(10)) and seen[:10] != seen[10:]
     assert (s.epoch, s.steps_per_epoch, s.steps_for(1.0), s.steps_for(2.0)) == (2.0, 2, 3, 5)
+    assert [s.steps_left(epochs) for epochs in (1.0, 2.0, 2.1, 3.0)] == [0, 0, 1, 3]
     again = source(tmp_path, 10, LoaderGeometry(per_device=4), seed=3)[0]
     other = source(tmp_path, 10, LoaderGeometry(per_device=4), seed=3, data_seed=4)[0]
     assert ids_of(again.next()) == seen[:4] and ids_of(other.next()) != seen[:4]

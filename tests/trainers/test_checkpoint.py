@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from megaswift.config.batch import BatchPlan
 from megaswift.errors import CheckpointError
 from megaswift.trainers import commit
-from megaswift.trainers.checkpoint import Checkpoint, restore
+from megaswift.trainers.checkpoint import Checkpoint, other_batch, restore
 from megaswift.trainers.commit import Store
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.hook import Hook
@@ -87,6 +88,13 @@ def test_the_last_step_is_saved_once_and_a_run_without_save_steps_saves_at_its_e
         loop.run()
         assert [f"step-{n}" for n in saves] == steps
         assert sorted(p.name for p in (folder / "checkpoints").glob("step-*")) == steps
+
+
+def test_steps_of_another_size_are_told() -> None:
+    four, eight = BatchPlan(2, 1, 4), BatchPlan(2, 2, 8)
+    assert other_batch({"global_batch_size": 4}, four) == other_batch({}, four) == ""
+    assert "of 8, and 4 in the checkpoint's run: --global_batch_size 4 keeps it" in other_batch({"global_batch_size": 4}, eight)
+    assert "of 8, and 6 in the checkpoint's run: fewer data-parallel ranks keep it" in other_batch({"global_batch_size": 6}, eight)
 
 
 def test_a_flipped_bit_is_refused_by_name(tmp_path: Path) -> None:
