@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import warning_once
 
 from megaswift.config import SwiftConfig
@@ -24,7 +25,7 @@ from megaswift.losses.contract import Batch
 from tests.engine.torch.adapter_ranks import CASE, Run, far, model_of, plain
 from tests.engine.torch.other_models import APART, ENCODERS, KINDS, MIXING, POSITIONS, config_of, write
 from tests.parity.cases import parse
-from tests.parity.models import VOCAB
+from tests.parity.models import VARIANTS, VOCAB, config, randomise
 from tests.parity.pool import Pool
 
 GO = "tests.engine.torch.adapter_ranks:go"
@@ -79,6 +80,21 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
     if kind in MIXING:
         assert not list(row_check._problems(partial(fields, engine), VOCAB, row_check.EXACT, False, kind))
     assert row_check.positions(model) == POSITIONS.get(kind)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("variant", [
+    pytest.param(v, marks=[] if v in ("gpt_oss", "gemma2") else pytest.mark.slow) for v in VARIANTS if not v.endswith("-nf4")])
+def test_families_keep_documents_apart_too(variant: str) -> None:
+    """Whatever transformers' class does: those that mix are asked before they train, the others need not be."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(variant), dtype=torch.float32).eval()
+    randomise(model, 3)
+    engine, drawn = FieldsModel(model), torch.Generator().manual_seed(2)
+    docs = [torch.randint(3, VOCAB, (n,), generator=drawn) for n in (9, 14, 6)]
+    together = fields(engine, row_check.row(*docs))[0].split([len(ids) for ids in docs])
+    worst = max(float((t[:-1] - logprobs(model, ids)).abs().max()) for t, ids in zip(together, docs, strict=True))
+    assert (worst > 1e-2 if model.config.model_type in row_check.LOSES_DOCUMENTS else worst < 2e-5), worst
 
 
 def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
@@ -147,6 +163,7 @@ def test_trains_as_in_plain_torch(kind: str, engine: str, folders: Callable[[str
 @pytest.mark.parametrize(("kind", "options", "said"), [
     ("mamba", {"packing": True}, "--packing true: does not go with this model"),
     ("mamba", {"packing": True, "torch_dtype": "bfloat16", "engine": "fsdp2"}, "--packing true: does not go with this model"),
+    ("gpt_oss", {"packing": True}, "(?s)--packing true: does not go with this model.*--packing false, or --engine megatron"),
     ("bert-encoder", {}, "does not read from left to right"),
     ("gpt2", {"max_length": 129}, "--max_length 129: is more than the 128 positions")])
 def test_refused_before_the_first_step(

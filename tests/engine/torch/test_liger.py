@@ -1,8 +1,11 @@
-"""liger-kernel's kernels in a model, put there without a GPU and not run: what is replaced, and what must stay."""
+"""liger-kernel's kernels in a model without a GPU: what is replaced, what must stay, and what they compute in Triton's interpreter."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch
 from megaswift.engine.torch import liger
 from megaswift.errors import ConfigError
 from tests.parity.models import VARIANTS, config
+from tests.sources import ROOT
 
 
 def model(variant: str) -> torch.nn.Module:
@@ -37,3 +41,18 @@ def test_an_architecture_without_kernels_is_refused() -> None:
     assert "minimax_m2" in VARIANTS
     with pytest.raises(ConfigError, match="has no kernels for model_type minimax_m2"):
         liger.apply(model("minimax_m2"))
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["dense", "llama", "gemma2"])
+def test_the_kernels_compute_what_transformers_does(variant: str) -> None:
+    """By Triton's interpreter, which computes on a CPU what a GPU would be given."""
+    pytest.importorskip("liger_kernel")
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-m", "tests.engine.torch.liger_interpreted", variant], cwd=ROOT, capture_output=True, text=True,
+                          timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["logits"] < 1e-5 and found["gradients"] < 1e-5, found
+    assert any("RMSNorm" in k for k in found["kernels"]) and any("Rope" in k for k in found["kernels"]), found
