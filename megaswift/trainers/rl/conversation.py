@@ -11,8 +11,10 @@ from os.path import commonprefix
 from typing import Any
 
 import numpy as np
+from jinja2.exceptions import TemplateError
 
 from megaswift.data.prompts import Prompt
+from megaswift.errors import Problem, RewardError, first_line
 from megaswift.inference.rollout import Completion, Sampler, Sampling
 from megaswift.trainers.rl.environment import Checked, Message
 
@@ -78,13 +80,24 @@ class Talk:
     max_turns: int | None
     """Of the model; None: until the environment ends it, or the tokens do."""
 
-    def between(self, answers: Sequence[Message]) -> list[int]:
-        """The tokens from the end of the model's turn to the beginning of its next: the template's text of the answers."""
+    def between(self, answers: Sequence[Message], flag: str) -> list[int]:
+        """The tokens from the end of the model's turn to the beginning of its next: the template's text of the answers.
+
+        RewardError that names the environment (`flag`) where the template has none.
+        """
         def after(messages: Sequence[Message], prompt: bool) -> str:
             text = str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
-            return text.partition(SAID)[2]
+            _, found, rest = text.partition(SAID)
+            if not found:
+                raise ValueError("it leaves out what the model said")
+            return rest
 
-        tail, rest, stop = after(DUMMY, False), after([*DUMMY, *answers], True), self.tokenizer.eos_token or ""
+        try:
+            tail, rest, stop = after(DUMMY, False), after([*DUMMY, *answers], True), self.tokenizer.eos_token or ""
+        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:  # whatever a template's expressions raise
+            roles = " and ".join(dict.fromkeys(str(m["role"]) for m in answers))
+            raise RewardError(Problem(flag, f"answers as {roles}, and the chat template has no text for that: {first_line(error)}",
+                                      "another role in what step returns, such as user, or --chat_template FILE.jinja")) from None
         end = tail.index(stop) + len(stop) if stop and stop in tail else len(commonprefix([tail, rest]))  # the model wrote its end of turn
         return list(self.tokenizer(rest[end:], add_special_tokens=False)["input_ids"])
 
@@ -121,7 +134,7 @@ class Talk:
         one.finished = one.ended = done or not answers or one.turns == self.max_turns
         if one.ended:
             return
-        tokens = self.between(answers)
+        tokens = self.between(answers, one.environment.flag)
         if len(one.tokens) + len(tokens) >= most:  # no room for another turn: cut off
             one.ended = True
             return

@@ -187,6 +187,19 @@ def test_what_an_environment_gets_wrong(returned: Any, words: str, file: Path) -
     assert words in str(error.value) and "--environment worlds.py:Odd" in str(error.value)
 
 
+@pytest.mark.parametrize(("template", "told"), [
+    ("{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ messages[-1].content }}", "no tools here"),
+    ("{{ messages[-1].content }}", "it leaves out what the model said"), (None, "chat template")])
+def test_answers_that_a_template_cannot_write(template: str | None, told: str) -> None:
+    tokenizer = makers.tokenizer("qwen", None)
+    tokenizer.chat_template = template
+    talk = Talk(lambda: Checked("--environment e.py:Tool", Calculator()), tokenizer, None)
+    with pytest.raises(RewardError) as error:
+        talk.between([{"role": "tool", "content": "42"}], "--environment e.py:Tool")
+    assert "--environment e.py:Tool: answers as tool, and the chat template has no text for that: " in str(error.value)
+    assert told in str(error.value) and "try: another role" in str(error.value)
+
+
 def test_a_class_that_is_none(file: Path) -> None:
     with pytest.raises(ConfigError, match="no step"):
         environment_class(f"{file}:Mute")
