@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
@@ -70,7 +71,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Opened]:
     return make
 
 
-def told(folder: Path, conversation: list[dict[str, Any]], prepared: Prepared) -> tuple[str, list[float]]:
+def told(folder: Path, conversation: list[dict[str, Any]], prepared: Prepared, model: Any = None) -> tuple[str, list[float]]:
     """transformers alone: its answer, and the log-probability of each token."""
     assert isinstance(prepared.reader, Processor)
     processor, asked = prepared.reader.inner, copy.deepcopy(conversation)
@@ -79,7 +80,7 @@ def told(folder: Path, conversation: list[dict[str, Any]], prepared: Prepared) -
     made = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
     if "pixel_values" not in made:
         made = {k: made[k] for k in ("input_ids", "attention_mask")}
-    out = AutoModelForImageTextToText.from_pretrained(folder).generate(
+    out = (model or AutoModelForImageTextToText.from_pretrained(folder)).generate(
         **made, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True)
     ids = out.sequences[0, made["input_ids"].shape[1]:]
     scores = [float(step[0].log_softmax(-1)[token]) for step, token in zip(out.logits, ids, strict=True) if token != END]
@@ -88,6 +89,28 @@ def told(folder: Path, conversation: list[dict[str, Any]], prepared: Prepared) -
 
 def theirs(folder: Path, conversation: list[dict[str, Any]], prepared: Prepared) -> str:
     return told(folder, conversation, prepared)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [CHEAP, "llava"])
+@pytest.mark.parametrize("how", ["adapters", "disk"])
+def test_with_adapters_and_with_weights_on_disk(kind: str, how: str, model: Callable[[str], Opened], tmp_path: Path) -> None:
+    folder, prepared, _ = model(kind)
+    weights, adapter = AutoModelForImageTextToText.from_pretrained(folder), None
+    if how == "adapters":
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        weights, adapter = peft.get_peft_model(weights, config), tmp_path / "adapter"
+        weights.save_pretrained(adapter)
+    room = {"max_memory": "cpu:90KiB", "offload_folder": str(tmp_path / "off")} if how == "disk" else {}
+    _, generator = opened(folder, adapter, **room)
+    assert any(p.is_meta for p in generator.model.parameters()) == (how == "disk")
+    prompts = Prompts(prepared, None, Home(folder.parent))
+    found = generator.generate([prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], Sampling())
+    want, scores = zip(*(told(folder, c, prepared, weights) for c in CONVERSATIONS), strict=True)
+    assert [c.text for c in found] == [*want] and generator._tried[True]
+    assert [[t.logprob for t in c.logprobs] for c in found] == [pytest.approx(s, abs=2e-5) for s in scores]
+    assert (how == "disk") == ([*want] == [theirs(folder, c, prepared) for c in CONVERSATIONS])
 
 
 def url(folder: Path, number: int) -> str:
