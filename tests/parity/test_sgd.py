@@ -33,7 +33,6 @@ def trained(rank: int, world: int, task: Task) -> list[tuple[dict[str, Tensor], 
     return found if rank == 0 else None
 
 
-@pytest.mark.slow
 def test_sgd_is_torchs_own(pool: Pool, references: References) -> None:
     case = parse("dense tp2 dp2")
     steps = pool.run("tests.parity.test_sgd:trained", Task(case, references.model(case.variant), Recipe()), case.world)[0]

@@ -75,6 +75,11 @@ def test_the_whole_script(quickstart: tuple[Path, str]) -> None:
     assert scores["before"] <= 2 and scores["after"] >= 70, told[-2000:]
     for name in ("loss.png", "report.html", "metrics.jsonl", "config.yaml", "hf/config.json"):
         assert (out / "run" / name).stat().st_size > 0, name
+    asked = {q["content"] for q, _ in conversations("heldout.jsonl")}
+    shown = [(q, answer) for q, answer in re.findall(r"^  (\S.*)\n    (\S.*)$", told, re.MULTILINE) if q in asked]
+    assert len(shown) == 3, told[-2000:]
+    places = dict(re.findall(r"^(loss curve|report|model) +(/\S+)", told, re.MULTILINE))
+    assert places == {"loss curve": f"{out}/run/loss.png", "report": f"{out}/run/report.html", "model": f"{out}/run/hf"}
 
 
 @pytest.mark.process
