@@ -7,6 +7,7 @@ t + 1. The memory has no name and is gone with its last process, however that en
 
 Owns the memory and the waiting; which tensors travel, and what becomes of them, belongs to `gloo_collectives.py`. Writes become visible
 in their order on x86-64 only: elsewhere, over several machines or without Linux, there is no exchange and gloo carries everything.
+(memcpy's stores past the cache are fenced by the C library.)
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class SharedExchange:
 
     def _await(self, rank: int) -> None:
         """Until `rank` has begun this turn."""
-        at, turn, began, nap = rank * LINE, self._turn, 0.0, NAP
+        at, turn, nap = rank * LINE, self._turn, NAP
         for _ in range(YIELDS):
             if self._turns[at] >= turn:
                 return
