@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import socket
-import subprocess
+import sys
 import time
 from collections.abc import Sequence
 
@@ -56,6 +56,10 @@ def _listening(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _address(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
 def _transformers(cfg: DeployConfig) -> int:
     from megaswift.inference.first_look import look, need
 
@@ -82,7 +86,7 @@ def _transformers(cfg: DeployConfig) -> int:
     served = Served(model_name(cfg), prompts, line, cfg.generation, prepared.generation, int(time.time()))
     secret = token(cfg.server)
     host, port = listener.getsockname()[:2]
-    log.info(f"serving {served.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    log.info(f"serving {served.name} at {_address(host, port)}"
              f" ({'with a token' if secret else 'without a token, for this machine only'})")
     try:
         uvicorn.Server(uvicorn.Config(app_of(served, secret), log_level="warning", access_log=False)).run(sockets=[listener])
@@ -99,14 +103,15 @@ def _vllm(cfg: DeployConfig) -> int:
     from megaswift.families.model_source import locate
     from megaswift.inference import vllm_server
 
-    if unfit := vllm_server.missing():
+    if unfit := vllm_server.missing() or [*vllm_server.impossible(cfg)]:
         raise ConfigError(unfit)
     folder = locate(cfg.weights)
     if find_checkpoint(folder) is not None:
         raise ConfigError(Problem(f"--model {cfg.weights.model}", "is a checkpoint, and vLLM reads Hugging Face folders",
                                   f"megaswift convert megatron-to-hf {cfg.weights.model} DST"))
-    words = vllm_server.command(cfg, folder, model_name(cfg))
-    try:
-        return subprocess.run(words, env=vllm_server.environment(os.environ, token(cfg.server)), check=False).returncode
-    except KeyboardInterrupt:
-        return 0
+    with _listening(cfg.server.host, cfg.server.port) as listener:  # a port in use is told now; 0 is any free one here too
+        host, port = listener.getsockname()[:2]
+    words = vllm_server.command(cfg, folder, model_name(cfg), port)
+    log.info(f"vLLM serves {model_name(cfg)} at {_address(host, port)}, once it has loaded the model")
+    sys.stderr.flush()
+    os.execve(words[0], words, vllm_server.environment(os.environ, token(cfg.server)))  # in this one's place: signals reach it

@@ -72,9 +72,9 @@ class SamplerOptions:
     max_length: int | None = None
     """Most tokens of prompt and completion together; None: the model's own limit."""
     memory_share: float = 0.3
-    """Of the GPU's memory, for the weights and caches of vLLM in this process."""
+    """Of the GPU's memory (without one: the host's), for the weights and caches of vLLM in this process."""
     tensor_parallel_size: int = 1
-    """GPUs of one vLLM engine in this process."""
+    """Ranks that share one vLLM engine; each of them then asks for the same prompts."""
     base_urls: tuple[str, ...] = ()
     """Servers; prompts are spread over them, weights go to each."""
     timeout: float = 600.0

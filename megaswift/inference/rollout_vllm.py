@@ -1,16 +1,15 @@
 """vLLM in the trainer's own processes, on the trainer's own GPUs: it sleeps while the trainer works.
 
-Written from vLLM's documentation for releases from 0.22 on; there was no GPU to run it on. Each rank has an engine, or a group of
-`tensor_parallel_size` consecutive ranks has one together: then these ranks ask for the same prompts, and each gets all completions.
+It has run on CPUs (vLLM 0.32); for GPUs it is written from the documentation of releases from 0.22 on. Each rank has an engine, or a group
+of `tensor_parallel_size` consecutive ranks has one together: then these ranks ask for the same prompts, and each gets all completions.
+Engines make process groups of all ranks, so every rank of a run has one.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import re
 from collections.abc import Iterable, Sequence
-from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,10 @@ from torch import Tensor
 from megaswift.errors import Problem
 from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
 from megaswift.inference.server_client import checked
+from megaswift.inference.vllm_package import RANKS, room_for, unfit
 
 OLDEST = (0, 22)
 OTHERS = "--rollout_backend vllm_server or transformers"
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The widths of adapters that vLLM can make room for (its LoRAConfig.max_lora_rank)."""
-
-
-def room_for(rank: int) -> int:
-    """The least of them that adapters of this rank fit into."""
-    return next(width for width in RANKS if width >= rank)
 
 
 def too_wide(options: SamplerOptions) -> list[Problem]:
@@ -40,14 +33,7 @@ def too_wide(options: SamplerOptions) -> list[Problem]:
 
 def missing(options: SamplerOptions) -> list[Problem]:
     """What this machine lacks."""
-    what = "--rollout_backend vllm"
-    if util.find_spec("vllm") is None:
-        return [Problem(what, "vLLM is not installed here", f"pip install vllm (it needs a GPU), or {OTHERS}")]
-    version = metadata.version("vllm")
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
-        rule = f"needs vLLM {'.'.join(map(str, OLDEST))} or later, and {version} is installed"
-        return [Problem(what, rule, f"pip install -U vllm, or {OTHERS}")]
-    return too_wide(options)
+    return unfit("--rollout_backend vllm", OLDEST, OTHERS) or too_wide(options)
 
 
 def build(folder: Path, options: SamplerOptions) -> VllmSampler:
@@ -62,7 +48,10 @@ class VllmSampler:
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process: tensors are handed over, not copied
+        for name in ("RANK", "LOCAL_RANK"):  # vLLM reads them; a run of one process may have no launcher that sets them
+            os.environ.setdefault(name, "0")
         self.vllm: Any = importlib.import_module("vllm")
+        self.sleeps = bool(importlib.import_module("vllm.platforms").current_platform.is_sleep_mode_available())
         self.adapts = options.lora_rank > 0
         adapted = {"enable_lora": True, "max_lora_rank": room_for(options.lora_rank), "max_loras": 1, "load_format": "auto"}
         lora = adapted if self.adapts else {"load_format": "dummy"}  # adapters belong to the folder's own weights
@@ -70,7 +59,7 @@ class VllmSampler:
             model=str(folder), skip_tokenizer_init=True, generation_config="vllm", dtype=options.dtype,
             trust_remote_code=options.trust_remote_code, tensor_parallel_size=options.tensor_parallel_size,
             distributed_executor_backend="external_launcher", gpu_memory_utilization=options.memory_share,
-            max_model_len=options.max_length, max_num_seqs=options.batch_size, enable_sleep_mode=True,
+            max_model_len=options.max_length, max_num_seqs=options.batch_size, enable_sleep_mode=self.sleeps,
             logprobs_mode="processed_logprobs", seed=0, **lora)
         self.adapter: Any = None
         self.asleep: frozenset[str] = frozenset()
@@ -81,19 +70,25 @@ class VllmSampler:
         self._wake("weights")
 
     def _wake(self, tag: str) -> None:
-        if tag in self.asleep:
+        if tag in self.asleep and self.sleeps:
             self.llm.wake_up(tags=[tag])
-            self.asleep -= {tag}
+        self.asleep -= {tag}
 
     def sleep(self) -> None:
-        """Gives the memory back. A base model that only its adapters change stays in host memory, other weights are dropped."""
-        if not self.asleep:
+        """Gives the memory back, where this build can (for CPUs it cannot).
+
+        A base model that only its adapters change stays in host memory, other weights are dropped.
+        """
+        if not self.asleep and self.sleeps:
             self.llm.sleep(level=1 if self.adapts else 2)
-            self.asleep = frozenset({"weights", "kv_cache"})
+        self.asleep = frozenset({"weights", "kv_cache"})
 
     def close(self) -> None:
-        """Gives the memory back for good."""
+        """Gives the memory back. vLLM's own end would take the trainer's process groups down, or fail once they are: it does not come."""
         self.sleep()
+        finalizer = getattr(getattr(self.llm.llm_engine, "engine_core", None), "_finalizer", None)
+        if finalizer is not None:
+            finalizer.detach()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Hands the stream to vLLM, which loads and shards each tensor as it comes. On every rank of the engine."""

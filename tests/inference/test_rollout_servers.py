@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megaswift.errors import ConfigError, UserError
-from megaswift.inference import rollout_vllm, server_client, sync_folder
+from megaswift.inference import server_client, sync_folder, vllm_package
 from megaswift.inference.rollout import Sampler, SamplerOptions, Sampling, backends, make_sampler, missing
 from megaswift.inference.rollout_transformers import build
 from tests.inference.models import adapters
@@ -146,11 +146,14 @@ WRONG: list[tuple[str, str, Any, str]] = [
     ("vllm_server", "/version", {"version": "0.21.9"}, "0.22 or later is needed"),
     ("vllm_server", "/server_info", Refused(404, "Not Found"), "VLLM_SERVER_DEV_MODE=1 vllm serve"),
     ("vllm_server", "/server_info", {"vllm_config": MODEL}, "tells raw_logprobs.*\n.*--logprobs-mode processed_logprobs"),
+    ("vllm_server", "/server_info", {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"},
+                                                     "load_config": {"load_format": "dummy"}}}, "takes no weights from files"),
     ("vllm_server", "/v1/models", {"data": [{"id": "m", "max_model_len": 80}]}, "takes 80 tokens .* 90 may come.*\n.*--max-model-len 90"),
     ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "logprobs": None}]}, "has no token_ids, logprobs"),
     ("vllm_server", "/v1/completions", {"choices": [CHOICE]}, "stops without one of the run's stop tokens"),
     ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "finish_reason": "length", "token_ids": [5]}]}, "1 tokens and 2 log"),
     ("vllm_server", "/collective_rpc", Refused(500, "boom"), "answers 500: .*boom"),
+    ("vllm_server", "/reset_prefix_cache", {"success": False}, "keeps what it remembers of prompts"),
     ("sglang", "/get_server_info", {"version": "0.4.9"}, "0.5 or later is needed"),
     ("sglang", "/generate", {"text": "x", "meta_info": {}}, "has no output_token_logprobs"),
     ("sglang", "/generate", {"meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}}, "ended by 'abort'"),
@@ -170,10 +173,10 @@ def test_what_servers_do_wrong_is_told(kind: str, path: str, said: Any, told: st
 
 def test_vllm_in_process_is_refused_where_it_is_not_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends() == ["sglang", "transformers", "vllm", "vllm_server"]
-    monkeypatch.setattr(rollout_vllm.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="vLLM is not installed here"):
         make_sampler("vllm", model, SamplerOptions())
-    monkeypatch.setattr(rollout_vllm.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(rollout_vllm.metadata, "version", lambda name: "0.11.2")
+    monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(vllm_package.metadata, "version", lambda name: "0.11.2")
     [problem] = missing("vllm", SamplerOptions())
     assert "0.11.2 is installed" in problem.rule

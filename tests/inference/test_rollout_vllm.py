@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from megaswift.inference.rollout import Completion, SamplerOptions, Sampling, make_sampler
-from megaswift.inference.rollout_vllm import room_for, too_wide
+from megaswift.inference.rollout_vllm import too_wide
+from megaswift.inference.vllm_package import room_for
 
 SAMPLING = Sampling(3, temperature=0.5, top_k=4, stop_token_ids=(7,))
 
@@ -20,6 +22,8 @@ class Engine:
     """Records what `vllm.LLM` is asked; its completions are the prompt's tokens."""
 
     def __init__(self, **options: Any) -> None:
+        assert Platform.sleeps or not options["enable_sleep_mode"], "Sleep mode is not supported on current platform."
+        assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == "0", "the external launcher's"
         self.options = options
         self.calls: list[Any] = []
         self.llm_engine = SimpleNamespace(remove_lora=lambda number: self.calls.append(("remove_lora", number)))
@@ -49,8 +53,24 @@ class Engine:
         return found
 
 
+class Platform:
+    """Of vLLM; a build for CPUs refuses engines that are to sleep."""
+
+    sleeps = True
+
+    @classmethod
+    def is_sleep_mode_available(cls) -> bool:
+        return cls.sleeps
+
+
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    platforms: Any = ModuleType("vllm.platforms")
+    platforms.current_platform = Platform
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
     lora: Any = ModuleType("vllm.lora.request")
     lora.LoRARequest = lambda name, number, path: SimpleNamespace(lora_int_id=number, lora_path=path)
     module: Any = ModuleType("vllm")
@@ -84,6 +104,18 @@ def test_adapters_replace_one_another_and_the_base_is_kept(vllm: None, tmp_path:
         made.generate([[1, 7]], SAMPLING, [0])
     assert [c for c in made.llm.calls if c[0] in ("sleep", "generate", "remove_lora")] == [
         ("sleep", 1), ("generate", str(tmp_path / "one")), ("remove_lora", 1), ("generate", str(tmp_path / "two"))]
+
+
+def test_a_build_without_sleep_keeps_its_memory(vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPUs; everything else is the same, and an update still has to come before each generation."""
+    monkeypatch.setattr(Platform, "sleeps", False)
+    made: Any = make_sampler("vllm", tmp_path, SamplerOptions())
+    made.update_weights([("a", torch.ones(1))])
+    made.generate([[1, 7]], SAMPLING, [0])
+    made.sleep()
+    with pytest.raises(AssertionError):
+        made.generate([[1, 7]], SAMPLING, [0])
+    assert made.llm.calls == [("reload_weights", ["a"]), "reset", ("generate", None)]
 
 
 def test_adapters_that_fit_into_no_vllm() -> None:

@@ -89,6 +89,6 @@ def _experts(cfg: SwiftConfig, spec: ModelSpec) -> bool:
 def _too_wide(cfg: SwiftConfig) -> str:
     if not cfg.rl.rollout_backend.startswith("vllm"):
         return ""
-    from megaswift.inference.rollout_vllm import RANKS  # brings torch
+    from megaswift.inference.vllm_package import RANKS
 
     return f"vLLM takes adapters up to rank {RANKS[-1]}" if rank_of(cfg) > RANKS[-1] else ""

@@ -36,7 +36,7 @@ from megaswift.trainers.rl.generation import Generation
 from megaswift.trainers.rl.judge import Judge
 from megaswift.trainers.rl.record import Record
 from megaswift.trainers.rl.rewards import rewards_of, weights_of
-from megaswift.trainers.rl.sampler import sampler_of, sampling_of, sync_folder
+from megaswift.trainers.rl.sampler import sampler_of, samples_everywhere, sampling_of, sync_folder
 from megaswift.trainers.rl.settings import settings_of
 from megaswift.trainers.rl.source import Parts, RolloutSource
 from megaswift.trainers.screen import Facts, trained_text
@@ -74,8 +74,9 @@ def with_more(facts: Facts, build: Build, source: PromptSource, critic: Engine |
     cfg, plan = build.cfg, generation_plan(build.cfg, build.layout.dp)
     names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
     judges = ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, weights_of(cfg), strict=True))
+    samplers = build.layout.world_size if samples_everywhere(cfg) else build.layout.dp
     sampling = (f"{amount(plan.generations, 'completion')} each of {amount(plan.prompts, 'prompt')} at a time, up to "
-                f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {amount(build.layout.dp, 'rank')}, "
+                f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {amount(samplers, 'rank')}, "
                 f"for {amount(plan.steps, 'step')}")
     rows = source.rows * plan.generations * plan.iterations
     more = (("sampling", sampling), *weight_sync(build), ("rewards", judges), *(() if critic is None else critic_row(cfg, critic)))
@@ -138,7 +139,7 @@ def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt
     sampler = sampler_of(cfg, build.folder, context, str(engine.dtype).removeprefix("torch."), rank_of(cfg) if alone else 0)
     rounds = Rounds(sync_folder(cfg), "adapter") if alone else None
     generation = Generation(engine, context.coordinates, sampler, sampling_of(cfg, tokenizer, build.folder), cfg.train.seed,
-                            talk_of(cfg, tokenizer), rounds, build.base)
+                            talk_of(cfg, tokenizer), rounds, build.base, samples_everywhere(cfg))
     judge = Judge(rewards_of(cfg), weights_of(cfg), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     layout = Layout(data.shape_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform)
     trained = critic(build, loop.learning_rate, loop.total_steps)

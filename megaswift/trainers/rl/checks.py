@@ -85,6 +85,10 @@ def sampler(cfg: SwiftConfig) -> Iterator[Problem]:
     if rl.rollout_backend == TRANSFORMERS:
         return
     from megaswift.inference.rollout import SamplerOptions, missing  # brings torch
+    from megaswift.inference.vllm_package import for_cpus
 
     options = SamplerOptions(base_urls=rl.rollout_server_url, sync_folder=Path(rl.rollout_sync_folder or "sync"))
-    yield from missing(rl.rollout_backend, options)
+    problems = missing(rl.rollout_backend, options)
+    yield from problems
+    if rl.rollout_backend == "vllm" and rl.rollout_sleep and not problems and for_cpus():
+        yield Problem("--rollout_sleep true", "the vLLM that is installed is made for CPUs, and cannot sleep", "leave it out")

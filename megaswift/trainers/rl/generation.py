@@ -21,7 +21,7 @@ from megaswift.trainers.rl.conversation import Talk
 
 
 def samples_here(at: Coordinates) -> bool:
-    """Whether this rank has a sampler: the first of each data-parallel replica has."""
+    """Whether this rank is the first of its data-parallel replica, which has a sampler."""
     return at.tp == at.pp == at.cp == 0
 
 
@@ -46,6 +46,8 @@ class Generation:
     """The folders by which adapters alone go to the samplers; None: all weights do."""
     base: str = ""
     """The name of the model that they belong to."""
+    everywhere: bool = False
+    """Whether every rank has a sampler of its own, not only the first of each data-parallel replica."""
 
     @property
     def layout(self) -> Layout:
@@ -56,13 +58,13 @@ class Generation:
         """Which of `count` completions this rank writes, or judges: in whole groups then."""
         if self.sampler is None:
             return range(0)
-        edges = [count // group * r // self.layout.dp * group for r in range(self.layout.dp + 1)]
-        return range(edges[self.at.dp], edges[self.at.dp + 1])
+        here, shares = (agree.rank(), self.layout.world_size) if self.everywhere else (self.at.dp, self.layout.dp)
+        return range(*(count // group * r // shares * group for r in (here, here + 1)))
 
     @property
     def first(self) -> bool:
         """Whether this rank speaks for its data-parallel replica."""
-        return self.sampler is not None
+        return samples_here(self.at)
 
     @property
     def updates(self) -> bool:
@@ -74,7 +76,7 @@ class Generation:
         if self.adapters is not None:
             self.send_adapters(self.adapters)
             return
-        weights = self.engine.hf_weights(everywhere=self.layout.dp > 1)
+        weights = self.engine.hf_weights(everywhere=self.everywhere or self.layout.dp > 1)
         if self.sampler is not None and self.updates:
             self.sampler.update_weights(weights)
         for _ in weights:  # ranks without a sampler, and what a sampler left over: the stream is collective

