@@ -27,6 +27,8 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch", "megaswift.engine.megatron.engine", "tests.parity.measure",
            "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.tokenization_auto", "megaswift.trainers.session",
@@ -91,6 +93,10 @@ class Pool:
         if failures:
             raise RankError(_describe(target, failures))
         return folder
+
+    def living(self) -> list[int]:
+        """The present job's ranks, by their process numbers."""
+        return [child.pid for child in psutil.Process(self._server.pid).children()]
 
     def close(self) -> None:
         """Ends the server."""
@@ -200,7 +206,7 @@ def _error(folder: Path, rank: int, status: int) -> str:
     error = folder / f"rank-{rank}.error"
     if error.exists():
         return error.read_text()
-    return f"exit status {os.waitstatus_to_exitcode(status)}\n{_tail(folder / f'rank-{rank}.log', 25)}"
+    return f"exit status {os.waitstatus_to_exitcode(status)}\n{_tail(folder / f'rank-{rank}.log', 60)}"
 
 
 def _tail(path: Path, lines: int) -> str:

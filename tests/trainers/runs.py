@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 
-from tests.parity.pool import shared
+from tests.parity.pool import RankError, shared
 from tests.sources import ROOT
 
 
@@ -54,6 +56,19 @@ def run(inputs: Sequence[str], out: Path, *options: object, ranks: int = 2, task
     """A whole run by forked ranks that succeeds; what they printed, rank 0 first."""
     words = [*inputs, "--output_dir", str(out), *map(str, options)]
     return shared().logged("tests.trainers.runs:work", (task, words), ranks, timeout=240.0)
+
+
+def killed(inputs: Sequence[str], out: Path, *options: object, when: Callable[[], bool], ranks: int = 2) -> str:
+    """A run by forked ranks, all of which SIGKILL ends once `when` says so; what is told of them."""
+    with ThreadPoolExecutor(1) as thread:
+        life = thread.submit(run, inputs, out, *options, ranks=ranks)
+        while not when() and not life.done():
+            time.sleep(0.02)
+        for rank in shared().living():
+            psutil.Process(rank).kill()
+        error = life.exception()
+    assert isinstance(error, RankError), f"nothing was killed: {error}"
+    return str(error)
 
 
 def work(rank: int, world: int, command: tuple[str, list[str]]) -> None:

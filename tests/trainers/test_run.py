@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from megaswift.trainers.commit import Store
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import write_conversations, write_inputs
-from tests.trainers.runs import by_torchrun, finish, kill, run, start
+from tests.trainers.runs import by_torchrun, finish, killed, run, start
 
 CLOCK = {"step_time", "data_wait", "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "memory_gib"}
 
@@ -102,13 +101,10 @@ def test_every_layout_is_evaluated_on_the_same_rows(inputs: list[str], tmp_path:
 @pytest.mark.process
 def test_killed_and_started_again_a_run_is_the_uninterrupted_one(inputs: list[str], tmp_path: Path) -> None:
     out, options = tmp_path / "out", ("--max_steps", 400, "--save_steps", 5, "--save_total_limit", 2, "--resume_from_checkpoint", "latest")
-    first = start(inputs, out, *options)  # the very command of the second start: without a checkpoint it begins at the beginning
-    pointer, end = out / "checkpoints" / "latest.json", time.monotonic() + 200
-    while not (pointer.exists() and len(read_lines(out / "metrics.jsonl")) > 6) and first.poll() is None and time.monotonic() < end:
-        time.sleep(0.02)
-    assert first.poll() is None, first.communicate()[0][-3000:]
-    kill(first)
-    assert "no checkpoint yet: starting from the beginning" in first.communicate()[0]
+    pointer = out / "checkpoints" / "latest.json"
+    told = killed(inputs, out, *options,  # the very command of the second start: without a checkpoint it begins at the beginning
+                  when=lambda: pointer.exists() and len(read_lines(out / "metrics.jsonl")) > 6)
+    assert "exit status -9" in told and "no checkpoint yet: starting from the beginning" in told
     saved = json.loads(pointer.read_text())["step"]
     steps = saved + 7
     kept = values(out)[:saved]
