@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [--python PYTHON] [--tier fast|default|slow|gpu] [pytest arguments]
 #
-# fast: no processes and nothing long, about a minute. default: fast, then those that start processes. slow: the minutes-long ones only.
+# fast: no processes and nothing long, about a minute. default: also those that start processes. slow: the minutes-long ones only.
 # Paths and other arguments go to pytest: bash scripts/test.sh tests/config -k alias
 set -euo pipefail
 
@@ -34,7 +34,7 @@ run() {
 pair=() grouped=(); [ $# -gt 0 ] || { pair=(-n 2); grouped=(-n 2 --dist loadgroup); }  # see tests/conftest.py, TOGETHER
 case "$tier" in
   fast) run "not process and not wide and not slow and not gpu" "${pair[@]}" "$@" ;;
-  default) run "not process and not slow and not gpu" "${pair[@]}" "$@"; run "process and not slow and not gpu" "${grouped[@]}" "$@" ;;
+  default) run "not slow and not gpu" "${grouped[@]}" "$@" ;;  # in one go: the tests are collected once
   slow) run "slow and not gpu" "$@" ;;
   gpu) run "gpu" "$@" ;;
 esac
