@@ -96,7 +96,12 @@ def raise_first(items: Sequence[Any]) -> None:
     """DataError for the first Problem among items."""
     for item in items:
         if isinstance(item, Problem):
-            raise DataError(item if item.fix else replace(item, fix=GO_ON))
+            raise malformed(item)
+
+
+def malformed(row: Problem) -> DataError:
+    """What stops a stream, with how to go on."""
+    return DataError(row if row.fix else replace(row, fix=GO_ON))
 
 
 def names_of(sources: Sequence[Source]) -> str:

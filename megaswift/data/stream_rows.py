@@ -20,7 +20,7 @@ from megaswift.data.packing import best_fit, padded
 from megaswift.data.readers import Located
 from megaswift.data.sample import RowError
 from megaswift.data.sources import Source
-from megaswift.data.stream import AHEAD, Row, Spread, StreamOptions, Tally, names_of, raise_first
+from megaswift.data.stream import AHEAD, Row, Spread, StreamOptions, Tally, malformed, names_of, raise_first
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 
@@ -134,7 +134,7 @@ class RowContents:
                     continue
                 if self._usable(some):
                     return  # it stops the run when its turn comes
-                raise DataError(rendered)
+                raise malformed(rendered)
             some.append((rendered, cursor.rows - 1))
             readable, labelled = True, labelled or bool(rendered.spans)
             if len(some) == AHEAD:
