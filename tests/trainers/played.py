@@ -1,10 +1,13 @@
 """Completions that nobody sampled: known from prompt and seed alone, for runs whose samples must be those of another toolkit.
 
-`run` is `runs.run` with the transformers sampler replaced, on the ranks, by one that plays; `played` says what it plays.
+`write_task` makes what such runs read. `run` is `runs.run` with the transformers sampler replaced, on the ranks, by one that plays;
+`played` says what it plays.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,10 +16,34 @@ from typing import Any
 import numpy as np
 
 from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
+from tests.parity.models import build as build_model
 from tests.parity.pool import shared
+from tests.trainers.inputs import write_model
 
 SPECIAL, DIGITS, STOP = 4, range(30, 40), 1
 """Of the tokenizer of `inputs.write_model`: special tokens, the tokens of 0 to 9, the end of a turn."""
+
+
+REWARD = '''"""Rewards that differ."""
+
+
+def worth(completions, weight, **_):
+    """The mean of the digits, by how much the row's column says."""
+    digits = [[int(d) for d in c[0]["content"] if d.isdigit()] for c in completions]
+    return [w * sum(some) / (9 * len(some)) for some, w in zip(digits, weight)]
+'''
+
+
+def write_task(folder: Path, prompts: int) -> None:
+    """model/ and moe/, prompts of different lengths in rows with a column, and a file of rewards."""
+    write_model(folder / "model")
+    build_model("moe", folder / "moe")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(folder / "model" / name, folder / "moe" / name)
+    rows = [{"prompt": [{"role": "user", "content": "+".join(str((3 * i + k) % 10) for k in range(1 + i % 4))}], "weight": 1 + i % 3}
+            for i in range(prompts)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
 
 
 def played(seed: int, length: int | None = None) -> Completion:

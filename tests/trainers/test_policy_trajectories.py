@@ -7,8 +7,6 @@ TRL's trainer logs of every step, under its names.
 from __future__ import annotations
 
 import importlib.util
-import json
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,7 @@ import torch
 from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.rl.generation import seeds
 from tests.parity.lora import ATTENTION, MLP, make_adapter
-from tests.parity.models import build
 from tests.trainers import played
-from tests.trainers.inputs import write_model
 from tests.trainers.trl_steps import ARGUMENTS, trained
 
 OTHERWISE = {"loss", "learning_rate", "epoch", "num_tokens", "step_time", "policy_loss", "entropy_coef"}
@@ -32,14 +28,6 @@ RATES = {"model": 2e-2, "moe": 2e-3}
 ALIKE = ("--max_steps", STEPS, "--lr_scheduler_type", "constant", "--weight_decay", 0, "--adam_epsilon", 1e-6, "--seed", SEED,
          "--shuffle", "false", "--report_to", "none", "--export_hf", "false", "--num_generations", GROUP,
          "--max_completion_length", LONGEST, "--max_length", 32)
-REWARD = '''"""Rewards that differ."""
-
-
-def worth(completions, weight, **_):
-    """The mean of the digits, by how much the row's column says."""
-    digits = [[int(d) for d in c[0]["content"] if d.isdigit()] for c in completions]
-    return [w * sum(some) / (9 * len(some)) for some, w in zip(digits, weight)]
-'''
 
 
 @dataclass(frozen=True)
@@ -100,14 +88,7 @@ ADAPTERS: dict[str, tuple[object, ...]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """model/ and moe/, prompts of different lengths in rows with a column, and a file of rewards."""
     made = tmp_path_factory.mktemp("policy")
-    write_model(made / "model")
-    build("moe", made / "moe")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(made / "model" / name, made / "moe" / name)
-    rows = [{"prompt": [{"role": "user", "content": "+".join(str((3 * i + k) % 10) for k in range(1 + i % 4))}], "weight": 1 + i % 3}
-            for i in range(STEPS * 2 * BATCH // GROUP)]
-    (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (made / "rewards.py").write_text(REWARD, encoding="utf-8")
+    played.write_task(made, STEPS * 2 * BATCH // GROUP)
     make_adapter(made / "model", made / "adapter", (*ATTENTION, *MLP))
     return made
 

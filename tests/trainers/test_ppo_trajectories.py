@@ -7,7 +7,6 @@ in which a generation's completions are cut into steps. Loss, gradient norms, di
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,8 @@ from torch import Tensor
 
 from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.rl.generation import seeds
-from tests.parity.models import build
 from tests.trainers import played
-from tests.trainers.inputs import write_model
-from tests.trainers.test_policy_trajectories import REWARD, SLOW
+from tests.trainers.test_policy_trajectories import SLOW
 
 STEPS, BATCH, SLICES, PASSES, SEED = 5, 8, 2, 2, 42
 """Four steps on the first generation of 16 completions, one on the second."""
@@ -48,18 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoModelForSequenceClassification
 
     made = tmp_path_factory.mktemp("ppo")
-    write_model(made / "model")
-    build("moe", made / "moe")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(made / "model" / name, made / "moe" / name)
+    played.write_task(made, 2 * SLICES * BATCH)
     for kind in RATES:
         torch.manual_seed(8)
         AutoModelForSequenceClassification.from_pretrained(made / kind, num_labels=1, dtype=torch.float32).save_pretrained(
             made / f"{kind}-critic")
-    rows = [{"prompt": [{"role": "user", "content": "+".join(str((3 * i + k) % 10) for k in range(1 + i % 4))}], "weight": 1 + i % 3}
-            for i in range(2 * SLICES * BATCH)]
-    (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (made / "rewards.py").write_text(REWARD, encoding="utf-8")
     return made
 
 
