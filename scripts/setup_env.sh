@@ -21,8 +21,14 @@ while [ $# -gt 0 ]; do
 done
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-if ! version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); then
-  echo "setup_env.sh: '$python' does not run here. Give a Python 3.11 or newer that does: --python /path/to/python3.12" >&2
+version_of() { "$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+# pyenv answers for a Python that it has and that is not the chosen one; it is asked where that one lies.
+if ! version=$(version_of) && command -v pyenv >/dev/null && known=$(pyenv latest "${python#python}" 2>/dev/null); then
+  python="$(pyenv prefix "$known")/bin/python"
+fi
+if ! version=$(version_of); then
+  why=$("$python" -c "" 2>&1 | head -n 1) || true
+  echo "setup_env.sh: '$python' does not run here (${why##*: }). Give a Python 3.11 or newer that does: --python /path/to/python3.12" >&2
   exit 2
 fi
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
