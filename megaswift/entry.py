@@ -48,11 +48,11 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
 
 
 def _go(task: str, words: list[str]) -> int:
-    cfg = load(None if task == RLHF else task, words, complete=True)
+    worker = is_worker(os.environ)
+    cfg = load(None if task == RLHF else task, words, complete=True, beyond=beyond_options)
     if task == RLHF and cfg.task not in ALIGNMENT:
         raise ConfigError(Problem("--rlhf_type", "is missing: it says which objective", f"--rlhf_type {' | '.join(ALIGNMENT)}"))
-    worker = is_worker(os.environ)
-    world = int(os.environ["WORLD_SIZE"]) if worker else local.world_size(cfg.launch)
+    world = processes(cfg)
     other = other_processes(cfg) if worker else ray_train.missing(cfg.launch)
     if other:
         raise ConfigError(other)
@@ -75,6 +75,18 @@ def _go(task: str, words: list[str]) -> int:
         return start_torchrun(cfg, words, {**os.environ, "MEGASWIFT_CHECKED": "1"})
     run(cfg)
     return 0
+
+
+def processes(cfg: SwiftConfig) -> int:
+    """Of the run: as many as its launcher started, or will."""
+    return int(os.environ["WORLD_SIZE"]) if is_worker(os.environ) else local.world_size(cfg.launch)
+
+
+def beyond_options(refused: SwiftConfig) -> list[Problem]:
+    """What layout and files say of a configuration that is refused already, so that this is not told on the next attempt."""
+    from megaswift.trainers.preflight import beside_options
+
+    return beside_options(refused, processes(refused))
 
 
 def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -5,7 +5,7 @@ Owns precedence, spellings and task names. Reading is `source.py`, values are `v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +55,15 @@ class State:
     task: str | None = None
 
 
-def resolve(task: str | None, sources: Iterable[Source], complete: bool = False) -> Sections:
-    """The checked sections of `task` (None: what the sources say, else sft). `complete`: model and dataset must be there."""
+Beyond = Callable[[Sections], Iterable[Problem]]
+"""What else is wrong with these sections, beyond what they say together."""
+
+
+def resolve(task: str | None, sources: Iterable[Source], complete: bool = False, beyond: Beyond | None = None) -> Sections:
+    """The checked sections of `task` (None: what the sources say, else sft). `complete`: model and dataset must be there.
+
+    `beyond` is asked only where the sections are refused although every value in them was understood: what it finds is told with the rest.
+    """
     state = State(task=task)
     for source in sources:
         state.problems += source.problems
@@ -70,6 +77,9 @@ def resolve(task: str | None, sources: Iterable[Source], complete: bool = False)
     problems = [*state.problems, *check(sections, state.labels, frozenset(state.wrong))]
     problems += [p for p in _missing(sections, state) if complete]
     if problems:
+        if beyond and not state.problems:
+            told = {p.what for p in problems}
+            problems += [p for p in beyond(sections) if p.what not in told]
         raise ConfigError(problems)
     return sections
 

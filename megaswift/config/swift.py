@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from megaswift.config.rules import ignored_names
 from megaswift.config.sections import OPTIONS, SECTIONS, Sections
 from megaswift.config.source import Source, from_environment, from_mapping, read_command_line, read_file
 from megaswift.config.worker import is_worker
+from megaswift.errors import Problem
 
 
 @dataclass(frozen=True, init=False)
@@ -30,10 +31,15 @@ class SwiftConfig(Sections):
             object.__setattr__(self, f.name, getattr(sections, f.name))
 
     @classmethod
-    def from_sources(cls, task: str | None, sources: Sequence[Source], complete: bool = False) -> SwiftConfig:
-        """From what was read elsewhere, later sources over earlier ones."""
+    def from_sources(cls, task: str | None, sources: Sequence[Source], complete: bool = False, beyond: Beyond | None = None) -> SwiftConfig:
+        """From what was read elsewhere, later sources over earlier ones. `beyond`: as `load` has it."""
         made = cls.__new__(cls)
-        made._fill(resolve(task, sources, complete))
+
+        def seen(refused: Sections) -> Iterable[Problem]:
+            made._fill(refused)
+            return beyond(made) if beyond else ()
+
+        made._fill(resolve(task, sources, complete, seen))
         return made
 
     @classmethod
@@ -67,12 +73,17 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
 
 
-def load(task: str | None, argv: Sequence[str], complete: bool = False, environ: Mapping[str, str] | None = None) -> SwiftConfig:
+Beyond = Callable[[SwiftConfig], Iterable[Problem]]
+
+
+def load(task: str | None, argv: Sequence[str], complete: bool = False, environ: Mapping[str, str] | None = None,
+         beyond: Beyond | None = None) -> SwiftConfig:
     """A configuration from a command line: file, then environment (launch options only), then flags, the last one counts.
 
     What `accelerate launch` was told comes before all.
 
-    `complete`: it must name a model and a data set. `task` None: the file says.
+    `complete`: it must name a model and a data set. `task` None: the file says. `beyond`: what else is wrong with a configuration that
+    is refused for what its options say together, told with that.
     """
     environ = os.environ if environ is None else environ
     line = read_command_line(list(argv))
@@ -80,4 +91,4 @@ def load(task: str | None, argv: Sequence[str], complete: bool = False, environ:
     if not is_worker(environ):
         sources.append(from_environment(environ))
     sources.append(Source(tuple(line.givens), tuple(line.problems)))
-    return SwiftConfig.from_sources(task, sources, complete)
+    return SwiftConfig.from_sources(task, sources, complete, beyond)

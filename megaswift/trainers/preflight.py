@@ -7,7 +7,7 @@ for a device, and only for an option that needs one.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from megaswift.config.engine_rules import engine_of, is_native, zero_config
 from megaswift.config.values import show
 from megaswift.data.sources import resolve
 from megaswift.data.template import read_template
-from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits
 from megaswift.families.model_source import locate, missing_files
 from megaswift.families.projections import Projection, saved, select, without_dora
@@ -40,11 +40,44 @@ TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 """Name in `report_to` -> the package it needs."""
 
 
+Check = tuple[Callable[[], Sequence[Problem]], type[UserError]]
+"""What looks for problems, and how they are told when they are the only ones."""
+
+
 def preflight(cfg: SwiftConfig, world_size: int) -> None:
     """Raises one UserError with all problems of this run on `world_size` processes."""
-    errors: list[UserError] = []
+    errors = refusals([
+        (lambda: missing_transformer_engine(cfg) if is_native(cfg) else [], ConfigError),
+        (lambda: device_problems(cfg), ConfigError),
+        (lambda: model_problems(cfg, world_size), UserError),
+        (lambda: data_problems(cfg), ConfigError),
+        (lambda: policy_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
+        (lambda: outputs.check(cfg), ConfigError),
+        (lambda: tracker_problems(cfg.train.report_to), ConfigError)])
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError([p for error in errors for p in error.problems])
 
-    def collect(check: Callable[[], Sequence[Problem]], kind: type[UserError]) -> None:
+
+def beside_options(cfg: SwiftConfig, world_size: int) -> list[Problem]:
+    """What layout, data and output directory say of a configuration whose options do not go together: the part of `preflight` that
+    asks little of these. Nothing of the model where none is named."""
+    def layout() -> list[Problem]:
+        shape = ModelShape.of(spec_of(cfg, locate(cfg.model, weights=False)))
+        return check_layout(shape, Asked.from_config(cfg, world_size))
+
+    checks: list[Check] = [(lambda: data_problems(cfg), ConfigError), (lambda: outputs.check(cfg), ConfigError),
+                           (lambda: tracker_problems(cfg.train.report_to), ConfigError)]
+    if cfg.model.model is not None:
+        checks.insert(0, (layout, LayoutError))
+    return [p for error in refusals(checks) for p in error.problems]
+
+
+def refusals(checks: Iterable[Check]) -> list[UserError]:
+    """What each check raises or returns."""
+    errors: list[UserError] = []
+    for check, kind in checks:
         try:
             problems = check()
         except UserError as error:
@@ -52,19 +85,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
         else:
             if problems:
                 errors.append(kind(problems))
-
-    collect(lambda: missing_transformer_engine(cfg) if is_native(cfg) else [], ConfigError)
-    collect(lambda: device_problems(cfg), ConfigError)
-    collect(lambda: model_problems(cfg, world_size), UserError)
-    collect(lambda: data_problems(cfg), ConfigError)
-    if cfg.task in RL:
-        collect(lambda: policy_problems(cfg, world_size), ConfigError)
-    collect(lambda: outputs.check(cfg), ConfigError)
-    collect(lambda: tracker_problems(cfg.train.report_to), ConfigError)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise ConfigError([p for error in errors for p in error.problems])
+    return errors
 
 
 def device_problems(cfg: SwiftConfig) -> list[Problem]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from megaswift.config import SwiftConfig
-from megaswift.errors import UserError
+from megaswift.config import SwiftConfig, load
+from megaswift.entry import beyond_options
+from megaswift.errors import ConfigError, UserError
 from megaswift.trainers import preflight as module
 from megaswift.trainers.preflight import preflight
 from tests.families.published_dense import PHI_4
@@ -172,3 +173,21 @@ def test_longer_sequences_than_the_frequencies_are_for(model: Path, tmp_path: Pa
     assert len(told) == 1 and "--max_length 65: is more than 64" in told[0] and "--max_length 64" in told[0]
     assert f"this model's {fields['rope_scaling']['type']} rope" in told[0]
     assert problems(SwiftConfig(task="sft", model=str(folder), dataset="d", max_length=64, output_dir=str(tmp_path / "out")), 1) == []
+
+
+def test_what_options_say_together_is_told_with_layout_and_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    words = ["--dataset", str(tmp_path / "none.jsonl"), "--tp", "3", "--output_dir", str(tmp_path / "out")]
+
+    def told(*more: str) -> list[str]:
+        with pytest.raises(ConfigError) as refused:
+            load("sft", [*words, *more], complete=True, environ={}, beyond=beyond_options)
+        return [p.what for p in refused.value.problems]
+
+    data = f"--dataset {tmp_path / 'none.jsonl'}"
+    both = ("--model", str(model), "--nproc_per_node", "8")
+    assert told(*both, "--warmup_steps", "5", "--warmup_ratio", "0.1") == ["--warmup_ratio 0.1", "--tp 3", "--tp 3", "--tp 3", data]
+    assert told("--nproc_per_node", "8") == ["--model", data]  # nothing to say of a layout
+    assert told(*both, "--warmup_stesp", "5") == ["--warmup_stesp 5"]  # who knows what the rest would be
+    assert told(*both, "--warmup_steps", "five") == ["--warmup_steps five"]
+    assert list(tmp_path.iterdir()) == []
