@@ -23,6 +23,8 @@ from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
 
 KEY = "MEGASWIFT_ROLLOUT_API_KEY"
 """The environment's name for the servers' token."""
+REMEDIES = dict.fromkeys((401, 403), f"{KEY}=..., the token that it was started with")
+"""What to do, by the status of an answer."""
 SHOWN = 300
 """Characters of a server's answer in an error."""
 
@@ -80,8 +82,9 @@ class Server:
                 text = answer.read().decode("utf-8")
         except urllib.error.HTTPError as error:
             said = error.read().decode("utf-8", "replace")[:SHOWN]
-            raise ServerError(Problem(f"{method} {request.full_url}", f"the {self.kind} server answers {error.code}: {said}",
-                                      self.start if error.code in (401, 403, 404, 405) else "look at its log"), error.code) from None
+            fix = REMEDIES.get(error.code, self.start if error.code in (404, 405) else "look at its log")
+            raise ServerError(Problem(f"{method} {request.full_url}", f"the {self.kind} server answers {error.code}: {said}", fix),
+                              error.code) from None
         except (urllib.error.URLError, OSError, HTTPException) as error:
             inner = getattr(error, "reason", None)
             rule = f"no answer of a {self.kind} server ({first_line(inner if isinstance(inner, OSError) else error)})"
@@ -147,8 +150,9 @@ def checked(tokens: Sequence[int], logprobs: Sequence[float | None], finished: b
     if not tokens or len(tokens) != len(logprobs) or any(value is None for value in logprobs):
         raise ServerError(Problem("a completion", f"has {len(tokens)} tokens and {len(logprobs)} log-probabilities, or some are missing",
                                   "a version of the server that this client was written for"))
-    if len(tokens) > sampling.max_tokens:
-        raise ServerError(Problem("a completion", f"has {len(tokens)} tokens, and {sampling.max_tokens} were allowed"))
+    if len(tokens) > sampling.max_tokens or (len(tokens) < sampling.max_tokens and not finished):
+        raise ServerError(Problem("a completion", f"ends for its length after {len(tokens)} tokens, and {sampling.max_tokens} were allowed",
+                                  "a server with room for the longest prompt and its completion (--max_length)"))
     return Completion(tuple(map(int, tokens)), tuple(float(value) for value in logprobs if value is not None), finished)
 
 

@@ -148,7 +148,7 @@ class Sglang(Backend):
 
     def info(self) -> dict[str, Any]:
         return {"version": "0.5.9", "model_path": "DIR", "load_format": "auto", "enable_lora": self.rank > 0 or None,
-                "max_lora_rank": self.rank or None}
+                "max_lora_rank": self.rank or None, "max_req_input_len": 90, "enable_deterministic_inference": False}
 
     def generate(self, body: dict[str, Any]) -> Any:
         known(body, SGLANG_FIELDS)
@@ -165,6 +165,7 @@ class Sglang(Backend):
         return {"text": "", "output_ids": list(made.token_ids), "meta_info": {"finish_reason": reason, "output_token_logprobs": told}}
 
     def update(self, body: dict[str, Any]) -> Any:
+        assert body["load_format"] == "auto", "it would load nothing where it was started with made-up weights"
         self.load(body["model_path"])
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 

@@ -154,10 +154,18 @@ WRONG: list[tuple[str, str, Any, str]] = [
     ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "finish_reason": "length", "token_ids": [5]}]}, "1 tokens and 2 log"),
     ("vllm_server", "/collective_rpc", Refused(500, "boom"), "answers 500: .*boom"),
     ("vllm_server", "/reset_prefix_cache", {"success": False}, "keeps what it remembers of prompts"),
-    ("sglang", "/get_server_info", {"version": "0.4.9"}, "0.5 or later is needed"),
+    ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "finish_reason": "length"}]}, "after 2 tokens, and 12 were allowed"),
+    ("vllm_server", "/v1/completions", Refused(401, "Unauthorized"), "answers 401.*\n    try: MEGASWIFT_ROLLOUT_API_KEY="),
+    ("sglang", "/get_server_info", {"version": "0.5.6.post2"}, "0.5.7 or later is needed"),
+    ("sglang", "/get_server_info", {"version": "0.5.10", "max_req_input_len": 85},
+     "takes 89 tokens .* 90 may come.*\n.*--max_length 89, or .* --context-length 92"),
+    ("sglang", "/get_server_info", {"version": "0.5.10", "enable_deterministic_inference": True},
+     "--min_p 0.01: ends .*deterministic.*\n    try: leave it out"),
     ("sglang", "/generate", {"text": "x", "meta_info": {}}, "has no output_token_logprobs"),
     ("sglang", "/generate", {"meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}}, "ended by 'abort'"),
     ("sglang", "/update_weights_from_disk", {"success": False, "message": "no such file"}, "did not take new weights: no such file"),
+    ("sglang", "/update_weights_from_disk", Refused(400, "Name or service not known"),
+     "answers 400: .*service not known.*\n    try: .*weights-.* has to be the same folder on its machine"),
 ]
 
 
