@@ -18,8 +18,8 @@ from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
 from megaswift.inference.server_client import Server, ServerError, checked, unusable, version_of
 from megaswift.inference.server_sampler import ADAPTER, ServerSampler
 
-OLDEST = (0, 5, 7)
-"""Takes seeds of 64 bits; a longer seed than a release before can hold ends its scheduler."""
+OLDEST = (0, 5, 9)
+"""Draws by seeds as the probabilities say; releases before have a hash for it that is far from even."""
 HIDDEN = 4
 """How many more tokens prompt and completion may have together than the longest prompt that a server tells."""
 

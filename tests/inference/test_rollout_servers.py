@@ -1,4 +1,4 @@
-"""Clients of vLLM's and SGLang's servers against a small server that speaks their wire format; the real ones have not been asked."""
+"""Clients of vLLM's and SGLang's servers against a small server that speaks their wire format; test_real_*.py ask the real ones."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ WRONG: list[tuple[str, str, Any, str]] = [
     ("vllm_server", "/reset_prefix_cache", {"success": False}, "keeps what it remembers of prompts"),
     ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "finish_reason": "length"}]}, "after 2 tokens, and 12 were allowed"),
     ("vllm_server", "/v1/completions", Refused(401, "Unauthorized"), "answers 401.*\n    try: MEGASWIFT_ROLLOUT_API_KEY="),
-    ("sglang", "/get_server_info", {"version": "0.5.6.post2"}, "0.5.7 or later is needed"),
+    ("sglang", "/get_server_info", {"version": "0.5.8.post1"}, "0.5.9 or later is needed"),
     ("sglang", "/get_server_info", {"version": "0.5.10", "max_req_input_len": 85},
      "takes 89 tokens .* 90 may come.*\n.*--max_length 89, or .* --context-length 92"),
     ("sglang", "/get_server_info", {"version": "0.5.10", "enable_deterministic_inference": True},
