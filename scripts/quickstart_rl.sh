@@ -25,7 +25,7 @@ run sft 24 --model "$out/model" --max_steps 56 --learning_rate 1.5e-3 --warmup_s
 
 echo "== 3/4  $algorithm"
 case "$algorithm" in
-  grpo) settings=(--num_generations 4 --learning_rate 5e-4 --entropy_coef 0.02 --max_steps 200) ;;
+  grpo) settings=(--num_generations 8 --learning_rate 5e-4 --entropy_coef 0.03 --max_steps 280) ;;
   ppo) settings=(--learning_rate 4e-4 --critic_learning_rate 1e-3 --lam 1.0 --beta 0 --entropy_coef 0.06 --max_steps 200) ;;
 esac
 run "$algorithm" 128 --model "$out/sft/hf" --reward_funcs "$quick/exact.py:exact" --max_completion_length 8 "${settings[@]}" \

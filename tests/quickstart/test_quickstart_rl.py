@@ -15,7 +15,7 @@ from megaswift.trainers.rewards.load import reward_functions
 from tests.sources import ROOT
 
 QUICK = ROOT / "scripts" / "quickstart"
-STEPS = {"grpo": 200, "ppo": 200}
+STEPS = {"grpo": 280, "ppo": 200}
 
 
 def test_the_reward_is_one_for_the_very_words() -> None:
