@@ -6,6 +6,7 @@ in the older one (`rope_theta`, `rope_scaling`, `torch_dtype`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -206,6 +207,13 @@ def _norm_topk(reading: Reading) -> None:
     reading.values["moe_router_pre_softmax"] = not reading.get("norm_topk_prob", bool, False)
 
 
+def _padding_token(reading: Reading) -> None:
+    """transformers makes it the `padding_idx` of torch's Embedding, which counts from the end below 0."""
+    token = reading.get("pad_token_id", int, None, least=-math.inf)
+    if token is not None:
+        reading.values["padding_token"] = token if token >= 0 else token + (reading.values.get("vocab_size") or 0)
+
+
 WINDOW = window(4096)
 WINDOW_SWITCHED = Group(("use_sliding_window", "sliding_window"), _window_switched)
 BIASES = Group(("attention_bias", "mlp_bias"), _biases)
@@ -237,7 +245,8 @@ SIZES: tuple[ConfigRow, ...] = (
 FFN = Row("intermediate_size", "ffn_hidden_size", int)
 
 IRRELEVANT: tuple[ConfigRow, ...] = (
-    Unused(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix"),
+    Group(("pad_token_id",), _padding_token),
+    Unused(("bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix"),
            "the tokenizer says which tokens these are"),
     Unused(("transformers_version", "_name_or_path", "_commit_hash", "unsloth_version", "unsloth_fixed"), "where the file comes from"),
     Unused(("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_scores", "tie_last_hidden_states",

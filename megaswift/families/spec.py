@@ -27,6 +27,8 @@ class RopeSpec:
 class Features:
     """What some families compute beyond Megatron's TransformerConfig; the defaults compute nothing."""
 
+    padding_token: int | None = None
+    """The token whose vector the embedding does not learn from where it is looked up."""
     embedding_scale: float = 1.0
     """Factor on the token embeddings."""
     embedding_scale_rounded: bool = False

@@ -135,6 +135,9 @@ def test_the_rest() -> None:
     assert granite.transformer["softmax_scale"] == 0.015625 and not granite.features.embedding_scale_rounded
     assert glm.rope == RopeSpec(10000.0, None, 0.5) and glm.qkv_bias and not glm.linear_bias and glm.transformer["rotary_interleaved"]
     assert spec(GLM_4_9B, attention_bias=False, partial_rotary_factor=...).rope.partial == 0.5
+    assert [s.features.padding_token for s in (granite, glm, olmo)] == [0, 151329, 100277]
+    assert [spec(PHI_4, pad_token_id=given).features.padding_token for given in (None, 5, -1)] == [None, 5, 100351]
+    assert "should be int" in refusals(PHI_4, pad_token_id="end")[0]
     seed = spec(SEED_OSS_36B)
     assert seed.qkv_bias and not seed.linear_bias and seed.transformer["hidden_dropout"] == seed.transformer["attention_dropout"] == 0.1
     assert spec(PHI_4, resid_pdrop=0.05).transformer["hidden_dropout"] == 0.05

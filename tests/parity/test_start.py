@@ -44,7 +44,7 @@ def frozen(rank: int, world: int, task: Task) -> tuple[dict[str, Tensor], dict[s
     return (before, after, told) if rank == 0 else None
 
 
-@pytest.mark.parametrize("text", ["dense tp2 sp pp2", "moe dp2 ep2", "moe tp2 sp etp2"])
+@pytest.mark.parametrize("text", ["dense tp2 sp pp2 tied", "moe dp2 ep2", "moe tp2 sp etp2"])
 def test_random_weights_are_the_layouts_affair_in_nothing(text: str, pool: Pool, references: References) -> None:
     case = parse(text)
     alone = pool.run("tests.parity.test_start:drawn", Task(parse(case.model), references.model(case.variant), Recipe()), 1)[0]
@@ -52,6 +52,8 @@ def test_random_weights_are_the_layouts_affair_in_nothing(text: str, pool: Pool,
     assert alone.keys() == spread.keys()
     assert [n for n in alone if not torch.equal(alone[n], spread[n])] == []
     std = config(case.variant).initializer_range
+    padding = config(case.variant).pad_token_id
+    assert padding is None or not alone["model.embed_tokens.weight"][padding].any()
     matrices = [w for n, w in alone.items() if w.dim() == 2]
     assert all(abs(float(w.std()) / std - 1) < 0.1 and abs(float(w.mean())) < 0.2 * std for w in matrices)
     assert not torch.equal(matrices[-1], matrices[-2]) and all(bool((w == 1).all()) for n, w in alone.items() if "norm" in n)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from megaswift.trainers.metrics import read_lines
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_model
-from tests.trainers.test_grpo_run import REWARDS, SLOW, completions, without_padding
+from tests.trainers.test_grpo_run import REWARDS, SLOW, completions
 
 pytestmark = [
     pytest.mark.process,
@@ -51,7 +51,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 4 MiB, beside which all else is small; prompts, rewards."""
     made = tmp_path_factory.mktemp("colocated")
     write_model(made / "model", hidden_size=128, intermediate_size=1024, head_dim=32)
-    without_padding(made / "model")
     rows = [{"prompt": f"{i % 10}+{(7 * i) % 10}=" + "?" * (i % 3), "number": i} for i in range(2 * BATCH)]
     (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (made / "rewards.py").write_text(REWARDS, encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megaswift.trainers.metrics import read_lines
 from tests.parity.lora import ATTENTION, MLP, make_adapter
@@ -55,21 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """model/, prompts of plain text with their number, rewards."""
     made = tmp_path_factory.mktemp("grpo")
     write_model(made / "model")
-    without_padding(made / "model")
     rows = [{"prompt": f"{i % 10}+{(7 * i) % 10}=" + "?" * (i % 3), "number": i} for i in range(12)]
     (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (made / "rewards.py").write_text(REWARDS, encoding="utf-8")
     make_adapter(made / "model", made / "adapter", (*ATTENTION, *MLP))
     return made
-
-
-def without_padding(model: Path) -> None:
-    """Its row of zeros, of which transformers learns nothing, is as any other: a policy without training writes this token too."""
-    weights = load_file(model / "model.safetensors")
-    weights["model.embed_tokens.weight"][0] = weights["model.embed_tokens.weight"][5].flip(0)
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
 
 
 def trained(folder: Path, out: Path, *options: object, ranks: int = 2, reward: str = "digits") -> list[dict[str, Any]]:

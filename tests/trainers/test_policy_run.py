@@ -16,7 +16,7 @@ from megaswift.trainers.metrics import read_lines
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_model
 from tests.trainers.runs import run
-from tests.trainers.test_grpo_run import BATCH, REWARDS, SLOW, SPREAD, USUAL, completions, figures, without_padding
+from tests.trainers.test_grpo_run import BATCH, REWARDS, SLOW, SPREAD, USUAL, completions, figures
 
 pytestmark = pytest.mark.process
 BY_TOKEN = '''
@@ -43,7 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """model/, prompts, held-out ones, rewards, an environment."""
     made = tmp_path_factory.mktemp("policy")
     write_model(made / "model")
-    without_padding(made / "model")
     rows = [{"prompt": [{"role": "user", "content": f"{i % 10}+{(7 * i) % 10}"}], "number": i} for i in range(16)]
     for name, some in (("rows", rows[:12]), ("held", rows[12:])):
         (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")

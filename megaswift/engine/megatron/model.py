@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -110,6 +111,20 @@ def scaling(features: Features) -> Callable[..., Tensor]:
     return hook
 
 
+def unlearnt(token: int) -> Callable[..., None]:
+    """A hook on Megatron's token embedding: a padding token's vector gets no gradient where it is looked up, as in torch's
+    Embedding(padding_idx), of which transformers builds every model whose config.json has a `pad_token_id`. (Some models end their
+    turns with that token. A tied head learns from it all the same.)"""
+    def hook(module: VocabParallelEmbedding, args: tuple[Tensor], out: Tensor) -> None:
+        if not out.requires_grad:
+            return
+        padding = args[0] == token  # [b, s], as the output
+        if module.reduce_scatter_embeddings:  # the output is this rank's part of [s, b]
+            padding = padding.t().chunk(module.tp_group.size())[module.tp_group.rank()]
+        out.register_hook(lambda gradient: gradient.masked_fill(padding.unsqueeze(-1), 0.0))
+    return hook
+
+
 def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelContext, impl: str) -> list[SwiftGPT]:
     """This rank's model chunks, without wrappers and with weights still to be loaded."""
     layout, at = context.layout, context.coordinates
@@ -145,6 +160,8 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
         model.needs = Needs()
         if model.pre_process:
             model.embedding.embedding_dropout.p = 0.0  # transformers drops what attention and MLP add, never embeddings
+        if model.pre_process and spec.features.padding_token is not None:
+            model.embedding.word_embeddings.register_forward_hook(unlearnt(spec.features.padding_token))
         if model.pre_process and spec.features.embedding_scale != 1.0:
             model.embedding.register_forward_hook(scaling(spec.features))
         chunks.append(model.to(context.device))

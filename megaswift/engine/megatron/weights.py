@@ -204,13 +204,14 @@ class RankWeights:
 class RandomSource:
     """Stands where Hugging Face files would: each tensor from its own seed, so that no layout changes a weight.
 
-    Norms are 1 (0 where a norm multiplies by 1 + weight), biases 0 but for a router's, all else normal(0, initializer_range), as
-    transformers initialises these families.
+    Norms are 1 (0 where a norm multiplies by 1 + weight), biases 0 but for a router's, a padding token's embedding 0, all else
+    normal(0, initializer_range), as transformers initialises these families.
     """
 
     def __init__(self, plan: WeightPlan, spec: ModelSpec, seed: int) -> None:
         self.shapes = plan.hf_shapes
         self.std, self.seed = float(spec.hf_config.get("initializer_range", 0.02)), seed
+        self.padding = spec.features.padding_token
         self.norm = 0.0 if spec.transformer.get("layernorm_zero_centered_gamma") else 1.0
         self._last: tuple[str, Tensor] = "", torch.empty(0)
 
@@ -227,6 +228,8 @@ class RandomSource:
             return torch.full(shape, self.norm)[index]
         if self._last[0] != name:  # fused parameters ask for one tensor in many pieces
             self._last = name, drawn(name, shape, self.std, self.seed)
+            if self.padding is not None and name.endswith("embed_tokens.weight"):
+                self._last[1][self.padding] = 0.0
         return self._last[1][index]
 
 
