@@ -20,8 +20,9 @@ from tests.sources import FOLDERS, ROOT
 PAGES = [ROOT / "README.md", ROOT / "converters/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 OPTION = r"(?<![\w-])--([A-Za-z][\w-]*)"
-OF_OTHERS = {"dist_ckpt_strictness", "load_format", "num_gpus", "no_local_rank"}
-"""Options of Megatron-LM, vLLM and DeepSpeed's launcher that no file of ours says."""
+OF_OTHERS = {"dist_ckpt_strictness", "load_format", "num_gpus", "no_local_rank", "admin_api_key", "disable_cuda_graph",
+             "disable_overlap_schedule", "grammar_backend", "lora_backend"}
+"""Options of Megatron-LM, vLLM, DeepSpeed's launcher and SGLang that no file of ours says."""
 STAND_IN = dict.fromkeys(("run.yaml", "OUT/config.yaml"), "configs/sft/quick.yaml")
 """A file of options of the reader's own."""
 

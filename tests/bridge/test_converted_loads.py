@@ -66,7 +66,7 @@ def test_megatrons_own_loader(words: str, tp: int, pool: Pool, made: Path) -> No
 
 
 @pytest.mark.parametrize(("words", "tp"), [
-    ("dense tp2 pp2", 4), ("moe tp2 sp ep2", 2), pytest.param("moe ep2 dp2 do", 1, marks=pytest.mark.slow)])
+    ("moe tp2 sp ep2", 2), *(pytest.param(words, n, marks=pytest.mark.slow) for words, n in (("dense tp2 pp2", 4), ("moe ep2 dp2 do", 1)))])
 def test_training_from_a_checkpoint_is_training_from_the_folder(words: str, tp: int, pool: Pool, made: Path, tmp_path: Path) -> None:
     """Two steps: losses, norms, weights and moments to the last bit; and what the run saved goes out as the same weights."""
     case = parse(words)

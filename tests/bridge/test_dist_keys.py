@@ -44,8 +44,9 @@ def save(words: str, pool: Pool, models: Path, target: Path, steps: int = 1, **o
     return folder, result.weights
 
 
-CASES = ["dense tp2 pp2", "dense-tied pp2", "moe ep2 tp2 sp", "llama-bias tp2", "phi3 tp2", *(
-    pytest.param(words, marks=pytest.mark.slow) for words in ("dense single", "moe-tied single", "moe-mixed ep2 dp2 do", "olmo2 tp2"))]
+CASES = ["dense tp2 pp2", "dense-tied pp2", "moe ep2 tp2 sp", "phi3 tp2", *(
+    pytest.param(words, marks=pytest.mark.slow)
+    for words in ("llama-bias tp2", "dense single", "moe-tied single", "moe-mixed ep2 dp2 do", "olmo2 tp2"))]
 
 
 @pytest.mark.parametrize("words", CASES)

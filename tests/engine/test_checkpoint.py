@@ -47,9 +47,9 @@ def go(pool: Pool, run: Run) -> list[Result]:
 
 
 CONTINUED = [
-    ("dense tp2 pp2", {}), ("dense dp2 do", BF16), ("moe tp2 sp ep2", {}), ("dense dp2 do", OVERLAP),
+    ("dense dp2 do", BF16), ("moe tp2 sp ep2", {}), ("dense dp2 do", OVERLAP),
     *(pytest.param(words, {}, marks=pytest.mark.slow) for words in (
-        "dense pp2 tied dp2 do", "dense tp2 sp dp2 do", "dense pp2 vpp2", "moe ep2 dp2 do")),
+        "dense tp2 pp2", "dense pp2 tied dp2 do", "dense tp2 sp dp2 do", "dense pp2 vpp2", "moe ep2 dp2 do")),
     *(pytest.param("dense dp2", options, marks=pytest.mark.slow) for options in (BF16, {"optimizer": "sgd"})),
     pytest.param("dense dp2 do", {**BF16, "optimizer_cpu_offload": True}, marks=pytest.mark.slow),
 ]

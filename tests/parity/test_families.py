@@ -92,17 +92,20 @@ def test_dynamic_rope_within_its_length(pool: Pool, references: References) -> N
 
 PACKED = ("llama3-rope", "mistral-window", "moe-mixed")
 """Variants that the default run sees under packed CP too."""
+STAGED = ("qwen2-window", "moe-mixed", "dense-tied")
+"""Those that it sees on pipeline stages: layers that differ by number, tied heads."""
 
 
-def variant_cases(variants: Sequence[str], packed: Sequence[str], slow: Sequence[str]) -> list[Any]:
+def variant_cases(variants: Sequence[str], packed: Sequence[str], staged: Sequence[str], slow: Sequence[str]) -> list[Any]:
     """(variant, layout): by default one layout a variant, of some also packed CP; the others are the slow tier's."""
     later = pytest.mark.slow
-    found: list[Any] = [(variant, "tp2 sp pp2") for variant in variants]
+    found: list[Any] = [(variant, "tp2 sp pp2" if variant in staged else "tp2 sp") for variant in variants]
+    found += [pytest.param(variant, "tp2 sp pp2", marks=later) for variant in variants if variant not in staged]
     found += [pytest.param(v, "packed cp2", marks=() if v in packed else later) for v in variants]
     return found + [pytest.param(v, text, marks=later) for v in variants for text in slow]
 
 
-@pytest.mark.parametrize(("variant", "text"), variant_cases(VARIANTS, PACKED, ("single",)))
+@pytest.mark.parametrize(("variant", "text"), variant_cases(VARIANTS, PACKED, STAGED, ("single",)))
 def test_variant_trains(variant: str, text: str, pool: Pool, references: References) -> None:
     """Rope scaling, sliding windows, biases, mixed dense and MoE layers, odd head sizes: gradients and three steps."""
     check(parse(text, model=variant), pool, references)
