@@ -23,6 +23,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, str(self.path))
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """The whole tree, walked once for all that look at it."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def folder(self) -> str:
         """megaswift, scripts, converters or tests."""

@@ -28,17 +28,17 @@ def layer(module: str) -> int:
     return LAYERS.get(parts[1], TOP) if len(parts) > 1 else TOP
 
 
-def for_types_only(tree: ast.Module) -> set[ast.AST]:
+def for_types_only(source: Source) -> set[ast.AST]:
     """Nodes below `if TYPE_CHECKING:`."""
-    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
+    blocks = [n for n in source.nodes if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
     return {node for block in blocks for statement in block.body for node in ast.walk(statement)}
 
 
 def imported(source: Source, known: set[str], types: bool = True) -> set[str]:
     """Dotted names of what a file imports; `from package import module` is that module when we have it."""
     found: set[str] = set()
-    left_out = set() if types else for_types_only(source.tree)
-    for node in ast.walk(source.tree):
+    left_out = set() if types else for_types_only(source)
+    for node in source.nodes:
         if node in left_out:
             continue
         if isinstance(node, ast.Import):

@@ -48,7 +48,7 @@ TAKEN = dependencies(PROJECT["optional-dependencies"]) | IMPORT_NAMES | set(sys.
 
 
 def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (n for n in source.nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def budgets(source: Source) -> Iterator[str]:
@@ -81,7 +81,7 @@ def names(source: Source) -> Iterator[str]:
 
 def handlers(source: Source) -> Iterator[str]:
     """What also catches our own mistakes: `except:`, `except Exception`, `suppress(Exception)`. Where it must be, its line says why."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ExceptHandler):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
@@ -97,7 +97,7 @@ def handlers(source: Source) -> Iterator[str]:
 
 def calls(source: Source) -> Iterator[str]:
     """What runs text or data as code."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             found = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             allowed = source.path.as_posix() in PICKLE_ALLOWED or source.folder == "tests"
@@ -117,7 +117,7 @@ def calls(source: Source) -> Iterator[str]:
 
 def skips(source: Source) -> Iterator[str]:
     """A test that is left out where a library that the tests install is missing: it is not missing, so the test would hide."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("importorskip"):
             name = ast.unparse(node.args[0]).strip("'")
             if name.split(".")[0] in BASE:
