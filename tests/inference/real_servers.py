@@ -17,9 +17,11 @@ import psutil
 import pytest
 import torch
 
-from megaswift.inference.rollout import Sampling
+from megaswift.inference.rollout import SamplerOptions, Sampling
+from megaswift.inference.rollout_transformers import build
 from megaswift.inference.server_client import Server, ServerError
 from megaswift.trainers.metrics import read_lines
+from tests.inference.test_rollout_transformers import weights
 from tests.sources import ROOT
 from tests.trainers.inputs import write_model
 from tests.trainers.runs import finish, start
@@ -88,6 +90,16 @@ def assert_same(made: Any, alone: Any, gap: float) -> None:
             told = torch.log_softmax(alone.model(torch.tensor([[*prompt, *found.token_ids]])).logits[0].float(), -1)
             wanted = [float(told[len(prompt) - 1 + i, t]) for i, t in enumerate(found.token_ids)]
             assert found.logprobs == pytest.approx(wanted, abs=gap) and found.finished == (found.token_ids[-1] == 1)
+
+
+def assert_takes_weights(made: Any, model: Path, gap: float) -> None:
+    """Other weights, then the folder's own: it answers by those that it was given last."""
+    for factor in (1.1, 1.0):
+        changed = [(n, t * factor) for n, t in weights(model)]
+        alone = build(model, SamplerOptions())
+        alone.update_weights(changed)
+        made.update_weights(changed)
+        assert_same(made, alone, gap)
 
 
 def grpo(model: Path, folder: Path, *options: object, ranks: int = 1) -> list[dict[str, Any]]:
