@@ -208,10 +208,14 @@ def _norm_topk(reading: Reading) -> None:
 
 
 def _padding_token(reading: Reading) -> None:
-    """transformers makes it the `padding_idx` of torch's Embedding, which counts from the end below 0."""
-    token = reading.get("pad_token_id", int, None, least=-math.inf)
-    if token is not None:
-        reading.values["padding_token"] = token if token >= 0 else token + (reading.values.get("vocab_size") or 0)
+    """transformers makes it the `padding_idx` of torch's Embedding, which counts from the end below 0 and refuses what is beyond."""
+    token, size = reading.get("pad_token_id", int, None, least=-math.inf), reading.values.get("vocab_size")
+    if token is None or size is None:
+        return
+    if not -size <= token < size:
+        reading.problem("pad_token_id", f"is {token}, beyond the {size} tokens of vocab_size: transformers does not build such a model")
+        return
+    reading.values["padding_token"] = token % size
 
 
 WINDOW = window(4096)
@@ -231,6 +235,7 @@ AUXILIARY_IF_ASKED = Group(("router_aux_loss_coef", "output_router_logits"), _au
 
 SIZES: tuple[ConfigRow, ...] = (
     Row("vocab_size", "vocab_size", int),
+    Group(("pad_token_id",), _padding_token),
     Row("max_position_embeddings", "max_positions", int),
     Row("tie_word_embeddings", "tied", bool, False),
     Row("num_hidden_layers", "num_layers", int),
@@ -245,7 +250,6 @@ SIZES: tuple[ConfigRow, ...] = (
 FFN = Row("intermediate_size", "ffn_hidden_size", int)
 
 IRRELEVANT: tuple[ConfigRow, ...] = (
-    Group(("pad_token_id",), _padding_token),
     Unused(("bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix"),
            "the tokenizer says which tokens these are"),
     Unused(("transformers_version", "_name_or_path", "_commit_hash", "unsloth_version", "unsloth_fixed"), "where the file comes from"),

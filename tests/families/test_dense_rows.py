@@ -138,6 +138,8 @@ def test_the_rest() -> None:
     assert [s.features.padding_token for s in (granite, glm, olmo)] == [0, 151329, 100277]
     assert [spec(PHI_4, pad_token_id=given).features.padding_token for given in (None, 5, -1)] == [None, 5, 100351]
     assert "should be int" in refusals(PHI_4, pad_token_id="end")[0]
+    for beyond in (100352, -100353):
+        assert f"is {beyond}, beyond the 100352 tokens" in refusals(PHI_4, pad_token_id=beyond)[0]
     seed = spec(SEED_OSS_36B)
     assert seed.qkv_bias and not seed.linear_bias and seed.transformer["hidden_dropout"] == seed.transformer["attention_dropout"] == 0.1
     assert spec(PHI_4, resid_pdrop=0.05).transformer["hidden_dropout"] == 0.05
