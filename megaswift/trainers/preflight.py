@@ -50,10 +50,8 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
         (lambda: missing_transformer_engine(cfg) if is_native(cfg) else [], ConfigError),
         (lambda: device_problems(cfg), ConfigError),
         (lambda: model_problems(cfg, world_size), UserError),
-        (lambda: data_problems(cfg), ConfigError),
         (lambda: policy_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
-        (lambda: outputs.check(cfg), ConfigError),
-        (lambda: tracker_problems(cfg.train.report_to), ConfigError)])
+        *file_checks(cfg)])
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -64,14 +62,18 @@ def beside_options(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """What layout, data and output directory say of a configuration whose options do not go together: the part of `preflight` that
     asks little of these. Nothing of the model where none is named."""
     def layout() -> list[Problem]:
+        if cfg.model.model is None:
+            return []
         shape = ModelShape.of(spec_of(cfg, locate(cfg.model, weights=False)))
         return check_layout(shape, Asked.from_config(cfg, world_size))
 
-    checks: list[Check] = [(lambda: data_problems(cfg), ConfigError), (lambda: outputs.check(cfg), ConfigError),
-                           (lambda: tracker_problems(cfg.train.report_to), ConfigError)]
-    if cfg.model.model is not None:
-        checks.insert(0, (layout, LayoutError))
-    return [p for error in refusals(checks) for p in error.problems]
+    return [p for error in refusals([(layout, LayoutError), *file_checks(cfg)]) for p in error.problems]
+
+
+def file_checks(cfg: SwiftConfig) -> list[Check]:
+    """Of data sets, the output directory and trackers."""
+    return [(lambda: data_problems(cfg), ConfigError), (lambda: outputs.check(cfg), ConfigError),
+            (lambda: tracker_problems(cfg.train.report_to), ConfigError)]
 
 
 def refusals(checks: Iterable[Check]) -> list[UserError]:
