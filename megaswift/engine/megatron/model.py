@@ -170,18 +170,24 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
     return chunks
 
 
+def overlaps(cfg: SwiftConfig, cuda: bool) -> tuple[bool, bool]:
+    """(gradients reduced behind the backward pass, weights gathered behind the forward pass): on a GPU unless the options say otherwise.
+
+    Weights are in parts with the distributed optimizer only, and Megatron-Core gathers them so only where it reduces so too."""
+    p = cfg.parallel
+    reduce = cuda if p.overlap_grad_reduce is None else p.overlap_grad_reduce
+    gather = (cuda and distributed_optimizer(cfg) and reduce) if p.overlap_param_gather is None else p.overlap_param_gather
+    return reduce, gather
+
+
 def wrap(chunks: list[SwiftGPT], config: TransformerConfig, cfg: SwiftConfig, context: ParallelContext) -> list[DistributedDataParallel]:
     """Precision wrapper and Megatron's DDP with float32 gradients."""
-    cuda = context.device.type == "cuda"
-    p = cfg.parallel
-    overlap_reduce = cuda if p.overlap_grad_reduce is None else p.overlap_grad_reduce
-    distributed = distributed_optimizer(cfg)
-    overlap_gather = (cuda and distributed and overlap_reduce) if p.overlap_param_gather is None else p.overlap_param_gather
+    overlap_reduce, overlap_gather = overlaps(cfg, context.device.type == "cuda")
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap_reduce,
         overlap_param_gather=overlap_gather,
-        use_distributed_optimizer=distributed,
+        use_distributed_optimizer=distributed_optimizer(cfg),
         check_for_nan_in_grad=False,
         average_in_collective=False,
     )
