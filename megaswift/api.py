@@ -28,7 +28,9 @@ class Trainer:
     def train(self, dataset: str | os.PathLike[str] | Sequence[str] | None = None, **options: Any) -> Path:
         """Runs to the end and returns the output directory. `options` go over the configuration."""
         if dataset is not None:
-            options["dataset"] = os.fspath(dataset) if isinstance(dataset, str | os.PathLike) else [os.fspath(d) for d in dataset]
+            options["dataset"] = (
+                os.fspath(dataset) if isinstance(dataset, str | os.PathLike) else [os.fspath(d) for d in dataset]
+            )
         cfg = self.config.replace(**options) if options else self.config
         missing = [name for name in ("model", "dataset") if not cfg.value(name)]
         problems = [Problem(name, "is missing", 'Trainer(model="DIR").train(dataset="data.jsonl")') for name in missing]
@@ -53,11 +55,23 @@ def launch_problems(cfg: SwiftConfig) -> list[Problem]:
     if is_worker(os.environ):
         return [*not_read(os.environ), *other_processes(cfg)]
     if cfg.launch.launcher != "torchrun":
-        return [Problem(f"--launcher {cfg.launch.launcher}", "the Python API starts no processes", "the command line: megaswift sft")]
+        return [
+            Problem(
+                f"--launcher {cfg.launch.launcher}",
+                "the Python API starts no processes",
+                "the command line: megaswift sft",
+            )
+        ]
     wanted = local.world_size(cfg.launch)
     if wanted == int(os.environ.get("WORLD_SIZE", "1")):
         return []
     given = [f"--{name} {value}" for name in ("nproc_per_node", "nnodes") if (value := cfg.value(name)) is not None]
     if not given:
         return []
-    return [Problem(" ".join(given), "the Python API starts no processes", f"torchrun {' '.join(given)} SCRIPT.py, or the command line")]
+    return [
+        Problem(
+            " ".join(given),
+            "the Python API starts no processes",
+            f"torchrun {' '.join(given)} SCRIPT.py, or the command line",
+        )
+    ]

@@ -20,6 +20,7 @@ def _train(task: str) -> Callable[[list[str]], int]:
         from megaswift.entry import main as train
 
         return train(task, argv)
+
     return command
 
 
@@ -48,7 +49,9 @@ def _data(argv: list[str]) -> int:
         return show(argv[1:], reader_for)
     if argv and argv[0] not in HELP:
         raise no_command("megaswift data", argv[0], ("show",))
-    print("megaswift data show DATASET --model DIR     samples as tokens with their loss mask; lengths and packing (show --help)")
+    print(
+        "megaswift data show DATASET --model DIR     samples as tokens with their loss mask; lengths and packing (show --help)"
+    )
     return 0 if argv else 2
 
 

@@ -12,5 +12,10 @@ HELP = ("-h", "--help")
 def no_command(program: str, word: str, commands: Iterable[str]) -> UserError:
     """The mistake of asking `program` for `word`."""
     known = list(commands)
-    return UserError(Problem(f"{program} {word}", f"is no command; commands are {', '.join(known)}",
-                               nearest(word, known) or f"{program} --help"))
+    return UserError(
+        Problem(
+            f"{program} {word}",
+            f"is no command; commands are {', '.join(known)}",
+            nearest(word, known) or f"{program} --help",
+        )
+    )

@@ -18,7 +18,14 @@ from megaswift.errors import ConfigError, Problem, UserError, nearest
 from megaswift.refusal import refuse
 from megaswift.stdout import reader_may_leave
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
+DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+}
 AXES = {
     "tp": "tensor-parallel size the checkpoint is meant for; the vocabulary is padded for it",
     "pp": "pipeline-parallel size; only checked against the model",
@@ -57,7 +64,9 @@ def _parser(name: str, text: str, source: str) -> _Parser:
     parser = _Parser(prog=f"megaswift convert {name}", description=text, allow_abbrev=False)
     parser.add_argument("source", metavar="SRC", type=Path, help=source)
     _target(parser)
-    parser.add_argument("--dtype", choices=list(DTYPES), help="one dtype for all tensors (without it each keeps its own)")
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), help="one dtype for all tensors (without it each keeps its own)"
+    )
     return parser
 
 
@@ -67,8 +76,13 @@ def _target(parser: _Parser) -> None:
 
 
 def _shards(parser: _Parser) -> None:
-    parser.add_argument("--max_shard_size", "--max-shard-size", type=size, metavar="SIZE",
-                        help="largest file, such as 5GB (default) or 512MiB")
+    parser.add_argument(
+        "--max_shard_size",
+        "--max-shard-size",
+        type=size,
+        metavar="SIZE",
+        help="largest file, such as 5GB (default) or 512MiB",
+    )
 
 
 def _dtype(name: str | None) -> Any:
@@ -80,8 +94,10 @@ def _dtype(name: str | None) -> Any:
 
 def to_megatron(argv: Sequence[str]) -> int:
     """`megaswift convert hf-to-megatron`."""
-    text = ("Hugging Face folder -> sharded Megatron checkpoint (torch_dist). The checkpoint loads on any layout; the sizes below are "
-            "those it is meant for.")
+    text = (
+        "Hugging Face folder -> sharded Megatron checkpoint (torch_dist). The checkpoint loads on any layout; the sizes below are "
+        "those it is meant for."
+    )
     parser = _parser("hf-to-megatron", text, "a Hugging Face folder with safetensors")
     for axis, meaning in AXES.items():
         parser.add_argument(f"--{axis}", type=_count, metavar="N", help=meaning)
@@ -96,8 +112,11 @@ def to_megatron(argv: Sequence[str]) -> int:
 
 def to_hf(argv: Sequence[str]) -> int:
     """`megaswift convert megatron-to-hf`."""
-    parser = _parser("megatron-to-hf", "Sharded Megatron checkpoint (torch_dist) -> Hugging Face folder. Nothing but SRC is needed.",
-                     "a converted checkpoint, OUT/checkpoints/step-N, or OUT (its latest checkpoint)")
+    parser = _parser(
+        "megatron-to-hf",
+        "Sharded Megatron checkpoint (torch_dist) -> Hugging Face folder. Nothing but SRC is needed.",
+        "a converted checkpoint, OUT/checkpoints/step-N, or OUT (its latest checkpoint)",
+    )
     _shards(parser)
     given = parser.parse_args(argv)
     from megaswift.bridge.megatron_to_hf import MAX_SHARD_BYTES, Options, megatron_to_hf
@@ -118,14 +137,32 @@ exit code: 0 all equal; 1 something differs, is missing or extra; 2 the command 
 
 def verify(argv: Sequence[str]) -> int:
     """`megaswift convert verify`."""
-    parser = _Parser(prog="megaswift convert verify", description="Are two sets of weights the same?", epilog=VERIFY,
-                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("a", metavar="A", type=Path, help="a Hugging Face folder, a converted checkpoint, OUT/checkpoints/step-N, or OUT")
+    parser = _Parser(
+        prog="megaswift convert verify",
+        description="Are two sets of weights the same?",
+        epilog=VERIFY,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "a",
+        metavar="A",
+        type=Path,
+        help="a Hugging Face folder, a converted checkpoint, OUT/checkpoints/step-N, or OUT",
+    )
     parser.add_argument("b", metavar="B", type=Path, help="the other one")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="cast both before (without it another dtype is a difference)")
-    parser.add_argument("--logits", action="store_true", help="compare what transformers computes from both, not the tensors")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="for --logits: a prompt a line, text or token ids like [1, 2, 3]")
-    parser.add_argument("--trust_remote_code", action="store_true", help="for --logits: run Python code that comes with the folders")
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), help="cast both before (without it another dtype is a difference)"
+    )
+    parser.add_argument(
+        "--logits", action="store_true", help="compare what transformers computes from both, not the tensors"
+    )
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="for --logits: a prompt a line, text or token ids like [1, 2, 3]"
+    )
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="for --logits: run Python code that comes with the folders"
+    )
     parser.add_argument("--all", action="store_true", help="print equal tensors too")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write everything as JSON")
     given = parser.parse_args(argv)
@@ -137,10 +174,20 @@ def verify(argv: Sequence[str]) -> int:
 
 def merge_lora(argv: Sequence[str]) -> int:
     """`megaswift convert merge-lora`."""
-    parser = _Parser(prog="megaswift convert merge-lora", allow_abbrev=False,
-                     description="A model with the adapters of a PEFT folder merged in. Computed in float32, each tensor keeps its dtype.")
-    parser.add_argument("base", metavar="BASE", type=Path, help="the Hugging Face folder (or checkpoint) that the adapters were trained on")
-    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="a PEFT folder: OUT/adapter, OUT/checkpoints/step-N/adapter")
+    parser = _Parser(
+        prog="megaswift convert merge-lora",
+        allow_abbrev=False,
+        description="A model with the adapters of a PEFT folder merged in. Computed in float32, each tensor keeps its dtype.",
+    )
+    parser.add_argument(
+        "base",
+        metavar="BASE",
+        type=Path,
+        help="the Hugging Face folder (or checkpoint) that the adapters were trained on",
+    )
+    parser.add_argument(
+        "adapter", metavar="ADAPTER", type=Path, help="a PEFT folder: OUT/adapter, OUT/checkpoints/step-N/adapter"
+    )
     _target(parser)
     _shards(parser)
     given = parser.parse_args(argv)

@@ -21,8 +21,14 @@ megaswift deploy: a server for OpenAI's API (chat, completions, models) over tra
 
   megaswift deploy --model DIR                                    http://127.0.0.1:8000/v1, for this machine only
   MEGASWIFT_API_KEY=... megaswift deploy --model DIR --host 0.0.0.0"""
-HINTS = {"tp": "--tensor_parallel_size with --infer_backend vllm", "max_num_seqs": "--max_batch_size", "api_keys": "--api_key",
-         "bf16": "--torch_dtype bfloat16", "load_in_4bit": "--quantization_bit 4", "backend": "--infer_backend"}
+HINTS = {
+    "tp": "--tensor_parallel_size with --infer_backend vllm",
+    "max_num_seqs": "--max_batch_size",
+    "api_keys": "--api_key",
+    "bf16": "--torch_dtype bfloat16",
+    "load_in_4bit": "--quantization_bit 4",
+    "backend": "--infer_backend",
+}
 COMMAND = Command("deploy", USAGE, DeployConfig, check_deploy, HINTS)
 
 
@@ -51,8 +57,13 @@ def _listening(host: str, port: int) -> socket.socket:
         listener.bind((host.strip("[]"), port))
     except OSError as error:
         listener.close()
-        raise ConfigError(Problem(f"--host {host} --port {port}", f"cannot be listened on: {error.strerror or error}",
-                                  "--port 0 takes any free port")) from None
+        raise ConfigError(
+            Problem(
+                f"--host {host} --port {port}",
+                f"cannot be listened on: {error.strerror or error}",
+                "--port 0 takes any free port",
+            )
+        ) from None
     return listener
 
 
@@ -86,10 +97,14 @@ def _transformers(cfg: DeployConfig) -> int:
     served = Served(model_name(cfg), prompts, line, cfg.generation, prepared.generation, int(time.time()))
     secret = token(cfg.server)
     host, port = listener.getsockname()[:2]
-    log.info(f"serving {served.name} at {_address(host, port)}"
-             f" ({'with a token' if secret else 'without a token, for this machine only'})")
+    log.info(
+        f"serving {served.name} at {_address(host, port)}"
+        f" ({'with a token' if secret else 'without a token, for this machine only'})"
+    )
     try:
-        uvicorn.Server(uvicorn.Config(app_of(served, secret), log_level="warning", access_log=False)).run(sockets=[listener])
+        uvicorn.Server(uvicorn.Config(app_of(served, secret), log_level="warning", access_log=False)).run(
+            sockets=[listener]
+        )
     except KeyboardInterrupt:  # how a server is ended
         log.info("stopped")
     finally:
@@ -107,11 +122,20 @@ def _vllm(cfg: DeployConfig) -> int:
         raise ConfigError(unfit)
     folder = locate(cfg.weights)
     if find_checkpoint(folder) is not None:
-        raise ConfigError(Problem(f"--model {cfg.weights.model}", "is a checkpoint, and vLLM reads Hugging Face folders",
-                                  f"megaswift convert megatron-to-hf {cfg.weights.model} DST"))
-    with _listening(cfg.server.host, cfg.server.port) as listener:  # a port in use is told now; 0 is any free one here too
+        raise ConfigError(
+            Problem(
+                f"--model {cfg.weights.model}",
+                "is a checkpoint, and vLLM reads Hugging Face folders",
+                f"megaswift convert megatron-to-hf {cfg.weights.model} DST",
+            )
+        )
+    with _listening(
+        cfg.server.host, cfg.server.port
+    ) as listener:  # a port in use is told now; 0 is any free one here too
         host, port = listener.getsockname()[:2]
     words = vllm_server.command(cfg, folder, model_name(cfg), port)
     log.info(f"vLLM serves {model_name(cfg)} at {_address(host, port)}, once it has loaded the model")
     sys.stderr.flush()
-    os.execve(words[0], words, vllm_server.environment(os.environ, token(cfg.server)))  # in this one's place: signals reach it
+    os.execve(
+        words[0], words, vllm_server.environment(os.environ, token(cfg.server))
+    )  # in this one's place: signals reach it

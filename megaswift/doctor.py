@@ -13,8 +13,19 @@ from megaswift.config.capabilities import has_transformer_engine
 from megaswift.errors import Problem, UserError
 from megaswift.version import __version__
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "pyyaml",
-            "tensorboard", "wandb")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "numpy",
+    "pyyaml",
+    "tensorboard",
+    "wandb",
+)
 
 
 def main(argv: list[str]) -> int:

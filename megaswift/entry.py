@@ -51,7 +51,9 @@ def _go(task: str, words: list[str]) -> int:
     worker = is_worker(os.environ)
     cfg = load(None if task == RLHF else task, words, complete=True, beyond=beyond_options)
     if task == RLHF and cfg.task not in ALIGNMENT:
-        raise ConfigError(Problem("--rlhf_type", "is missing: it says which objective", f"--rlhf_type {' | '.join(ALIGNMENT)}"))
+        raise ConfigError(
+            Problem("--rlhf_type", "is missing: it says which objective", f"--rlhf_type {' | '.join(ALIGNMENT)}")
+        )
     world = processes(cfg)
     other = other_processes(cfg) if worker else ray_train.missing(cfg.launch)
     if other:
@@ -101,6 +103,10 @@ def other_processes(cfg: SwiftConfig) -> list[Problem]:
     for name in COUNTS:
         wanted, real = cfg.value(name), started(name, os.environ)
         if wanted is not None and real is not None and wanted != real:
-            fix = RAY_FIX if cfg.launch.launcher == "ray" else "leave it out here, and say it to torchrun, accelerate or deepspeed"
+            fix = (
+                RAY_FIX
+                if cfg.launch.launcher == "ray"
+                else "leave it out here, and say it to torchrun, accelerate or deepspeed"
+            )
             found.append(Problem(f"--{name} {wanted}", f"the launcher was started with {real}", fix))
     return found

@@ -19,8 +19,11 @@ megaswift export: a model's folder from another
   megaswift export --model DIR --adapters OUT/adapter --merge_lora true --output_dir MERGED
   megaswift export --model DIR --quantization_bit 4 --output_dir SMALL
   megaswift export --model DIR --adapters OUT/adapter --merge_lora true --quantization_bit 4 --output_dir SMALL"""
-HINTS = {"to_hf": "megaswift convert megatron-to-hf SRC DST", "to_mcore": "megaswift convert hf-to-megatron SRC DST",
-         "quant_method": "--quantization_bit: bitsandbytes it is"}
+HINTS = {
+    "to_hf": "megaswift convert megatron-to-hf SRC DST",
+    "to_mcore": "megaswift convert hf-to-megatron SRC DST",
+    "quant_method": "--quantization_bit: bitsandbytes it is",
+}
 COMMAND = Command("export", USAGE, ExportConfig, check_export, HINTS)
 
 
@@ -42,7 +45,9 @@ def _both(cfg: ExportConfig, target: Path) -> Path:
     shutil.rmtree(between, ignore_errors=True)
     try:
         _merge(cfg, between)
-        return _quantise(replace(cfg, source=replace(cfg.source, model=str(between), adapters=None, model_revision=None)), target)
+        return _quantise(
+            replace(cfg, source=replace(cfg.source, model=str(between), adapters=None, model_revision=None)), target
+        )
     finally:
         shutil.rmtree(between, ignore_errors=True)
 
@@ -63,8 +68,12 @@ def _quantise(cfg: ExportConfig, target: Path) -> Path:
 
     source, bits = cfg.source, cfg.export.quantization_bit
     assert bits is not None, "the command line was checked"
-    weights = WeightsOptions(model=source.model, use_hf=source.use_hf, model_revision=source.model_revision,
-                             trust_remote_code=source.trust_remote_code)
+    weights = WeightsOptions(
+        model=source.model,
+        use_hf=source.use_hf,
+        model_revision=source.model_revision,
+        trust_remote_code=source.trust_remote_code,
+    )
     found(weights)  # before what follows imports torch
     from megaswift.inference.export import quantise
 

@@ -18,11 +18,18 @@ megaswift infer: a conversation in the terminal, or the answers to a file of pro
   megaswift infer --model DIR --dataset q.jsonl --result_path a.jsonl  a file
   megaswift infer --model DIR --adapters OUT/adapter --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
 HINTS = {
-    "bf16": "--torch_dtype bfloat16", "fp16": "--torch_dtype float16", "load_in_4bit": "--quantization_bit 4",
-    "load_in_8bit": "--quantization_bit 8", "do_sample": "--temperature: above 0 draws, 0 does not",
+    "bf16": "--torch_dtype bfloat16",
+    "fp16": "--torch_dtype float16",
+    "load_in_4bit": "--quantization_bit 4",
+    "load_in_8bit": "--quantization_bit 8",
+    "do_sample": "--temperature: above 0 draws, 0 does not",
     "stream": "answers are streamed anyway",
-    "merge_lora": "--merge_adapters, or megaswift export --merge_lora true", "ckpt_dir": "--adapters", "output_dir": "--result_path FILE",
-    "tp": "--device_map auto spreads a model over all GPUs", "max_length": "--max_new_tokens"}
+    "merge_lora": "--merge_adapters, or megaswift export --merge_lora true",
+    "ckpt_dir": "--adapters",
+    "output_dir": "--result_path FILE",
+    "tp": "--device_map auto spreads a model over all GPUs",
+    "max_length": "--max_new_tokens",
+}
 COMMAND = Command("infer", USAGE, InferConfig, check_infer, HINTS)
 
 
@@ -53,7 +60,10 @@ def _run(cfg: InferConfig) -> int:
 
     prepared = prepare(cfg.weights, cfg.conversation.chat_template)
     home = Home(Path(cfg.file.dataset).parent if cfg.file.dataset is not None else Path.cwd())
-    prompts, sampling = Prompts(prepared, cfg.conversation.system, home), sampling_of(cfg.generation, prepared.generation)
+    prompts, sampling = (
+        Prompts(prepared, cfg.conversation.system, home),
+        sampling_of(cfg.generation, prepared.generation),
+    )
 
     def make() -> Generator:
         model, device = load(prepared, cfg.placement)

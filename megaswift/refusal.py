@@ -61,7 +61,9 @@ def _marker(environ: Mapping[str, str]) -> Path | None:
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     run = "".join(c for c in environ.get("TORCHELASTIC_RUN_ID", "") if c.isalnum())
     parent = environ.get("MEGASWIFT_RUN", os.getppid())
-    return Path(tempfile.gettempdir(), f"megaswift-{os.getuid()}-{parent}-{run}-{environ.get('MASTER_PORT', '0')}-{attempt}")
+    return Path(
+        tempfile.gettempdir(), f"megaswift-{os.getuid()}-{parent}-{run}-{environ.get('MASTER_PORT', '0')}-{attempt}"
+    )
 
 
 def _fresh(said: Path) -> bool:

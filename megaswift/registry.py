@@ -45,7 +45,9 @@ class Registry(Generic[T]):
         self._load()
         if name not in self._items:
             known = ", ".join(sorted(self._items))
-            raise ConfigError(Problem(f"{self.kind} {name!r}", f"is not known; known are {known}", nearest(name, list(self._items))))
+            raise ConfigError(
+                Problem(f"{self.kind} {name!r}", f"is not known; known are {known}", nearest(name, list(self._items)))
+            )
         return self._items[name]
 
     def names(self) -> list[str]:

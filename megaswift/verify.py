@@ -25,8 +25,13 @@ from megaswift.version import __version__
 DIFFERENT = 1
 """Exit code; 0: equal, 2: a mistake in the command or files that cannot be read."""
 TOLD = {
-    "missing": "missing in B", "extra": "extra: not in A", "shape": "different shape", "dtype": "different dtype",
-    "different": "different", "equal": "equal", "ignored": "ignored",
+    "missing": "missing in B",
+    "extra": "extra: not in A",
+    "shape": "different shape",
+    "dtype": "different dtype",
+    "different": "different",
+    "equal": "equal",
+    "ignored": "ignored",
 }
 
 
@@ -35,8 +40,12 @@ def verify(options: argparse.Namespace) -> int:
     _check(options)
     a, b = Side.open(options.a), Side.open(options.b)
     tensors.check_same_architecture(a, b)
-    facts: dict[str, Any] = {"megaswift": __version__, "a": str(options.a), "b": str(options.b),
-                             "compared": "logits" if options.logits else "tensors"}
+    facts: dict[str, Any] = {
+        "megaswift": __version__,
+        "a": str(options.a),
+        "b": str(options.b),
+        "compared": "logits" if options.logits else "tensors",
+    }
     same = _logits(a, b, options, facts) if options.logits else _tensors(a, b, options, facts)
     if options.report is not None:
         _write(options.report, {**facts, "equal": same})
@@ -54,7 +63,9 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name):
             problems.append(Problem(f"--{name}", "is for tensors, not for --logits", "leave it out"))
     if options.report is not None and (options.report.is_dir() or not options.report.absolute().parent.is_dir()):
-        problems.append(Problem(f"--report {options.report}", "cannot be written there", "a file in a folder that exists"))
+        problems.append(
+            Problem(f"--report {options.report}", "cannot be written there", "a file in a folder that exists")
+        )
     if problems:
         raise ConfigError(problems)
 
@@ -76,9 +87,12 @@ def _tensors(a: Side, b: Side, options: argparse.Namespace, facts: dict[str, Any
     if settings is None:
         print("config.json: not compared, as not both sides have one that a known model family can read")
     print(f"{len(rows)} tensors: " + ", ".join(f"{counts[status]} {status}" for status in TOLD if counts[status]))
-    facts |= {"dtype": str(dtype).removeprefix("torch.") if dtype else None, "counts": dict(counts),
-              "config": None if settings is None else [{"setting": k, "a": x, "b": y} for k, x, y in settings],
-              "tensors": tensors.as_json(rows)}
+    facts |= {
+        "dtype": str(dtype).removeprefix("torch.") if dtype else None,
+        "counts": dict(counts),
+        "config": None if settings is None else [{"setting": k, "a": x, "b": y} for k, x, y in settings],
+        "tensors": tensors.as_json(rows),
+    }
     return bool(rows) and all(row.good for row in rows) and not settings
 
 
@@ -94,20 +108,38 @@ def cells(row: Row) -> tuple[str, ...]:
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Columns as wide as their widest cell, the last one free."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows)
+    return "\n".join(
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    )
 
 
 def _logits(a: Side, b: Side, options: argparse.Namespace, facts: dict[str, Any]) -> bool:
-    prompts = scores.from_file(options.prompts, a.model, options.trust_remote_code) if options.prompts is not None else None
+    prompts = (
+        scores.from_file(options.prompts, a.model, options.trust_remote_code) if options.prompts is not None else None
+    )
     rows, tolerance, between = scores.compare_logits(a, b, prompts, options.trust_remote_code)
     good = [row.max_abs_diff <= tolerance for row in rows]
-    lines = [(r.prompt, str(r.tokens), f"{r.largest:.4g}", f"{r.spread:.3g}", f"{r.max_abs_diff:.3g}", "ok" if ok else "DIFFERENT")
-             for r, ok in zip(rows, good, strict=True)]
+    lines = [
+        (
+            r.prompt,
+            str(r.tokens),
+            f"{r.largest:.4g}",
+            f"{r.spread:.3g}",
+            f"{r.max_abs_diff:.3g}",
+            "ok" if ok else "DIFFERENT",
+        )
+        for r, ok in zip(rows, good, strict=True)
+    ]
     print(table([("prompt", "tokens", "largest logit", "HF's spread", "max |A - B|", "result"), *lines]))
     print(f"tolerance {tolerance:.3g}: {scores.TIMES:g} x the largest difference of A's own logits between {between}")
-    facts |= {"tolerance": tolerance, "spread_between": between,
-              "prompts": [{**asdict(row), "max_abs_diff": row.max_abs_diff if row.max_abs_diff < float("inf") else "inf", "ok": ok}
-                          for row, ok in zip(rows, good, strict=True)]}
+    facts |= {
+        "tolerance": tolerance,
+        "spread_between": between,
+        "prompts": [
+            {**asdict(row), "max_abs_diff": row.max_abs_diff if row.max_abs_diff < float("inf") else "inf", "ok": ok}
+            for row, ok in zip(rows, good, strict=True)
+        ],
+    }
     return all(good)
 
 

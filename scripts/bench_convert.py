@@ -24,8 +24,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-LAYER = {"vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
-         "head_dim": 128}
+LAYER = {
+    "vocab_size": 32768,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
 ROW = "{:>8} {:<18} {:>9} {:>9} {:>9} {:>12}"
 
 
@@ -38,8 +44,18 @@ def write_model(folder: Path, gigabytes: float) -> int:
     from megaswift.families import family_of
 
     layers = max(1, round((gigabytes * 1e9 - 2 * 2 * 32768 * 4096) / (2 * 193e6)))
-    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": layers, "hidden_act": "silu", **LAYER,
-              "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e6, "tie_word_embeddings": False, "dtype": "bfloat16"}
+    config = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_act": "silu",
+        **LAYER,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
     family = family_of(config)
     metas = WeightPlan(family, family.spec(config)).hf_tensors(torch.bfloat16)
     noise = torch.randint(-(2**15), 2**15, (32768 * 4096 + 4096,), dtype=torch.int16).view(torch.bfloat16)
@@ -111,7 +127,11 @@ def bench(gigabytes: float, folder: Path, cold: bool) -> None:
         print(ROW.format(f"{size / 1e9:.2f}", "cp + sync", f"{plain:.1f}", f"{size / plain / 1e9:.2f}", "", ""))
         share, memory = f"{plain / seconds:.0%}", f"{peak / 2**20:.0f} MiB"
         print(ROW.format("", way, f"{seconds:.1f}", f"{size / seconds / 1e9:.2f}", share, memory), flush=True)
-    same = all((back / path.name).read_bytes() == path.read_bytes() for path in hf.glob("*.safetensors")) if size < 2e9 else True
+    same = (
+        all((back / path.name).read_bytes() == path.read_bytes() for path in hf.glob("*.safetensors"))
+        if size < 2e9
+        else True
+    )
     assert same, "the round trip changed a byte"
     for path in (hf, megatron, back):
         shutil.rmtree(path)
@@ -121,7 +141,9 @@ def main() -> None:
     """The table, and how time grows with size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 4], metavar="GB")
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="on the disk to measure (default: a temporary folder)"
+    )
     parser.add_argument("--cold", action="store_true", help="read the source from the disk, not from the page cache")
     given = parser.parse_args()
     if given.folder is not None:
@@ -129,7 +151,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
         need, free = 3.2e9 * max(given.sizes), shutil.disk_usage(scratch).free
         if need > free:
-            raise SystemExit(f"{max(given.sizes)} GB need {need / 1e9:.0f} GB of disk, and {free / 1e9:.0f} GB are free")
+            raise SystemExit(
+                f"{max(given.sizes)} GB need {need / 1e9:.0f} GB of disk, and {free / 1e9:.0f} GB are free"
+            )
         print(ROW.format("GB", "", "seconds", "GB/s", "of copy", "peak memory"))
         for size in sorted(given.sizes):
             bench(size, Path(scratch), given.cold)

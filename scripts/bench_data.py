@@ -40,26 +40,41 @@ def make_data(folder: Path, rows: int) -> None:
     """A file of conversations with log-normal lengths over a Zipf vocabulary, and a tokenizer trained on its beginning."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
+
     rng = random.Random(0)
-    words = ["".join(rng.choices("etaoinshrdlucmfwypvbgkqjxz", weights=range(26, 0, -1), k=rng.randint(1, 10))) for _ in range(20_000)]
+    words = [
+        "".join(rng.choices("etaoinshrdlucmfwypvbgkqjxz", weights=range(26, 0, -1), k=rng.randint(1, 10)))
+        for _ in range(20_000)
+    ]
     weights = [1 / (i + 10) for i in range(len(words))]
     pool = rng.choices(words, weights=weights, k=2_000_000)
 
     def text(mean: float) -> str:
         length = min(1500, int(rng.lognormvariate(mean, 1.1)) + 1)
         at = rng.randrange(len(pool) - length)
-        return " ".join(pool[at:at + length])
+        return " ".join(pool[at : at + length])
+
     with (folder / "data.jsonl").open("w") as f:
         for _ in range(rows):
             turns = range(rng.choices((1, 2, 3, 5), weights=(6, 2, 1, 1))[0])
-            messages = [m for _ in turns for m in ({"role": "user", "content": text(2.8)}, {"role": "assistant", "content": text(4.0)})]
+            messages = [
+                m
+                for _ in turns
+                for m in ({"role": "user", "content": text(2.8)}, {"role": "assistant", "content": text(4.0)})
+            ]
             f.write(json.dumps({"messages": messages}) + "\n")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator([" ".join(pool[i:i + 1000]) for i in range(0, 300_000, 1000)], trainers.BpeTrainer(
-        vocab_size=16_000, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.train_from_iterator(
+        [" ".join(pool[i : i + 1000]) for i in range(0, 300_000, 1000)],
+        trainers.BpeTrainer(
+            vocab_size=16_000,
+            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder / "tokenizer")
@@ -80,16 +95,32 @@ def ours(folder: Path, processes: int, max_length: int) -> dict[str, float]:
     from megaswift.data.build import documents
     from megaswift.data.collate import Shape
     from megaswift.data.loader import make_rows
+
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    cfg = SwiftConfig(task="sft", model="unused", dataset=[str(folder / "data.jsonl")], max_length=max_length, packing=True,
-                      truncation_strategy="right", dataset_num_proc=processes, dataset_cache_dir=str(folder / "cache"))
+    cfg = SwiftConfig(
+        task="sft",
+        model="unused",
+        dataset=[str(folder / "data.jsonl")],
+        max_length=max_length,
+        packing=True,
+        truncation_strategy="right",
+        dataset_num_proc=processes,
+        dataset_cache_dir=str(folder / "cache"),
+    )
     began, cpu = time.perf_counter(), cpu_seconds()
     docs, _ = documents(cfg.data, cfg.train, tokenizer)
     rows = make_rows(docs, True, max_length, Shape())
     seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu
     tokens = int(docs.length.sum())
-    return {"seconds": seconds, "cpu": cpu, "rows": len(docs), "packed": len(rows), "tokens": tokens, "labels": int(docs.labels.sum()),
-            "fill": tokens / (len(rows) * max_length)}
+    return {
+        "seconds": seconds,
+        "cpu": cpu,
+        "rows": len(docs),
+        "packed": len(rows),
+        "tokens": tokens,
+        "labels": int(docs.labels.sum()),
+        "fill": tokens / (len(rows) * max_length),
+    }
 
 
 def trl(folder: Path, processes: int, max_length: int) -> dict[str, float]:
@@ -98,14 +129,33 @@ def trl(folder: Path, processes: int, max_length: int) -> dict[str, float]:
     from datasets import load_dataset
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
     from trl import SFTConfig, SFTTrainer
+
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     began = time.perf_counter()
     data = load_dataset("json", data_files=str(folder / "data.jsonl"), split="train")
     reading = time.perf_counter() - began
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                         num_attention_heads=2, num_key_value_heads=2, head_dim=8))
-    args = SFTConfig(output_dir=str(folder / "trl"), assistant_only_loss=True, packing=True, packing_strategy="bfd", report_to=[],
-                     max_length=max_length, dataset_num_proc=processes, use_cpu=True, bf16=False)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+        )
+    )
+    args = SFTConfig(
+        output_dir=str(folder / "trl"),
+        assistant_only_loss=True,
+        packing=True,
+        packing_strategy="bfd",
+        report_to=[],
+        max_length=max_length,
+        dataset_num_proc=processes,
+        use_cpu=True,
+        bf16=False,
+    )
     spent: list[float] = []
     cpus: list[float] = []
 
@@ -118,11 +168,20 @@ def trl(folder: Path, processes: int, max_length: int) -> dict[str, float]:
             spent.append(time.perf_counter() - start)
             cpus.append(cpu_seconds() - cpu)
             return out
+
     packed = Timed(model, args, train_dataset=data, processing_class=tokenizer).train_dataset
     lengths = sum(sum(r) for r in packed["seq_lengths"])
     labels = sum(int((row != -100).sum()) for row in packed.with_format("numpy")["labels"])
-    return {"seconds": sum(spent), "cpu": sum(cpus), "reading": reading, "rows": len(data), "packed": len(packed), "tokens": lengths,
-            "labels": labels, "fill": lengths / (len(packed) * max_length)}
+    return {
+        "seconds": sum(spent),
+        "cpu": sum(cpus),
+        "reading": reading,
+        "rows": len(data),
+        "packed": len(packed),
+        "tokens": lengths,
+        "labels": labels,
+        "fill": lengths / (len(packed) * max_length),
+    }
 
 
 def tree_memory(pid: int) -> int:
@@ -145,8 +204,18 @@ def run_side(side: str, folder: Path, args: argparse.Namespace) -> dict[str, flo
     """One side in a process tree of its own, its memory watched."""
     out = folder / f"{side}.json"
     env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, "--side", side, "--folder", str(folder), "--processes", str(args.processes),
-               "--max_length", str(args.max_length)]
+    command = [
+        sys.executable,
+        __file__,
+        "--side",
+        side,
+        "--folder",
+        str(folder),
+        "--processes",
+        str(args.processes),
+        "--max_length",
+        str(args.max_length),
+    ]
     with (folder / f"{side}.log").open("w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         peak, stop = [0], threading.Event()
@@ -154,6 +223,7 @@ def run_side(side: str, folder: Path, args: argparse.Namespace) -> dict[str, flo
         def watch() -> None:
             while not stop.wait(0.25):
                 peak[0] = max(peak[0], tree_memory(process.pid))
+
         watcher = threading.Thread(target=watch)
         watcher.start()
         code = process.wait()
@@ -170,12 +240,16 @@ def report(results: dict[str, dict[str, float]], processes: int) -> None:
     for side, r in results.items():
         extra = f"  (and {r['reading']:.1f} s to read the file)" if "reading" in r else ""
         speed = f"{r['seconds']:8.1f} s {r['rows'] / r['seconds']:8,.0f} rows/s  {r['cpu']:.1f} s of CPU"
-        print(f"{side:10} {speed}  peak {r['peak_gib']:.2f} GiB  "
-              f"{r['tokens']:,} tokens, {r['labels']:,} labels in {r['packed']:,} rows, fill {100 * r['fill']:.2f}%{extra}")
+        print(
+            f"{side:10} {speed}  peak {r['peak_gib']:.2f} GiB  "
+            f"{r['tokens']:,} tokens, {r['labels']:,} labels in {r['packed']:,} rows, fill {100 * r['fill']:.2f}%{extra}"
+        )
     a, b = results["megaswift"], results["trl"]
-    print(f"{b['seconds'] / a['seconds']:.2f} x the speed of TRL ({b['cpu'] / a['cpu']:.2f} x by CPU time), "
-          f"{a['peak_gib'] / b['peak_gib']:.2f} x its memory; same tokens: {a['tokens'] == b['tokens']}, "
-          f"same labels: {a['labels'] == b['labels']}")
+    print(
+        f"{b['seconds'] / a['seconds']:.2f} x the speed of TRL ({b['cpu'] / a['cpu']:.2f} x by CPU time), "
+        f"{a['peak_gib'] / b['peak_gib']:.2f} x its memory; same tokens: {a['tokens'] == b['tokens']}, "
+        f"same labels: {a['labels'] == b['labels']}"
+    )
 
 
 def main() -> None:

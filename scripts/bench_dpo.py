@@ -61,7 +61,10 @@ def steps(args: argparse.Namespace) -> list[list[Pair]]:
 
 def lengths_of(args: argparse.Namespace) -> dict[str, float]:
     """What the documents are like: their median and longest, and the real tokens' share of rows padded to a step's longest."""
-    documents = [[len(p.prompt) + len(answer) for p in step for answer in (p.chosen, p.rejected)] for step in steps(args)[args.warmup:-1]]
+    documents = [
+        [len(p.prompt) + len(answer) for p in step for answer in (p.chosen, p.rejected)]
+        for step in steps(args)[args.warmup : -1]
+    ]
     every = [n for step in documents for n in step]
     padded = sum(max(step) * len(step) for step in documents)
     return {"median": statistics.median(every), "longest": max(every), "fill_of_padded_rows": sum(every) / padded}
@@ -123,13 +126,30 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         text = lambda ids: "".join(f" <{i}>" for i in ids)  # noqa: E731
-        rows = [{"prompt": text(p.prompt), "chosen": text(p.chosen), "rejected": text(p.rejected)} for step in data for p in step]
+        rows = [
+            {"prompt": text(p.prompt), "chosen": text(p.chosen), "rejected": text(p.rejected)}
+            for step in data
+            for p in step
+        ]
         with tempfile.TemporaryDirectory() as scratch:
             config = DPOConfig(
-                scratch, per_device_train_batch_size=args.pairs, max_steps=len(data), beta=BETA, max_length=args.length,
-                logging_strategy="no", train_sampling_strategy="sequential", **trl_options(args))
-            trainer = Told(load_hf(args, folder), load_hf(args, folder), config, train_dataset=Dataset.from_list(rows),
-                           processing_class=tokenizer, callbacks=[Pacer(turn)])
+                scratch,
+                per_device_train_batch_size=args.pairs,
+                max_steps=len(data),
+                beta=BETA,
+                max_length=args.length,
+                logging_strategy="no",
+                train_sampling_strategy="sequential",
+                **trl_options(args),
+            )
+            trainer = Told(
+                load_hf(args, folder),
+                load_hf(args, folder),
+                config,
+                train_dataset=Dataset.from_list(rows),
+                processing_class=tokenizer,
+                callbacks=[Pacer(turn)],
+            )
             trainer.turn = turn
             trainer.train()
 
@@ -139,8 +159,12 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
 def compared(args: argparse.Namespace, turns: Mapping[str, Turn], times: list[dict[str, float]]) -> dict[str, Any]:
     """Medians, best steps, losses and what the documents were; megaswift's time as a multiple of TRL's."""
     median = by_contender(times, statistics.median)
-    found = {"median_s": median, "best_s": by_contender(times, min), "lengths": lengths_of(args),
-             "losses": {name: turn.losses for name, turn in turns.items()}}
+    found = {
+        "median_s": median,
+        "best_s": by_contender(times, min),
+        "lengths": lengths_of(args),
+        "losses": {name: turn.losses for name, turn in turns.items()},
+    }
     if len(turns) == len(NAMES):
         sums = by_contender(times, sum)
         found["ratio"] = median["megaswift"] / median["trl"]
@@ -152,15 +176,21 @@ def compared(args: argparse.Namespace, turns: Mapping[str, Turn], times: list[di
 def tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """The medians and their ratio."""
     lengths = result["lengths"]
-    print(f"{args.size}, {args.dtype}, {args.pairs} pairs a step, documents of {lengths['median']:.0f} tokens in the median and "
-          f"{lengths['longest']} at most, {lengths['fill_of_padded_rows']:.0%} of padded rows filled; {args.device}, "
-          f"{torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}; {args.steps} alternating steps")
+    print(
+        f"{args.size}, {args.dtype}, {args.pairs} pairs a step, documents of {lengths['median']:.0f} tokens in the median and "
+        f"{lengths['longest']} at most, {lengths['fill_of_padded_rows']:.0%} of padded rows filled; {args.device}, "
+        f"{torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}; {args.steps} alternating steps"
+    )
     for name, seconds in result["median_s"].items():
-        print(f"  {name:10} {seconds * 1e3:9.1f} ms   (best {result['best_s'][name] * 1e3:.1f} ms)   "
-              f"losses {[round(loss, 6) for loss in result['losses'][name][:3]]}")
+        print(
+            f"  {name:10} {seconds * 1e3:9.1f} ms   (best {result['best_s'][name] * 1e3:.1f} ms)   "
+            f"losses {[round(loss, 6) for loss in result['losses'][name][:3]]}"
+        )
     if "ratio" in result:
-        print(f"  megaswift / trl: {result['ratio']:.3f} of the medians, {result['ratio_of_sums']:.3f} of the sums, "
-              f"{result['ratio_by_round']:.3f} median of the rounds' ratios")
+        print(
+            f"  megaswift / trl: {result['ratio']:.3f} of the medians, {result['ratio_of_sums']:.3f} of the sums, "
+            f"{result['ratio_by_round']:.3f} median of the rounds' ratios"
+        )
 
 
 def command_line() -> argparse.ArgumentParser:

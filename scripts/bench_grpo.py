@@ -38,7 +38,9 @@ Work = Callable[["Sampling"], None]
 
 def even(completions: list[str], **columns: object) -> list[float]:
     """The reward: the share of even words."""
-    return [statistics.fmean(int(word[1:-1]) % 2 == 0 for word in text.split()) if text else 0.0 for text in completions]
+    return [
+        statistics.fmean(int(word[1:-1]) % 2 == 0 for word in text.split()) if text else 0.0 for text in completions
+    ]
 
 
 @dataclass
@@ -89,7 +91,9 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
 
         def on_step(self, loop: Loop, step: Step) -> None:
             self.turn.lengths.append(step.result.metrics["completions/mean_length"])
-            self.turn.parts.append({name: loop.seconds[name] - self.before.get(name, 0.0) for name in PARTS if name in loop.seconds})
+            self.turn.parts.append(
+                {name: loop.seconds[name] - self.before.get(name, 0.0) for name in PARTS if name in loop.seconds}
+            )
             self.pause(loop)
 
         def pause(self, loop: Loop) -> None:
@@ -99,11 +103,25 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Work:
     def work(turn: Sampling) -> None:
         completions = args.prompts * args.generations
         cfg = SwiftConfig(
-            task="grpo", model=str(folder), dataset=[str(folder / "prompts.jsonl")], reward_funcs=[f"{__file__}:even"],
-            num_generations=args.generations, max_completion_length=args.length, max_length=args.prompt_length + args.length,
-            per_device_train_batch_size=completions, global_batch_size=completions, rollout_batch_size=completions,
-            max_steps=args.warmup + args.steps + 1, learning_rate=LR, lr_scheduler_type="constant", warmup_ratio=0.0,
-            torch_dtype="float32", report_to="none", log_completions=False, output_dir=str(folder / "run"))
+            task="grpo",
+            model=str(folder),
+            dataset=[str(folder / "prompts.jsonl")],
+            reward_funcs=[f"{__file__}:even"],
+            num_generations=args.generations,
+            max_completion_length=args.length,
+            max_length=args.prompt_length + args.length,
+            per_device_train_batch_size=completions,
+            global_batch_size=completions,
+            rollout_batch_size=completions,
+            max_steps=args.warmup + args.steps + 1,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            warmup_ratio=0.0,
+            torch_dtype="float32",
+            report_to="none",
+            log_completions=False,
+            output_dir=str(folder / "run"),
+        )
         spec = spec_of(cfg, locate(cfg.model))
         context = start_context(cfg, layout_for(cfg, ModelShape.of(spec), 1))
         loop = Session(cfg, spec, folder, context).prepare()
@@ -133,7 +151,9 @@ def trl(args: argparse.Namespace, folder: Path) -> Work:
             self.turn.parts.append({})
             self.turn.pause()
 
-        def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
+        def on_log(
+            self, _args: Any, _state: Any, _control: Any, logs: dict[str, float] | None = None, **__: Any
+        ) -> None:
             if logs and "completions/mean_length" in logs:
                 self.turn.lengths[-1] = logs["completions/mean_length"]
 
@@ -142,13 +162,27 @@ def trl(args: argparse.Namespace, folder: Path) -> Work:
         rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
         with tempfile.TemporaryDirectory() as scratch:
             config = GRPOConfig(
-                scratch, num_generations=args.generations, max_completion_length=args.length, per_device_train_batch_size=completions,
-                max_steps=args.warmup + args.steps + 1, logging_steps=1, **trl_options(args))
+                scratch,
+                num_generations=args.generations,
+                max_completion_length=args.length,
+                per_device_train_batch_size=completions,
+                max_steps=args.warmup + args.steps + 1,
+                logging_steps=1,
+                **trl_options(args),
+            )
             trainer = GRPOTrainer(
-                load_hf(args, folder), even, config, train_dataset=Dataset.from_list(rows),
-                processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[Pacer(turn)])
-            for name, method in (("generation", "_generate"), ("rewards", "_calculate_rewards"),
-                                 ("scoring", "_get_per_token_logps_and_entropies")):
+                load_hf(args, folder),
+                even,
+                config,
+                train_dataset=Dataset.from_list(rows),
+                processing_class=AutoTokenizer.from_pretrained(folder),
+                callbacks=[Pacer(turn)],
+            )
+            for name, method in (
+                ("generation", "_generate"),
+                ("rewards", "_calculate_rewards"),
+                ("scoring", "_get_per_token_logps_and_entropies"),
+            ):
                 setattr(trainer, method, timed(turn, name, getattr(trainer, method)))
             trainer.train()
 
@@ -157,6 +191,7 @@ def trl(args: argparse.Namespace, folder: Path) -> Work:
 
 def timed(turn: Sampling, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """The method, its time added to a part of the step; log-probabilities with gradients are training, not scoring."""
+
     def measured(*values: Any, **named: Any) -> Any:
         began = time.perf_counter()
         found = method(*values, **named)
@@ -182,14 +217,23 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
 
 def compared(args: argparse.Namespace, turns: Mapping[str, Sampling], times: list[dict[str, float]]) -> dict[str, Any]:
     """Medians, parts, lengths of completions; megaswift's time as a multiple of TRL's."""
-    split = {name: split_of(turn.parts[args.warmup:args.warmup + args.steps], [t[name] for t in times]) for name, turn in turns.items()}
+    split = {
+        name: split_of(turn.parts[args.warmup : args.warmup + args.steps], [t[name] for t in times])
+        for name, turn in turns.items()
+    }
     median = by_contender(times, statistics.median)
-    used = {name: turn.processor[args.warmup:] for name, turn in turns.items()}
-    result = {"median_s": median, "processor_s": {name: statistics.median(u) for name, u in used.items()}, "split_s": split}
-    result["mean_lengths"] = {name: turn.lengths[:args.steps] for name, turn in turns.items()}
+    used = {name: turn.processor[args.warmup :] for name, turn in turns.items()}
+    result = {
+        "median_s": median,
+        "processor_s": {name: statistics.median(u) for name, u in used.items()},
+        "split_s": split,
+    }
+    result["mean_lengths"] = {name: turn.lengths[: args.steps] for name, turn in turns.items()}
     if len(turns) > 1:
         result["ratio"] = median["megaswift"] / median["trl"]
-        result["ratio_of_processor_time"] = statistics.median(a / b for a, b in zip(used["megaswift"], used["trl"], strict=True))
+        result["ratio_of_processor_time"] = statistics.median(
+            a / b for a, b in zip(used["megaswift"], used["trl"], strict=True)
+        )
         result["ratio_by_round"] = statistics.median(t["megaswift"] / t["trl"] for t in times)
     return result
 
@@ -203,15 +247,19 @@ def split_of(parts: list[dict[str, float]], seconds: list[float]) -> dict[str, f
 
 def tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Medians, parts and ratios."""
-    print(f"{args.size}, float32, {args.prompts} x {args.generations} completions of {args.prompt_length} + {args.length} tokens a step, "
-          f"{args.device}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}, torch {torch.__version__}; "
-          f"median of {args.steps} alternating steps")
+    print(
+        f"{args.size}, float32, {args.prompts} x {args.generations} completions of {args.prompt_length} + {args.length} tokens a step, "
+        f"{args.device}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}, torch {torch.__version__}; "
+        f"median of {args.steps} alternating steps"
+    )
     for name, seconds in result["median_s"].items():
         split = ", ".join(f"{part} {value * 1e3:.0f}" for part, value in result["split_s"][name].items() if value)
         print(f"  {name:10} {seconds * 1e3:9.1f} ms: {split}")
     if "ratio" in result:
-        print(f"  megaswift / trl {result['ratio']:.3f} of the medians, {result['ratio_by_round']:.3f} median of the rounds' ratios, "
-              f"{result['ratio_of_processor_time']:.3f} of processor time")
+        print(
+            f"  megaswift / trl {result['ratio']:.3f} of the medians, {result['ratio_by_round']:.3f} median of the rounds' ratios, "
+            f"{result['ratio_of_processor_time']:.3f} of processor time"
+        )
 
 
 def command_line() -> argparse.ArgumentParser:

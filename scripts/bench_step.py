@@ -44,6 +44,7 @@ def batches(args: argparse.Namespace) -> list[torch.Tensor]:
 
 def megaswift(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     """The engine on one process."""
+
     def work(turn: Turn) -> None:
         engine = load_engine(args, folder, "sft")
         for ids in batches(args):
@@ -59,10 +60,12 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
 
 def plain(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     """What one writes by hand: forward, cross-entropy, backward, clip, AdamW."""
+
     def work(turn: Turn) -> None:
         model = load_hf(args, folder)
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True if args.fused_adam else None)
+            model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True if args.fused_adam else None
+        )
         half = torch.autocast(args.device, torch.bfloat16) if args.dtype == "bfloat16" else contextlib.nullcontext()
         for cpu_ids in batches(args):
             turn.pause()
@@ -97,7 +100,9 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
             self.turn.losses.append(float("nan"))
             self.turn.pause()
 
-        def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
+        def on_log(
+            self, _args: Any, _state: Any, _control: Any, logs: dict[str, float] | None = None, **__: Any
+        ) -> None:
             if logs and "loss" in logs:
                 self.turn.losses[-1] = logs["loss"]
 
@@ -106,12 +111,24 @@ def trl(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
         rows = [{"input_ids": row, "labels": row} for ids in data for row in ids.tolist()]
         with tempfile.TemporaryDirectory() as scratch:
             config = SFTConfig(
-                scratch, per_device_train_batch_size=args.rows, max_steps=len(data), max_length=args.length, packing=False,
-                logging_strategy="steps", logging_steps=10**6, logging_first_step=True, train_sampling_strategy="sequential",
-                **trl_options(args))
+                scratch,
+                per_device_train_batch_size=args.rows,
+                max_steps=len(data),
+                max_length=args.length,
+                packing=False,
+                logging_strategy="steps",
+                logging_steps=10**6,
+                logging_first_step=True,
+                train_sampling_strategy="sequential",
+                **trl_options(args),
+            )
             trainer = SFTTrainer(
-                load_hf(args, folder), config, train_dataset=Dataset.from_list(rows),
-                processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[Pacer(turn)])
+                load_hf(args, folder),
+                config,
+                train_dataset=Dataset.from_list(rows),
+                processing_class=AutoTokenizer.from_pretrained(folder),
+                callbacks=[Pacer(turn)],
+            )
             trainer.train()
 
     return work
@@ -122,7 +139,8 @@ def compared(args: argparse.Namespace, turns: Mapping[str, Turn], times: list[di
     median = by_contender(times, statistics.median)
     others = [name for name in turns if name != "megaswift"] if "megaswift" in turns else []
     return {
-        "median_s": median, "best_s": by_contender(times, min),
+        "median_s": median,
+        "best_s": by_contender(times, min),
         "first_losses": {name: turn.losses[:2] for name, turn in turns.items()},
         "ratio": {other: median["megaswift"] / median[other] for other in others},
         "ratio_by_round": {other: statistics.median(t["megaswift"] / t[other] for t in times) for other in others},
@@ -131,12 +149,18 @@ def compared(args: argparse.Namespace, turns: Mapping[str, Turn], times: list[di
 
 def tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """The medians and their ratios."""
-    print(f"{args.size}, {args.dtype}, {args.rows} x {args.length} tokens a step, {args.device}, {torch.get_num_threads()} threads, "
-          f"{platform.processor() or platform.machine()}, torch {torch.__version__}; median of {args.steps} alternating steps")
+    print(
+        f"{args.size}, {args.dtype}, {args.rows} x {args.length} tokens a step, {args.device}, {torch.get_num_threads()} threads, "
+        f"{platform.processor() or platform.machine()}, torch {torch.__version__}; median of {args.steps} alternating steps"
+    )
     for name, seconds in result["median_s"].items():
-        print(f"  {name:10} {seconds * 1e3:9.1f} ms   (best {result['best_s'][name] * 1e3:.1f} ms)   losses {result['first_losses'][name]}")
+        print(
+            f"  {name:10} {seconds * 1e3:9.1f} ms   (best {result['best_s'][name] * 1e3:.1f} ms)   losses {result['first_losses'][name]}"
+        )
     for other, ratio in result["ratio"].items():
-        print(f"  megaswift / {other:6} {ratio:.3f} of the medians, {result['ratio_by_round'][other]:.3f} median of the rounds' ratios")
+        print(
+            f"  megaswift / {other:6} {ratio:.3f} of the medians, {result['ratio_by_round'][other]:.3f} median of the rounds' ratios"
+        )
 
 
 def command_line() -> argparse.ArgumentParser:

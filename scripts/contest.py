@@ -74,7 +74,7 @@ def rounds(turns: Mapping[str, Turn], args: argparse.Namespace) -> list[dict[str
     for k in range(args.warmup + args.steps):
         first = k % len(turns)
         times.append({name: turns[name].step() for name in [*args.only[first:], *args.only[:first]]})
-    return times[args.warmup:]
+    return times[args.warmup :]
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,20 @@ def peak_memory(args: argparse.Namespace, turn: Turn) -> float:
     for _ in range(args.warmup + args.steps):
         turn.step()
     on_gpu = args.device == "cuda"
-    return torch.cuda.max_memory_allocated() / 2**30 if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return (
+        torch.cuda.max_memory_allocated() / 2**30
+        if on_gpu
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    )
 
 
 def peaks(args: argparse.Namespace) -> dict[str, float]:
     """The peak of each contender in a process of its own, with the same options."""
-    same = {name: value for name, value in vars(args).items() if name not in ("only", "json", "memory", "peak") and value is not False}
+    same = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in ("only", "json", "memory", "peak") and value is not False
+    }
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in same.items()]
     found = {}
     for name in args.only:
@@ -130,7 +138,9 @@ def by_contender(times: Sequence[Mapping[str, float]], number: Callable[[Iterabl
     return {name: number([t[name] for t in times]) for name in times[0]}
 
 
-def options(text: str | None, names: Sequence[str], steps: int, dtypes: Sequence[str] = ("float32", "bfloat16")) -> argparse.ArgumentParser:
+def options(
+    text: str | None, names: Sequence[str], steps: int, dtypes: Sequence[str] = ("float32", "bfloat16")
+) -> argparse.ArgumentParser:
     """The options of every contest."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="20m", help="model size")

@@ -9,9 +9,19 @@ from typing import Any
 
 import torch
 
-FIELDS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 SIZES = {
-    "tiny": (64, 2, 128, 4, 2, 16, 512), "20m": (384, 8, 1024, 6, 3, 64, 8192), "1b": (2048, 16, 6144, 16, 8, 128, 65536),
+    "tiny": (64, 2, 128, 4, 2, 16, 512),
+    "20m": (384, 8, 1024, 6, 3, 64, 8192),
+    "1b": (2048, 16, 6144, 16, 8, 128, 65536),
     "4b": (2560, 36, 9728, 32, 8, 128, 151936),
 }
 LR, CLIP, DECAY, BETAS, EPS = 1e-4, 1.0, 0.1, (0.9, 0.95), 1e-8
@@ -52,10 +62,21 @@ def load_engine(args: argparse.Namespace, folder: Path, task: str) -> Any:
     from megaswift.parallel.layout import Layout
 
     cfg = SwiftConfig(
-        task=task, model=str(folder), torch_dtype=args.dtype, learning_rate=LR, weight_decay=DECAY, max_grad_norm=CLIP,
-        adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=EPS, distributed_optimizer=args.device == "cuda")
+        task=task,
+        model=str(folder),
+        torch_dtype=args.dtype,
+        learning_rate=LR,
+        weight_decay=DECAY,
+        max_grad_norm=CLIP,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=EPS,
+        distributed_optimizer=args.device == "cuda",
+    )
     hf_config = json.loads((folder / "config.json").read_text())
-    engine = MegatronEngine(family_of(hf_config).spec(hf_config), cfg, ParallelContext(Layout(1), timeout_s=600, seed=1))
+    engine = MegatronEngine(
+        family_of(hf_config).spec(hf_config), cfg, ParallelContext(Layout(1), timeout_s=600, seed=1)
+    )
     engine.load_hf(folder)
     return engine
 
@@ -63,7 +84,19 @@ def load_engine(args: argparse.Namespace, folder: Path, task: str) -> Any:
 def trl_options(args: argparse.Namespace) -> dict[str, Any]:
     """The same for a trainer of TRL, which writes and reports nothing."""
     return {
-        "learning_rate": LR, "lr_scheduler_type": "constant", "weight_decay": DECAY, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1],
-        "adam_epsilon": EPS, "max_grad_norm": CLIP, "gradient_accumulation_steps": 1, "gradient_checkpointing": False,
-        "bf16": args.dtype == "bfloat16", "use_cpu": args.device == "cpu", "dataloader_pin_memory": False, "report_to": "none",
-        "save_strategy": "no", "disable_tqdm": True}
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "weight_decay": DECAY,
+        "adam_beta1": BETAS[0],
+        "adam_beta2": BETAS[1],
+        "adam_epsilon": EPS,
+        "max_grad_norm": CLIP,
+        "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": False,
+        "bf16": args.dtype == "bfloat16",
+        "use_cpu": args.device == "cpu",
+        "dataloader_pin_memory": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }

@@ -27,24 +27,46 @@ from megaswift.refusal import refuse  # noqa: E402
 
 def parser() -> argparse.ArgumentParser:
     """The options of this script; others are the run's."""
-    made = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                   epilog="All options of a run: megaswift sft --help")
-    made.add_argument("--nproc_per_node", "--nproc-per-node", metavar="N", help="processes on this machine (NPROC_PER_NODE)")
-    made.add_argument("--nnodes", metavar="N", help="machines (NNODES); then --node_rank, --master_addr and --master_port as well")
+    made = argparse.ArgumentParser(
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All options of a run: megaswift sft --help",
+    )
+    made.add_argument(
+        "--nproc_per_node", "--nproc-per-node", metavar="N", help="processes on this machine (NPROC_PER_NODE)"
+    )
+    made.add_argument(
+        "--nnodes", metavar="N", help="machines (NNODES); then --node_rank, --master_addr and --master_port as well"
+    )
     made.add_argument("--config", metavar="FILE", help="YAML or JSON, as for megaswift sft FILE")
     made.add_argument("--algorithm", metavar="TASK", help=", ".join(TASKS))
-    made.add_argument("--use_torchrun", "--use-torchrun", action="store_true", help="through torchrun at once; its processes check the run")
+    made.add_argument(
+        "--use_torchrun",
+        "--use-torchrun",
+        action="store_true",
+        help="through torchrun at once; its processes check the run",
+    )
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs to the end; the exit code is that of `megaswift sft`, of torchrun with --use_torchrun, 2 for a mistake."""
     mine, rest = parser().parse_known_args(argv)
-    counts = [word for name in ("nproc_per_node", "nnodes") if (n := getattr(mine, name)) is not None for word in (f"--{name}", n)]
+    counts = [
+        word
+        for name in ("nproc_per_node", "nnodes")
+        if (n := getattr(mine, name)) is not None
+        for word in (f"--{name}", n)
+    ]
     words = [*([mine.config] if mine.config else []), *counts, *rest]
     problems = []
     if mine.algorithm not in TASKS:
-        given, fix = (f"--algorithm {mine.algorithm}", nearest(mine.algorithm, list(TASKS))) if mine.algorithm else ("--algorithm", "")
+        given, fix = (
+            (f"--algorithm {mine.algorithm}", nearest(mine.algorithm, list(TASKS)))
+            if mine.algorithm
+            else ("--algorithm", "")
+        )
         rule = f"is {'not a task' if mine.algorithm else 'missing'}; tasks are {', '.join(TASKS)}"
         problems.append(Problem(given, rule, fix or "--algorithm sft"))
     if not mine.config:

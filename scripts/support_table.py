@@ -56,7 +56,12 @@ def tested(family: Family) -> str:
 
 def table(full: bool) -> list[str]:
     """One row a family."""
-    titles = ["`model_type`", "what it is", "layers", *(["held against Hugging Face on", "published models read"] if full else [])]
+    titles = [
+        "`model_type`",
+        "what it is",
+        "layers",
+        *(["held against Hugging Face on", "published models read"] if full else []),
+    ]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name in FAMILIES.names():
         models_read, layers = published(FAMILIES.get(name))
@@ -67,7 +72,13 @@ def table(full: bool) -> list[str]:
 
 def refusals() -> list[str]:
     """What each family's configuration must not ask for, with the reason."""
-    lines = ["", "Refused, each with its reason:", "", "| family | field of config.json | must be | because |", "|---|---|---|---|"]
+    lines = [
+        "",
+        "Refused, each with its reason:",
+        "",
+        "| family | field of config.json | must be | because |",
+        "|---|---|---|---|",
+    ]
     for name in FAMILIES.names():
         for row in FAMILIES.get(name).config:
             if isinstance(row, MustBe):
@@ -89,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
             stale.append(target)
             continue
         body = "\n".join([BEGIN, "", *table(full), *(refusals() if full else []), "", END])
-        fresh = text[: text.index(BEGIN)] + body + text[text.index(END) + len(END):]
+        fresh = text[: text.index(BEGIN)] + body + text[text.index(END) + len(END) :]
         if fresh != text:
             stale.append(target)
             if not check:

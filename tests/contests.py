@@ -12,8 +12,18 @@ from tests.sources import ROOT
 
 def contest(script: str, options: str) -> dict[str, Any]:
     """What the script prints as JSON; libraries may print before it."""
-    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / script), "--size", "tiny", "--threads", "1", *options.split()]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(ROOT / "scripts" / script),
+        "--size",
+        "tiny",
+        "--threads",
+        "1",
+        *options.split(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout[("\n" + done.stdout).index("\n{\n"):])
+    found: dict[str, Any] = json.loads(done.stdout[("\n" + done.stdout).index("\n{\n") :])
     return found

@@ -11,7 +11,9 @@ from tests.contests import contest
 @pytest.mark.slow
 def test_both_sample_completions_of_the_full_length() -> None:
     """None ends early, and every part of a step that a contender has is counted."""
-    result = contest("bench_grpo.py", "--prompts 2 --generations 4 --prompt_length 6 --length 9 --steps 2 --warmup 1 --json")
+    result = contest(
+        "bench_grpo.py", "--prompts 2 --generations 4 --prompt_length 6 --length 9 --steps 2 --warmup 1 --json"
+    )
     assert result["mean_lengths"] == {"megaswift": [9.0, 9.0], "trl": [9.0, 9.0]}
     assert all(seconds > 0 for seconds in result["median_s"].values())
     for name, split in result["split_s"].items():

@@ -20,10 +20,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def start(*words: str, cwd: Path | None = None, **environ: str) -> subprocess.Popen:
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NPROC_PER_NODE", "NNODES")}
+    clean = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NPROC_PER_NODE", "NNODES")
+    }
     clean["PYTHONPATH"] = str(ROOT)
-    return subprocess.Popen([sys.executable, *words], env={**clean, **environ}, cwd=cwd, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, preexec_fn=hears_ctrl_c)
+    return subprocess.Popen(
+        [sys.executable, *words],
+        env={**clean, **environ},
+        cwd=cwd,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=hears_ctrl_c,
+    )
 
 
 def hears_ctrl_c() -> None:
@@ -41,22 +50,45 @@ HEAVY = "import sys; heavy = {'torch', 'yaml', 'numpy', 'transformers', 'megatro
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("words", [["--help"], ["sft", "--help"], ["pt", "-h"], ["infer", "--help"], ["config", "--schema"], ["--version"],
-                                   ["data", "show", "--help"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["sft", "--help"],
+        ["pt", "-h"],
+        ["infer", "--help"],
+        ["config", "--schema"],
+        ["--version"],
+        ["data", "show", "--help"],
+    ],
+)
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
-    code, out, err = ran("-c", f"import megaswift.cli; code = megaswift.cli.main({words}); {HEAVY}; raise SystemExit(code)")
+    code, out, err = ran(
+        "-c", f"import megaswift.cli; code = megaswift.cli.main({words}); {HEAVY}; raise SystemExit(code)"
+    )
     assert code == 0 and out.rstrip().endswith("heavy []"), err
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("words", "told"), [
-    (["infer", "--model", "nowhere"], "--model nowhere: no such folder"),
-    (["deploy", "--model", "lora"], "holds the adapters of a LoRA run, not a model\n    try: --model BASE --adapters lora"),
-    (["export", "--model", "nowhere", "--quant", "4", "--output_dir", "new"], "--model nowhere: no such folder")])
-def test_a_model_that_cannot_answer_is_refused_before_torch_is_imported(words: list[str], told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["infer", "--model", "nowhere"], "--model nowhere: no such folder"),
+        (
+            ["deploy", "--model", "lora"],
+            "holds the adapters of a LoRA run, not a model\n    try: --model BASE --adapters lora",
+        ),
+        (["export", "--model", "nowhere", "--quant", "4", "--output_dir", "new"], "--model nowhere: no such folder"),
+    ],
+)
+def test_a_model_that_cannot_answer_is_refused_before_torch_is_imported(
+    words: list[str], told: str, tmp_path: Path
+) -> None:
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora" / "adapter_config.json").write_text("{}")
-    code, out, err = ran("-c", f"import megaswift.cli; code = megaswift.cli.main({words}); {HEAVY}; raise SystemExit(code)", cwd=tmp_path)
+    code, out, err = ran(
+        "-c", f"import megaswift.cli; code = megaswift.cli.main({words}); {HEAVY}; raise SystemExit(code)", cwd=tmp_path
+    )
     assert code == 2 and out == "heavy []\n" and told in err, err
 
 
@@ -69,28 +101,67 @@ def test_import_of_the_package_is_light() -> None:
 @pytest.mark.process
 def test_a_mistake_ends_with_2_and_no_traceback_before_torchrun_starts(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("lr: abc\n")
-    for words in (["-m", "megaswift", "sft", "run.yaml"], ["-m", "megaswift.sft", "run.yaml"], [str(ROOT / "megaswift/sft.py"), "run.yaml"],
-                  ["-m", "megaswift.pt", "run.yaml"]):
+    for words in (
+        ["-m", "megaswift", "sft", "run.yaml"],
+        ["-m", "megaswift.sft", "run.yaml"],
+        [str(ROOT / "megaswift/sft.py"), "run.yaml"],
+        ["-m", "megaswift.pt", "run.yaml"],
+    ):
         code, out, err = ran(*words, cwd=tmp_path, NPROC_PER_NODE="4")
         assert code == 2 and out == "" and "Traceback" not in err
-        assert err.startswith("megaswift: the configuration is wrong (3 problems)\n  - run.yaml:1 lr: abc: must be a number")
+        assert err.startswith(
+            "megaswift: the configuration is wrong (3 problems)\n  - run.yaml:1 lr: abc: must be a number"
+        )
     assert not list(tmp_path.glob("output*"))
 
 
 def model_folder(folder: Path) -> Path:
     """As much of a model as the checks before the first process look at."""
-    (folder / "config.json").write_text(json.dumps({
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "model_type": "qwen3",
+                "hidden_size": 48,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 3,
+                "num_key_value_heads": 3,
+                "head_dim": 16,
+                "vocab_size": 128,
+                "max_position_embeddings": 64,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 10000.0,
+                "hidden_act": "silu",
+                "tie_word_embeddings": True,
+                "attention_bias": False,
+            }
+        )
+    )
     return folder
 
 
 @pytest.mark.process
 def test_a_layout_that_does_not_work_ends_with_2_before_torchrun_starts(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"messages": []}\n')
-    code, out, err = ran("-m", "megaswift", "pt", "--random_init", "--model", str(model_folder(tmp_path)), "--dataset", "d.jsonl",
-                         "--tp", "2", "--pp", "4", "--fp8_format", "e4m3", cwd=tmp_path, NPROC_PER_NODE="2")
+    code, out, err = ran(
+        "-m",
+        "megaswift",
+        "pt",
+        "--random_init",
+        "--model",
+        str(model_folder(tmp_path)),
+        "--dataset",
+        "d.jsonl",
+        "--tp",
+        "2",
+        "--pp",
+        "4",
+        "--fp8_format",
+        "e4m3",
+        cwd=tmp_path,
+        NPROC_PER_NODE="2",
+    )
     assert code == 2 and out == "" and "Traceback" not in err and "ChildFailedError" not in err
     for part in ("problems)", "3 attention heads", "2 layers", "--fp8_format e4m3"):
         assert part in err, err
@@ -98,8 +169,9 @@ def test_a_layout_that_does_not_work_ends_with_2_before_torchrun_starts(tmp_path
 
 
 @pytest.mark.wide
-def test_a_malformed_row_ends_with_2_before_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_row_ends_with_2_before_a_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In this process: the exit code is the command's own. What is left of the start is no run."""
     importlib.import_module("megaswift.engine.megatron")
     inputs = [*write_inputs(tmp_path), "--output_dir", str(tmp_path / "out")]
@@ -111,20 +183,31 @@ def test_a_malformed_row_ends_with_2_before_a_model_is_built(tmp_path: Path, mon
         main(["sft", *inputs])
     told = capsys.readouterr().err
     assert ended.value.code == 2 and not built and "Traceback" not in told
-    assert f"{tmp_path / 'data.jsonl'}:49: column messages: int 3; expected a list" in told and "mend the row, or --strict false" in told
+    assert (
+        f"{tmp_path / 'data.jsonl'}:49: column messages: int 3; expected a list" in told
+        and "mend the row, or --strict false" in told
+    )
     assert check(load("sft", inputs)) == []
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("words", [
-    ["-m", "megaswift", "--help"], ["-m", "megaswift.sft", "--help"], ["-m", "megaswift", "config", "--schema"]])
+@pytest.mark.parametrize(
+    "words",
+    [["-m", "megaswift", "--help"], ["-m", "megaswift.sft", "--help"], ["-m", "megaswift", "config", "--schema"]],
+)
 def test_a_reader_that_leaves_early_is_no_error(words: list[str]) -> None:
     """As in `megaswift --help | head -1`; here the reader has left before anything is written."""
     inlet, outlet = os.pipe()
     os.close(inlet)
     try:
-        done = subprocess.run([sys.executable, *words], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=outlet, text=True,
-                              stderr=subprocess.PIPE, timeout=60)
+        done = subprocess.run(
+            [sys.executable, *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=outlet,
+            text=True,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
     finally:
         os.close(outlet)
     assert (done.returncode, done.stderr) == (0, "")
@@ -132,7 +215,9 @@ def test_a_reader_that_leaves_early_is_no_error(words: list[str]) -> None:
 
 @pytest.mark.process
 def test_another_broken_pipe_is_an_error() -> None:
-    raising = "from megaswift.stdout import reader_may_leave\nwith reader_may_leave():\n    raise BrokenPipeError('a socket')"
+    raising = (
+        "from megaswift.stdout import reader_may_leave\nwith reader_may_leave():\n    raise BrokenPipeError('a socket')"
+    )
     code, _, err = ran("-c", raising)
     assert code == 1 and "a socket" in err
 
@@ -166,9 +251,14 @@ def test_config_prints_what_it_understood(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_script_s_own_folder_leaves_the_path(tmp_path: Path) -> None:
     """`python megaswift/sft.py` must not make megaswift/data importable as `data`; the checkpoint writer's spawn reads it again."""
-    code, out, err = ran("-c", f"import runpy, sys; sys.path[0] = {str(ROOT / 'megaswift')!r}\n"
-                         f"runpy.run_path({str(ROOT / 'megaswift/sft.py')!r}, run_name='__mp_main__')\n"
-                         "print(sys.path[0]); print([p for p in sys.path if p.endswith('/megaswift')])", PYTHONPATH="", cwd=tmp_path)
+    code, out, err = ran(
+        "-c",
+        f"import runpy, sys; sys.path[0] = {str(ROOT / 'megaswift')!r}\n"
+        f"runpy.run_path({str(ROOT / 'megaswift/sft.py')!r}, run_name='__mp_main__')\n"
+        "print(sys.path[0]); print([p for p in sys.path if p.endswith('/megaswift')])",
+        PYTHONPATH="",
+        cwd=tmp_path,
+    )
     assert code == 0 and out.split("\n")[:2] == [str(ROOT), "[]"], err
 
 
@@ -191,16 +281,39 @@ def test_ctrl_c_while_starting(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_under_torchrun_one_message_from_rank_0() -> None:
-    code, out, err = ran("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2",
-                         str(ROOT / "megaswift/sft.py"), "--lr", "abc", OMP_NUM_THREADS="1")
+    code, out, err = ran(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        "2",
+        str(ROOT / "megaswift/sft.py"),
+        "--lr",
+        "abc",
+        OMP_NUM_THREADS="1",
+    )
     assert code == 1 and err.count("megaswift: the configuration is wrong") == 1 and "[rank" not in err
     assert "exitcode  : 2" in err
 
 
 @pytest.mark.process
 def test_torchrun_and_its_flags_must_agree() -> None:
-    code, _, err = ran("-m", "megaswift.sft", "--nproc_per_node", "4", "--model", "m", "--dataset", "d", LOCAL_RANK="0", RANK="0",
-                       WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    code, _, err = ran(
+        "-m",
+        "megaswift.sft",
+        "--nproc_per_node",
+        "4",
+        "--model",
+        "m",
+        "--dataset",
+        "d",
+        LOCAL_RANK="0",
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_WORLD_SIZE="1",
+    )
     assert code == 2 and "--nproc_per_node 4: the launcher was started with 1" in err
 
 

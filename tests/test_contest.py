@@ -9,10 +9,14 @@ from tests.contests import contest
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("script, options", [
-    ("bench_step.py", "--rows 2 --length 64 --fused_adam --only plain"), ("bench_dpo.py", "--pairs 2 --length 96 --unpacked"),
-    ("bench_grpo.py", "--prompts 1 --generations 2 --prompt_length 6 --length 9"),
-])
+@pytest.mark.parametrize(
+    "script, options",
+    [
+        ("bench_step.py", "--rows 2 --length 64 --fused_adam --only plain"),
+        ("bench_dpo.py", "--pairs 2 --length 96 --unpacked"),
+        ("bench_grpo.py", "--prompts 1 --generations 2 --prompt_length 6 --length 9"),
+    ],
+)
 def test_peaks(script: str, options: str) -> None:
     found = contest(script, f"{options} --steps 1 --warmup 1 --memory")["peak_gib"]
     assert set(found) == ({"plain"} if "--only" in options else {"megaswift", "trl"})

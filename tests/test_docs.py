@@ -20,8 +20,17 @@ from tests.sources import FOLDERS, ROOT
 PAGES = [ROOT / "README.md", ROOT / "converters/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 OPTION = r"(?<![\w-])--([A-Za-z][\w-]*)"
-OF_OTHERS = {"dist_ckpt_strictness", "load_format", "num_gpus", "no_local_rank", "admin_api_key", "disable_cuda_graph",
-             "disable_overlap_schedule", "grammar_backend", "lora_backend"}
+OF_OTHERS = {
+    "dist_ckpt_strictness",
+    "load_format",
+    "num_gpus",
+    "no_local_rank",
+    "admin_api_key",
+    "disable_cuda_graph",
+    "disable_overlap_schedule",
+    "grammar_backend",
+    "lora_backend",
+}
 """Options of Megatron-LM, vLLM, DeepSpeed's launcher and SGLang that no file of ours says."""
 STAND_IN = dict.fromkeys(("run.yaml", "OUT/config.yaml"), "configs/sft/quick.yaml")
 """A file of options of the reader's own."""
@@ -30,8 +39,17 @@ STAND_IN = dict.fromkeys(("run.yaml", "OUT/config.yaml"), "configs/sft/quick.yam
 def known_options() -> set[str]:
     """Of training and inference by every spelling; of scripts, of converters and of other programs as our code writes them."""
     tables = {*NAMES, *(name for module in (infer, deploy, export) for name in module.COMMAND.table.names)}
-    files = [p for folder in ("megaswift", "scripts", "converters") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".sh")]
-    return tables | OF_OTHERS | {o.replace("-", "_") for p in files for o in re.findall(OPTION, p.read_text(encoding="utf-8"))}
+    files = [
+        p
+        for folder in ("megaswift", "scripts", "converters")
+        for p in (ROOT / folder).rglob("*")
+        if p.suffix in (".py", ".sh")
+    ]
+    return (
+        tables
+        | OF_OTHERS
+        | {o.replace("-", "_") for p in files for o in re.findall(OPTION, p.read_text(encoding="utf-8"))}
+    )
 
 
 @cache
@@ -57,8 +75,14 @@ def test_options() -> None:
 
 
 def test_links() -> None:
-    links = [(page, *link.partition("#")) for page, text in TEXTS.items() for link in re.findall(r"\]\(((?!https?://)[^)]+)\)", text)]
-    targets = [(page, (ROOT / page).parent / file if file else ROOT / page, heading) for page, file, _, heading in links]
+    links = [
+        (page, *link.partition("#"))
+        for page, text in TEXTS.items()
+        for link in re.findall(r"\]\(((?!https?://)[^)]+)\)", text)
+    ]
+    targets = [
+        (page, (ROOT / page).parent / file if file else ROOT / page, heading) for page, file, _, heading in links
+    ]
     assert len(targets) > 50 and [(page, str(t)) for page, t, _ in targets if not t.exists()] == []
     assert [(page, t.name, heading) for page, t, heading in targets if heading and heading not in headings(t)] == []
 
@@ -67,13 +91,19 @@ def test_files() -> None:
     """Those that are named from the repository's root, or from the package's."""
     inner = [p.name for p in (ROOT / "megaswift").iterdir() if p.is_dir()]
     roots = [(ROOT, [*FOLDERS, "configs", "docs", "docker"]), (ROOT / "megaswift", inner)]
-    named = [(page, root, name) for root, folders in roots for page, text in TEXTS.items()
-             for name in re.findall(rf"`((?:{'|'.join(folders)})/[\w./*-]+)", text)]
+    named = [
+        (page, root, name)
+        for root, folders in roots
+        for page, text in TEXTS.items()
+        for name in re.findall(rf"`((?:{'|'.join(folders)})/[\w./*-]+)", text)
+    ]
     assert len(named) > 100 and [(page, name) for page, root, name in named if not list(root.glob(name))] == []
 
 
-@pytest.mark.parametrize("words", [
-    pytest.param(words, id=f"{page}-{i}") for page, text in TEXTS.items() for i, words in enumerate(commands(text))])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, id=f"{page}-{i}") for page, text in TEXTS.items() for i, words in enumerate(commands(text))],
+)
 def test_commands_are_understood(words: list[str]) -> None:
     options = [STAND_IN.get(word, word) for word in words[1:] if word != "..."]
     options = [str(ROOT / word) if word.startswith("configs/") else word for word in options]
@@ -108,4 +138,7 @@ def test_the_readme_s_new_format_works_as_pasted(tmp_path: Path, monkeypatch: py
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     sample = recognise(row, "sft").parse(row)
-    assert [(m["role"], m["content"]) for m in sample.messages] == [("user", row["prompt"]), ("assistant", row["completion"])]
+    assert [(m["role"], m["content"]) for m in sample.messages] == [
+        ("user", row["prompt"]),
+        ("assistant", row["completion"]),
+    ]

@@ -18,7 +18,11 @@ LAYERS = {
 }  # fmt: skip
 TOP = 7
 """Entry points: every other module directly in megaswift/."""
-OWNERS = {"megatron": "megaswift.engine.megatron", "transformer_engine": "megaswift.engine.megatron", "deepspeed": "megaswift.engine.torch"}
+OWNERS = {
+    "megatron": "megaswift.engine.megatron",
+    "transformer_engine": "megaswift.engine.megatron",
+    "deepspeed": "megaswift.engine.torch",
+}
 NO_TORCH = ("errors", "registry", "log", "disk", "version", "config", "parallel", "launchers")
 
 
@@ -46,12 +50,18 @@ def imported(source: Source, known: set[str], types: bool = True) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                package = source.module.split(".") if source.path.name == "__init__.py" else source.module.split(".")[:-1]
+                package = (
+                    source.module.split(".") if source.path.name == "__init__.py" else source.module.split(".")[:-1]
+                )
                 base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 found.add(full if full in known or base == "megatron" else base)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module", "__import__"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "importlib.import_module",
+            "import_module",
+            "__import__",
+        ):
             found.update(str(a.value) for a in node.args[:1] if isinstance(a, ast.Constant))
     return found - {source.module}
 
@@ -65,7 +75,12 @@ def graph(root: Path = ROOT, types: bool = True) -> dict[str, set[str]]:
 
 def upward(edges: dict[str, set[str]]) -> list[str]:
     """Imports of our own modules in a higher layer."""
-    return [f"{a} -> {b}" for a, found in edges.items() for b in sorted(found) if b.split(".")[0] == "megaswift" and layer(b) > layer(a)]
+    return [
+        f"{a} -> {b}"
+        for a, found in edges.items()
+        for b in sorted(found)
+        if b.split(".")[0] == "megaswift" and layer(b) > layer(a)
+    ]
 
 
 def foreign(edges: dict[str, set[str]]) -> list[str]:
@@ -99,8 +114,8 @@ def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
             elif other in stack:
                 low[module] = min(low[module], number[other])
         if low[module] == number[module]:
-            group = stack[stack.index(module):]
-            del stack[stack.index(module):]
+            group = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
             if len(group) > 1:
                 found.append(sorted(group))
 
@@ -147,8 +162,17 @@ def test_a_forbidden_import_is_found(rule, file: str, text: str, tmp_path: Path)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("arguments", [
-    ["--help"], ["sft", "--help"], ["config", "--schema"], ["convert", "--help"], ["infer", "--help"], ["deploy", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["sft", "--help"],
+        ["config", "--schema"],
+        ["convert", "--help"],
+        ["infer", "--help"],
+        ["deploy", "--help"],
+    ],
+)
 def test_help_needs_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys, runpy; from megaswift.cli import main\n"

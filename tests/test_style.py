@@ -17,7 +17,19 @@ from tests.sources import FOLDERS, ROOT, Source, sources
 FILE_LINES, LONG_FILE_LINES, FUNCTION_LINES, PARAMETERS, DEPTH = 300, 400, 60, 6, 2
 TABLES = ("megaswift/families/config_tables.py", "scripts/quickstart/facts.py")
 NOT_NAMES = ("utils", "util", "helpers", "helper", "common", "misc", "tools")
-IMPORT_NAMES = {"yaml", "megatron", "transformer_engine", "apex", "deepspeed", "vllm", "sglang", "ray", "PIL", "jinja2", "google"}
+IMPORT_NAMES = {
+    "yaml",
+    "megatron",
+    "transformer_engine",
+    "apex",
+    "deepspeed",
+    "vllm",
+    "sglang",
+    "ray",
+    "PIL",
+    "jinja2",
+    "google",
+}
 FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 PICKLE_ALLOWED = {
     "megaswift/bridge/dist_files.py": "the format's own tables, by an Unpickler that knows their classes only",
@@ -101,7 +113,9 @@ def calls(source: Source) -> Iterator[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             found = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             allowed = source.path.as_posix() in PICKLE_ALLOWED or source.folder == "tests"
-            yield from (source.at(node, f"imports {n}") for n in found if n.split(".")[0] in FORBIDDEN_IMPORTS and not allowed)
+            yield from (
+                source.at(node, f"imports {n}") for n in found if n.split(".")[0] in FORBIDDEN_IMPORTS and not allowed
+            )
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
@@ -127,8 +141,11 @@ def skips(source: Source) -> Iterator[str]:
 def claims(function: ast.AST, names: set[str]) -> bool:
     """Whether something in it can fail a test: an assertion, an expected error, a call of one of `names`, `check` or `assert_...`."""
     called = {ast.unparse(n.func).split(".")[-1] for n in ast.walk(function) if isinstance(n, ast.Call)}
-    return any(isinstance(n, ast.Assert) for n in ast.walk(function)) or bool(called & {"raises", "fail", "check", *names}) or any(
-        name.startswith("assert_") for name in called)
+    return (
+        any(isinstance(n, ast.Assert) for n in ast.walk(function))
+        or bool(called & {"raises", "fail", "check", *names})
+        or any(name.startswith("assert_") for name in called)
+    )
 
 
 def empty_tests(source: Source) -> Iterator[str]:
@@ -150,7 +167,12 @@ def annotations(source: Source) -> Iterator[str]:
     if source.folder == "tests":
         return
     for f in functions(source):
-        every = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs, *(a for a in (f.args.vararg, f.args.kwarg) if a)]
+        every = [
+            *f.args.posonlyargs,
+            *f.args.args,
+            *f.args.kwonlyargs,
+            *(a for a in (f.args.vararg, f.args.kwarg) if a),
+        ]
         bare = [a.arg for a in every if a.annotation is None and a.arg not in ("self", "cls")]
         if bare or f.returns is None:
             yield source.at(f, f"{f.name}: no type for {', '.join(bare) or 'what it returns'}")

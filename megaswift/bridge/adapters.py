@@ -105,7 +105,9 @@ class Adapter:
         if not self.sharded(half):
             return [(0, whole)]
         mine = [p for p in self.entry.pieces(Cut(tp, rank)) if p.source == self.projection.source]
-        first = [p.start % p.stride * (whole // p.stride) + p.start // p.stride for p in mine]  # alternating rows, one kind after the other
+        first = [
+            p.start % p.stride * (whole // p.stride) + p.start // p.stride for p in mine
+        ]  # alternating rows, one kind after the other
         return [(start, start + p.length) for start, p in zip(first, mine, strict=True)]
 
     def local_shape(self, half: Half, tp: int, rank: int) -> tuple[int, ...]:
@@ -226,13 +228,22 @@ def _stored(adapters: Sequence[Adapter]) -> Iterator[Stored]:
 class AdapterPlan:
     """All adapters of a model, in the order of the weight table."""
 
-    def __init__(self, plan: WeightPlan, chosen: Iterable[Projection], settings: AdapterSettings, saved: Iterable[str] = ()) -> None:
+    def __init__(
+        self, plan: WeightPlan, chosen: Iterable[Projection], settings: AdapterSettings, saved: Iterable[str] = ()
+    ) -> None:
         self.plan, self.settings = plan, settings
         self.saved: tuple[str, ...] = tuple(saved)
         """Hugging Face tensors that train fully beside them."""
         self.adapters: tuple[Adapter, ...] = tuple(
-            Adapter(p, plan.by_megatron[p.megatron + WEIGHT], settings.rank_of(p.module), settings.scale_of(p.module), settings.dora)
-            for p in chosen)
+            Adapter(
+                p,
+                plan.by_megatron[p.megatron + WEIGHT],
+                settings.rank_of(p.module),
+                settings.scale_of(p.module),
+                settings.dora,
+            )
+            for p in chosen
+        )
         self.by_layer: dict[str, list[Adapter]] = {}
         for adapter in self.adapters:
             pieces = adapter.entry.pieces(Cut())

@@ -48,7 +48,9 @@ class Side:
         folder = Path(path)
         weights, checkpoint = open_weights(folder), find_checkpoint(folder)
         model = checkpoint.model if checkpoint is not None else folder
-        return cls(folder, weights, model, plain_config(read_config(model)) if (model / "config.json").exists() else None)
+        return cls(
+            folder, weights, model, plain_config(read_config(model)) if (model / "config.json").exists() else None
+        )
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,13 @@ def check_same_architecture(a: Side, b: Side) -> None:
     for key in ("model_type", "architectures"):
         ours, theirs = ((side.config or {}).get(key) for side in (a, b))
         if ours and theirs and ours != theirs:
-            raise WeightsError(Problem(f"{b.path}, config.json, {key} {theirs!r}", f"is another architecture than {ours!r} of {a.path}",
-                                       "give two forms of the same model"))
+            raise WeightsError(
+                Problem(
+                    f"{b.path}, config.json, {key} {theirs!r}",
+                    f"is another architecture than {ours!r} of {a.path}",
+                    "give two forms of the same model",
+                )
+            )
 
 
 def settings(a: Side, b: Side) -> list[tuple[str, Any, Any]] | None:
@@ -95,7 +102,11 @@ def settings(a: Side, b: Side) -> list[tuple[str, Any, Any]] | None:
         except WeightsError:  # a field that the family does not know: the tensors can be compared all the same
             return None
         sides.append(dict(_flat({key: value for key, value in spec.items() if key not in ("hf_config", "dtype")})))
-    return [(key, sides[0].get(key), sides[1].get(key)) for key in sorted({*sides[0], *sides[1]}) if sides[0].get(key) != sides[1].get(key)]
+    return [
+        (key, sides[0].get(key), sides[1].get(key))
+        for key in sorted({*sides[0], *sides[1]})
+        if sides[0].get(key) != sides[1].get(key)
+    ]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -116,7 +127,9 @@ def _nbytes(side: Side, name: str) -> int:
     return int(torch.Size(side.weights.shape(name)).numel()) * side.weights.dtype(name).itemsize
 
 
-def compare(a: Side, b: Side, dtype: torch.dtype | None = None, done: Callable[[int], None] = lambda _: None) -> Iterator[Row]:
+def compare(
+    a: Side, b: Side, dtype: torch.dtype | None = None, done: Callable[[int], None] = lambda _: None
+) -> Iterator[Row]:
     """A verdict on each tensor, those of A first, in its order. `dtype`: both are cast before; `done` hears of bytes read."""
     names_a, names_b = a.weights.names(), b.weights.names()
     known_a, known_b = set(names_a), set(names_b)
@@ -128,7 +141,10 @@ def compare(a: Side, b: Side, dtype: torch.dtype | None = None, done: Callable[[
 
 
 def _facts(side: Side, name: str, end: str) -> dict[str, Any]:
-    return {f"shape_{end}": side.weights.shape(name), f"dtype_{end}": str(side.weights.dtype(name)).removeprefix("torch.")}
+    return {
+        f"shape_{end}": side.weights.shape(name),
+        f"dtype_{end}": str(side.weights.dtype(name)).removeprefix("torch."),
+    }
 
 
 def _one(side: Side, name: str, status: str, dtype: torch.dtype | None, done: Callable[[int], None]) -> Row:
@@ -146,7 +162,11 @@ def ignorable(side: Side, name: str) -> str:
     if INV_FREQ.matches(name):
         return INV_FREQ.why
     weights = side.weights
-    if TIED_HEAD.matches(name) and (side.config or {}).get("tie_word_embeddings") is True and EMBEDDING in weights.names():
+    if (
+        TIED_HEAD.matches(name)
+        and (side.config or {}).get("tie_word_embeddings") is True
+        and EMBEDDING in weights.names()
+    ):
         like = (weights.shape(name), weights.dtype(name)) == (weights.shape(EMBEDDING), weights.dtype(EMBEDDING))
         pairs = zip(blocks_of(weights, name), blocks_of(weights, EMBEDDING), strict=True) if like else ()
         return TIED_HEAD.why if like and all(_same_bits(x, y) for x, y in pairs) else ""
@@ -179,8 +199,15 @@ def _both(a: Side, b: Side, name: str, dtype: torch.dtype | None, done: Callable
             different, worst = different + count, math.nan if math.isnan(worst + gap) else max(worst, gap)
         done(x.numel() * a.weights.dtype(name).itemsize)
     status = "dtype" if not alike else "different" if different else "equal"
-    return Row(name, status, different=different, max_abs_diff=worst, sha256_a=digests[0].hexdigest(), sha256_b=digests[-1].hexdigest(),
-               **facts)
+    return Row(
+        name,
+        status,
+        different=different,
+        max_abs_diff=worst,
+        sha256_a=digests[0].hexdigest(),
+        sha256_b=digests[-1].hexdigest(),
+        **facts,
+    )
 
 
 def _cast(part: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -38,9 +38,21 @@ from megaswift.families.checkpoint_folder import TABLES as INDEX
 
 _CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
-    for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties",
-                 "StorageMeta", "_MEM_FORMAT_ENCODING")
-} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
+    for name in (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,9 @@ def write(directory: Path, boxes: Sequence[Box]) -> None:
         dcp.save({}, storage_writer=writer, planner=_SavePlanner(boxes))
     except dcp.api.CheckpointException as error:
         reasons = sorted({f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()})
-        raise CheckpointError([Problem(str(directory), f"could not be written ({reason})") for reason in reasons]) from error
+        raise CheckpointError(
+            [Problem(str(directory), f"could not be written ({reason})") for reason in reasons]
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -116,7 +130,9 @@ def write_tables(directory: Path, saved: Iterable[SavedBox]) -> None:
     places = {}
     for box in saved:
         at = torch.Size(box.offset)
-        table = tables.setdefault(box.key, TensorStorageMetadata(TensorProperties(box.dtype), torch.Size(box.whole), []))
+        table = tables.setdefault(
+            box.key, TensorStorageMetadata(TensorProperties(box.dtype), torch.Size(box.whole), [])
+        )
         table.chunks.append(ChunkStorageMetadata(at, torch.Size(box.shape)))
         places[MetadataIndex(box.key, at)] = _StorageInfo(box.file, box.start, box.length)
     index = Metadata(dict(tables), storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
@@ -127,7 +143,12 @@ def write_tables(directory: Path, saved: Iterable[SavedBox]) -> None:
 
 def write_megatron_files(directory: Path) -> list[Path]:
     """What Megatron-Core's own loader looks for beside the tables; never read here."""
-    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    backends = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
     (directory / "metadata.json").write_text(json.dumps(backends), encoding="utf-8")
     torch.save({}, directory / "common.pt")
     return [directory / "metadata.json", directory / "common.pt"]
@@ -150,9 +171,22 @@ def read_index(directory: Path) -> Metadata | Problem:
             found = _Tables(file).load()
     except FileNotFoundError:
         return Problem(str(path), "is missing")
-    except (pickle.UnpicklingError, EOFError, OSError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        KeyError,
+    ) as error:
         return Problem(str(path), f"cannot be read ({error})")
-    return found if isinstance(found, Metadata) and found.storage_data else Problem(str(path), "is not the index of a checkpoint")
+    return (
+        found
+        if isinstance(found, Metadata) and found.storage_data
+        else Problem(str(path), "is not the index of a checkpoint")
+    )
 
 
 def file_problems(directory: Path, index: Metadata) -> list[Problem]:
@@ -202,14 +236,18 @@ def plan_reads(index: Metadata, boxes: Sequence[Box]) -> tuple[list[planner.Read
         if not isinstance(saved, TensorStorageMetadata):
             problems[box.key] = Problem(box.key, "is not in the checkpoint")
         elif not _fits(box, saved):
-            problems[box.key] = Problem(box.key, f"has shape {list(saved.size)} in the checkpoint and {list(box.whole)} in this model")
+            problems[box.key] = Problem(
+                box.key, f"has shape {list(saved.size)} in the checkpoint and {list(box.whole)} in this model"
+            )
         else:
             rows = max(0, min(box.data.shape[0], saved.size[0] - box.offset[0]))
             shape = torch.Size((rows, *box.data.shape[1:]))
             chunk = ChunkStorageMetadata(torch.Size(box.offset), shape)
             found = create_read_items_for_chunk_list(box.key, saved, [chunk]) if rows else []
             if sum(math.prod(item.lengths) for item in found) != math.prod(shape):
-                problems[box.key] = Problem(box.key, f"is incomplete in the checkpoint: the part at {list(box.offset)} is not there")
+                problems[box.key] = Problem(
+                    box.key, f"is incomplete in the checkpoint: the part at {list(box.offset)} is not there"
+                )
             items.extend(replace(item, dest_index=MetadataIndex(box.key, index=number)) for item in found)
     return items, list(problems.values())
 

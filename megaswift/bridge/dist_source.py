@@ -41,7 +41,9 @@ class _Boxes:
 
     def near(self, first: int, end: int) -> list[_Saved]:
         """Those whose rows may meet [first, end)."""
-        return self.boxes[bisect.bisect_left(self.starts, first - self.longest + 1) : bisect.bisect_left(self.starts, end)]
+        return self.boxes[
+            bisect.bisect_left(self.starts, first - self.longest + 1) : bisect.bisect_left(self.starts, end)
+        ]
 
 
 class DistSource:
@@ -101,11 +103,15 @@ class DistSource:
             self._fill(key, box, [a - b for a, b in zip(low, box.offset, strict=True)], target)
             filled += target.numel()
         if filled != out.numel():
-            raise CheckpointError(Problem(f"{self.file(key)}, tensor {key}", f"is incomplete: the part at {list(offset)} is not there"))
+            raise CheckpointError(
+                Problem(f"{self.file(key)}, tensor {key}", f"is incomplete: the part at {list(offset)} is not there")
+            )
 
     def _of(self, key: str) -> _Boxes:
         if key not in self._boxes:
-            found = sorted((_Saved(tuple(c.offsets), tuple(c.sizes)) for c in self._tables[key].chunks), key=lambda b: b.offset)
+            found = sorted(
+                (_Saved(tuple(c.offsets), tuple(c.sizes)) for c in self._tables[key].chunks), key=lambda b: b.offset
+            )
             longest = max((b.shape[0] for b in found if b.shape), default=1)
             self._boxes[key] = _Boxes(found, [b.offset[0] if b.offset else 0 for b in found], longest)
         return self._boxes[key]
@@ -119,7 +125,9 @@ class DistSource:
                     raise ValueError(f"is transformed ({', '.join(info.transform_descriptors)})")
                 found = torch_item.locate(path, info.offset, info.length)
                 if found.shape != box.shape or found.dtype != target.dtype:
-                    raise ValueError(f"holds {list(found.shape)} {found.dtype} where the tables say {list(box.shape)} {target.dtype}")
+                    raise ValueError(
+                        f"holds {list(found.shape)} {found.dtype} where the tables say {list(box.shape)} {target.dtype}"
+                    )
                 self._items[key, box] = found
             self.files.fill(self._items[key, box], corner, target)
         except (OSError, ValueError) as error:

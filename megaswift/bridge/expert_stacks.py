@@ -19,7 +19,9 @@ Read = Callable[[], Tensor]
 
 def stacks(names: Iterable[str]) -> list[str]:
     """What stands before `.lora_A.weight` in the names of stacked tensors: PEFT's wrapped modules of experts."""
-    return sorted({n.rsplit(".lora_", 1)[0] for n in names if ".experts.lora_" in n or ".experts.base_layer.lora_" in n})
+    return sorted(
+        {n.rsplit(".lora_", 1)[0] for n in names if ".experts.lora_" in n or ".experts.base_layer.lora_" in n}
+    )
 
 
 def taken_apart(stack: str, a: Read, b: Read, known: Mapping[str, Projection]) -> Iterator[tuple[str, Read]]:
@@ -33,7 +35,9 @@ def taken_apart(stack: str, a: Read, b: Read, known: Mapping[str, Projection]) -
     for module, projection in known.items():
         if module.startswith(_on_disk(stack.removesuffix(".base_layer"), known) + "."):
             layers.setdefault(projection.megatron, []).append(projection)
-    fitting = [found for found in layers.values() if (sum(p.shape[0] for p in found), found[0].shape[1]) == (out, width)]
+    fitting = [
+        found for found in layers.values() if (sum(p.shape[0] for p in found), found[0].shape[1]) == (out, width)
+    ]
     if not fitting or rows_a != columns_b or rows_a % len(fitting):
         return
     for expert, found in enumerate(fitting):
@@ -42,7 +46,10 @@ def taken_apart(stack: str, a: Read, b: Read, known: Mapping[str, Projection]) -
             rows = slice(first, first + p.shape[0])
             first = rows.stop
             yield f"{p.module}.lora_{HALVES[0]}.weight", partial(_expert_a, a, len(fitting), expert)
-            yield f"{p.module}.lora_{HALVES[1]}.weight", partial(_expert_b, b, (len(fitting), expert), rows, p.alternating)
+            yield (
+                f"{p.module}.lora_{HALVES[1]}.weight",
+                partial(_expert_b, b, (len(fitting), expert), rows, p.alternating),
+            )
 
 
 def _expert_a(read: Read, experts: int, expert: int) -> Tensor:

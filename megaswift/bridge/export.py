@@ -46,13 +46,20 @@ def stored_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtyp
     return {name: stored.dtype(name) if name in names else default for name in plan.hf_shapes}
 
 
-def export_hf(directory: Path | str, plan: WeightPlan, weights: Iterable[tuple[str, Tensor]],
-              options: ExportOptions = ExportOptions()) -> Path:  # noqa: B008
+def export_hf(
+    directory: Path | str,
+    plan: WeightPlan,
+    weights: Iterable[tuple[str, Tensor]],
+    options: ExportOptions = ExportOptions(),
+) -> Path:  # noqa: B008
     """Write `weights` (all HF tensors of the model, in any order, one at a time) as a Hugging Face folder. On one rank only."""
     dtypes = options.dtype or stored_dtypes(plan, options.source)
     stored = open_weights(options.source) if options.source is not None and has_weights(options.source) else None
     kept = plan.kept(stored.names()) if stored is not None else []
-    tensors = {**plan.hf_tensors(dtypes), **{name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept if stored}}
+    tensors = {
+        **plan.hf_tensors(dtypes),
+        **{name: TensorMeta(stored.shape(name), stored.dtype(name)) for name in kept if stored},
+    }
     with HfWriter(directory, tensors, options.max_shard_bytes, options.overwrite) as writer:
         for name, tensor in weights:
             writer.add(name, tensor)

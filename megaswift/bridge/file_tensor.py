@@ -63,7 +63,10 @@ def _mapping(descriptor: int, dtype: torch.dtype, first: int, stop: int) -> Tens
     page = first - first % mmap.ALLOCATIONGRANULARITY
     if os.fstat(descriptor).st_size < stop:
         raise OSError(f"ends before byte {stop}")
-    access = {"prot": mmap.PROT_READ | mmap.PROT_WRITE, "flags": mmap.MAP_PRIVATE}  # torch warns of memory it may not write to
+    access = {
+        "prot": mmap.PROT_READ | mmap.PROT_WRITE,
+        "flags": mmap.MAP_PRIVATE,
+    }  # torch warns of memory it may not write to
     pages = mmap.mmap(descriptor, stop - page, offset=page, **access)
     return torch.frombuffer(pages, dtype=dtype, count=(stop - first) // dtype.itemsize, offset=first - page)
 
@@ -108,12 +111,14 @@ class OpenFiles:
             return
         runs = all(n == whole for n, whole in zip(extent[1:], shape[1:], strict=True))
         width = stored.dtype.itemsize
-        strides = [math.prod(shape[i + 1:]) for i in range(len(shape))]
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         if runs and out.is_contiguous():
             self.bytes_into(stored.file, stored.offset + (corner[0] * strides[0] if shape else 0) * width, data_of(out))
             return
         last = [c + n - 1 for c, n in zip(corner, extent, strict=True)]
-        first, end = (stored.offset + width * sum(i * s for i, s in zip(at, strides, strict=True)) for at in (corner, last))
+        first, end = (
+            stored.offset + width * sum(i * s for i, s in zip(at, strides, strict=True)) for at in (corner, last)
+        )
         out.copy_(_mapping(self.descriptor(stored.file), stored.dtype, first, end + width).as_strided(extent, strides))
         self.bytes_read += out.numel() * width
 

@@ -25,7 +25,11 @@ def fingerprint(folder: Path | str) -> str:
         digest.update(f"{name} {source.dtype_name(name)} {shape}\n".encode())
         if shape and 0 not in shape:
             for row in sorted({0, shape[0] - 1}):
-                where = (slice(row, row + 1), *(slice(0, min(n, SAMPLE)) for n in shape[1:])) if len(shape) > 1 else (slice(0, SAMPLE),)
+                where = (
+                    (slice(row, row + 1), *(slice(0, min(n, SAMPLE)) for n in shape[1:]))
+                    if len(shape) > 1
+                    else (slice(0, SAMPLE),)
+                )
                 digest.update(source.slice(name, where).contiguous().view(torch.uint8).numpy().tobytes())
     source.close()
     return digest.hexdigest()[:16]

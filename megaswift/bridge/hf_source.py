@@ -98,8 +98,11 @@ class HfSource:
         for name in sorted(set(index.values())) if index is not None else [SINGLE]:
             self._add(name, index, problems)
         if index is not None and not problems:
-            problems += [Problem(str(self.directory / file), f"holds no tensor {name}, though {INDEX} says so")
-                         for name, file in index.items() if name not in self._stored]
+            problems += [
+                Problem(str(self.directory / file), f"holds no tensor {name}, though {INDEX} says so")
+                for name, file in index.items()
+                if name not in self._stored
+            ]
         if problems:
             raise WeightsError(problems)
 
@@ -109,11 +112,19 @@ class HfSource:
         if not path.exists():
             if (self.directory / SINGLE).exists():
                 return None
-            others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
-                            for p in self.directory.glob(pattern))
+            others = sorted(
+                p.name
+                for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
+                for p in self.directory.glob(pattern)
+            )
             found = f"; it holds {', '.join(others[:4])}" if others else ""
-            raise WeightsError(Problem(str(self.directory), f"has no {SINGLE} and no {INDEX}{found}",
-                                       "give a folder with a Hugging Face model in safetensors"))
+            raise WeightsError(
+                Problem(
+                    str(self.directory),
+                    f"has no {SINGLE} and no {INDEX}{found}",
+                    "give a folder with a Hugging Face model in safetensors",
+                )
+            )
         try:
             index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)["weight_map"]
         except Damaged as error:
@@ -123,8 +134,14 @@ class HfSource:
         if not isinstance(index, dict) or not index or not all(isinstance(v, str) for v in index.values()):
             raise WeightsError(Problem(str(path), "weight_map should map tensor names to file names"))
         if SINGLE not in index.values() and (self.directory / SINGLE).exists():
-            raise WeightsError(Problem(str(self.directory), f"holds both {SINGLE}, which transformers would read, and {INDEX}, which does "
-                                       "not name it: they may be two models", "remove the one that is not meant"))
+            raise WeightsError(
+                Problem(
+                    str(self.directory),
+                    f"holds both {SINGLE}, which transformers would read, and {INDEX}, which does "
+                    "not name it: they may be two models",
+                    "remove the one that is not meant",
+                )
+            )
         return index
 
     def _inside(self, name: str) -> str | None:
@@ -178,8 +195,13 @@ class HfSource:
         """Its dtype."""
         spelled = self._stored[name].dtype
         if spelled not in DTYPES:
-            raise WeightsError(Problem(f"{self.file(name)}, tensor {name}", f"has dtype {spelled}, which cannot be read",
-                                       "use the checkpoint in bfloat16"))
+            raise WeightsError(
+                Problem(
+                    f"{self.file(name)}, tensor {name}",
+                    f"has dtype {spelled}, which cannot be read",
+                    "use the checkpoint in bfloat16",
+                )
+            )
         return DTYPES[spelled]
 
     def file(self, name: str) -> Path:

@@ -61,7 +61,11 @@ def hf_to_megatron(source: Path | str, target: Path | str, options: Options = Op
     """Convert `source`; `target` appears whole or not at all."""
     folder, target = Path(source), Path(target)
     if find_checkpoint(folder) is not None:
-        raise CheckpointError(Problem(str(folder), "is a Megatron checkpoint already", "megaswift convert megatron-to-hf for the way back"))
+        raise CheckpointError(
+            Problem(
+                str(folder), "is a Megatron checkpoint already", "megaswift convert megatron-to-hf for the way back"
+            )
+        )
     spec = load_spec(folder)
     plan = WeightPlan(family_of(spec.hf_config), spec)
     _check_layout(spec, options.layout)
@@ -74,12 +78,22 @@ def hf_to_megatron(source: Path | str, target: Path | str, options: Options = Op
     def finish(stage: Path) -> None:
         dist_files.write_tables(stage, saved)
         write_model(stage / MODEL, spec.hf_config, dtypes, folder)
-        facts = {"megaswift": __version__, "family": spec.family, "padded_vocabulary": padded, "layout": dict(options.layout)}
+        facts = {
+            "megaswift": __version__,
+            "family": spec.family,
+            "padded_vocabulary": padded,
+            "layout": dict(options.layout),
+        }
         (stage / "conversion.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     made_from = {
         "source": conversion.stamps([*{weights.file(n) for n in weights.names()}, folder / "config.json"], folder),
-        "from": str(folder.resolve()), "dtype": str(options.dtype), "padded": padded, "files": files, "version": __version__}
+        "from": str(folder.resolve()),
+        "dtype": str(options.dtype),
+        "padded": padded,
+        "files": files,
+        "version": __version__,
+    }
     return conversion.run(Work(target, files, items, finish, made_from, overwrite=options.overwrite))
 
 
@@ -93,17 +107,36 @@ def _check_layout(spec: ModelSpec, layout: Mapping[str, int]) -> None:
         raise LayoutError(problems)
 
 
-def _arrange(plan: WeightPlan, weights: WeightSource, dtypes: Mapping[str, torch.dtype], padded: int,
-             file_bytes: int) -> tuple[list[SavedBox], list[Item], dict[str, int]]:
+def _arrange(
+    plan: WeightPlan, weights: WeightSource, dtypes: Mapping[str, torch.dtype], padded: int, file_bytes: int
+) -> tuple[list[SavedBox], list[Item], dict[str, int]]:
     """Every tensor's place: the boxes for the tables, the items to write, the files' sizes."""
     one = _key_dtypes(plan, dtypes)
     parts = []
     for entry in plan.entries:
         at = place(entry, padded)
-        parts.append((at.key, at.whole, at.offset, at.shape, one[at.key], functools.partial(entry_blocks, entry, weights, padded)))
+        parts.append(
+            (
+                at.key,
+                at.whole,
+                at.offset,
+                at.shape,
+                one[at.key],
+                functools.partial(entry_blocks, entry, weights, padded),
+            )
+        )
     for name in plan.kept(weights.names()):
         shape = weights.shape(name)
-        parts.append((KEPT + name, shape, (0,) * len(shape), shape, weights.dtype(name), functools.partial(blocks_of, weights, name)))
+        parts.append(
+            (
+                KEPT + name,
+                shape,
+                (0,) * len(shape),
+                shape,
+                weights.dtype(name),
+                functools.partial(blocks_of, weights, name),
+            )
+        )
     saved: list[SavedBox] = []
     items: list[Item] = []
     files: dict[str, int] = {"__0_0.distcp": 0}
@@ -141,7 +174,7 @@ def entry_blocks(entry: Entry, weights: WeightSource, padded_vocab: int | None) 
     for piece in pieces:
         name, shape = entry.hf[piece.source], entry.hf_shapes[piece.source]
         along, dtype = piece.hf_dim(dim), weights.dtype(name)
-        spans = [(i, i + 1) for i in piece.at] + [(0, n) for n in shape[len(piece.at):]]
+        spans = [(i, i + 1) for i in piece.at] + [(0, n) for n in shape[len(piece.at) :]]
         spans[along] = (min(piece.start, shape[along]), min(piece.stop, shape[along]))
         if spans[along][0] < spans[along][1]:
             yield from blocks_of(weights, name, spans)

@@ -53,12 +53,18 @@ def plan_file(name: str, metas: Mapping[str, TensorMeta]) -> HfFile:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, offsets = 0, {}
     for tensor, meta in sorted(metas.items(), key=lambda item: -item[1].dtype.itemsize):  # wide ones first: all aligned
-        header[tensor] = {"dtype": DTYPE_NAMES[meta.dtype], "shape": list(meta.shape), "data_offsets": [at, at + nbytes(meta)]}
+        header[tensor] = {
+            "dtype": DTYPE_NAMES[meta.dtype],
+            "shape": list(meta.shape),
+            "data_offsets": [at, at + nbytes(meta)],
+        }
         offsets[tensor], at = at, at + nbytes(meta)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    return HfFile(name, struct.pack("<Q", len(text)) + text, {t: start + offset for t, offset in offsets.items()}, start + at)
+    return HfFile(
+        name, struct.pack("<Q", len(text)) + text, {t: start + offset for t, offset in offsets.items()}, start + at
+    )
 
 
 def plan_files(tensors: Mapping[str, TensorMeta], max_shard_bytes: int) -> list[HfFile]:
@@ -92,8 +98,13 @@ def exported_config(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) ->
     return changed
 
 
-def write_small_files(folder: Path, files: Sequence[HfFile], tensors: Mapping[str, TensorMeta], config: Mapping[str, Any] | None,
-                      source: Path | None) -> None:
+def write_small_files(
+    folder: Path,
+    files: Sequence[HfFile],
+    tensors: Mapping[str, TensorMeta],
+    config: Mapping[str, Any] | None,
+    source: Path | None,
+) -> None:
     """All but the tensors: the index of several files, config.json from `config`, tokenizer and the like from `source`."""
     if len(files) > 1:
         _write_json(folder / INDEX, index_of(files, tensors))
@@ -115,8 +126,13 @@ def nbytes(meta: TensorMeta) -> int:
 class HfWriter:
     """Writes the folder `directory` with exactly `tensors`. As a context manager: an exception leaves nothing behind."""
 
-    def __init__(self, directory: Path | str, tensors: Mapping[str, TensorMeta], max_shard_bytes: int = MAX_SHARD_BYTES,
-                 overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path | str,
+        tensors: Mapping[str, TensorMeta],
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        overwrite: bool = False,
+    ) -> None:
         self.directory, self.overwrite = Path(directory), overwrite
         self.tensors = dict(tensors)
         self.total_bytes = sum(nbytes(meta) for meta in self.tensors.values())
@@ -156,7 +172,9 @@ class HfWriter:
                 at += os.pwrite(self._open[file.name], data[at : at + CHUNK], file.places[name] + at)
         except OSError as error:
             self.abort()
-            raise CheckpointError(Problem(str(self.directory), f"cannot be written: {error}; nothing was left there")) from None
+            raise CheckpointError(
+                Problem(str(self.directory), f"cannot be written: {error}; nothing was left there")
+            ) from None
         self._written.add(name)
 
     def close(self, source: Path | str | None = None, config: Mapping[str, object] | None = None) -> Path:
@@ -164,7 +182,9 @@ class HfWriter:
         missing = [name for name in self.tensors if name not in self._written]
         if missing:
             self.abort()
-            raise CheckpointError(Problem(str(self.directory), f"{len(missing)} tensors were not written, among them {missing[0]}"))
+            raise CheckpointError(
+                Problem(str(self.directory), f"{len(missing)} tensors were not written, among them {missing[0]}")
+            )
         try:
             beside = Path(source) if source is not None else None
             if config is None and beside is not None and (beside / "config.json").exists():
@@ -191,6 +211,8 @@ class HfWriter:
     def __enter__(self) -> HfWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._temporary.exists():
             self.abort()

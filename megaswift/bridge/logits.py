@@ -52,7 +52,10 @@ def built_in(vocabulary: int, positions: int) -> list[Prompt]:
     """Random tokens of several lengths, and one token again and again."""
     generator = torch.Generator().manual_seed(20)
     lengths = sorted({min(n, positions) for n in LENGTHS})
-    prompts = [Prompt(f"random, {n} long", tuple(torch.randint(vocabulary, (n,), generator=generator).tolist())) for n in lengths]
+    prompts = [
+        Prompt(f"random, {n} long", tuple(torch.randint(vocabulary, (n,), generator=generator).tolist()))
+        for n in lengths
+    ]
     return [*prompts, Prompt("one token 24 times", (vocabulary // 2,) * min(24, positions))]
 
 
@@ -61,9 +64,13 @@ def from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[Prompt]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem(f"--prompts {path}", f"cannot be read: {error}", "a text file with one prompt a line")) from None
+        raise ConfigError(
+            Problem(f"--prompts {path}", f"cannot be read: {error}", "a text file with one prompt a line")
+        ) from None
     if not lines:
-        raise ConfigError(Problem(f"--prompts {path}", "holds no prompt", "one prompt a line: text, or token ids like [1, 2, 3]"))
+        raise ConfigError(
+            Problem(f"--prompts {path}", "holds no prompt", "one prompt a line: text, or token ids like [1, 2, 3]")
+        )
     tokenizer: Any = None
     prompts = []
     for number, line in enumerate(lines, 1):
@@ -110,8 +117,13 @@ def model_of(side: Side, trust: bool) -> Any:
     model, told = loaded
     lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
     if lost:
-        raise WeightsError(Problem(str(side.path), f"transformers finds no weights for {', '.join(lost[:4])}"
-                                                   + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")))
+        raise WeightsError(
+            Problem(
+                str(side.path),
+                f"transformers finds no weights for {', '.join(lost[:4])}"
+                + (f" and {len(lost) - 4} more" if len(lost) > 4 else ""),
+            )
+        )
     return model.eval()
 
 
@@ -126,7 +138,9 @@ def check_prompts(model: Any, prompts: Sequence[Prompt]) -> None:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     wrong = [p for p in prompts if max(p.ids) >= vocabulary]
     if wrong:
-        raise ConfigError([Problem(f"--prompts, {p.label}", f"has token {max(p.ids)}, the model has {vocabulary}") for p in wrong])
+        raise ConfigError(
+            [Problem(f"--prompts, {p.label}", f"has token {max(p.ids)}, the model has {vocabulary}") for p in wrong]
+        )
 
 
 def spread(model: Any, prompts: Sequence[Prompt], first: Sequence[Tensor]) -> tuple[list[float], str]:
@@ -155,7 +169,10 @@ def compare_logits(a: Side, b: Side, prompts: Sequence[Prompt] | None, trust: bo
     model = model_of(b, trust)
     check_prompts(model, chosen)
     theirs = logits_of(model, chosen)
-    rows = [Logits(p.label, len(p.ids), _gap(x, y), s, float(x.abs().max())) for p, x, y, s in zip(chosen, ours, theirs, own, strict=True)]
+    rows = [
+        Logits(p.label, len(p.ids), _gap(x, y), s, float(x.abs().max()))
+        for p, x, y, s in zip(chosen, ours, theirs, own, strict=True)
+    ]
     return rows, TIMES * max(own), between
 
 

@@ -47,8 +47,13 @@ class MegatronSource:
         stored = set(self.tensors.keys())
         if any(key.startswith((ADAPTER, SAVED)) for key in stored):
             beside = self.directory.parent / "adapter"
-            raise CheckpointError(Problem(str(self.directory), "holds the adapters of a LoRA run, not a model",
-                                          f"the base model's folder, with --adapters {beside}"))
+            raise CheckpointError(
+                Problem(
+                    str(self.directory),
+                    "holds the adapters of a LoRA run, not a model",
+                    f"the base model's folder, with --adapters {beside}",
+                )
+            )
         problems, seen = [], set()
         for entry in self.plan.entries:
             at = self._places[entry.megatron]
@@ -56,7 +61,9 @@ class MegatronSource:
                 continue
             seen.add(at.key)
             if at.key not in stored:
-                problems.append(Problem(f"{self.directory}, tensor {at.key}", "is missing: the checkpoint does not hold it"))
+                problems.append(
+                    Problem(f"{self.directory}, tensor {at.key}", "is missing: the checkpoint does not hold it")
+                )
                 continue
             shape, what = self.tensors.shape(at.key), f"{self.tensors.file(at.key)}, tensor {at.key}"
             padded = entry.shard == "vocab" and shape[1:] == at.whole[1:] and shape[0] >= at.whole[0]
@@ -69,7 +76,11 @@ class MegatronSource:
         rule = f"is in no row of the weight table of {self.plan.family.name} for this config.json"
         problems += [Problem(f"{self.tensors.file(key)}, tensor {key}", rule) for key in extra]
         if problems:
-            more = [Problem(str(self.directory), f"and {len(problems) - SHOWN} more tensors like these")] if len(problems) > SHOWN else []
+            more = (
+                [Problem(str(self.directory), f"and {len(problems) - SHOWN} more tensors like these")]
+                if len(problems) > SHOWN
+                else []
+            )
             raise CheckpointError(problems[:SHOWN] + more)
 
     @property
@@ -105,7 +116,11 @@ class MegatronSource:
         if name not in self.plan.hf_shapes:
             return self.tensors.region(KEPT + name, [start for start, _ in spans], extent)
         out = new_block(extent, self.dtype(name))
-        covered = sum(self._fill(out, spans, entry, piece, at) for entry, piece, at in self._pieces(name, spans)) if out.numel() else 0
+        covered = (
+            sum(self._fill(out, spans, entry, piece, at) for entry, piece, at in self._pieces(name, spans))
+            if out.numel()
+            else 0
+        )
         assert covered == out.numel(), f"{name}: {covered} of {out.numel()} elements were found"
         return out
 
@@ -114,7 +129,9 @@ class MegatronSource:
         for entry in self.plan.by_hf[name].entries:
             at, source = 0, entry.hf.index(name)
             for piece in entry.pieces(Cut()):
-                if piece.source == source and all(start <= i < stop for i, (start, stop) in zip(piece.at, spans, strict=False)):
+                if piece.source == source and all(
+                    start <= i < stop for i, (start, stop) in zip(piece.at, spans, strict=False)
+                ):
                     yield entry, piece, at
                 at += piece.length
 

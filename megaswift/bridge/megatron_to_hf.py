@@ -37,12 +37,24 @@ def megatron_to_hf(source: Path | str, target: Path | str, options: Options = Op
     folder, target = Path(source), Path(target)
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:
-        hf = "is a Hugging Face folder already" if (folder / "config.json").is_file() else f"holds no checkpoint (no {TABLES})"
+        hf = (
+            "is a Hugging Face folder already"
+            if (folder / "config.json").is_file()
+            else f"holds no checkpoint (no {TABLES})"
+        )
         rule = hf if folder.is_dir() else "does not exist"
-        raise CheckpointError(Problem(str(folder), rule, "give a converted checkpoint, OUT/checkpoints/step-N, or OUT for the latest"))
+        raise CheckpointError(
+            Problem(str(folder), rule, "give a converted checkpoint, OUT/checkpoints/step-N, or OUT for the latest")
+        )
     weights = open_checkpoint(checkpoint, options.dtype)
     tensors = {name: TensorMeta(weights.shape(name), weights.dtype(name)) for name in weights.names()}
-    made = HfFolder(target, tensors, read_config(checkpoint.model), checkpoint.model, options.max_shard_bytes, options.overwrite)
+    made = HfFolder(
+        target, tensors, read_config(checkpoint.model), checkpoint.model, options.max_shard_bytes, options.overwrite
+    )
     read = [path for part in (checkpoint.tensors, checkpoint.model) for path in part.rglob("*") if path.is_file()]
-    made_from = {"source": stamps(read, checkpoint.model.parent), "from": str(checkpoint.tensors.resolve()), "dtype": str(options.dtype)}
+    made_from = {
+        "source": stamps(read, checkpoint.model.parent),
+        "from": str(checkpoint.tensors.resolve()),
+        "dtype": str(options.dtype),
+    }
     return hf_work.make(made, functools.partial(blocks_of, weights), made_from)

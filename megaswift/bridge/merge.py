@@ -53,7 +53,9 @@ def blocks(source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[
             yield (block if factors is None else block.mul_(factors[rows, None])).to(dtype).contiguous()
 
 
-def _stack(source: WeightSource, name: str, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+def _stack(
+    source: WeightSource, name: str, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]
+) -> Iterator[Tensor]:
     """Experts that share a parameter [experts, in, out]."""
     for where in bands([(0, n) for n in source.shape(name)], torch.float32.itemsize):
         experts, rows, columns = where
@@ -70,12 +72,19 @@ def _row_scale(source: WeightSource, name: str, adapter: Adapter, tensors: Mappi
     squares = torch.zeros_like(m)
     for where in bands([(0, n) for n in source.shape(name)], torch.float32.itemsize):
         rows, columns = where
-        squares[rows] += (b[rows] @ a[:, columns]).mul_(adapter.scale).add_(source.slice(name, where).float()).square().sum(1)
+        squares[rows] += (
+            (b[rows] @ a[:, columns]).mul_(adapter.scale).add_(source.slice(name, where).float()).square().sum(1)
+        )
     return row_scale(m, squares)
 
 
-def merge_folders(base: Path | str, adapter: Path | str, target: Path | str, max_shard_bytes: int = MAX_SHARD_BYTES,
-                  overwrite: bool = False) -> Path:
+def merge_folders(
+    base: Path | str,
+    adapter: Path | str,
+    target: Path | str,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> Path:
     """Write `target`: the model of `base` with the adapters of `adapter` merged in. WeightsError where they do not belong together.
 
     `target` appears whole or not at all; an interrupted merge goes on when it is asked for again.
@@ -84,11 +93,20 @@ def merge_folders(base: Path | str, adapter: Path | str, target: Path | str, max
     checkpoint = find_checkpoint(base)
     home = checkpoint.model if checkpoint is not None else base
     if not (home / "config.json").is_file():
-        raise WeightsError(Problem(str(base), "has no config.json" if base.is_dir() else "does not exist", "the folder of the base model"))
+        raise WeightsError(
+            Problem(
+                str(base), "has no config.json" if base.is_dir() else "does not exist", "the folder of the base model"
+            )
+        )
     if merge_by_peft.is_needed(home, adapter):
         if checkpoint is not None:
-            raise WeightsError(Problem(str(base), "is a checkpoint, and PEFT merges these adapters into a Hugging Face folder",
-                                       f"megaswift convert megatron-to-hf {base} DIR, then merge into DIR"))
+            raise WeightsError(
+                Problem(
+                    str(base),
+                    "is a checkpoint, and PEFT merges these adapters into a Hugging Face folder",
+                    f"megaswift convert megatron-to-hf {base} DIR, then merge into DIR",
+                )
+            )
         return merge_by_peft.merge(base, adapter, target, max_shard_bytes, overwrite)
     scored, spec = is_scored(adapter), load_spec(home)
     spec = with_score(spec) if scored else spec
@@ -100,12 +118,17 @@ def merge_folders(base: Path | str, adapter: Path | str, target: Path | str, max
     folder = PeftFolder(adapter)
     plan = folder.plan(weights)
     if scored and NEW not in plan.saved:
-        raise WeightsError(Problem(str(adapter), f"has no {NEW}, the head of the reward model that it is for", "adapters of task rm"))
+        raise WeightsError(
+            Problem(str(adapter), f"has no {NEW}, the head of the reward model that it is for", "adapters of task rm")
+        )
     tensors = folder.read(plan)
     left = set(ignored) if scored else set()  # the vocabulary's head
     metas = {name: TensorMeta(source.shape(name), source.dtype(name)) for name in source.names() if name not in left}
-    made_from = {"base": stamps([p for p in home.iterdir() if p.is_file()], home), "from": str(base.resolve()),
-                 "adapter": stamps([p for p in adapter.iterdir() if p.is_file()], adapter)}
+    made_from = {
+        "base": stamps([p for p in home.iterdir() if p.is_file()], home),
+        "from": str(base.resolve()),
+        "adapter": stamps([p for p in adapter.iterdir() if p.is_file()], adapter),
+    }
     config = merge_by_peft.classifier(spec.hf_config, home) if scored else spec.hf_config
     made = HfFolder(target, metas, config, home, max_shard_bytes, overwrite)
     return hf_work.make(made, functools.partial(blocks, source, plan=plan, tensors=tensors), made_from)

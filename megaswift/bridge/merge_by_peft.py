@@ -37,7 +37,9 @@ def merge(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwri
     if not name_of(kind):
         raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not served"))
     if quantised is not None:
-        raise WeightsError(Problem(str(base), f"has quantised weights ({quantised}), into which nothing can be merged", PLAIN))
+        raise WeightsError(
+            Problem(str(base), f"has quantised weights ({quantised}), into which nothing can be merged", PLAIN)
+        )
     try:
         merged = _merged(base, adapter)
     except UserError:

@@ -26,8 +26,20 @@ from megaswift.families.quantization import plain_config
 
 FACTS = "weights.json"
 FORMAT = 1
-COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken",
-          "spiece.model", "sentencepiece*.model", "chat_template*", "additional_chat_templates/*", "*processor_config.json")
+COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "*processor_config.json",
+)
 """Files of a model folder that go along with config.json."""
 
 
@@ -44,10 +56,14 @@ def copy_side_files(source: Path, target: Path) -> list[Path]:
     return copies
 
 
-def write_model(target: Path, config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], source: Path | None) -> None:
+def write_model(
+    target: Path, config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], source: Path | None
+) -> None:
     """The whole folder; side files come from `source`."""
     target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(json.dumps(plain_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (target / "config.json").write_text(
+        json.dumps(plain_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     usual = Counter(dtypes.values()).most_common(1)[0][0]
     others = {name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items() if dtype != usual}
     facts = {"format": FORMAT, "dtype": DTYPE_NAMES[usual], "other_dtypes": others}
@@ -75,9 +91,16 @@ def read_dtypes(model: Path) -> StoredDtypes:
         facts = json.loads(path.read_text(encoding="utf-8"))
         if facts["format"] != FORMAT:
             raise ValueError(f"format {facts['format']}, this version reads {FORMAT}")
-        return StoredDtypes(DTYPES[facts["dtype"]], {name: DTYPES[dtype] for name, dtype in facts["other_dtypes"].items()})
+        return StoredDtypes(
+            DTYPES[facts["dtype"]], {name: DTYPES[dtype] for name, dtype in facts["other_dtypes"].items()}
+        )
     except FileNotFoundError:
-        raise CheckpointError(Problem(str(path), "is missing: the checkpoint does not say which dtypes its tensors had",
-                                      "a checkpoint of this version, whole")) from None
+        raise CheckpointError(
+            Problem(
+                str(path),
+                "is missing: the checkpoint does not say which dtypes its tensors had",
+                "a checkpoint of this version, whole",
+            )
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(Problem(str(path), f"cannot be read ({type(error).__name__}: {error})")) from None

@@ -67,4 +67,3 @@ class NewHead:
     def close(self) -> None:
         """Close the files."""
         self.base.close()
-

@@ -24,8 +24,13 @@ def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSo
     if checkpoint is not None:
         return open_checkpoint(checkpoint, dtype)
     if not folder.is_dir():
-        raise CheckpointError(Problem(str(path), "is a file" if folder.exists() else "does not exist",
-                                      "give a Hugging Face folder or a checkpoint"))
+        raise CheckpointError(
+            Problem(
+                str(path),
+                "is a file" if folder.exists() else "does not exist",
+                "give a Hugging Face folder or a checkpoint",
+            )
+        )
     assert dtype is None, "a Hugging Face folder is read as it is"
     return open_hf(folder)
 

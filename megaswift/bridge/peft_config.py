@@ -24,8 +24,14 @@ def make(cfg: SwiftConfig, task: str = "CAUSAL_LM") -> Any:
     if method is None:
         lora, alpha = cfg.lora, cfg.lora.lora_alpha
         return peft.LoraConfig(
-            r=lora.lora_rank, lora_alpha=alpha, lora_dropout=lora.lora_dropout, use_rslora=lora.use_rslora, use_dora=lora.use_dora,  # type: ignore[arg-type]
-            target_parameters=list(lora.target_parameters) or None, **_where(cfg, task))
+            r=lora.lora_rank,
+            lora_alpha=alpha,
+            lora_dropout=lora.lora_dropout,
+            use_rslora=lora.use_rslora,
+            use_dora=lora.use_dora,  # type: ignore[arg-type]
+            target_parameters=list(lora.target_parameters) or None,
+            **_where(cfg, task),
+        )
     kind, label = getattr(peft, method.config, None), f"--train_type {cfg.model.train_type}"
     if kind is None:
         raise ConfigError(Problem(label, f"the installed PEFT has no {method.config}", "pip install -U peft"))

@@ -30,10 +30,16 @@ from megaswift.families.projections import WEIGHT, Projection, end_of, in_part, 
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 REFUSED: Mapping[str, str] = {
-    "lora_bias": "has biases", "fan_in_fan_out": "is for transposed layers",
-    "layer_replication": "repeats layers of the model", "trainable_token_indices": "trains single embedding rows",
-    "alora_invocation_tokens": "is switched on by tokens (aLoRA)", "use_qalora": "is QALoRA", "use_bdlora": "is BD-LoRA",
-    "arrow_config": "routes between adapters (Arrow)", "kasa_config": "is KaSA", "velora_config": "is VeLoRA",
+    "lora_bias": "has biases",
+    "fan_in_fan_out": "is for transposed layers",
+    "layer_replication": "repeats layers of the model",
+    "trainable_token_indices": "trains single embedding rows",
+    "alora_invocation_tokens": "is switched on by tokens (aLoRA)",
+    "use_qalora": "is QALoRA",
+    "use_bdlora": "is BD-LoRA",
+    "arrow_config": "routes between adapters (Arrow)",
+    "kasa_config": "is KaSA",
+    "velora_config": "is VeLoRA",
     "monteclora_config": "is MonteCLoRA",
 }
 """Fields that change what is computed, where they are set, and what they mean."""
@@ -55,7 +61,9 @@ class PeftFolder:
             header = read_header(self.directory / TENSORS)
         except (OSError, Damaged) as error:
             old = "; pickles (*.bin) are not read" if (self.directory / "adapter_model.bin").exists() else ""
-            raise WeightsError(Problem(str(self.directory / TENSORS), f"cannot be read ({error}){old}", "save it as safetensors")) from None
+            raise WeightsError(
+                Problem(str(self.directory / TENSORS), f"cannot be read ({error}){old}", "save it as safetensors")
+            ) from None
         self._stored: dict[str, Stored] = {key.removeprefix(PREFIX): stored for key, stored in header.items()}
 
     def _config(self) -> dict[str, Any]:
@@ -97,7 +105,9 @@ class PeftFolder:
         for name, read in tensors.items():
             if name not in weights.hf_shapes:
                 what = f"{self.directory}, tensor {name}"
-                problems.append(Problem(what, "belongs to no layer of this model that can carry it", "an adapter of this model"))
+                problems.append(
+                    Problem(what, "belongs to no layer of this model that can carry it", "an adapter of this model")
+                )
             elif (shape := tuple(read().shape)) != weights.hf_shapes[name]:
                 problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
             saved.append(name)
@@ -114,7 +124,9 @@ class PeftFolder:
     def _with_ranks(self, ranks: Mapping[str, int]) -> AdapterSettings:
         """What differs from module to module. PEFT's patterns name a stack by its parameter, not by the experts in it."""
         s = self.settings
-        alphas = {m: alpha for m in self._unstacked if (alpha := by_pattern(s.alphas, parameter_of(m), s.alpha)) != s.alpha}
+        alphas = {
+            m: alpha for m in self._unstacked if (alpha := by_pattern(s.alphas, parameter_of(m), s.alpha)) != s.alpha
+        }
         return replace(s, ranks={m: r for m, r in ranks.items() if r != s.rank}, alphas={**s.alphas, **alphas})
 
     def _tensors(self, known: Mapping[str, Projection]) -> dict[str, Read]:
@@ -165,13 +177,20 @@ def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
     path = str(directory / CONFIG)
     if config.get("peft_type") != "LORA":
         yield Problem(path, f"peft_type is {config.get('peft_type')}; LORA is what can be read", "a LoRA adapter")
-    yield from (Problem(path, f"{name} {config[name]}: {why}, which is not supported") for name, why in REFUSED.items() if config.get(name))
+    yield from (
+        Problem(path, f"{name} {config[name]}: {why}, which is not supported")
+        for name, why in REFUSED.items()
+        if config.get(name)
+    )
     if config.get("bias", "none") != "none":
         yield Problem(path, f"bias {config['bias']} trains biases, which is not supported")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(CHANGES_BASE):
-        yield Problem(path, f"init_lora_weights {start} changed the base model's weights, so the adapter does not fit the model's folder",
-                      "save it with PEFT's path_initial_model_for_weight_conversion")
+        yield Problem(
+            path,
+            f"init_lora_weights {start} changed the base model's weights, so the adapter does not fit the model's folder",
+            "save it with PEFT's path_initial_model_for_weight_conversion",
+        )
 
 
 def config_of(plan: AdapterPlan, base: str) -> dict[str, Any]:
@@ -186,10 +205,23 @@ def config_of(plan: AdapterPlan, base: str) -> dict[str, Any]:
     task = CLASSIFIER_TASK if plan.plan.spec.scored else LANGUAGE_TASK
     alpha = int(s.alpha) if float(s.alpha).is_integer() else s.alpha
     return {
-        "peft_type": "LORA", "task_type": task, "base_model_name_or_path": base, "revision": None, "inference_mode": True,
-        "r": s.rank, "lora_alpha": alpha, "lora_dropout": dropout, "use_rslora": s.rslora, "use_dora": s.dora, "bias": "none",
-        "fan_in_fan_out": False, "init_lora_weights": True, "target_modules": _targets(plan), "modules_to_save": whole or None,
-        "rank_pattern": {name[m]: rank for m, rank in s.ranks.items()}, "alpha_pattern": {name.get(m, m): x for m, x in s.alphas.items()},
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base,
+        "revision": None,
+        "inference_mode": True,
+        "r": s.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "use_rslora": s.rslora,
+        "use_dora": s.dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "target_modules": _targets(plan),
+        "modules_to_save": whole or None,
+        "rank_pattern": {name[m]: rank for m, rank in s.ranks.items()},
+        "alpha_pattern": {name.get(m, m): x for m, x in s.alphas.items()},
         **({"target_parameters": parameters} if parameters else {}),
     }
 
@@ -204,7 +236,9 @@ def _targets(plan: AdapterPlan) -> list[str]:
 def _parameters(plan: AdapterPlan) -> list[str]:
     """The same for experts that share a parameter: its name without the layer, or the whole one."""
     mine = {a.projection.stack: end_of(a.projection.stack) for a in plan.adapters if a.projection.stack}
-    alike = {p.stack for p in projections(plan.plan.family, plan.plan.spec) if p.stack and end_of(p.stack) in mine.values()}
+    alike = {
+        p.stack for p in projections(plan.plan.family, plan.plan.spec) if p.stack and end_of(p.stack) in mine.values()
+    }
     return sorted(set(mine.values()) if alike == mine.keys() else mine)
 
 
@@ -229,6 +263,7 @@ def write_adapter(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[st
 
 def adapter_values(source: Mapping[str, Tensor]) -> Any:
     """What `RankAdapters.fill` asks for, from tensors by name."""
+
     def value(adapter: Adapter, half: Half) -> Tensor:
         return source[adapter.name(half)].to(torch.float32)
 

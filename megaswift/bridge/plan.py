@@ -97,7 +97,7 @@ class Entry:
             shape, along = shapes[piece.source], piece.hf_dim(dim)
             start, stop = (min(x, shape[along]) for x in (piece.start, piece.stop))
             if stop > start:
-                lead = [slice(i, i + 1) for i in piece.at] + [slice(0, n) for n in shape[len(piece.at):along]]
+                lead = [slice(i, i + 1) for i in piece.at] + [slice(0, n) for n in shape[len(piece.at) : along]]
                 where = (*lead, slice(start, stop))
                 part = source.slice(names[piece.source], where).flatten(0, len(piece.at))  # the expert's dimension goes
                 parts.append(_of_shard(part, piece, dim))
@@ -124,7 +124,9 @@ class Entry:
         padded = sum(s.shape[dim] for s in shards) if self.shard == "vocab" else None
         expected = self.shard_shape(len(shards), padded)
         for rank, shard in enumerate(shards):
-            assert tuple(shard.shape) == expected, f"{self.megatron}: shard {rank} is {tuple(shard.shape)}, should be {expected}"
+            assert tuple(shard.shape) == expected, (
+                f"{self.megatron}: shard {rank} is {tuple(shard.shape)}, should be {expected}"
+            )
             at = 0
             for piece in self.pieces(Cut(len(shards), rank, padded)):
                 into, along = whole[self.hf[piece.source]][piece.at], piece.hf_dim(dim) - len(piece.at)
@@ -151,7 +153,9 @@ class Group:
         """HF name -> full tensor; `shards` are those of each entry, taken one entry at a time."""
         whole: dict[str, Tensor] = {}
         covered = sum(entry.put(whole, parts) for entry, parts in zip(self.entries, shards, strict=True))
-        assert covered == sum(t.numel() for t in whole.values()), f"{self.entries[0].megatron}: the shards do not cover {[*whole]}"
+        assert covered == sum(t.numel() for t in whole.values()), (
+            f"{self.entries[0].megatron}: the shards do not cover {[*whole]}"
+        )
         return whole
 
 
@@ -160,13 +164,21 @@ class WeightPlan:
 
     def __init__(self, family: Family, spec: ModelSpec) -> None:
         self.family, self.spec = family, spec
-        self.entries: tuple[Entry, ...] = tuple(Entry(rule, spec, layer, expert) for rule, layer, expert in expand(family.weights, spec))
+        self.entries: tuple[Entry, ...] = tuple(
+            Entry(rule, spec, layer, expert) for rule, layer, expert in expand(family.weights, spec)
+        )
         self.by_megatron: dict[str, Entry] = {e.megatron: e for e in self.entries}
-        self.groups: tuple[Group, ...] = tuple(Group(tuple(same)) for _, same in groupby(self.entries, key=lambda entry: entry.hf))
+        self.groups: tuple[Group, ...] = tuple(
+            Group(tuple(same)) for _, same in groupby(self.entries, key=lambda entry: entry.hf)
+        )
         self.by_hf: dict[str, Group] = {name: group for group in self.groups for name in group.entries[0].hf}
-        self.hf_shapes: dict[str, tuple[int, ...]] = {n: s for e in self.entries for n, s in zip(e.hf, e.hf_shapes, strict=True)}
+        self.hf_shapes: dict[str, tuple[int, ...]] = {
+            n: s for e in self.entries for n, s in zip(e.hf, e.hf_shapes, strict=True)
+        }
         assert len(self.by_megatron) == len(self.entries), f"family {family.name}: a Megatron name is used twice"
-        assert len(self.by_hf) == sum(len(g.entries[0].hf) for g in self.groups), f"family {family.name}: an HF name is used twice"
+        assert len(self.by_hf) == sum(len(g.entries[0].hf) for g in self.groups), (
+            f"family {family.name}: an HF name is used twice"
+        )
         heads = (TIED_HEAD,) if spec.tied else (OTHER_HEAD,) if spec.scored else ()
         self.ignored: tuple[Ignored, ...] = (INV_FREQ, *heads)
         self._kept = family.kept(spec) if family.kept is not None else None
@@ -194,15 +206,21 @@ class WeightPlan:
         problems: list[Problem] = []
         names = set(source.names())
         missing = [name for name in self.by_hf if name not in names]
-        problems += [Problem(f"{source.directory}, tensor {name}", "is missing: no file holds it", self._fix_missing(name))
-                     for name in missing[:SHOWN]]
+        problems += [
+            Problem(f"{source.directory}, tensor {name}", "is missing: no file holds it", self._fix_missing(name))
+            for name in missing[:SHOWN]
+        ]
         extra = sorted(names - set(self.by_hf))
         ignored = [name for name in extra if any(i.matches(name) for i in self.ignored)]
         known = {*ignored, *self.kept(extra)}
         unmapped = [name for name in extra if name not in known]
-        problems += [Problem(f"{source.file(name)}, tensor {name}",
-                             f"is in no row of the weight table of {self.family.name} for this config.json ({self.spec.num_layers} layers)")
-                     for name in unmapped[:SHOWN]]
+        problems += [
+            Problem(
+                f"{source.file(name)}, tensor {name}",
+                f"is in no row of the weight table of {self.family.name} for this config.json ({self.spec.num_layers} layers)",
+            )
+            for name in unmapped[:SHOWN]
+        ]
         wrong = [p for name in self.by_hf if name in names for p in self._wrong(source, name)]
         problems += wrong[:SHOWN]
         left = sum(max(0, len(kind) - SHOWN) for kind in (missing, unmapped, wrong))
@@ -215,15 +233,22 @@ class WeightPlan:
         return ignored
 
     def _fix_missing(self, name: str) -> str:
-        return "set tie_word_embeddings to true in config.json if the output layer is the embedding" if name == "lm_head.weight" else ""
+        return (
+            "set tie_word_embeddings to true in config.json if the output layer is the embedding"
+            if name == "lm_head.weight"
+            else ""
+        )
 
     def _wrong(self, source: WeightSource, name: str) -> Iterator[Problem]:
         what, shape = f"{source.file(name)}, tensor {name}", source.shape(name)
         if shape != self.hf_shapes[name]:
             yield Problem(what, f"has shape {list(shape)}, but config.json asks for {list(self.hf_shapes[name])}")
         if source.dtype_name(name) not in FLOATS:
-            yield Problem(what, f"has dtype {source.dtype_name(name)}; weights should be F32, BF16 or F16",
-                          "use the checkpoint in bfloat16")
+            yield Problem(
+                what,
+                f"has dtype {source.dtype_name(name)}; weights should be F32, BF16 or F16",
+                "use the checkpoint in bfloat16",
+            )
 
     def _unequal(self, source: WeightSource, head: str, rows: int = 4096) -> Iterator[Problem]:
         embedding = self.by_megatron["embedding.word_embeddings.weight"].hf[0]
@@ -233,5 +258,8 @@ class WeightPlan:
                 part = (slice(at, min(at + rows, self.spec.vocab_size)), slice(0, self.spec.hidden_size))
                 same = torch.equal(source.slice(head, part), source.slice(embedding, part))
         if not same:
-            yield Problem(f"{source.file(head)}, tensor {head}", f"differs from {embedding}, but config.json says tie_word_embeddings",
-                          "set tie_word_embeddings to false to train both, or remove the tensor")
+            yield Problem(
+                f"{source.file(head)}, tensor {head}",
+                f"differs from {embedding}, but config.json says tie_word_embeddings",
+                "set tie_word_embeddings to false to train both, or remove the tensor",
+            )

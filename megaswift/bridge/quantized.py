@@ -93,7 +93,9 @@ class Fp8Weight:
                 up, down = start // rows, -(-stop // rows)
                 scale = whole if whole is not None else read(self.scale, (*first, slice(up, down), slice(near, far)))
                 factors = _factors(scale.reshape(down - up, far - near))[:, block_of]
-                values = read(self.name, (*first, slice(start, stop), slice(left, right))).reshape(stop - start, right - left)
+                values = read(self.name, (*first, slice(start, stop), slice(left, right))).reshape(
+                    stop - start, right - left
+                )
                 for block, factor in enumerate(factors, up):
                     one = slice(max(start, block * rows), min(stop, (block + 1) * rows))
                     part = values[one.start - start : one.stop - start].float().mul_(factor)
@@ -126,8 +128,12 @@ class Mxfp4Weight:
         for expert in range(first, last):
             for start, stop in _bands(top, bottom, (far - near) * GROUP):
                 where = (slice(expert, expert + 1), slice(start, stop), slice(near, far))
-                pairs = PAIRS.index_select(0, read(self.blocks, where).reshape(-1).int()).reshape(stop - start, far - near, GROUP)
-                halves = HALVES.index_select(0, read(self.scales, where).reshape(-1).int()).reshape(stop - start, far - near, 2)
+                pairs = PAIRS.index_select(0, read(self.blocks, where).reshape(-1).int()).reshape(
+                    stop - start, far - near, GROUP
+                )
+                halves = HALVES.index_select(0, read(self.scales, where).reshape(-1).int()).reshape(
+                    stop - start, far - near, 2
+                )
                 values = pairs.mul_(halves[..., :1]).mul_(halves[..., 1:])
                 out[expert - first, :, start - top : stop - top].copy_(values.reshape(stop - start, -1)[:, trim].t())
 
@@ -144,7 +150,9 @@ def fp8_weights(stored: HfSource, scheme: Fp8, problems: list[Problem]) -> Itera
         if weight != scale and weight not in names:
             problems.append(_wrong(stored, scale, f"is a scale, and no file holds {weight}"))
         elif weight != scale and stored.dtype_name(weight) != "F8_E4M3":
-            problems.append(_wrong(stored, scale, f"is a scale, and {weight} is {stored.dtype_name(weight)}, not F8_E4M3"))
+            problems.append(
+                _wrong(stored, scale, f"is a scale, and {weight} is {stored.dtype_name(weight)}, not F8_E4M3")
+            )
     for name in stored.names():
         if stored.dtype_name(name) != "F8_E4M3":
             continue
@@ -157,10 +165,14 @@ def fp8_weights(stored: HfSource, scheme: Fp8, problems: list[Problem]) -> Itera
         grid, given = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)), stored.shape(scale)
         scalar = scheme.block is None and math.prod(given) == math.prod(shape[:-2]) == 1
         if given != grid and not scalar:
-            rule = f"has shape {list(given)}; {name} {list(shape)} in blocks of [{rows}, {columns}] asks for {list(grid)}"
+            rule = (
+                f"has shape {list(given)}; {name} {list(shape)} in blocks of [{rows}, {columns}] asks for {list(grid)}"
+            )
             problems.append(_wrong(stored, scale, rule))
         elif stored.dtype_name(scale) not in SCALE_DTYPES:
-            problems.append(_wrong(stored, scale, f"has dtype {stored.dtype_name(scale)}; scales are {', '.join(SCALE_DTYPES)}"))
+            problems.append(
+                _wrong(stored, scale, f"has dtype {stored.dtype_name(scale)}; scales are {', '.join(SCALE_DTYPES)}")
+            )
         else:
             yield name, Fp8Weight(name, scale, shape, (rows, columns), scalar)
 
@@ -170,20 +182,28 @@ def mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[s
     names = set(stored.names())
     for scales in stored.names():
         if scales.endswith("_scales") and scales.removesuffix("_scales") + "_blocks" not in names:
-            problems.append(_wrong(stored, scales, f"holds exponents, and no file holds {scales.removesuffix('_scales')}_blocks"))
+            problems.append(
+                _wrong(stored, scales, f"holds exponents, and no file holds {scales.removesuffix('_scales')}_blocks")
+            )
     for blocks in stored.names():
         if not blocks.endswith("_blocks"):
             continue
         name, shape = blocks.removesuffix("_blocks"), stored.shape(blocks)
         scales = f"{name}_scales"
         if scales not in names or name in names:
-            rule = f"is MXFP4, and no file holds {scales}" if scales not in names else f"is MXFP4, and {name} is stored too"
+            rule = (
+                f"is MXFP4, and no file holds {scales}"
+                if scales not in names
+                else f"is MXFP4, and {name} is stored too"
+            )
             problems.append(_wrong(stored, blocks, rule))
         elif len(shape) != 4 or shape[-1] * 2 != GROUP or stored.dtype_name(blocks) != "U8":
             rule = f"is {stored.dtype_name(blocks)} {list(shape)}; MXFP4 blocks are U8 [experts, rows, groups, 16]"
             problems.append(_wrong(stored, blocks, rule))
         elif stored.shape(scales) != shape[:-1] or stored.dtype_name(scales) != "U8":
-            rule = f"is {stored.dtype_name(scales)} {list(stored.shape(scales))}; {blocks} asks for U8 {list(shape[:-1])}"
+            rule = (
+                f"is {stored.dtype_name(scales)} {list(stored.shape(scales))}; {blocks} asks for U8 {list(shape[:-1])}"
+            )
             problems.append(_wrong(stored, scales, rule))
         else:
             yield name, Mxfp4Weight(blocks, scales, (shape[0], shape[2] * GROUP, shape[1]))
@@ -204,7 +224,9 @@ class DequantisedSource:
             raise WeightsError(problems)
         claimed = {part for packed in self._packed.values() for part in packed.parts}
         # Scales of the inputs of FP8 weights: nothing quantises activations here, as in transformers' dequantised model.
-        claimed |= {name.removesuffix(".weight") + ".activation_scale" for name in self._packed if name.endswith(".weight")}
+        claimed |= {
+            name.removesuffix(".weight") + ".activation_scale" for name in self._packed if name.endswith(".weight")
+        }
         self._names = [*(name for name in stored.names() if name not in claimed), *self._packed]
 
     @property
@@ -258,4 +280,6 @@ def open_hf(directory: Path | str) -> WeightSource:
     if scheme is None:
         return stored
     name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return DequantisedSource(stored, scheme, getattr(torch, name) if name in ("bfloat16", "float16", "float32") else torch.bfloat16)
+    return DequantisedSource(
+        stored, scheme, getattr(torch, name) if name in ("bfloat16", "float16", "float32") else torch.bfloat16
+    )

@@ -16,9 +16,22 @@ from typing import Any, NamedTuple
 import torch
 
 DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 HEADER_LIMIT = 100_000_000
@@ -95,7 +108,9 @@ def _without_gaps(found: dict[str, Stored], base: int, size: int) -> None:
     for name, stored in sorted(found.items(), key=lambda item: item[1][2:]):
         if stored.start != end or stored.stop < stored.start:
             what = "overlaps" if stored.start < end else "leaves a gap after"
-            raise Damaged(f"has a damaged header: tensor {name}, bytes {stored.start} to {stored.stop}, {what} {before}")
+            raise Damaged(
+                f"has a damaged header: tensor {name}, bytes {stored.start} to {stored.stop}, {what} {before}"
+            )
         end, before = stored.stop, f"tensor {name}"
     if size != end:
         last = f" for {before}" if found else ""

@@ -59,21 +59,30 @@ def check_target(target: Path, overwrite: bool) -> None:
     if target.exists() and not target.is_dir():
         raise CheckpointError(Problem(str(target), "is a file", "give a folder"))
     if target.exists() and not overwrite and any(target.iterdir()):
-        raise CheckpointError(Problem(str(target), "exists already", "give another folder, or --overwrite to replace it"))
+        raise CheckpointError(
+            Problem(str(target), "exists already", "give another folder, or --overwrite to replace it")
+        )
 
 
 def check_room(target: Path, need: int, used: int = 0) -> None:
     """`need` bytes fit on the disk of `target`, where files that it has left there already take `used`."""
     free = shutil.disk_usage(target.parent).free + used
     if need > free:
-        raise CheckpointError(Problem(str(target), f"needs {need:,} bytes, and {free:,} are free",
-                                      "make room, or give a folder on another disk"))
+        raise CheckpointError(
+            Problem(
+                str(target),
+                f"needs {need:,} bytes, and {free:,} are free",
+                "make room, or give a folder on another disk",
+            )
+        )
 
 
 class Stage:
     """The folder `target` on its way. `made_from` is everything that decides its bytes: another value starts anew."""
 
-    def __init__(self, target: Path, files: Mapping[str, int], made_from: Mapping[str, Any], overwrite: bool = False) -> None:
+    def __init__(
+        self, target: Path, files: Mapping[str, int], made_from: Mapping[str, Any], overwrite: bool = False
+    ) -> None:
         self.target, self.files = target, dict(files)
         self.folder = target.with_name(f".{target.name}.converting")
         self.journal = target.with_name(f".{target.name}.converting.journal")
@@ -105,7 +114,9 @@ class Stage:
             fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._log.close()
-            raise CheckpointError(Problem(str(self.target), "is being written by another conversion", "wait for it to end")) from None
+            raise CheckpointError(
+                Problem(str(self.target), "is being written by another conversion", "wait for it to end")
+            ) from None
         self._log.seek(0)
         header, *lines = self._log.read().split("\n")
         whole = all(self._size(name) == size for name, size in self.files.items())
@@ -143,8 +154,13 @@ class Stage:
         self._blocks.put(_Block(file, offset, data, done))
 
     def _told(self) -> CheckpointError:
-        return CheckpointError(Problem(str(self.target), f"cannot be written: {self._failure}",
-                                       "run the same command again to go on from here, when this is mended"))
+        return CheckpointError(
+            Problem(
+                str(self.target),
+                f"cannot be written: {self._failure}",
+                "run the same command again to go on from here, when this is mended",
+            )
+        )
 
     def _write(self) -> None:
         while (block := self._blocks.get()) is not None:
@@ -208,7 +224,9 @@ class Stage:
     def __enter__(self) -> Stage:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """What is done stays for the next run."""
         if self._open:
             self._drain()

@@ -38,8 +38,13 @@ class StepSource:
             raise CheckpointError(Problem(str(path), f"cannot be read ({type(error).__name__}: {error})")) from None
         if adapts:
             beside = self.directory.parent / "adapter"
-            raise CheckpointError(Problem(str(self.directory), "holds the adapters of a LoRA run, not a model",
-                                          f"the base model's folder, with --adapters {beside}"))
+            raise CheckpointError(
+                Problem(
+                    str(self.directory),
+                    "holds the adapters of a LoRA run, not a model",
+                    f"the base model's folder, with --adapters {beside}",
+                )
+            )
 
     @property
     def bytes_read(self) -> int:

@@ -26,13 +26,30 @@ from megaswift.bridge.file_tensor import FileTensor
 ALIGNMENT = 64
 """Of the tensor's bytes within an item, as torch aligns them."""
 _TYPED: dict[torch.dtype, type] = {
-    torch.float32: torch.FloatStorage, torch.bfloat16: torch.BFloat16Storage, torch.float16: torch.HalfStorage,
-    torch.float64: torch.DoubleStorage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage, torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage, torch.bool: torch.BoolStorage,
+    torch.float32: torch.FloatStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float16: torch.HalfStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
 }
 _LARGE = 0xFFFFFFFF
 """From this many bytes on a record's size stands in its 64 bit field."""
-_BROKEN = (OSError, zipfile.BadZipFile, pickle.UnpicklingError, KeyError, TypeError, ValueError, EOFError, AttributeError, struct.error)
+_BROKEN = (
+    OSError,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+    KeyError,
+    TypeError,
+    ValueError,
+    EOFError,
+    AttributeError,
+    struct.error,
+)
 
 
 class _Bytes:
@@ -46,7 +63,7 @@ class _Described:
         self.dtype, self.shape = dtype, shape
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        strides = tuple(math.prod(self.shape[i + 1:]) for i in range(len(self.shape)))
+        strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
         facts: tuple[Any, ...] = (_Bytes(), 0, self.shape, strides, False, collections.OrderedDict())
         if self.dtype in _TYPED:
             return torch._utils._rebuild_tensor_v2, facts
@@ -77,7 +94,12 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     """The archive without the tensor's bytes."""
     nbytes = math.prod(shape) * dtype.itemsize
     head, central = bytearray(), bytearray()
-    for name, content in (("data.pkl", _description(dtype, shape)), ("byteorder", b"little"), ("version", b"3\n"), ("data/0", None)):
+    for name, content in (
+        ("data.pkl", _description(dtype, shape)),
+        ("byteorder", b"little"),
+        ("version", b"3\n"),
+        ("data/0", None),
+    ):
         full, size = f"archive/{name}".encode(), nbytes if content is None else len(content)
         wide = size >= _LARGE
         extra = struct.pack("<HHQQ", 1, 16, size, size) if wide else b""
@@ -130,10 +152,18 @@ class _Facts(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):
-            return lambda storage, offset, shape, strides, _, hooks, dtype=None: (storage, offset, shape, strides, dtype)
+            return lambda storage, offset, shape, strides, _, hooks, dtype=None: (
+                storage,
+                offset,
+                shape,
+                strides,
+                dtype,
+            )
         if (module, name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
-        found = getattr(torch, name, None) if module == "torch" else UntypedStorage if name == "UntypedStorage" else None
+        found = (
+            getattr(torch, name, None) if module == "torch" else UntypedStorage if name == "UntypedStorage" else None
+        )
         if isinstance(found, torch.dtype) or found is UntypedStorage or found in _TYPED.values():
             return found
         raise pickle.UnpicklingError(f"holds {module}.{name}, which is no part of a tensor")
@@ -156,7 +186,7 @@ def locate(path: Path, start: int, length: int) -> FileTensor:
     except _BROKEN as error:
         raise ValueError(f"holds no tensor at byte {start}: {error}") from None
     kind = next((k for k, v in _TYPED.items() if v is storage[1]), dtype)
-    dense = [math.prod(shape[i + 1:]) for i in range(len(shape))]
+    dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     if any(n != 1 and s != d for n, s, d in zip(shape, strides, dense, strict=True)):
         raise ValueError(f"holds a tensor at byte {start} whose bytes are not in order of rows")
     return FileTensor(path, first + offset * kind.itemsize, kind, tuple(shape))

@@ -59,12 +59,20 @@ def config_dtype(folder: Path) -> torch.dtype:
 def metas_like(tensors: Mapping[str, Tensor], source: Path) -> dict[str, TensorMeta]:
     """Shape of each tensor by disk name, and the dtype that it has in `source`."""
     stored, default = stored_dtypes(source), config_dtype(source)
-    return {name: TensorMeta(tuple(t.shape), stored.get(name, default if t.is_floating_point() else t.dtype))
-            for name, t in tensors.items()}
+    return {
+        name: TensorMeta(tuple(t.shape), stored.get(name, default if t.is_floating_point() else t.dtype))
+        for name, t in tensors.items()
+    }
 
 
-def write_folder(folder: Path, weights: Mapping[str, Tensor], source: Path, max_shard_bytes: int = MAX_SHARD_BYTES,
-                 overwrite: bool = True, config: Mapping[str, Any] | None = None) -> None:
+def write_folder(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    source: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = True,
+    config: Mapping[str, Any] | None = None,
+) -> None:
     """A Hugging Face folder of these tensors by disk name, each in the dtype that it has in `source`, whose other files it takes.
 
     config.json too, unless `config` is another.

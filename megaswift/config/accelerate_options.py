@@ -17,16 +17,31 @@ from megaswift.errors import Problem
 ZERO, FSDP, MEGATRON = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"
 _ZERO = "ACCELERATE_DEEPSPEED_"
 _KINDS = {("2", "cpu", "none"): "zero2_offload", ("3", "cpu", "cpu"): "zero3_offload"} | {
-    (stage, "none", "none"): f"zero{stage}" for stage in "0123"}
+    (stage, "none", "none"): f"zero{stage}" for stage in "0123"
+}
 """Stage, and where optimizer and weights are kept, as one of our engines; others need a DeepSpeed file."""
-_SHARDING = {"1": "full_shard", "2": "shard_grad_op", "4": "hybrid_shard", "full_shard": "full_shard", "shard_grad_op": "shard_grad_op",
-             "hybrid_shard": "hybrid_shard"}
+_SHARDING = {
+    "1": "full_shard",
+    "2": "shard_grad_op",
+    "4": "hybrid_shard",
+    "full_shard": "full_shard",
+    "shard_grad_op": "shard_grad_op",
+    "hybrid_shard": "hybrid_shard",
+}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _WITHOUT_EFFECT = {
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation_steps", ("1", "auto"), "--gradient_accumulation_steps"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        "gradient_accumulation_steps",
+        ("1", "auto"),
+        "--gradient_accumulation_steps",
+    ),
     "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", ("auto", "none"), "--max_grad_norm"),
     "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "the run's own options"),
-    "FSDP_MIN_NUM_PARAMS": ("fsdp_min_num_params", ("0", "100000000"), "a unit is a decoder layer; --fsdp_transformer_layer_cls_to_wrap"),
+    "FSDP_MIN_NUM_PARAMS": (
+        "fsdp_min_num_params",
+        ("0", "100000000"),
+        "a unit is a decoder layer; --fsdp_transformer_layer_cls_to_wrap",
+    ),
     "FSDP_BACKWARD_PREFETCH": ("fsdp_backward_prefetch", ("backward_pre", "none", "no_prefetch"), "torch's FSDP2"),
     "FSDP_FORWARD_PREFETCH": ("fsdp_forward_prefetch", ("false",), "torch's FSDP2"),
 }
@@ -61,16 +76,24 @@ def notices(environ: Mapping[str, str], c: Sections, alone: bool) -> Iterator[st
     if _on(environ, FSDP) and environ.get("FSDP_VERSION", "1") == "1":
         yield "FSDP of version 1 runs as FSDP2"
     if alone and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= environ.keys():
-        yield ("accelerate started one process, as it does with --cpu whatever --num_processes says; for several: "
-               "accelerate launch --multi_gpu (on a CPU too), or torchrun")
+        yield (
+            "accelerate started one process, as it does with --cpu whatever --num_processes says; for several: "
+            "accelerate launch --multi_gpu (on a CPU too), or torchrun"
+        )
 
 
 def not_read(environ: Mapping[str, str]) -> list[Problem]:
     """For the Python API, whose configuration is made by the user's own code: engines asked of accelerate."""
     asked = {ZERO: ("deepspeed", "zero2"), FSDP: ("fsdp", "fsdp2"), MEGATRON: ("megatron_lm", "megatron")}
-    return [Problem(f"accelerate launch --use_{name}", "the Python API does not read accelerate's settings",
-                    f"accelerate launch --multi_gpu ..., and SwiftConfig(engine='{engine}')")
-            for variable, (name, engine) in asked.items() if _on(environ, variable)]
+    return [
+        Problem(
+            f"accelerate launch --use_{name}",
+            "the Python API does not read accelerate's settings",
+            f"accelerate launch --multi_gpu ..., and SwiftConfig(engine='{engine}')",
+        )
+        for variable, (name, engine) in asked.items()
+        if _on(environ, variable)
+    ]
 
 
 def _plain(value: Any) -> Any:
@@ -105,7 +128,11 @@ def _fsdp(environ: Mapping[str, str]) -> Iterator[Given]:
     yield Given("fsdp", words, "accelerate's fsdp_config")
     classes = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "None")
     if classes != "None":
-        yield Given("fsdp_transformer_layer_cls_to_wrap", classes.split(","), f"accelerate's fsdp_transformer_layer_cls_to_wrap {classes}")
+        yield Given(
+            "fsdp_transformer_layer_cls_to_wrap",
+            classes.split(","),
+            f"accelerate's fsdp_transformer_layer_cls_to_wrap {classes}",
+        )
     if _on(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
         yield Given("recompute_granularity", "full", "accelerate's fsdp_activation_checkpointing")
 
@@ -119,11 +146,17 @@ def _sharding(environ: Mapping[str, str]) -> str:
 def _refused(environ: Mapping[str, str]) -> Iterator[Problem]:
     only = "accelerate only starts the processes, and these settings are not read"
     if _on(environ, MEGATRON):
-        yield Problem("accelerate launch --use_megatron_lm", only, "accelerate launch --multi_gpu ..., with --tp and --pp after the script")
+        yield Problem(
+            "accelerate launch --use_megatron_lm",
+            only,
+            "accelerate launch --multi_gpu ..., with --tp and --pp after the script",
+        )
     if _on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         yield Problem("accelerate's parallelism_config", only, "--tp and --cp after the script")
     if environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":
-        yield Problem("accelerate's mixed_precision fp8", only, "--mixed_precision bf16, and --fp8_format hybrid after the script")
+        yield Problem(
+            "accelerate's mixed_precision fp8", only, "--mixed_precision bf16, and --fp8_format hybrid after the script"
+        )
     if _on(environ, ZERO):
         yield from _refused_zero(environ)
     if _on(environ, FSDP):
@@ -133,8 +166,12 @@ def _refused(environ: Mapping[str, str]) -> Iterator[Problem]:
 def _refused_zero(environ: Mapping[str, str]) -> Iterator[Problem]:
     key = stage, optimizer, weights = _zero_key(environ)
     if key not in _KINDS and not environ.get(f"{_ZERO}CONFIG_FILE"):
-        yield Problem("accelerate's deepspeed_config", f"stage {stage} with the optimizer on {optimizer} and the weights on {weights} "
-                      f"is not served; these are: {', '.join(sorted(_KINDS.values()))}", "a DeepSpeed file, as deepspeed_config_file")
+        yield Problem(
+            "accelerate's deepspeed_config",
+            f"stage {stage} with the optimizer on {optimizer} and the weights on {weights} "
+            f"is not served; these are: {', '.join(sorted(_KINDS.values()))}",
+            "a DeepSpeed file, as deepspeed_config_file",
+        )
     if environ.get(f"{_ZERO}MOE_LAYER_CLS_NAMES"):
         yield Problem("accelerate's deepspeed_moe_layer_cls_names", "is not served", "leave it out")
 
@@ -142,7 +179,10 @@ def _refused_zero(environ: Mapping[str, str]) -> Iterator[Problem]:
 def _refused_fsdp(environ: Mapping[str, str]) -> Iterator[Problem]:
     strategy = environ.get("FSDP_SHARDING_STRATEGY", "")
     if environ.get("FSDP_VERSION") != "2" and strategy.lower() in ("3", "5", "no_shard", "hybrid_shard_zero2"):
-        yield Problem(f"accelerate's fsdp_sharding_strategy {strategy}", "is not served",
-                      "FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD; --engine ddp for no sharding")
+        yield Problem(
+            f"accelerate's fsdp_sharding_strategy {strategy}",
+            "is not served",
+            "FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD; --engine ddp for no sharding",
+        )
     if environ.get("FSDP_IGNORED_MODULES", "None") != "None":
         yield Problem("accelerate's fsdp_ignored_modules", "is not served", "leave it out")

@@ -58,45 +58,132 @@ def _split(c: Sections) -> bool:
 
 def _owner(name: str) -> Ignored:
     owners = OWNERS[name]
-    return Ignored(name, _TYPE, lambda c: c.model.train_type not in owners,
-                   f"belongs to train_type {' or '.join(owners)} (train_type is {{train_type}})", f"--train_type {owners[0]}",
-                   (None, OPTIONS[name].default))
+    return Ignored(
+        name,
+        _TYPE,
+        lambda c: c.model.train_type not in owners,
+        f"belongs to train_type {' or '.join(owners)} (train_type is {{train_type}})",
+        f"--train_type {owners[0]}",
+        (None, OPTIONS[name].default),
+    )
 
 
 ADAPTER_IGNORED: tuple[Ignored, ...] = (
-    *(Ignored(name, _TYPE, _takes(name), "{train_type} has none in PEFT", "--train_type lora") for name in (*SHARED, *LORA_ONLY)),
+    *(
+        Ignored(name, _TYPE, _takes(name), "{train_type} has none in PEFT", "--train_type lora")
+        for name in (*SHARED, *LORA_ONLY)
+    ),
     *(_owner(name) for name in OWNERS),
-    Ignored("peft_config", _TYPE, lambda c: method_of(c) is None, "is for PEFT's other adapters (train_type is {train_type})",
-            f"--train_type {next(iter(METHODS))}", ({},)),
-    *(Ignored(name, ("adapters", "train_type"), lambda c: method_of(c) is not None and c.lora.adapters is not None,
-              "the folder {adapters} says it itself", "new adapters: no --adapters", (None, {}, OPTIONS[name].default))
-      for name in (*OWNERS, "peft_config")),
-    *(Ignored(name, (*_BITS, *READS), lambda c: _native(c), "is bitsandbytes' (the native engine has NF4 of its own)", "--engine ddp",
-              (OPTIONS[name].default,)) for name in FOUR_BITS),
-    *(Ignored(name, (*_BITS, *READS), lambda c: not _native(c) and bits_of(c) != 4, "is for weights in 4 bits", "--quantization_bit 4",
-              (OPTIONS[name].default,)) for name in FOUR_BITS),
+    Ignored(
+        "peft_config",
+        _TYPE,
+        lambda c: method_of(c) is None,
+        "is for PEFT's other adapters (train_type is {train_type})",
+        f"--train_type {next(iter(METHODS))}",
+        ({},),
+    ),
+    *(
+        Ignored(
+            name,
+            ("adapters", "train_type"),
+            lambda c: method_of(c) is not None and c.lora.adapters is not None,
+            "the folder {adapters} says it itself",
+            "new adapters: no --adapters",
+            (None, {}, OPTIONS[name].default),
+        )
+        for name in (*OWNERS, "peft_config")
+    ),
+    *(
+        Ignored(
+            name,
+            (*_BITS, *READS),
+            lambda c: _native(c),
+            "is bitsandbytes' (the native engine has NF4 of its own)",
+            "--engine ddp",
+            (OPTIONS[name].default,),
+        )
+        for name in FOUR_BITS
+    ),
+    *(
+        Ignored(
+            name,
+            (*_BITS, *READS),
+            lambda c: not _native(c) and bits_of(c) != 4,
+            "is for weights in 4 bits",
+            "--quantization_bit 4",
+            (OPTIONS[name].default,),
+        )
+        for name in FOUR_BITS
+    ),
 )
 
 ADAPTER_CLASHES: tuple[Clash, ...] = (
-    Clash(("train_type", *READS), lambda c: method_of(c) is not None and _native(c),
-          "is PEFT's, and needs an engine of torch (the native one has lora, with --use_dora and --use_rslora, and qlora)", "--engine ddp"),
-    Clash(("train_type", *READS), _wrong_engine, "needs every gradient whole, on every rank, to allocate ranks by", "--engine ddp"),
-    Clash(("train_type", *READS), _split, "cannot be split over ranks: its parameters are shared by all layers", "--engine zero2"),
-    Clash(("target_r", "init_r", "train_type"), lambda c: c.model.train_type == "adalora" and c.peft.target_r >= c.peft.init_r,
-          "is not below init_r {init_r}: no rank would be taken away", "--init_r 12 --target_r 8"),
-    Clash(("boft_block_num", "boft_block_size"), lambda c: c.peft.boft_block_num is not None and "boft_block_size" in c.given,
-          "and boft_block_size each follow from the other", "one of the two"),
-    Clash(("quantization_bit",), lambda c: c.quantization.quantization_bit not in (None, 4, 8), "must be 4 or 8", "--quantization_bit 4"),
-    Clash(_BITS, lambda c: c.quantization.quantization_bit is not None and c.model.train_type == "full",
-          "are too few to train a weight: adapters train over it", "--train_type qlora"),
-    Clash(_BITS, lambda c: c.quantization.quantization_bit == 8 and c.model.train_type == "qlora",
-          "is LoRA over 8 bits, and train_type qlora over 4", "--train_type lora"),
-    Clash((*_BITS, *READS), lambda c: c.quantization.quantization_bit is not None and c.model.train_type == "lora" and _native(c),
-          "is bitsandbytes', for engines of torch; the native engine has 4 bits of its own", "--train_type qlora, or --engine ddp"),
-    Clash((*_BITS, *READS), lambda c: bits_of(c) is not None and not _native(c) and engine_of(c) in SHARDED,
-          "is whole on every rank: bitsandbytes' blocks cannot be split", "--engine ddp, zero2, or megatron, whose qlora splits by --tp"),
-    Clash((*_BITS,), lambda c: (m := method_of(c)) is not None and bits_of(c) is not None and bits_of(c) not in m.bits,
-          "is not what PEFT trains {train_type} over", "--train_type lora"),
+    Clash(
+        ("train_type", *READS),
+        lambda c: method_of(c) is not None and _native(c),
+        "is PEFT's, and needs an engine of torch (the native one has lora, with --use_dora and --use_rslora, and qlora)",
+        "--engine ddp",
+    ),
+    Clash(
+        ("train_type", *READS),
+        _wrong_engine,
+        "needs every gradient whole, on every rank, to allocate ranks by",
+        "--engine ddp",
+    ),
+    Clash(
+        ("train_type", *READS),
+        _split,
+        "cannot be split over ranks: its parameters are shared by all layers",
+        "--engine zero2",
+    ),
+    Clash(
+        ("target_r", "init_r", "train_type"),
+        lambda c: c.model.train_type == "adalora" and c.peft.target_r >= c.peft.init_r,
+        "is not below init_r {init_r}: no rank would be taken away",
+        "--init_r 12 --target_r 8",
+    ),
+    Clash(
+        ("boft_block_num", "boft_block_size"),
+        lambda c: c.peft.boft_block_num is not None and "boft_block_size" in c.given,
+        "and boft_block_size each follow from the other",
+        "one of the two",
+    ),
+    Clash(
+        ("quantization_bit",),
+        lambda c: c.quantization.quantization_bit not in (None, 4, 8),
+        "must be 4 or 8",
+        "--quantization_bit 4",
+    ),
+    Clash(
+        _BITS,
+        lambda c: c.quantization.quantization_bit is not None and c.model.train_type == "full",
+        "are too few to train a weight: adapters train over it",
+        "--train_type qlora",
+    ),
+    Clash(
+        _BITS,
+        lambda c: c.quantization.quantization_bit == 8 and c.model.train_type == "qlora",
+        "is LoRA over 8 bits, and train_type qlora over 4",
+        "--train_type lora",
+    ),
+    Clash(
+        (*_BITS, *READS),
+        lambda c: c.quantization.quantization_bit is not None and c.model.train_type == "lora" and _native(c),
+        "is bitsandbytes', for engines of torch; the native engine has 4 bits of its own",
+        "--train_type qlora, or --engine ddp",
+    ),
+    Clash(
+        (*_BITS, *READS),
+        lambda c: bits_of(c) is not None and not _native(c) and engine_of(c) in SHARDED,
+        "is whole on every rank: bitsandbytes' blocks cannot be split",
+        "--engine ddp, zero2, or megatron, whose qlora splits by --tp",
+    ),
+    Clash(
+        (*_BITS,),
+        lambda c: (m := method_of(c)) is not None and bits_of(c) is not None and bits_of(c) not in m.bits,
+        "is not what PEFT trains {train_type} over",
+        "--train_type lora",
+    ),
 )
 
 assert set(SHARDED) <= {"fsdp2", *ZERO}

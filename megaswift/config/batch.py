@@ -1,6 +1,6 @@
 """Batch arithmetic: rows per device, accumulation, data-parallel size and global batch are one equation.
 
-    global_batch_size = per_device_train_batch_size x gradient_accumulation_steps x data_parallel_size
+global_batch_size = per_device_train_batch_size x gradient_accumulation_steps x data_parallel_size
 """
 
 from __future__ import annotations

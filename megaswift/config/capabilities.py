@@ -45,6 +45,11 @@ def missing_transformer_engine(c: Sections, installed: bool | None = None) -> li
     there = has_transformer_engine() if installed is None else installed
     if there and c.value("transformer_impl") != "torch":
         return []
-    lack = "this run takes the torch layers (--transformer_impl torch)" if there else "transformer_engine is not installed"
-    return [Problem(f"--{name} {show(c.value(name))}", f"{why}, and {lack}", fix)
-            for name, wants, why, fix in NEED_TRANSFORMER_ENGINE if chosen(c, name) and wants(c.value(name))]
+    lack = (
+        "this run takes the torch layers (--transformer_impl torch)" if there else "transformer_engine is not installed"
+    )
+    return [
+        Problem(f"--{name} {show(c.value(name))}", f"{why}, and {lack}", fix)
+        for name, wants, why, fix in NEED_TRANSFORMER_ENGINE
+        if chosen(c, name) and wants(c.value(name))
+    ]

@@ -22,8 +22,10 @@ from megaswift.config.source import Given, read_command_line
 from megaswift.errors import ConfigError, Problem, nearest
 
 SECRET = re.compile(r"api|key|token$")
-LEGEND = ("Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
-          "A switch alone means true.")
+LEGEND = (
+    "Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
+    "A switch alone means true."
+)
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,10 @@ class Command(Generic[Config]):
         """The sections; ConfigError with all mistakes."""
         line = read_command_line(list(argv), self.table)
         state = State(problems=list(line.problems))
-        state.problems += [Problem(word, f"belongs to no option of megaswift {self.name}", f"megaswift {self.name} --help")
-                           for word in line.files]
+        state.problems += [
+            Problem(word, f"belongs to no option of megaswift {self.name}", f"megaswift {self.name} --help")
+            for word in line.files
+        ]
         first: dict[str, Given] = {}
         for given in line.givens:
             option = self.table.options.get(self.table.names.get(given.name, ""))
@@ -96,17 +100,25 @@ class Command(Generic[Config]):
                 continue
             take_value(state, option, given, first.get(option.name))
             first.setdefault(option.name, given)
-        made = {key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
-                for key, cls in self.sections.items()}
+        made = {
+            key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
+            for key, cls in self.sections.items()
+        }
         parsed = Parsed(made, {n: label for n, label in state.labels.items() if state.values.get(n) is not None})
-        problems = state.problems + [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
+        problems = state.problems + [
+            p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong
+        ]
         if problems:
             raise ConfigError(_without_secrets(problems, line.givens))
         return parsed
 
     def _unknown(self, given: Given) -> Problem:
         close = self.hints.get(given.name) or nearest(given.name, list(self.table.names))
-        return Problem(given.label, f"is not an option of megaswift {self.name}", close or f"megaswift {self.name} --help lists them all")
+        return Problem(
+            given.label,
+            f"is not an option of megaswift {self.name}",
+            close or f"megaswift {self.name} --help lists them all",
+        )
 
     def help(self, width: int | None = None) -> str:
         """The help page, `width` columns wide (None: as wide as the terminal, at most 120)."""

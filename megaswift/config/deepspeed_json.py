@@ -20,37 +20,77 @@ from megaswift.config.sections import Sections
 from megaswift.errors import ConfigError, Problem, nearest
 
 KINDS = {
-    "zero0": (0, False, False), "zero1": (1, False, False), "zero2": (2, False, False), "zero3": (3, False, False),
-    "zero2_offload": (2, True, False), "zero3_offload": (3, True, True),
+    "zero0": (0, False, False),
+    "zero1": (1, False, False),
+    "zero2": (2, False, False),
+    "zero3": (3, False, False),
+    "zero2_offload": (2, True, False),
+    "zero3_offload": (3, True, True),
 }
 """Kind: stage, whether the optimizer is kept on the CPU, whether the weights are too."""
 
 SERVED = (
-    "zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "train_batch_size", "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "memory_breakdown",
-    "dump_state", "log_level", "disable_python_gc", "aio",
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "data_types",
+    "communication_data_type",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "flops_profiler",
+    "comms_logger",
+    "memory_breakdown",
+    "dump_state",
+    "log_level",
+    "disable_python_gc",
+    "aio",
 )
 """Sections and keys that have an effect, or repeat what the run says."""
 
 INSTEAD = {
-    "amp": "bf16", "torch_autocast": "bf16", "activation_checkpointing": "--recompute_granularity",
-    "tensorboard": "--report_to tensorboard", "wandb": "--report_to wandb",
-    "pipeline": "--engine megatron with --pp", "tensor_parallel": "--engine megatron with --tp",
-    "sequence_parallel_size": "--engine megatron with --cp", "prescale_gradients": "leave it out: gradients are summed, then divided once",
+    "amp": "bf16",
+    "torch_autocast": "bf16",
+    "activation_checkpointing": "--recompute_granularity",
+    "tensorboard": "--report_to tensorboard",
+    "wandb": "--report_to wandb",
+    "pipeline": "--engine megatron with --pp",
+    "tensor_parallel": "--engine megatron with --tp",
+    "sequence_parallel_size": "--engine megatron with --cp",
+    "prescale_gradients": "leave it out: gradients are summed, then divided once",
     "gradient_predivide_factor": "leave it out: gradients are summed, then divided once",
     "gradient_allreduce_op": "leave it out: gradients are summed, then divided once",
 }
 """What does the work of a key that is not served."""
 
 NOT_SERVED = {
-    "zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False, "zero_quantized_gradients": False,
-    "zero_hpz_partition_size": 1, "mics_shard_size": -1, "zenflow": None, "compute_grad_norm": True, "round_robin_gradients": False,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+    "zero_hpz_partition_size": 1,
+    "mics_shard_size": -1,
+    "zenflow": None,
+    "compute_grad_norm": True,
+    "round_robin_gradients": False,
 }
 """Keys of `zero_optimization` that change numbers or the layout that checkpoints read, with the only value that goes."""
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-SCHEDULER_NUMBERS = ("warmup_num_steps", "total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_min_ratio", "cos_min_ratio")
+SCHEDULER_NUMBERS = (
+    "warmup_num_steps",
+    "total_num_steps",
+    "warmup_min_lr",
+    "warmup_max_lr",
+    "warmup_min_ratio",
+    "cos_min_ratio",
+)
 
 
 @dataclass(frozen=True)
@@ -85,8 +125,19 @@ class Filled:
 def facts_of(cfg: Sections, world: int | None, dtype: str, hidden_size: int | None) -> Facts:
     """What `cfg` says, on `world` processes, in the precision that the run takes."""
     train, o = cfg.train, cfg.optim
-    return Facts(train.per_device_train_batch_size, accumulation(train, world or 1), world, o.learning_rate, (o.adam_beta1, o.adam_beta2),
-                 o.adam_epsilon, o.weight_decay, o.max_grad_norm, o.lr_scheduler_type, dtype, hidden_size)
+    return Facts(
+        train.per_device_train_batch_size,
+        accumulation(train, world or 1),
+        world,
+        o.learning_rate,
+        (o.adam_beta1, o.adam_beta2),
+        o.adam_epsilon,
+        o.weight_decay,
+        o.max_grad_norm,
+        o.lr_scheduler_type,
+        dtype,
+        hidden_size,
+    )
 
 
 def preset(kind: str) -> dict[str, Any]:
@@ -106,7 +157,9 @@ def preset(kind: str) -> dict[str, Any]:
 def offloads(config: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether a configuration keeps (the optimizer, the weights) off the device."""
     zero = config.get("zero_optimization") or {}
-    optimizer, weights = ((zero.get(f"offload_{part}") or {}).get("device", "none") != "none" for part in ("optimizer", "param"))
+    optimizer, weights = (
+        (zero.get(f"offload_{part}") or {}).get("device", "none") != "none" for part in ("optimizer", "param")
+    )
     return optimizer, weights
 
 
@@ -123,7 +176,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(Problem(what, f"cannot be read: {error.strerror}", f"one of {', '.join(KINDS)}, or a JSON file")) from error
+        raise ConfigError(
+            Problem(what, f"cannot be read: {error.strerror}", f"one of {', '.join(KINDS)}, or a JSON file")
+        ) from error
     except ValueError as error:
         raise ConfigError(Problem(what, f"is not JSON: {error}", "configs/deepspeed/zero2.json is one")) from error
     if not isinstance(found, dict):
@@ -135,24 +190,36 @@ def missing(kind: str) -> list[Problem]:
     """The problem that DeepSpeed is not installed, where it is not."""
     if importlib.util.find_spec("deepspeed") is not None:
         return []
-    return [Problem(f"--engine {kind}", "deepspeed is not installed", "pip install 'megaswift[deepspeed]', or --engine fsdp2")]
+    return [
+        Problem(
+            f"--engine {kind}", "deepspeed is not installed", "pip install 'megaswift[deepspeed]', or --engine fsdp2"
+        )
+    ]
 
 
 def fill(given: Mapping[str, Any], facts: Facts, label: str) -> Filled:
     """`given` without "auto", and what is wrong with it; `label` is how the user named the file."""
     config = json.loads(json.dumps(given))
     zero = config.setdefault("zero_optimization", {})
-    problems = [*_unserved(config, zero, label), *_numbers(config, facts, label), *_precision(config, facts, label),
-                *_optimizer(config, facts, label)]
+    problems = [
+        *_unserved(config, zero, label),
+        *_numbers(config, facts, label),
+        *_precision(config, facts, label),
+        *_optimizer(config, facts, label),
+    ]
     for name, size in _sizes(facts).items():
         if zero.get(name) == "auto":
             zero.pop(name) if size is None else zero.update({name: size})
     for path in _autos(config):
-        problems.append(Problem(f'{label}: "{path}": "auto"', "the run has no value for it", "a value, or leave it out"))
+        problems.append(
+            Problem(f'{label}: "{path}": "auto"', "the run has no value for it", "a value, or leave it out")
+        )
     kind = kind_of(config)
     if kind is None and not problems:
         fix = "configs/deepspeed has one each"
-        problems.append(Problem(f'{label}: "stage": {zero.get("stage")}', f"with this offload is none of {', '.join(KINDS)}", fix))
+        problems.append(
+            Problem(f'{label}: "stage": {zero.get("stage")}', f"with this offload is none of {', '.join(KINDS)}", fix)
+        )
     return Filled(kind or "zero0", config, tuple(problems))
 
 
@@ -161,7 +228,8 @@ def _sizes(facts: Facts) -> dict[str, int | None]:
     h = facts.hidden_size
     square = None if h is None else h * h
     return {
-        "reduce_bucket_size": square, "allgather_bucket_size": square,
+        "reduce_bucket_size": square,
+        "allgather_bucket_size": square,
         "stage3_prefetch_bucket_size": None if square is None else square * 9 // 10,
         "stage3_param_persistence_threshold": None if h is None else 10 * h,
     }
@@ -184,7 +252,9 @@ def _unserved(config: Mapping[str, Any], zero: Mapping[str, Any], label: str) ->
 def _numbers(config: dict[str, Any], facts: Facts, label: str) -> Iterator[Problem]:
     rows = facts.per_device * facts.accumulation
     yield from _agree(config, "train_batch_size", facts.world and rows * facts.world, "--global_batch_size", label)
-    yield from _agree(config, "train_micro_batch_size_per_gpu", facts.per_device, "--per_device_train_batch_size", label)
+    yield from _agree(
+        config, "train_micro_batch_size_per_gpu", facts.per_device, "--per_device_train_batch_size", label
+    )
     yield from _agree(config, "gradient_accumulation_steps", facts.accumulation, "--gradient_accumulation_steps", label)
     yield from _agree(config, "gradient_clipping", facts.clip, "--max_grad_norm", label)
 
@@ -207,32 +277,49 @@ def _same(found: Any, value: Any) -> bool:
 def _precision(config: dict[str, Any], facts: Facts, label: str) -> Iterator[Problem]:
     half = facts.dtype == "bfloat16"
     if (config.pop("fp16", None) or {}).get("enabled") is True:
-        yield Problem(f'{label}: "fp16"', "float16 is not served: its gradients need a loss scale", '"bf16": {"enabled": "auto"}')
+        yield Problem(
+            f'{label}: "fp16"', "float16 is not served: its gradients need a loss scale", '"bf16": {"enabled": "auto"}'
+        )
     section = config.setdefault("bf16", {})
     found = section.setdefault("enabled", "auto")
     if found == "auto":
         section["enabled"] = half
     elif bool(found) != half:
         other = "bfloat16" if found else "float32"
-        yield Problem(f'{label}: "bf16": {{"enabled": {json.dumps(found)}}}', f"the run computes in {facts.dtype}",
-                      f'--torch_dtype {other}, or "auto" in the file')
+        yield Problem(
+            f'{label}: "bf16": {{"enabled": {json.dumps(found)}}}',
+            f"the run computes in {facts.dtype}",
+            f'--torch_dtype {other}, or "auto" in the file',
+        )
 
 
 def _optimizer(config: dict[str, Any], facts: Facts, label: str) -> Iterator[Problem]:
     """Optimizer and schedule are the run's; the file's are compared and then left out."""
     section = config.pop("optimizer", None) or {}
     params = dict(section.get("params") or {})
-    if (kind := section.get("type", "AdamW")) not in ("Adam", "AdamW", "auto") or params.pop("adam_w_mode", True) is False:
-        yield Problem(f'{label}: "optimizer": "{kind}"', "the run's optimizer is AdamW", '"AdamW", or leave the section out')
-    names = {"lr": (facts.learning_rate, "--learning_rate"), "betas": (facts.betas, "--adam_beta1 and --adam_beta2"),
-             "eps": (facts.epsilon, "--adam_epsilon"), "weight_decay": (facts.weight_decay, "--weight_decay")}
+    if (kind := section.get("type", "AdamW")) not in ("Adam", "AdamW", "auto") or params.pop(
+        "adam_w_mode", True
+    ) is False:
+        yield Problem(
+            f'{label}: "optimizer": "{kind}"', "the run's optimizer is AdamW", '"AdamW", or leave the section out'
+        )
+    names = {
+        "lr": (facts.learning_rate, "--learning_rate"),
+        "betas": (facts.betas, "--adam_beta1 and --adam_beta2"),
+        "eps": (facts.epsilon, "--adam_epsilon"),
+        "weight_decay": (facts.weight_decay, "--weight_decay"),
+    }
     for name, (value, flag) in names.items():
         yield from _agree(params, name, value, flag, label)
     section = config.pop("scheduler", None) or {}
     kind, params = section.get("type"), dict(section.get("params") or {})
     if kind is not None and SCHEDULES.get(kind) != facts.schedule:
         fix = f"--lr_scheduler_type {SCHEDULES[kind]}" if kind in SCHEDULES else "--lr_scheduler_type"
-        yield Problem(f'{label}: "scheduler": "{kind}"', f"the run's schedule is {facts.schedule}", f"{fix}, or leave the section out")
+        yield Problem(
+            f'{label}: "scheduler": "{kind}"',
+            f"the run's schedule is {facts.schedule}",
+            f"{fix}, or leave the section out",
+        )
     for name, value in params.items():
         if value != "auto" and name in SCHEDULER_NUMBERS:
             fix = '"auto", with --warmup_steps, --max_steps and --min_lr'

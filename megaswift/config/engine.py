@@ -18,13 +18,18 @@ class EngineConfig:
     """Engine"""
 
     engine: str = option(
-        "megatron", "What spreads the model; auto: by layout, size and devices", aliases=("distributed_strategy",),
-        choices=ENGINES, spellings=SPELLINGS)
+        "megatron",
+        "What spreads the model; auto: by layout, size and devices",
+        aliases=("distributed_strategy",),
+        choices=ENGINES,
+        spellings=SPELLINGS,
+    )
     deepspeed: str | None = option(
-        None, "The same as engine zero2 and so on, or a DeepSpeed JSON file", metavar="zero2|FILE")
+        None, "The same as engine zero2 and so on, or a DeepSpeed JSON file", metavar="zero2|FILE"
+    )
     use_fsdp: bool = option(False, "The same as engine fsdp2")
     fsdp: tuple[str, ...] = option((), "How fsdp2 shards; unset: full_shard", choices=FSDP_WORDS, metavar="WORD...")
-    fsdp_config: str | None = option(
-        None, "transformers' JSON file of FSDP, as options of fsdp2", metavar="FILE")
+    fsdp_config: str | None = option(None, "transformers' JSON file of FSDP, as options of fsdp2", metavar="FILE")
     fsdp_transformer_layer_cls_to_wrap: tuple[str, ...] = option(
-        (), "Classes of modules that fsdp2 shards; unset: the decoder layers", metavar="CLASS...")
+        (), "Classes of modules that fsdp2 shards; unset: the decoder layers", metavar="CLASS..."
+    )

@@ -11,12 +11,36 @@ from megaswift.config.sections import OPTIONS, Sections
 from megaswift.errors import ConfigError
 
 NATIVE, AUTO = "megatron", "auto"
-AXES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
+AXES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "expert_parallel_size",
+    "expert_tensor_parallel_size",
+)
 NATIVE_ONLY = (
-    *AXES, "virtual_pipeline_parallel_size", "sequence_parallel", "first_stage_layers", "last_stage_layers", "pipeline_layout",
-    "cp_comm_type", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm", "tp_comm_overlap", "transformer_impl",
-    "recompute_method", "recompute_num_layers", "recompute_modules", "fp8_format", "fp8_recipe",
-    "moe_token_dispatcher_type", "moe_grouped_gemm", "precision_aware_optimizer", "optimizer_cpu_offload")
+    *AXES,
+    "virtual_pipeline_parallel_size",
+    "sequence_parallel",
+    "first_stage_layers",
+    "last_stage_layers",
+    "pipeline_layout",
+    "cp_comm_type",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "overlap_p2p_comm",
+    "tp_comm_overlap",
+    "transformer_impl",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "fp8_format",
+    "fp8_recipe",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
+    "precision_aware_optimizer",
+    "optimizer_cpu_offload",
+)
 FSDP_ONLY = ("fsdp", "fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
 READS = ("engine", "deepspeed", "use_fsdp", "fsdp", "fsdp_config")
 """Options that name an engine, the last four by being given."""
@@ -64,24 +88,69 @@ _NO_FSDP: Test = lambda c: engine_of(c) != "fsdp2"  # noqa: E731
 _PARTS = ("freeze_vit", "freeze_aligner", "freeze_llm")
 
 ENGINE_IGNORED: tuple[Ignored, ...] = (
-    *(Ignored(name, READS, _TORCH, "belongs to the native engine", "--engine megatron", (None, False, 0, (), OPTIONS[name].default))
-      for name in NATIVE_ONLY),
-    *(Ignored(name, READS, is_native, "is for vision-language models, which the native engine does not train", "--engine ddp", (None,))
-      for name in _PARTS),
-    *(Ignored(name, READS, _NO_FSDP, "belongs to the engine fsdp2 (engine is {engine})", "--engine fsdp2") for name in FSDP_ONLY),
+    *(
+        Ignored(
+            name,
+            READS,
+            _TORCH,
+            "belongs to the native engine",
+            "--engine megatron",
+            (None, False, 0, (), OPTIONS[name].default),
+        )
+        for name in NATIVE_ONLY
+    ),
+    *(
+        Ignored(
+            name,
+            READS,
+            is_native,
+            "is for vision-language models, which the native engine does not train",
+            "--engine ddp",
+            (None,),
+        )
+        for name in _PARTS
+    ),
+    *(
+        Ignored(name, READS, _NO_FSDP, "belongs to the engine fsdp2 (engine is {engine})", "--engine fsdp2")
+        for name in FSDP_ONLY
+    ),
 )
 
 ENGINE_CLASHES: tuple[Clash, ...] = (
-    Clash(("deepspeed", "engine"), lambda c: c.engine.deepspeed is not None and engine_of(c) != zero_kind(c.engine.deepspeed),
-          "engine is {engine}", "one of the two"),
-    Clash(("use_fsdp", "engine"), lambda c: c.engine.use_fsdp and engine_of(c) != "fsdp2", "engine is {engine}", "one of the two"),
-    Clash(("fsdp",), lambda c: len({"full_shard", "shard_grad_op", "hybrid_shard"} & set(c.engine.fsdp)) > 1,
-          "names more than one way to shard", "--fsdp full_shard"),
-    Clash(("recompute_granularity", *READS), lambda c: _TORCH(c) and c.model.recompute_granularity == "selective",
-          "needs the native engine; transformers recomputes whole layers", "--recompute_granularity full"),
-    Clash(("torch_dtype", *READS), lambda c: _TORCH(c) and c.model.torch_dtype == "float16",
-          "needs a loss scale for its gradients, which the native engine alone has", "--torch_dtype bfloat16, or --engine megatron"),
-    Clash(("freeze_llm", "freeze_vit", "freeze_aligner"),
-          lambda c: c.model.freeze_llm and c.model.freeze_vit is not False and c.model.freeze_aligner is not False,
-          "leaves nothing to train: freeze_vit and freeze_aligner are true unless said otherwise", "--freeze_aligner false"),
+    Clash(
+        ("deepspeed", "engine"),
+        lambda c: c.engine.deepspeed is not None and engine_of(c) != zero_kind(c.engine.deepspeed),
+        "engine is {engine}",
+        "one of the two",
+    ),
+    Clash(
+        ("use_fsdp", "engine"),
+        lambda c: c.engine.use_fsdp and engine_of(c) != "fsdp2",
+        "engine is {engine}",
+        "one of the two",
+    ),
+    Clash(
+        ("fsdp",),
+        lambda c: len({"full_shard", "shard_grad_op", "hybrid_shard"} & set(c.engine.fsdp)) > 1,
+        "names more than one way to shard",
+        "--fsdp full_shard",
+    ),
+    Clash(
+        ("recompute_granularity", *READS),
+        lambda c: _TORCH(c) and c.model.recompute_granularity == "selective",
+        "needs the native engine; transformers recomputes whole layers",
+        "--recompute_granularity full",
+    ),
+    Clash(
+        ("torch_dtype", *READS),
+        lambda c: _TORCH(c) and c.model.torch_dtype == "float16",
+        "needs a loss scale for its gradients, which the native engine alone has",
+        "--torch_dtype bfloat16, or --engine megatron",
+    ),
+    Clash(
+        ("freeze_llm", "freeze_vit", "freeze_aligner"),
+        lambda c: c.model.freeze_llm and c.model.freeze_vit is not False and c.model.freeze_aligner is not False,
+        "leaves nothing to train: freeze_vit and freeze_aligner are true unless said otherwise",
+        "--freeze_aligner false",
+    ),
 )

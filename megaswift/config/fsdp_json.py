@@ -16,8 +16,15 @@ from megaswift.config.sections import Sections
 from megaswift.errors import ConfigError, Problem, nearest
 
 WORDS: Mapping[Any, str] = {
-    True: "full_shard", False: "shard_grad_op", "FULL_SHARD": "full_shard", "SHARD_GRAD_OP": "shard_grad_op",
-    "HYBRID_SHARD": "hybrid_shard", "1": "full_shard", "2": "shard_grad_op", "4": "hybrid_shard"}
+    True: "full_shard",
+    False: "shard_grad_op",
+    "FULL_SHARD": "full_shard",
+    "SHARD_GRAD_OP": "shard_grad_op",
+    "HYBRID_SHARD": "hybrid_shard",
+    "1": "full_shard",
+    "2": "shard_grad_op",
+    "4": "hybrid_shard",
+}
 """What `reshard_after_forward` and FSDP1's `sharding_strategy` (also by accelerate's numbers) may say, as words of `--fsdp`."""
 ALWAYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "cpu_ram_efficient_loading": ((True,), "a model is never whole in a process's memory while it is loaded"),
@@ -28,14 +35,23 @@ ALWAYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "forward_prefetch": ((False,), "FSDP2 gathers the next layer by itself"),
     "auto_wrap_policy": (("TRANSFORMER_BASED_WRAP",), "units are classes of layers"),
     "min_num_params": ((0,), "units are classes of layers"),
-    "state_dict_type": (("FULL_STATE_DICT",), "steps hold whole tensors, from which any engine on any number of processes goes on"),
+    "state_dict_type": (
+        ("FULL_STATE_DICT",),
+        "steps hold whole tensors, from which any engine on any number of processes goes on",
+    ),
     "version": ((1, 2), "FSDP2 is what runs"),
-    "xla": ((False,), "there is no XLA here"), "xla_fsdp_v2": ((False,), "there is no XLA here"),
+    "xla": ((False,), "there is no XLA here"),
+    "xla_fsdp_v2": ((False,), "there is no XLA here"),
     "xla_fsdp_grad_ckpt": ((False,), "there is no XLA here"),
 }
 """Key -> the values that say what is so anyway, and what is so."""
-INSTEAD = {"mixed_precision_policy": "--torch_dtype", "mixed_precision": "--torch_dtype", "xla_fsdp_settings": "leave it out",
-           "ignored_modules": "--freeze_parameters, or leave it out", "ignored_params": "--freeze_parameters, or leave it out"}
+INSTEAD = {
+    "mixed_precision_policy": "--torch_dtype",
+    "mixed_precision": "--torch_dtype",
+    "xla_fsdp_settings": "leave it out",
+    "ignored_modules": "--freeze_parameters, or leave it out",
+    "ignored_params": "--freeze_parameters, or leave it out",
+}
 """What does the work of a key that is not served."""
 SHARDS, OFFLOADS = ("reshard_after_forward", "sharding_strategy"), ("offload_params", "cpu_offload")
 LAYERS, RECOMPUTES = ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"), "activation_checkpointing"
@@ -123,7 +139,9 @@ def _types(plain: dict[str, Any], label: str) -> Iterator[Problem]:
         value = plain.get(name, [])
         plain[name] = value = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
         if not (isinstance(value, list) and all(isinstance(part, str) and part for part in value)):
-            yield Problem(f'{label}: "{name}": {json.dumps(value)}', "should name classes of layers", '["Qwen3DecoderLayer"]')
+            yield Problem(
+                f'{label}: "{name}": {json.dumps(value)}', "should name classes of layers", '["Qwen3DecoderLayer"]'
+            )
 
 
 def of(c: Sections) -> Taken:

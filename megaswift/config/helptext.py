@@ -24,8 +24,10 @@ megaswift rlhf: the task that rlhf_type names
   megaswift rlhf run.yaml                                        rlhf_type: dpo in the file
 
 """ + "\n".join(f"  {name:<8}{TASKS[name]} (megaswift {name} --help)" for name in ALIGNMENT)
-LEGEND = ("Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
-          "A switch alone means true. A file takes the same names, flat or under section headings.")
+LEGEND = (
+    "Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
+    "A switch alone means true. A file takes the same names, flat or under section headings."
+)
 
 
 def task_help(task: str, width: int | None = None) -> str:
@@ -67,7 +69,11 @@ def default_text(option: Option) -> str:
     """The default with its unit as it could be typed, or a word in capitals when nothing is set."""
     details = option.details
     if option.default in (None, (), {}):
-        return details.get("metavar") or option.unit.upper() or {"bool": "auto", "list": "NAME..."}.get(option.kind, "VALUE")
+        return (
+            details.get("metavar")
+            or option.unit.upper()
+            or {"bool": "auto", "list": "NAME..."}.get(option.kind, "VALUE")
+        )
     unit = option.unit
     if option.default == 1 and unit:
         unit = unit.removesuffix("es") if unit.endswith("sses") else unit.removesuffix("s")

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from megaswift.config.model import DTYPES
 from megaswift.config.option import option
 
-ATTENTION = {"flash": "flash_attention_2", "flash_attn": "flash_attention_2", "flex": "flex_attention", "unfused": "eager"}
+ATTENTION = {
+    "flash": "flash_attention_2",
+    "flash_attn": "flash_attention_2",
+    "flex": "flex_attention",
+    "unfused": "eager",
+}
 
 
 @dataclass(frozen=True)
@@ -15,12 +20,17 @@ class SourceOptions:
     """Model"""
 
     model: str | None = option(
-        None, "Hugging Face folder, OUT of a run, a checkpoint, or a hub id", aliases=("model_id_or_path", "model_name_or_path"),
-        metavar="DIR")
+        None,
+        "Hugging Face folder, OUT of a run, a checkpoint, or a hub id",
+        aliases=("model_id_or_path", "model_name_or_path"),
+        metavar="DIR",
+    )
     use_hf: bool = option(True, "A hub id of the model is Hugging Face's; false: ModelScope's")
     model_revision: str | None = option(None, "Branch, tag or commit of a hub id", metavar="REV")
     trust_remote_code: bool = option(False, "Run Python code that comes with the model's folder")
-    adapters: str | None = option(None, "PEFT folder of adapters on the model: OUT/adapter", aliases=("adapter",), metavar="DIR")
+    adapters: str | None = option(
+        None, "PEFT folder of adapters on the model: OUT/adapter", aliases=("adapter",), metavar="DIR"
+    )
 
 
 @dataclass(frozen=True)
@@ -28,12 +38,22 @@ class WeightsOptions(SourceOptions):
     """Model"""
 
     torch_dtype: str = option(
-        "auto", "Precision of the weights; auto: the checkpoint's", aliases=("dtype", "model_dtype"),
-        choices=("auto", "float32", "bfloat16", "float16"), spellings=DTYPES)
+        "auto",
+        "Precision of the weights; auto: the checkpoint's",
+        aliases=("dtype", "model_dtype"),
+        choices=("auto", "float32", "bfloat16", "float16"),
+        spellings=DTYPES,
+    )
     attn_impl: str = option(
-        "auto", "Attention of transformers; auto: its choice for the model", aliases=("attn_implementation",),
-        choices=("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"), spellings=ATTENTION)
-    merge_adapters: bool = option(False, "Add the adapters to the weights once, instead of computing them beside in every step")
+        "auto",
+        "Attention of transformers; auto: its choice for the model",
+        aliases=("attn_implementation",),
+        choices=("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
+        spellings=ATTENTION,
+    )
+    merge_adapters: bool = option(
+        False, "Add the adapters to the weights once, instead of computing them beside in every step"
+    )
 
 
 @dataclass(frozen=True)
@@ -43,13 +63,24 @@ class PlacementOptions:
     The device map is printed before anything is loaded. Devices that --max_memory does not name are not used."""
 
     device_map: str = option(
-        "auto", "auto, balanced, balanced_low_0, sequential, a device (cpu, cuda:0), or a JSON file of module names and devices")
+        "auto",
+        "auto, balanced, balanced_low_0, sequential, a device (cpu, cuda:0), or a JSON file of module names and devices",
+    )
     max_memory: str | None = option(None, "Most memory for weights on each device: 0:20GiB,cpu:64GiB", metavar="SIZES")
-    offload_folder: str | None = option(None, "Folder for weights that fit on no device: they are read from disk in every step",
-                                        aliases=("offload_dir",), metavar="DIR")
+    offload_folder: str | None = option(
+        None,
+        "Folder for weights that fit on no device: they are read from disk in every step",
+        aliases=("offload_dir",),
+        metavar="DIR",
+    )
     quantization_bit: int | None = option(
-        None, "Weights of linear layers in 4 (NF4) or 8 bits, by bitsandbytes", aliases=("quant_bits",), minimum=4, maximum=8,
-        metavar="BITS")
+        None,
+        "Weights of linear layers in 4 (NF4) or 8 bits, by bitsandbytes",
+        aliases=("quant_bits",),
+        minimum=4,
+        maximum=8,
+        metavar="BITS",
+    )
 
 
 @dataclass(frozen=True)
@@ -59,14 +90,26 @@ class GenerationOptions:
     What is not set comes from the model's generation_config.json."""
 
     max_new_tokens: int = option(512, "Longest answer", aliases=("max_tokens",), minimum=1, unit="tokens")
-    temperature: float | None = option(None, "Above 0: tokens are drawn; 0: the likeliest is taken", minimum=0, metavar="T")
-    top_p: float | None = option(None, "Draw from the likeliest tokens of together this probability", above=0, maximum=1, metavar="P")
+    temperature: float | None = option(
+        None, "Above 0: tokens are drawn; 0: the likeliest is taken", minimum=0, metavar="T"
+    )
+    top_p: float | None = option(
+        None, "Draw from the likeliest tokens of together this probability", above=0, maximum=1, metavar="P"
+    )
     top_k: int | None = option(None, "Draw from this many of the likeliest tokens; 0: from all", minimum=0, metavar="K")
-    repetition_penalty: float | None = option(None, "Above 1: tokens that are there already become less likely", above=0, metavar="X")
+    repetition_penalty: float | None = option(
+        None, "Above 1: tokens that are there already become less likely", above=0, metavar="X"
+    )
     num_beams: int | None = option(None, "Width of a beam search", minimum=1, metavar="N")
-    stop: tuple[str, ...] = option((), "Texts that end an answer; they are not part of it", aliases=("stop_strings", "stop_words"),
-                                   metavar="TEXT...")
-    seed: int | None = option(None, "Seed of what is drawn; unset: another each time (a file of prompts: 42)", minimum=0, metavar="SEED")
+    stop: tuple[str, ...] = option(
+        (),
+        "Texts that end an answer; they are not part of it",
+        aliases=("stop_strings", "stop_words"),
+        metavar="TEXT...",
+    )
+    seed: int | None = option(
+        None, "Seed of what is drawn; unset: another each time (a file of prompts: 42)", minimum=0, metavar="SEED"
+    )
 
 
 @dataclass(frozen=True)
@@ -81,14 +124,27 @@ class ConversationOptions:
 class FileOptions:
     """A file of prompts, instead of a conversation in the terminal"""
 
-    dataset: str | None = option(None, "Rows of any format that training reads (.jsonl, .json, .csv, .parquet); answers need not be there",
-                                 aliases=("val_dataset", "infer_dataset"), metavar="FILE")
+    dataset: str | None = option(
+        None,
+        "Rows of any format that training reads (.jsonl, .json, .csv, .parquet); answers need not be there",
+        aliases=("val_dataset", "infer_dataset"),
+        metavar="FILE",
+    )
     columns: dict[str, str] = option({}, "File's columns to ours: question=query, or JSON", metavar="FROM=TO...")
-    result_path: str | None = option(None, "JSONL file to make: each row with its `response`, in the input's order", metavar="FILE")
+    result_path: str | None = option(
+        None, "JSONL file to make: each row with its `response`, in the input's order", metavar="FILE"
+    )
     per_device_eval_batch_size: int = option(
-        8, "Prompts of similar length that are answered together", aliases=("max_batch_size", "batch_size"), minimum=1, unit="rows")
+        8,
+        "Prompts of similar length that are answered together",
+        aliases=("max_batch_size", "batch_size"),
+        minimum=1,
+        unit="rows",
+    )
     logprobs: bool = option(False, "Also write the log-probability of each token of the answer")
-    top_logprobs: int | None = option(None, "And those of this many likeliest tokens at each position", minimum=1, maximum=20, metavar="N")
+    top_logprobs: int | None = option(
+        None, "And those of this many likeliest tokens at each position", minimum=1, maximum=20, metavar="N"
+    )
 
 
 @dataclass(frozen=True)
@@ -97,12 +153,18 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", "Address to listen on; any but loopback needs a token")
     port: int = option(8000, "Port; 0: any free one", minimum=0, maximum=65535)
-    api_key: str | None = option(None, "Token that clients send; better in the environment: MEGASWIFT_API_KEY", metavar="TOKEN")
+    api_key: str | None = option(
+        None, "Token that clients send; better in the environment: MEGASWIFT_API_KEY", metavar="TOKEN"
+    )
     served_model_name: str | None = option(None, "The model's name for clients; unset: its folder's", metavar="NAME")
-    infer_backend: str = option("transformers", "What runs the model", choices=("transformers", "vllm"), spellings={"pt": "transformers"})
+    infer_backend: str = option(
+        "transformers", "What runs the model", choices=("transformers", "vllm"), spellings={"pt": "transformers"}
+    )
     max_batch_size: int = option(8, "Answers that are generated together", minimum=1, unit="answers")
     max_waiting: int = option(64, "Answers that may wait; more are told to come again (429)", minimum=0, unit="answers")
-    tensor_parallel_size: int | None = option(None, "GPUs over which vLLM splits the model", aliases=("tp",), minimum=1, unit="GPUs")
+    tensor_parallel_size: int | None = option(
+        None, "GPUs over which vLLM splits the model", aliases=("tp",), minimum=1, unit="GPUs"
+    )
 
 
 @dataclass(frozen=True)
@@ -111,8 +173,13 @@ class ExportOptions:
 
     merge_lora: bool = option(False, "Merge the adapters of --adapters into the model")
     quantization_bit: int | None = option(
-        None, "Save linear layers in 4 (NF4) or 8 bits, by bitsandbytes", aliases=("quant_bits", "quant"), minimum=4, maximum=8,
-        metavar="BITS")
+        None,
+        "Save linear layers in 4 (NF4) or 8 bits, by bitsandbytes",
+        aliases=("quant_bits", "quant"),
+        minimum=4,
+        maximum=8,
+        metavar="BITS",
+    )
     output_dir: str | None = option(None, "The folder to make; it must not exist", metavar="DIR")
     max_shard_size: str = option("5GB", "Largest file")
 

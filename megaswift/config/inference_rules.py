@@ -22,8 +22,17 @@ from megaswift.config.size import parse_size
 from megaswift.errors import Problem
 
 TOKEN_VARIABLE = "MEGASWIFT_API_KEY"
-TRANSFORMERS_ONLY = ("attn_impl", "merge_adapters", "device_map", "max_memory", "offload_folder", "max_batch_size", "max_waiting", "system",
-                     "stop")
+TRANSFORMERS_ONLY = (
+    "attn_impl",
+    "merge_adapters",
+    "device_map",
+    "max_memory",
+    "offload_folder",
+    "max_batch_size",
+    "max_waiting",
+    "system",
+    "stop",
+)
 """Options of `deploy` that vLLM's own server has no word for."""
 
 
@@ -36,7 +45,9 @@ def _model(options: WeightsOptions | SourceOptions) -> Iterator[Problem]:
         yield Problem("--model", "is missing", "--model DIR: a Hugging Face folder, OUT of a run, or a checkpoint")
     if options.adapters is not None and not (Path(options.adapters) / "adapter_config.json").is_file():
         rule = "has no adapter_config.json" if Path(options.adapters).is_dir() else "no such folder"
-        yield Problem(f"--adapters {options.adapters}", rule, "a PEFT folder: OUT/adapter, OUT/checkpoints/step-N/adapter")
+        yield Problem(
+            f"--adapters {options.adapters}", rule, "a PEFT folder: OUT/adapter, OUT/checkpoints/step-N/adapter"
+        )
 
 
 def _bits(bits: int | None) -> Iterator[Problem]:
@@ -52,21 +63,32 @@ def _placement(parsed: Parsed) -> Iterator[Problem]:
     if isinstance(placed, Problem):
         yield placed
     elif options.device_map not in AUTOMATIC:
-        yield from _unused(parsed, ["max_memory"], f"would be ignored: {parsed.label('device_map')} says where everything goes")
+        yield from _unused(
+            parsed, ["max_memory"], f"would be ignored: {parsed.label('device_map')} says where everything goes"
+        )
         if DISK not in placed.values():  # type: ignore[union-attr]
-            yield from _unused(parsed, ["offload_folder"], f"would be ignored: {parsed.label('device_map')} puts nothing on the disk")
+            yield from _unused(
+                parsed, ["offload_folder"], f"would be ignored: {parsed.label('device_map')} puts nothing on the disk"
+            )
     if options.max_memory is not None and isinstance(limits := max_memory(options.max_memory), Problem):
         yield limits
     if weights.adapters is None:
-        yield from _unused(parsed, ["merge_adapters"] * weights.merge_adapters, "there are no adapters", "--adapters DIR")
+        yield from _unused(
+            parsed, ["merge_adapters"] * weights.merge_adapters, "there are no adapters", "--adapters DIR"
+        )
     elif weights.merge_adapters and options.quantization_bit is not None:
-        yield Problem("--merge_adapters", f"would round the adapters to {options.quantization_bit} bits",
-                      "leave it out: adapters beside quantised weights keep their precision")
+        yield Problem(
+            "--merge_adapters",
+            f"would round the adapters to {options.quantization_bit} bits",
+            "leave it out: adapters beside quantised weights keep their precision",
+        )
 
 
 def _generation(options: GenerationOptions, parsed: Parsed) -> Iterator[Problem]:
     if options.temperature == 0:
-        yield from _unused(parsed, ("top_p", "top_k", "seed"), "would be ignored: --temperature 0 draws nothing", "--temperature 0.7")
+        yield from _unused(
+            parsed, ("top_p", "top_k", "seed"), "would be ignored: --temperature 0 draws nothing", "--temperature 0.7"
+        )
     if any(not text for text in options.stop):
         yield Problem("--stop", "holds an empty text", '--stop "</s>"')
 
@@ -75,7 +97,9 @@ def _beams(options: GenerationOptions, parsed: Parsed, chat: bool) -> Iterator[P
     if (options.num_beams or 1) > 1:
         fix = "--num_beams 1"
         if chat:
-            yield Problem(parsed.label("num_beams"), "knows its answer only at the end, so there is nothing to stream", fix)
+            yield Problem(
+                parsed.label("num_beams"), "knows its answer only at the end, so there is nothing to stream", fix
+            )
         yield from _unused(parsed, ("stop", "logprobs"), f"does not go with {parsed.label('num_beams')}", fix)
 
 
@@ -133,16 +157,25 @@ def check_deploy(parsed: Parsed) -> Iterator[Problem]:
     yield from _model(parsed.sections["weights"])
     yield from _placement(parsed)
     yield from _generation(generation, parsed)
-    yield from _unused(parsed, ("num_beams", "seed"), "is not for a server: answers are streamed, and requests bring their own seed")
+    yield from _unused(
+        parsed, ("num_beams", "seed"), "is not for a server: answers are streamed, and requests bring their own seed"
+    )
     if not is_loopback(server.host) and token(server) is None:
-        yield Problem(f"--host {server.host}", "others could use the model: an address beyond this machine needs a token",
-                      f"{TOKEN_VARIABLE}=... megaswift deploy ..., or --host 127.0.0.1")
+        yield Problem(
+            f"--host {server.host}",
+            "others could use the model: an address beyond this machine needs a token",
+            f"{TOKEN_VARIABLE}=... megaswift deploy ..., or --host 127.0.0.1",
+        )
     if server.infer_backend == "vllm":
         yield from _unused(parsed, TRANSFORMERS_ONLY, "would be ignored: vLLM decides that itself")
         if parsed.sections["placement"].quantization_bit == 8:
-            yield Problem("--quantization_bit 8", "is not what vLLM makes of a model while loading it", "--quantization_bit 4")
+            yield Problem(
+                "--quantization_bit 8", "is not what vLLM makes of a model while loading it", "--quantization_bit 4"
+            )
     else:
-        yield from _unused(parsed, ["tensor_parallel_size"], "is for --infer_backend vllm", "--device_map auto spreads over all GPUs")
+        yield from _unused(
+            parsed, ["tensor_parallel_size"], "is for --infer_backend vllm", "--device_map auto spreads over all GPUs"
+        )
 
 
 def check_export(parsed: Parsed) -> Iterator[Problem]:
@@ -152,7 +185,9 @@ def check_export(parsed: Parsed) -> Iterator[Problem]:
     yield from _model(source)
     yield from _bits(export.quantization_bit)
     if not export.merge_lora and export.quantization_bit is None:
-        yield Problem("megaswift export", "has nothing to do", "--merge_lora true --adapters DIR, or --quantization_bit 4")
+        yield Problem(
+            "megaswift export", "has nothing to do", "--merge_lora true --adapters DIR, or --quantization_bit 4"
+        )
     if export.merge_lora and source.adapters is None:
         yield Problem("--merge_lora true", "there are no adapters", "--adapters DIR")
     if not export.merge_lora:
@@ -165,5 +200,3 @@ def check_export(parsed: Parsed) -> Iterator[Problem]:
         yield Problem("--output_dir", "is missing", "--output_dir DIR, the folder to make")
     elif Path(export.output_dir).exists():
         yield Problem(f"--output_dir {export.output_dir}", "exists", "another name; nothing is overwritten")
-
-

@@ -21,24 +21,55 @@ _TORCHRUN_SEVERAL: Test = lambda c: _NO_RAY(c) and not _one_machine(c)  # noqa: 
 LAUNCH_IGNORED: tuple[Ignored, ...] = (
     Ignored("node_rank", ("nnodes", "launcher"), _TORCHRUN_ALONE, "there is one machine", "--nnodes 2"),
     Ignored("master_addr", ("nnodes", "launcher"), _TORCHRUN_ALONE, "there is one machine", "--nnodes 2"),
-    Ignored("master_port", ("nnodes", "nproc_per_node", "launcher"), lambda c: _TORCHRUN_ALONE(c) and c.launch.nproc_per_node is None,
-            "there is one process", "--nproc_per_node 2"),
-    *(Ignored(name, ("launcher",), _RAY, "Ray places the processes, and they find each other through it", "--launcher torchrun")
-      for name in TORCHRUN_ONLY),
+    Ignored(
+        "master_port",
+        ("nnodes", "nproc_per_node", "launcher"),
+        lambda c: _TORCHRUN_ALONE(c) and c.launch.nproc_per_node is None,
+        "there is one process",
+        "--nproc_per_node 2",
+    ),
+    *(
+        Ignored(
+            name,
+            ("launcher",),
+            _RAY,
+            "Ray places the processes, and they find each other through it",
+            "--launcher torchrun",
+        )
+        for name in TORCHRUN_ONLY
+    ),
     *(Ignored(name, ("launcher",), _NO_RAY, "belongs to the launcher ray", "--launcher ray") for name in RAY_ONLY),
 )
 
 LAUNCH_CLASHES: tuple[Clash, ...] = (
-    Clash(("node_rank", "nnodes", "launcher"), lambda c: _TORCHRUN_SEVERAL(c) and (c.launch.nnodes or 1) <= (c.launch.node_rank or 0),
-          "counts machines from 0, and there are {nnodes}", "--node_rank 0"),
-    Clash(("nnodes", "master_addr", "launcher"), lambda c: _TORCHRUN_SEVERAL(c) and c.launch.master_addr is None,
-          "needs the address of machine 0", "--master_addr HOST (or MASTER_ADDR)"),
-    Clash(("nnodes", "node_rank", "launcher"), lambda c: _TORCHRUN_SEVERAL(c) and c.launch.node_rank is None,
-          "needs the number of this machine", "--node_rank 0 (or NODE_RANK)"),
-    Clash(("launcher", "num_workers", "nproc_per_node"),
-          lambda c: _RAY(c) and c.launch.num_workers is None and c.launch.nproc_per_node is None,
-          "needs the number of processes", "--num_workers 8"),
-    Clash(("num_workers", "launcher", "nproc_per_node", "nnodes"),
-          lambda c: _RAY(c) and c.launch.num_workers is not None and {"nproc_per_node", "nnodes"} & c.given,
-          "and nproc_per_node or nnodes both count the processes", "one of the two"),
+    Clash(
+        ("node_rank", "nnodes", "launcher"),
+        lambda c: _TORCHRUN_SEVERAL(c) and (c.launch.nnodes or 1) <= (c.launch.node_rank or 0),
+        "counts machines from 0, and there are {nnodes}",
+        "--node_rank 0",
+    ),
+    Clash(
+        ("nnodes", "master_addr", "launcher"),
+        lambda c: _TORCHRUN_SEVERAL(c) and c.launch.master_addr is None,
+        "needs the address of machine 0",
+        "--master_addr HOST (or MASTER_ADDR)",
+    ),
+    Clash(
+        ("nnodes", "node_rank", "launcher"),
+        lambda c: _TORCHRUN_SEVERAL(c) and c.launch.node_rank is None,
+        "needs the number of this machine",
+        "--node_rank 0 (or NODE_RANK)",
+    ),
+    Clash(
+        ("launcher", "num_workers", "nproc_per_node"),
+        lambda c: _RAY(c) and c.launch.num_workers is None and c.launch.nproc_per_node is None,
+        "needs the number of processes",
+        "--num_workers 8",
+    ),
+    Clash(
+        ("num_workers", "launcher", "nproc_per_node", "nnodes"),
+        lambda c: _RAY(c) and c.launch.num_workers is not None and {"nproc_per_node", "nnodes"} & c.given,
+        "and nproc_per_node or nnodes both count the processes",
+        "one of the two",
+    ),
 )

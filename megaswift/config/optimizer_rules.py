@@ -18,21 +18,45 @@ def _without(names: tuple[str, ...]) -> Test:
 
 
 OPTIMIZER_IGNORED: tuple[Ignored, ...] = (
-    *(Ignored(name, _NAME, _without(readers), "the optimizer {optimizer} has none", "--optimizer adam")
-      for name, readers in _OPTIONS.items()),
-    *(Ignored(name, _NAME, _NOT_GALORE, "belongs to GaLore (optimizer is {optimizer})", "--optimizer galore_adamw")
-      for name in _GALORE_OPTIONS),
+    *(
+        Ignored(name, _NAME, _without(readers), "the optimizer {optimizer} has none", "--optimizer adam")
+        for name, readers in _OPTIONS.items()
+    ),
+    *(
+        Ignored(name, _NAME, _NOT_GALORE, "belongs to GaLore (optimizer is {optimizer})", "--optimizer galore_adamw")
+        for name in _GALORE_OPTIONS
+    ),
 )
 
 OPTIMIZER_CLASHES: tuple[Clash, ...] = (
-    Clash(("optimizer", *READS), lambda c: engine_of(c) == NATIVE and c.optim.optimizer not in EVERYWHERE,
-          "the native engine steps adam and sgd", "--engine ddp, or --optimizer adam"),
-    Clash(("optimizer", *READS), lambda c: engine_of(c) in ZERO and c.optim.optimizer != "adam",
-          "ZeRO steps AdamW", "--optimizer adam, or --engine ddp"),
-    Clash(("optimizer", *READS), lambda c: engine_of(c) == "fsdp2" and c.optim.optimizer not in (*EVERYWHERE, *ON_PARTS),
-          "steps whole matrices, or blocks of them, and fsdp2 holds parts", "--engine ddp, or --optimizer adam"),
-    Clash(("optimizer", *READS), lambda c: engine_of(c) == "fsdp2" and c.optim.optimizer in PAGED and "offload" in c.engine.fsdp,
-          "pages states to the host, where --fsdp offload has them all the time", "one of the two"),
-    Clash(("optimizer", "train_type"), lambda c: c.optim.optimizer in GALORE and c.model.train_type != "full",
-          "projects gradients of the model's matrices, and with train_type {train_type} none of them trains", "--optimizer adam"),
+    Clash(
+        ("optimizer", *READS),
+        lambda c: engine_of(c) == NATIVE and c.optim.optimizer not in EVERYWHERE,
+        "the native engine steps adam and sgd",
+        "--engine ddp, or --optimizer adam",
+    ),
+    Clash(
+        ("optimizer", *READS),
+        lambda c: engine_of(c) in ZERO and c.optim.optimizer != "adam",
+        "ZeRO steps AdamW",
+        "--optimizer adam, or --engine ddp",
+    ),
+    Clash(
+        ("optimizer", *READS),
+        lambda c: engine_of(c) == "fsdp2" and c.optim.optimizer not in (*EVERYWHERE, *ON_PARTS),
+        "steps whole matrices, or blocks of them, and fsdp2 holds parts",
+        "--engine ddp, or --optimizer adam",
+    ),
+    Clash(
+        ("optimizer", *READS),
+        lambda c: engine_of(c) == "fsdp2" and c.optim.optimizer in PAGED and "offload" in c.engine.fsdp,
+        "pages states to the host, where --fsdp offload has them all the time",
+        "one of the two",
+    ),
+    Clash(
+        ("optimizer", "train_type"),
+        lambda c: c.optim.optimizer in GALORE and c.model.train_type != "full",
+        "projects gradients of the model's matrices, and with train_type {train_type} none of them trains",
+        "--optimizer adam",
+    ),
 )

@@ -36,31 +36,65 @@ def _own(*names: str) -> dict[str, str]:
 
 METHODS: dict[str, Method] = {
     "adalora": Method(
-        "AdaLoraConfig", {"lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
-                          **_own("init_r", "target_r", "tinit", "tfinal", "deltaT", "total_step", "orth_reg_weight")},
-        {"lora_alpha": 8.0}, engines=("ddp",)),
-    "boft": Method("BOFTConfig", {"lora_dropout": "boft_dropout", **_own("boft_block_size", "boft_block_num", "boft_n_butterfly_factor")}),
+        "AdaLoraConfig",
+        {
+            "lora_alpha": "lora_alpha",
+            "lora_dropout": "lora_dropout",
+            **_own("init_r", "target_r", "tinit", "tfinal", "deltaT", "total_step", "orth_reg_weight"),
+        },
+        {"lora_alpha": 8.0},
+        engines=("ddp",),
+    ),
+    "boft": Method(
+        "BOFTConfig",
+        {"lora_dropout": "boft_dropout", **_own("boft_block_size", "boft_block_num", "boft_n_butterfly_factor")},
+    ),
     "delora": Method("DeloraConfig", {"lora_rank": "r", "lora_dropout": "module_dropout"}, bits=()),
     "fourierft": Method("FourierFTConfig", _own("n_frequency", "scaling")),
-    "gralora": Method("GraloraConfig", {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "gralora_dropout"},
-                      {"lora_rank": 32, "lora_alpha": 64.0}),
+    "gralora": Method(
+        "GraloraConfig",
+        {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "gralora_dropout"},
+        {"lora_rank": 32, "lora_alpha": 64.0},
+    ),
     "hra": Method("HRAConfig", {"lora_rank": "r"}, bits=()),
     "ia3": Method("IA3Config", _own("feedforward_modules")),
-    "loha": Method("LoHaConfig", {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "module_dropout"}, {"lora_alpha": 8.0},
-                   bits=(8,)),
-    "lokr": Method("LoKrConfig", {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "module_dropout"}, {"lora_alpha": 8.0},
-                   bits=(8,)),
+    "loha": Method(
+        "LoHaConfig",
+        {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "module_dropout"},
+        {"lora_alpha": 8.0},
+        bits=(8,),
+    ),
+    "lokr": Method(
+        "LoKrConfig",
+        {"lora_rank": "r", "lora_alpha": "alpha", "lora_dropout": "module_dropout"},
+        {"lora_alpha": 8.0},
+        bits=(8,),
+    ),
     "miss": Method("MissConfig", {"lora_rank": "r", "lora_dropout": "miss_dropout"}, {"lora_rank": 64}),
     "oft": Method("OFTConfig", {"lora_dropout": "module_dropout", **_own("oft_block_size")}),
     "randlora": Method(
-        "RandLoraConfig", {"lora_rank": "r", "lora_alpha": "randlora_alpha", "lora_dropout": "randlora_dropout",
-                           **_own("projection_prng_key")}, {"lora_rank": 32, "lora_alpha": 640.0}),
+        "RandLoraConfig",
+        {
+            "lora_rank": "r",
+            "lora_alpha": "randlora_alpha",
+            "lora_dropout": "randlora_dropout",
+            **_own("projection_prng_key"),
+        },
+        {"lora_rank": 32, "lora_alpha": 640.0},
+    ),
     "road": Method("RoadConfig"),
     "shira": Method("ShiraConfig", {"lora_rank": "r"}, {"lora_rank": 32}),
-    "vblora": Method("VBLoRAConfig", {"lora_rank": "r", "lora_dropout": "vblora_dropout"}, {"lora_rank": 4},
-                     whole="its vector bank is shared by all layers"),
-    "vera": Method("VeraConfig", {"lora_rank": "r", "lora_dropout": "vera_dropout", **_own("d_initial", "projection_prng_key")},
-                   {"lora_rank": 256}),
+    "vblora": Method(
+        "VBLoRAConfig",
+        {"lora_rank": "r", "lora_dropout": "vblora_dropout"},
+        {"lora_rank": 4},
+        whole="its vector bank is shared by all layers",
+    ),
+    "vera": Method(
+        "VeraConfig",
+        {"lora_rank": "r", "lora_dropout": "vera_dropout", **_own("d_initial", "projection_prng_key")},
+        {"lora_rank": 256},
+    ),
     "waveft": Method("WaveFTConfig", _own("n_frequency", "scaling"), {"n_frequency": 2592, "scaling": 25.0}),
 }
 """By `train_type`."""
@@ -72,8 +106,18 @@ LORA_ONLY = ("use_rslora", "use_dora", "target_parameters")
 SHARED = ("lora_rank", "lora_alpha", "lora_dropout")
 OWNERS: dict[str, tuple[str, ...]] = {
     option: tuple(name for name, method in METHODS.items() if option in method.takes)
-    for option in sorted({option for method in METHODS.values() for option in method.takes} - set(SHARED))}
+    for option in sorted({option for method in METHODS.values() for option in method.takes} - set(SHARED))
+}
 """Options of section `peft` -> the adapters that have them."""
-MAPPED = ("target_modules", "modules_to_save", "peft_type", "task_type", "inference_mode", "base_model_name_or_path", "revision",
-          "auto_mapping", "peft_version")
+MAPPED = (
+    "target_modules",
+    "modules_to_save",
+    "peft_type",
+    "task_type",
+    "inference_mode",
+    "base_model_name_or_path",
+    "revision",
+    "auto_mapping",
+    "peft_version",
+)
 """PEFT's fields that `--peft_config` may not set: an option or the run itself does."""

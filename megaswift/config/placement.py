@@ -21,7 +21,11 @@ _DEVICE = re.compile(r"(?:cuda:|gpu:)?(\d+)|cpu|mps|disk|cuda")
 
 def device_of(text: Any) -> Device | None:
     """A device as accelerate names it: a GPU's number, cpu, mps, disk; None for anything else. `cuda:1` is 1, `cuda` is 0."""
-    found = _DEVICE.fullmatch(str(text).strip().lower()) if isinstance(text, int | str) and not isinstance(text, bool) else None
+    found = (
+        _DEVICE.fullmatch(str(text).strip().lower())
+        if isinstance(text, int | str) and not isinstance(text, bool)
+        else None
+    )
     if found is None:
         return None
     if found[1] is not None:
@@ -34,7 +38,11 @@ def max_memory(text: str) -> dict[Device, int] | Problem:
     label = f"--max_memory {text}"
     example = "--max_memory 0:20GiB,cpu:64GiB"
     try:
-        pairs = json.loads(text).items() if text.strip().startswith("{") else [re.split(r"[:=](?=[^:=]*$)", p) for p in text.split(",")]
+        pairs = (
+            json.loads(text).items()
+            if text.strip().startswith("{")
+            else [re.split(r"[:=](?=[^:=]*$)", p) for p in text.split(",")]
+        )
     except json.JSONDecodeError as error:
         return Problem(label, f"is not JSON: {error.msg}", example)
     found: dict[Device, int] = {}
@@ -43,7 +51,9 @@ def max_memory(text: str) -> dict[Device, int] | Problem:
             return Problem(label, f"{pair[0]!r} is not DEVICE:SIZE", example)
         device, size = device_of(pair[0]), parse_size(str(pair[1]))
         if device is None or device == DISK:
-            return Problem(label, f"{pair[0]!r} is no device whose memory has a limit", "GPUs by number, cpu: " + example)
+            return Problem(
+                label, f"{pair[0]!r} is no device whose memory has a limit", "GPUs by number, cpu: " + example
+            )
         if size is None:
             return Problem(label, f"{pair[1]!r} is no size", example)
         if device in found:
@@ -59,7 +69,9 @@ def device_map(text: str) -> str | dict[str, Device] | Problem:
     label = f"--device_map {text}"
     one = device_of(text)
     if one == DISK:
-        return Problem(label, "has no device that computes", "--device_map cpu --max_memory cpu:1GiB --offload_folder DIR")
+        return Problem(
+            label, "has no device that computes", "--device_map cpu --max_memory cpu:1GiB --offload_folder DIR"
+        )
     if one is not None:
         return {"": one}
     return _of_file(Path(text), label)
@@ -68,7 +80,9 @@ def device_map(text: str) -> str | dict[str, Device] | Problem:
 def _of_file(path: Path, label: str) -> dict[str, Device] | Problem:
     example = '{"model.embed_tokens": 0, "model.layers.0": "cpu", ...}'
     if path.suffix.lower() != ".json":
-        return Problem(label, f"is neither one of {', '.join(AUTOMATIC)}, a device, nor a .json file", "--device_map auto")
+        return Problem(
+            label, f"is neither one of {', '.join(AUTOMATIC)}, a device, nor a .json file", "--device_map auto"
+        )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -39,55 +39,145 @@ _NO_REF = "there is no reference with reference_free"
 _TYPE = ("loss_type",)
 
 PREFERENCE_IGNORED: tuple[Ignored, ...] = (
-    *(Ignored(name, _REF, _FREE, _NO_REF, "--reference_free false")
-      for name in ("ref_model", "offload_reference", "sync_ref_model", "precompute_ref_log_probs")),
-    Ignored("offload_reference", ("precompute_ref_log_probs",), lambda c: c.preference.precompute_ref_log_probs,
-            "no weights of a reference are kept", "--offload_reference false"),
-    *(Ignored(name, ("beta",), _NO_PULL, "there is no reference where beta is 0", "--beta 0.01")
-      for name in ("ref_model", "offload_reference", "sync_ref_model")),
-    *(Ignored(name, ("sync_ref_model",), _STILL, "needs sync_ref_model", "--sync_ref_model true")
-      for name in ("ref_model_mixup_alpha", "ref_model_sync_steps")),
-    Ignored("offload_reference", ("train_type", "adapters"), lambda c: c.model.train_type != "full" and c.lora.adapters is None,
-            "the reference of new adapters is the model without them: it has no weights of its own", "--offload_reference false"),
+    *(
+        Ignored(name, _REF, _FREE, _NO_REF, "--reference_free false")
+        for name in ("ref_model", "offload_reference", "sync_ref_model", "precompute_ref_log_probs")
+    ),
+    Ignored(
+        "offload_reference",
+        ("precompute_ref_log_probs",),
+        lambda c: c.preference.precompute_ref_log_probs,
+        "no weights of a reference are kept",
+        "--offload_reference false",
+    ),
+    *(
+        Ignored(name, ("beta",), _NO_PULL, "there is no reference where beta is 0", "--beta 0.01")
+        for name in ("ref_model", "offload_reference", "sync_ref_model")
+    ),
+    *(
+        Ignored(name, ("sync_ref_model",), _STILL, "needs sync_ref_model", "--sync_ref_model true")
+        for name in ("ref_model_mixup_alpha", "ref_model_sync_steps")
+    ),
+    Ignored(
+        "offload_reference",
+        ("train_type", "adapters"),
+        lambda c: c.model.train_type != "full" and c.lora.adapters is None,
+        "the reference of new adapters is the model without them: it has no weights of its own",
+        "--offload_reference false",
+    ),
     Ignored("discopop_tau", _TYPE, _only("discopop"), "belongs to loss_type discopop", "--loss_type discopop"),
-    Ignored("f_alpha_divergence_coef", ("f_divergence_type",), lambda c: c.preference.f_divergence_type != "alpha_divergence",
-            "belongs to alpha_divergence", "--f_divergence_type alpha_divergence"),
-    Ignored("f_divergence_type", _TYPE, lambda c: not set(loss_types_of(c)) & BY_DIVERGENCE,
-            "none of loss_type {loss_type} reads it", "--loss_type sigmoid", ("reverse_kl",)),
-    Ignored("label_smoothing", _TYPE, lambda c: not _smooths(c), "loss_type {loss_type} does not read it", "--loss_type robust", (0.0,)),
-    Ignored("cpo_alpha", _TYPE, lambda c: c.preference.loss_type == (ALPHAPO,), "loss_type alphapo has no likelihood", "--loss_type simpo"),
-    Ignored("simpo_gamma", _TYPE, lambda c: c.task == "cpo" and "simpo" not in loss_types_of(c), "belongs to loss_type simpo",
-            "--loss_type simpo"),
+    Ignored(
+        "f_alpha_divergence_coef",
+        ("f_divergence_type",),
+        lambda c: c.preference.f_divergence_type != "alpha_divergence",
+        "belongs to alpha_divergence",
+        "--f_divergence_type alpha_divergence",
+    ),
+    Ignored(
+        "f_divergence_type",
+        _TYPE,
+        lambda c: not set(loss_types_of(c)) & BY_DIVERGENCE,
+        "none of loss_type {loss_type} reads it",
+        "--loss_type sigmoid",
+        ("reverse_kl",),
+    ),
+    Ignored(
+        "label_smoothing",
+        _TYPE,
+        lambda c: not _smooths(c),
+        "loss_type {loss_type} does not read it",
+        "--loss_type robust",
+        (0.0,),
+    ),
+    Ignored(
+        "cpo_alpha",
+        _TYPE,
+        lambda c: c.preference.loss_type == (ALPHAPO,),
+        "loss_type alphapo has no likelihood",
+        "--loss_type simpo",
+    ),
+    Ignored(
+        "simpo_gamma",
+        _TYPE,
+        lambda c: c.task == "cpo" and "simpo" not in loss_types_of(c),
+        "belongs to loss_type simpo",
+        "--loss_type simpo",
+    ),
 )
 
 PREFERENCE_CLASHES: tuple[Clash, ...] = (
-    Clash(("beta",), lambda c: c.task not in RL and c.preference.beta == 0, "must be > 0: without it this objective is none", "--beta 0.1"),
+    Clash(
+        ("beta",),
+        lambda c: c.task not in RL and c.preference.beta == 0,
+        "must be > 0: without it this objective is none",
+        "--beta 0.1",
+    ),
     Clash(_TYPE, _foreign, "is of another task", "megaswift TASK --help lists those of a task"),
     Clash(_TYPE, _single, "takes one type in this task", "one of them"),
-    Clash(("loss_weights", "loss_type"), lambda c: len(c.preference.loss_weights) not in (0, len(loss_types_of(c))),
-          "should be one number for each loss_type", "--loss_weights with as many numbers"),
-    Clash(("use_weighting", "loss_type"), lambda c: c.preference.use_weighting and bool(set(loss_types_of(c)) & SORTS),
-          "weighs pairs, and {loss_type} sorts them", "--use_weighting false"),
-    Clash(("label_smoothing", "loss_type"), lambda c: "exo_pair" in loss_types_of(c) and c.preference.label_smoothing == 0,
-          "exo_pair takes the logarithm of it, and it is 0", "--label_smoothing 0.001"),
-    Clash(("label_smoothing", "loss_type"), lambda c: "robust" in loss_types_of(c) and c.preference.label_smoothing >= 0.5,
-          "robust divides by 1 - 2 x label_smoothing", "--label_smoothing 0.1"),
-    Clash(("ref_model", "train_type"), lambda c: c.preference.ref_model is not None and c.model.train_type != "full",
-          "a run of adapters holds one model, which is its own reference", "--train_type full, or no --ref_model"),
-    Clash(("sync_ref_model", "train_type"), lambda c: c.preference.sync_ref_model and c.model.train_type != "full",
-          "the reference of adapters is the model without them, which does not move", "--train_type full"),
-    Clash(("precompute_ref_log_probs", "sync_ref_model"), lambda c: c.preference.precompute_ref_log_probs and c.preference.sync_ref_model,
-          "asks the reference once, and sync_ref_model moves it", "one of the two"),
-    Clash(("precompute_ref_log_probs", "streaming"), lambda c: c.preference.precompute_ref_log_probs and c.data.streaming,
-          "asks the reference about every row before training, and a stream has no end", "--streaming false"),
-    Clash(("precompute_ref_log_probs", "loss_type"),
-          lambda c: c.preference.precompute_ref_log_probs and c.task == "kto" and loss_types_of(c)[0] == "kto",
-          "cannot serve kto, which asks the reference about answers that are paired anew in every micro-batch",
-          "--precompute_ref_log_probs false; --offload_reference true keeps its weights in host memory"),
-    Clash(("per_device_train_batch_size", "loss_type"),
-          lambda c: c.task == "kto" and loss_types_of(c)[0] == "kto" and c.train.per_device_train_batch_size == 1,
-          "gives kto no other answers to compare with: it pairs the prompts of a micro-batch with each other's answers",
-          "--per_device_train_batch_size 4"),
-    Clash(("random_init",), lambda c: c.model.random_init and needs_reference(c),
-          "a reference of random weights says nothing about answers", "--random_init false"),
+    Clash(
+        ("loss_weights", "loss_type"),
+        lambda c: len(c.preference.loss_weights) not in (0, len(loss_types_of(c))),
+        "should be one number for each loss_type",
+        "--loss_weights with as many numbers",
+    ),
+    Clash(
+        ("use_weighting", "loss_type"),
+        lambda c: c.preference.use_weighting and bool(set(loss_types_of(c)) & SORTS),
+        "weighs pairs, and {loss_type} sorts them",
+        "--use_weighting false",
+    ),
+    Clash(
+        ("label_smoothing", "loss_type"),
+        lambda c: "exo_pair" in loss_types_of(c) and c.preference.label_smoothing == 0,
+        "exo_pair takes the logarithm of it, and it is 0",
+        "--label_smoothing 0.001",
+    ),
+    Clash(
+        ("label_smoothing", "loss_type"),
+        lambda c: "robust" in loss_types_of(c) and c.preference.label_smoothing >= 0.5,
+        "robust divides by 1 - 2 x label_smoothing",
+        "--label_smoothing 0.1",
+    ),
+    Clash(
+        ("ref_model", "train_type"),
+        lambda c: c.preference.ref_model is not None and c.model.train_type != "full",
+        "a run of adapters holds one model, which is its own reference",
+        "--train_type full, or no --ref_model",
+    ),
+    Clash(
+        ("sync_ref_model", "train_type"),
+        lambda c: c.preference.sync_ref_model and c.model.train_type != "full",
+        "the reference of adapters is the model without them, which does not move",
+        "--train_type full",
+    ),
+    Clash(
+        ("precompute_ref_log_probs", "sync_ref_model"),
+        lambda c: c.preference.precompute_ref_log_probs and c.preference.sync_ref_model,
+        "asks the reference once, and sync_ref_model moves it",
+        "one of the two",
+    ),
+    Clash(
+        ("precompute_ref_log_probs", "streaming"),
+        lambda c: c.preference.precompute_ref_log_probs and c.data.streaming,
+        "asks the reference about every row before training, and a stream has no end",
+        "--streaming false",
+    ),
+    Clash(
+        ("precompute_ref_log_probs", "loss_type"),
+        lambda c: c.preference.precompute_ref_log_probs and c.task == "kto" and loss_types_of(c)[0] == "kto",
+        "cannot serve kto, which asks the reference about answers that are paired anew in every micro-batch",
+        "--precompute_ref_log_probs false; --offload_reference true keeps its weights in host memory",
+    ),
+    Clash(
+        ("per_device_train_batch_size", "loss_type"),
+        lambda c: c.task == "kto" and loss_types_of(c)[0] == "kto" and c.train.per_device_train_batch_size == 1,
+        "gives kto no other answers to compare with: it pairs the prompts of a micro-batch with each other's answers",
+        "--per_device_train_batch_size 4",
+    ),
+    Clash(
+        ("random_init",),
+        lambda c: c.model.random_init and needs_reference(c),
+        "a reference of random weights says nothing about answers",
+        "--random_init false",
+    ),
 )

@@ -24,21 +24,36 @@ TASK_NAMES = (*TASKS, "rlhf")
 """Values of `train_type` that name a task; those of TASKS exist here."""
 
 HINTS = {
-    "bf16": "--torch_dtype bfloat16", "fp16": "--torch_dtype float16", "fp32": "--torch_dtype float32",
-    "gradient_checkpointing_kwargs": "leave it out: layers are recomputed without re-entrance", "optim_args": "--galore_rank and the like",
+    "bf16": "--torch_dtype bfloat16",
+    "fp16": "--torch_dtype float16",
+    "fp32": "--torch_dtype float32",
+    "gradient_checkpointing_kwargs": "leave it out: layers are recomputed without re-entrance",
+    "optim_args": "--galore_rank and the like",
     "distributed_timeout_minutes": "--ddp_timeout, in seconds",
-    "sequence_parallel_size": "--context_parallel_size", "world_size": "--nproc_per_node", "resume": "--resume_from_checkpoint latest",
-    "flash_attn": "--attn_impl flash", "use_flash_attn": "--attn_impl flash", "eval_strategy": "--eval_steps",
-    "save_strategy": "--save_steps", "logging_dir": "--output_dir: TensorBoard's files lie in OUT/runs",
-    "quant_method": "--quantization_bit 4: bitsandbytes it is", "load_in_4bit": "--quantization_bit 4",
+    "sequence_parallel_size": "--context_parallel_size",
+    "world_size": "--nproc_per_node",
+    "resume": "--resume_from_checkpoint latest",
+    "flash_attn": "--attn_impl flash",
+    "use_flash_attn": "--attn_impl flash",
+    "eval_strategy": "--eval_steps",
+    "save_strategy": "--save_steps",
+    "logging_dir": "--output_dir: TensorBoard's files lie in OUT/runs",
+    "quant_method": "--quantization_bit 4: bitsandbytes it is",
+    "load_in_4bit": "--quantization_bit 4",
     "load_in_8bit": "--quantization_bit 8",
-    "vllm_server_host": "--vllm_server_base_url http://HOST:PORT", "vllm_server_port": "--vllm_server_base_url http://HOST:PORT",
-    "vllm_max_model_len": "--max_length: prompt and completion", "vllm_max_model_length": "--max_length: prompt and completion",
-    "max_prompt_length": "--max_length: prompt and completion", "sleep_level": "--rollout_sleep true",
-    "vllm_group_port": "--rollout_sync_folder DIR", "vllm_server_group_port": "--rollout_sync_folder DIR",
+    "vllm_server_host": "--vllm_server_base_url http://HOST:PORT",
+    "vllm_server_port": "--vllm_server_base_url http://HOST:PORT",
+    "vllm_max_model_len": "--max_length: prompt and completion",
+    "vllm_max_model_length": "--max_length: prompt and completion",
+    "max_prompt_length": "--max_length: prompt and completion",
+    "sleep_level": "--rollout_sleep true",
+    "vllm_group_port": "--rollout_sync_folder DIR",
+    "vllm_server_group_port": "--rollout_sync_folder DIR",
     "vllm_max_lora_rank": "--lora_rank: samplers make room for it",
-    "external_plugins": "--reward_funcs FILE.py:function", "num_mini_batches": "--generation_batch_size",
-    "tokenizer": "--model: the tokenizer lies in the model's folder"}
+    "external_plugins": "--reward_funcs FILE.py:function",
+    "num_mini_batches": "--generation_batch_size",
+    "tokenizer": "--model: the tokenizer lies in the model's folder",
+}
 """Names of other toolkits that have another shape here."""
 
 
@@ -59,7 +74,9 @@ Beyond = Callable[[Sections], Iterable[Problem]]
 """What else is wrong with these sections, beyond what they say together."""
 
 
-def resolve(task: str | None, sources: Iterable[Source], complete: bool = False, beyond: Beyond | None = None) -> Sections:
+def resolve(
+    task: str | None, sources: Iterable[Source], complete: bool = False, beyond: Beyond | None = None
+) -> Sections:
     """The checked sections of `task` (None: what the sources say, else sft). `complete`: model and dataset must be there.
 
     `beyond` is asked only where the sections are refused although every value in them was understood: what it finds is told with the rest.
@@ -72,7 +89,10 @@ def resolve(task: str | None, sources: Iterable[Source], complete: bool = False,
     given = frozenset(name for name in state.labels if state.values.get(name) is not None and name not in state.ambient)
     if state.values.get("packing") is None:
         state.values["packing"] = state.task in ALIGNMENT
-    parts = {key: cls(**{n: v for n, v in state.values.items() if OPTIONS[n].section == key}) for key, cls in SECTIONS.items()}
+    parts = {
+        key: cls(**{n: v for n, v in state.values.items() if OPTIONS[n].section == key})
+        for key, cls in SECTIONS.items()
+    }
     sections = Sections(task=state.task or "sft", **parts, given=given, notices=tuple(state.notices))
     problems = [*state.problems, *check(sections, state.labels, frozenset(state.wrong))]
     problems += [p for p in _missing(sections, state) if complete]
@@ -87,7 +107,9 @@ def resolve(task: str | None, sources: Iterable[Source], complete: bool = False,
 def _take(state: State, source: Source) -> None:
     first: dict[str, Given] = {}
     for given in _spelled_out(source.givens):
-        if given.name in ("task", "rlhf_type") or (NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES):
+        if given.name in ("task", "rlhf_type") or (
+            NAMES.get(given.name) == "train_type" and str(given.value).lower() in TASK_NAMES
+        ):
             _take_task(state, given)
             continue
         option = OPTIONS.get(NAMES.get(given.name, ""))
@@ -151,7 +173,11 @@ def _unknown(given: Given) -> Problem:
     if hint is None and positive != given.name and positive in NAMES:
         hint = f"--{positive} false"
     close = f"--{hint}" if hint and not hint.startswith("--") else hint
-    return Problem(given.label, "is not an option", close or nearest(given.name, list(NAMES)) or "megaswift sft --help lists them all")
+    return Problem(
+        given.label,
+        "is not an option",
+        close or nearest(given.name, list(NAMES)) or "megaswift sft --help lists them all",
+    )
 
 
 def _missing(sections: Sections, state: State) -> Iterable[Problem]:

@@ -17,7 +17,13 @@ ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gae")
 BACKENDS = ("transformers", "vllm", "vllm_server", "sglang")
 SERVERS = ("vllm_server", "sglang")
 """Backends that are other programs."""
-BACKEND_SPELLINGS = {"true": "vllm", "false": "transformers", "colocate": "vllm", "server": "vllm_server", "sglang_server": "sglang"}
+BACKEND_SPELLINGS = {
+    "true": "vllm",
+    "false": "transformers",
+    "colocate": "vllm",
+    "server": "vllm_server",
+    "sglang_server": "sglang",
+}
 """`use_vllm` is a switch, `vllm_mode` says where it runs."""
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 """How samples are weighed whose sampler saw other probabilities than the trainer."""
@@ -27,140 +33,307 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 class RlConfig:
     """Reinforcement learning"""
 
-    num_generations: int | None = option(None, "Completions of each prompt; unset: 8, ppo 1", minimum=1, tasks=RL, metavar="N")
+    num_generations: int | None = option(
+        None, "Completions of each prompt; unset: 8, ppo 1", minimum=1, tasks=RL, metavar="N"
+    )
     generation_batch_size: int | None = option(
-        None, "Completions sampled at a time over all ranks; unset: global_batch_size", minimum=1, unit="completions", tasks=RL)
+        None,
+        "Completions sampled at a time over all ranks; unset: global_batch_size",
+        minimum=1,
+        unit="completions",
+        tasks=RL,
+    )
     steps_per_generation: int | None = option(
-        None, "The same in forward passes of each rank; one of the two", minimum=1, unit="passes", tasks=RL)
+        None, "The same in forward passes of each rank; one of the two", minimum=1, unit="passes", tasks=RL
+    )
     num_iterations: int = option(
-        1, "Times that each completion is trained on", aliases=("num_ppo_epochs",), minimum=1, unit="times", tasks=RL)
-    dynamic_sample: bool = option(False, "Sample anew for groups without spread of rewards (DAPO, arXiv:2503.14476)", tasks=GRPO)
+        1, "Times that each completion is trained on", aliases=("num_ppo_epochs",), minimum=1, unit="times", tasks=RL
+    )
+    dynamic_sample: bool = option(
+        False, "Sample anew for groups without spread of rewards (DAPO, arXiv:2503.14476)", tasks=GRPO
+    )
     max_resample_times: int = option(3, "Times that dynamic_sample samples anew", minimum=1, unit="times", tasks=GRPO)
     async_generation: bool = option(
-        False, "Sample for the next step while this one trains: one step off-policy", aliases=("async_generate",), tasks=RL)
+        False,
+        "Sample for the next step while this one trains: one step off-policy",
+        aliases=("async_generate",),
+        tasks=RL,
+    )
     environment: str | None = option(
-        None, "FILE.py:NAME of an environment that answers the model's turns", aliases=("multi_turn_scheduler",), tasks=RL,
-        metavar="FILE.py:NAME")
+        None,
+        "FILE.py:NAME of an environment that answers the model's turns",
+        aliases=("multi_turn_scheduler",),
+        tasks=RL,
+        metavar="FILE.py:NAME",
+    )
     max_turns: int | None = option(
-        None, "Most turns of the model with an environment; unset: no limit", aliases=("max_tool_calling_iterations",), minimum=1,
-        unit="turns", tasks=RL)
+        None,
+        "Most turns of the model with an environment; unset: no limit",
+        aliases=("max_tool_calling_iterations",),
+        minimum=1,
+        unit="turns",
+        tasks=RL,
+    )
 
     max_completion_length: int = option(
-        512, "Longest completion; the prompt has the rest of max_length", aliases=("response_length", "max_new_tokens"), minimum=1,
-        unit="tokens", tasks=RL)
-    temperature: float = option(1.0, "Divides the logits, in sampling and in the policy's probabilities", above=0, tasks=RL)
-    top_p: float = option(1.0, "Draw from the likeliest tokens of together this probability", above=0, maximum=1, tasks=RL)
+        512,
+        "Longest completion; the prompt has the rest of max_length",
+        aliases=("response_length", "max_new_tokens"),
+        minimum=1,
+        unit="tokens",
+        tasks=RL,
+    )
+    temperature: float = option(
+        1.0, "Divides the logits, in sampling and in the policy's probabilities", above=0, tasks=RL
+    )
+    top_p: float = option(
+        1.0, "Draw from the likeliest tokens of together this probability", above=0, maximum=1, tasks=RL
+    )
     top_k: int = option(0, "Draw from this many of the likeliest tokens; 0: from all", minimum=0, tasks=RL)
     min_p: float | None = option(
-        None, "Draw from tokens of at least this share of the likeliest's probability", minimum=0, maximum=1, tasks=RL, metavar="P")
-    repetition_penalty: float = option(1.0, "Above 1: tokens that are there already become less likely", above=0, tasks=RL)
+        None,
+        "Draw from tokens of at least this share of the likeliest's probability",
+        minimum=0,
+        maximum=1,
+        tasks=RL,
+        metavar="P",
+    )
+    repetition_penalty: float = option(
+        1.0, "Above 1: tokens that are there already become less likely", above=0, tasks=RL
+    )
     rollout_backend: str = option(
-        "transformers", "What samples: in this process, or a server of its own", aliases=("use_vllm", "vllm_mode"), choices=BACKENDS,
-        spellings=BACKEND_SPELLINGS, tasks=RL)
-    rollout_batch_size: int = option(64, "Completions under way together, in a sampler or at its servers", minimum=1, tasks=RL)
+        "transformers",
+        "What samples: in this process, or a server of its own",
+        aliases=("use_vllm", "vllm_mode"),
+        choices=BACKENDS,
+        spellings=BACKEND_SPELLINGS,
+        tasks=RL,
+    )
+    rollout_batch_size: int = option(
+        64, "Completions under way together, in a sampler or at its servers", minimum=1, tasks=RL
+    )
     rollout_sleep: bool = option(
-        False, "The sampler gives its memory back while the model trains", aliases=("vllm_enable_sleep_mode",), tasks=RL)
+        False, "The sampler gives its memory back while the model trains", aliases=("vllm_enable_sleep_mode",), tasks=RL
+    )
     rollout_server_url: tuple[str, ...] = option(
-        (), "Addresses of the sampler's servers; unset: the usual port of this machine",
-        aliases=("vllm_server_base_url", "sglang_server_base_url"), tasks=RL, metavar="URL...")
+        (),
+        "Addresses of the sampler's servers; unset: the usual port of this machine",
+        aliases=("vllm_server_base_url", "sglang_server_base_url"),
+        tasks=RL,
+        metavar="URL...",
+    )
     rollout_server_timeout: float = option(
-        600.0, "Longest wait for an answer of such a server", aliases=("vllm_server_timeout",), above=0, unit="seconds", tasks=RL)
+        600.0,
+        "Longest wait for an answer of such a server",
+        aliases=("vllm_server_timeout",),
+        above=0,
+        unit="seconds",
+        tasks=RL,
+    )
     rollout_sync_folder: str | None = option(
-        None, "Folder by which servers get weights, samplers adapters; unset: in output_dir", tasks=RL, metavar="DIR")
+        None, "Folder by which servers get weights, samplers adapters; unset: in output_dir", tasks=RL, metavar="DIR"
+    )
     rollout_lora: bool | None = option(
-        None, "Samplers get LoRA adapters alone, not merged weights; unset: where they can", aliases=("vllm_enable_lora",), tasks=RL)
-    vllm_gpu_memory_utilization: float = option(0.3, "Part of each GPU's memory for vLLM in this process", above=0, maximum=1, tasks=RL)
-    offload_model: bool = option(False, "The model's weights lie in host memory while completions are sampled", tasks=RL)
+        None,
+        "Samplers get LoRA adapters alone, not merged weights; unset: where they can",
+        aliases=("vllm_enable_lora",),
+        tasks=RL,
+    )
+    vllm_gpu_memory_utilization: float = option(
+        0.3, "Part of each GPU's memory for vLLM in this process", above=0, maximum=1, tasks=RL
+    )
+    offload_model: bool = option(
+        False, "The model's weights lie in host memory while completions are sampled", tasks=RL
+    )
     offload_optimizer: bool = option(False, "The same for gradients and the optimizer's state", tasks=RL)
 
     reward_funcs: tuple[str, ...] = option(
-        (), "Rewards: accuracy, format, ... (docs/rewards.md), or FILE.py:function", aliases=("reward_functions",), tasks=RL)
+        (),
+        "Rewards: accuracy, format, ... (docs/rewards.md), or FILE.py:function",
+        aliases=("reward_functions",),
+        tasks=RL,
+    )
     reward_model: tuple[str, ...] = option((), "Folders of reward models", tasks=RL, metavar="DIR...")
     reward_weights: tuple[float, ...] = option(
-        (), "Weight of each of reward_funcs, then of reward_model; unset: 1 each", tasks=RL, metavar="NUMBER...")
+        (), "Weight of each of reward_funcs, then of reward_model; unset: 1 each", tasks=RL, metavar="NUMBER..."
+    )
     cosine_min_len_value_wrong: float = option(-0.5, "Reward cosine: of a wrong answer without length", tasks=RL)
     cosine_max_len_value_wrong: float = option(0.0, "Reward cosine: of a wrong answer of cosine_max_len", tasks=RL)
     cosine_min_len_value_correct: float = option(1.0, "Reward cosine: of a right answer without length", tasks=RL)
     cosine_max_len_value_correct: float = option(0.5, "Reward cosine: of a right answer of cosine_max_len", tasks=RL)
     cosine_max_len: int | None = option(
-        None, "Reward cosine: the longest answer; unset: max_completion_length", minimum=1, unit="tokens", tasks=RL)
-    repetition_n_grams: int = option(3, "Reward repetition: tokens that count as one when they recur", minimum=1, unit="tokens", tasks=RL)
-    repetition_max_penalty: float = option(-1.0, "Reward repetition: of an answer that only repeats itself", maximum=0, tasks=RL)
+        None, "Reward cosine: the longest answer; unset: max_completion_length", minimum=1, unit="tokens", tasks=RL
+    )
+    repetition_n_grams: int = option(
+        3, "Reward repetition: tokens that count as one when they recur", minimum=1, unit="tokens", tasks=RL
+    )
+    repetition_max_penalty: float = option(
+        -1.0, "Reward repetition: of an answer that only repeats itself", maximum=0, tasks=RL
+    )
     soft_max_length: int | None = option(
-        None, "Reward soft_overlong: -1 from here on; unset: max_completion_length", minimum=1, unit="tokens", tasks=RL)
+        None, "Reward soft_overlong: -1 from here on; unset: max_completion_length", minimum=1, unit="tokens", tasks=RL
+    )
     soft_cache_length: int | None = option(
-        None, "Reward soft_overlong: tokens before that, over which it falls to -1", minimum=1, unit="tokens", tasks=RL)
+        None, "Reward soft_overlong: tokens before that, over which it falls to -1", minimum=1, unit="tokens", tasks=RL
+    )
 
-    code_timeout: float = option(6.0, "Reward code: longest run of one test of a program", above=0, unit="seconds", tasks=RL)
-    code_memory: int = option(512, "Reward code: most memory of one test of a program", minimum=16, unit="MiB", tasks=RL)
+    code_timeout: float = option(
+        6.0, "Reward code: longest run of one test of a program", above=0, unit="seconds", tasks=RL
+    )
+    code_memory: int = option(
+        512, "Reward code: most memory of one test of a program", minimum=16, unit="MiB", tasks=RL
+    )
     allow_unsafe_code: bool = option(False, "Reward code: run programs even where this system has no sandbox", tasks=RL)
 
     advantage_estimator: str | None = option(
-        None, "How rewards become advantages; unset: grpo, of ppo gae", choices=ESTIMATORS,
-        choices_of={"grpo": ESTIMATORS[:3], "ppo": ESTIMATORS[3:]}, tasks=RL, metavar="NAME")
+        None,
+        "How rewards become advantages; unset: grpo, of ppo gae",
+        choices=ESTIMATORS,
+        choices_of={"grpo": ESTIMATORS[:3], "ppo": ESTIMATORS[3:]},
+        tasks=RL,
+        metavar="NAME",
+    )
     scale_rewards: str = option(
-        "group", "Advantages are divided by the deviation of rewards in a group or a batch", choices=("group", "batch", "none"),
-        spellings={"true": "group", "false": "none"}, tasks=GRPO)
+        "group",
+        "Advantages are divided by the deviation of rewards in a group or a batch",
+        choices=("group", "batch", "none"),
+        spellings={"true": "group", "false": "none"},
+        tasks=GRPO,
+    )
     multi_objective_aggregation: str = option(
-        "sum_then_normalize", "Several rewards: summed first or normalised first (GDPO, arXiv:2601.05242)",
-        choices=("sum_then_normalize", "normalize_then_sum"), tasks=GRPO)
+        "sum_then_normalize",
+        "Several rewards: summed first or normalised first (GDPO, arXiv:2601.05242)",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+        tasks=GRPO,
+    )
     kl_in_reward: bool | None = option(
-        None, "The pull to the reference is in rewards, not in the loss; unset: not for grpo", tasks=RL)
+        None, "The pull to the reference is in rewards, not in the loss; unset: not for grpo", tasks=RL
+    )
     kl_estimator: str | None = option(
-        None, "Estimate of the divergence; unset: k3 in the loss, k1 in rewards", choices=("k1", "k2", "k3"), tasks=RL, metavar="NAME")
-    kl_controller: str = option("fixed", "Whether beta follows the divergence (arXiv:1909.08593)", choices=("fixed", "adaptive"), tasks=RL)
-    target_kl: float = option(6.0, "Divergence of a completion that adaptive beta aims at", above=0, unit="nats", tasks=RL)
-    kl_horizon: int = option(10000, "Completions over which adaptive beta moves", minimum=1, unit="completions", tasks=RL)
+        None,
+        "Estimate of the divergence; unset: k3 in the loss, k1 in rewards",
+        choices=("k1", "k2", "k3"),
+        tasks=RL,
+        metavar="NAME",
+    )
+    kl_controller: str = option(
+        "fixed", "Whether beta follows the divergence (arXiv:1909.08593)", choices=("fixed", "adaptive"), tasks=RL
+    )
+    target_kl: float = option(
+        6.0, "Divergence of a completion that adaptive beta aims at", above=0, unit="nats", tasks=RL
+    )
+    kl_horizon: int = option(
+        10000, "Completions over which adaptive beta moves", minimum=1, unit="completions", tasks=RL
+    )
 
-    epsilon: float = option(0.2, "Clip of the probability ratio", aliases=("cliprange", "epsilon_low"), minimum=0, tasks=RL)
+    epsilon: float = option(
+        0.2, "Clip of the probability ratio", aliases=("cliprange", "epsilon_low"), minimum=0, tasks=RL
+    )
     epsilon_high: float | None = option(None, "Its upper side; unset: epsilon", minimum=0, tasks=RL, metavar="X")
     delta: float | None = option(
-        None, "Most that a ratio counts where the advantage is negative (arXiv:2505.07291)", above=0, tasks=RL, metavar="X")
+        None,
+        "Most that a ratio counts where the advantage is negative (arXiv:2505.07291)",
+        above=0,
+        tasks=RL,
+        metavar="X",
+    )
     importance_sampling_level: str = option(
-        "token", "A ratio for each token, or one a completion (GSPO, arXiv:2507.18071)", choices=("token", "sequence"), tasks=GRPO)
+        "token",
+        "A ratio for each token, or one a completion (GSPO, arXiv:2507.18071)",
+        choices=("token", "sequence"),
+        tasks=GRPO,
+    )
     mask_truncated_completions: bool = option(
-        False, "Completions that were cut off carry no loss", aliases=("overlong_filter",), tasks=RL)
+        False, "Completions that were cut off carry no loss", aliases=("overlong_filter",), tasks=RL
+    )
     top_entropy_quantile: float = option(
-        1.0, "Part of the tokens that train, those of highest entropy (arXiv:2506.01939)", minimum=0, maximum=1, tasks=RL)
+        1.0,
+        "Part of the tokens that train, those of highest entropy (arXiv:2506.01939)",
+        minimum=0,
+        maximum=1,
+        tasks=RL,
+    )
     entropy_coef: float = option(0.0, "Weight of the entropy, which the loss then raises", minimum=0, tasks=RL)
     off_policy_mask_threshold: float | None = option(
-        None, "Leave out disliked completions that the policy has left (arXiv:2512.02556)", aliases=("off_policy_sequence_mask_delta",),
-        above=0, tasks=RL, metavar="X")
-    use_bias_correction_kl: bool = option(True, "Weigh the divergence in the loss by the ratio (arXiv:2512.02556)", tasks=RL)
-    sapo_temperature_pos: float = option(1.0, "loss_type sapo: temperature where the advantage is positive", above=0, tasks=GRPO)
+        None,
+        "Leave out disliked completions that the policy has left (arXiv:2512.02556)",
+        aliases=("off_policy_sequence_mask_delta",),
+        above=0,
+        tasks=RL,
+        metavar="X",
+    )
+    use_bias_correction_kl: bool = option(
+        True, "Weigh the divergence in the loss by the ratio (arXiv:2512.02556)", tasks=RL
+    )
+    sapo_temperature_pos: float = option(
+        1.0, "loss_type sapo: temperature where the advantage is positive", above=0, tasks=GRPO
+    )
     sapo_temperature_neg: float = option(1.05, "loss_type sapo: temperature elsewhere", above=0, tasks=GRPO)
     vespo_k_pos: float = option(2.0, "loss_type vespo: exponent where the advantage is positive", minimum=0, tasks=GRPO)
-    vespo_lambda_pos: float = option(3.0, "loss_type vespo: decay where the advantage is positive", minimum=0, tasks=GRPO)
+    vespo_lambda_pos: float = option(
+        3.0, "loss_type vespo: decay where the advantage is positive", minimum=0, tasks=GRPO
+    )
     vespo_k_neg: float = option(3.0, "loss_type vespo: exponent elsewhere", minimum=0, tasks=GRPO)
     vespo_lambda_neg: float = option(2.0, "loss_type vespo: decay elsewhere", minimum=0, tasks=GRPO)
     importance_sampling_correction: bool | None = option(
-        None, "Weigh samples by trainer over sampler; unset: on, with transformers off",
-        aliases=("vllm_importance_sampling_correction",), tasks=RL)
+        None,
+        "Weigh samples by trainer over sampler; unset: on, with transformers off",
+        aliases=("vllm_importance_sampling_correction",),
+        tasks=RL,
+    )
     importance_sampling_mode: str = option(
-        "sequence_mask", "Such weights beyond their bounds are cut to them, or 0",
-        aliases=("vllm_importance_sampling_mode", "rollout_importance_sampling_mode"), choices=MODES, tasks=RL)
+        "sequence_mask",
+        "Such weights beyond their bounds are cut to them, or 0",
+        aliases=("vllm_importance_sampling_mode", "rollout_importance_sampling_mode"),
+        choices=MODES,
+        tasks=RL,
+    )
     importance_sampling_clip_max: float | None = option(
-        3.0, "Upper bound of these weights; none: no bound",
-        aliases=("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "rollout_importance_sampling_threshold"),
-        above=0, tasks=RL)
+        3.0,
+        "Upper bound of these weights; none: no bound",
+        aliases=(
+            "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_cap",
+            "rollout_importance_sampling_threshold",
+        ),
+        above=0,
+        tasks=RL,
+    )
     importance_sampling_clip_min: float | None = option(
-        None, "Lower bound of these weights; unset: no bound", aliases=("vllm_importance_sampling_clip_min",), minimum=0, tasks=RL,
-        metavar="X")
+        None,
+        "Lower bound of these weights; unset: no bound",
+        aliases=("vllm_importance_sampling_clip_min",),
+        minimum=0,
+        tasks=RL,
+        metavar="X",
+    )
 
     critic_model: str | None = option(
-        None, "Folder of the critic as it starts; unset: the model", aliases=("value_model",), tasks=PPO, metavar="DIR")
-    critic_learning_rate: float | None = option(None, "Of the critic; unset: learning_rate", above=0, tasks=PPO, metavar="X")
+        None, "Folder of the critic as it starts; unset: the model", aliases=("value_model",), tasks=PPO, metavar="DIR"
+    )
+    critic_learning_rate: float | None = option(
+        None, "Of the critic; unset: learning_rate", above=0, tasks=PPO, metavar="X"
+    )
     vf_coef: float = option(0.1, "Weight of the critic's loss", minimum=0, tasks=PPO)
     cliprange_value: float = option(0.2, "Most that the critic's loss follows a value in one step", above=0, tasks=PPO)
     gamma: float = option(1.0, "Discount of later rewards", above=0, maximum=1, tasks=PPO)
-    lam: float = option(0.95, "Lambda of gae (arXiv:1506.02438)", aliases=("gae_lambda",), minimum=0, maximum=1, tasks=PPO)
+    lam: float = option(
+        0.95, "Lambda of gae (arXiv:1506.02438)", aliases=("gae_lambda",), minimum=0, maximum=1, tasks=PPO
+    )
     whiten_rewards: bool = option(False, "Rewards of a batch are brought to deviation 1", tasks=PPO)
     whiten_advantages: bool | None = option(
-        None, "Advantages of a batch are brought to mean 0 and deviation 1; unset: gae's", aliases=("normalize_advantages",), tasks=RL)
+        None,
+        "Advantages of a batch are brought to mean 0 and deviation 1; unset: gae's",
+        aliases=("normalize_advantages",),
+        tasks=RL,
+    )
 
-    log_completions: bool = option(True, "Write completions with their rewards to completions.jsonl and the report", tasks=RL)
+    log_completions: bool = option(
+        True, "Write completions with their rewards to completions.jsonl and the report", tasks=RL
+    )
     num_completions_to_print: int | None = option(
-        None, "How many of a logged step's; unset: all", minimum=1, unit="completions", tasks=RL)
+        None, "How many of a logged step's; unset: all", minimum=1, unit="completions", tasks=RL
+    )
 
 
 def generations_of(c: Any) -> int:

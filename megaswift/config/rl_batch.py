@@ -1,6 +1,6 @@
 """Arithmetic of generations: how many prompts are answered at a time, and how many optimizer steps these answers last.
 
-    completions of a generation = prompts x num_generations = optimizer steps x global_batch_size
+completions of a generation = prompts x num_generations = optimizer steps x global_batch_size
 """
 
 from __future__ import annotations
@@ -85,4 +85,6 @@ def _problems(c: Sections, batch: int | None, wide: int | None, labels: Mapping[
         yield Problem(what, f"{made}is not a multiple of the {batch} completions of a global batch", fix)
     if total % group:
         unset = "" if c.rl.num_generations is not None else ", which is the default"
-        yield Problem(what, f"{made}is not a multiple of num_generations {group}{unset}: prompts would lack completions", fix)
+        yield Problem(
+            what, f"{made}is not a multiple of num_generations {group}{unset}: prompts would lack completions", fix
+        )

@@ -30,7 +30,11 @@ def _no_evaluation(c: Sections) -> bool:
 
 
 def _no_random_order(c: Sections) -> bool:
-    return not c.data.shuffle and not c.data.split_dataset_ratio and not any("#" in d for d in (*c.data.dataset, *c.data.val_dataset))
+    return (
+        not c.data.shuffle
+        and not c.data.split_dataset_ratio
+        and not any("#" in d for d in (*c.data.dataset, *c.data.val_dataset))
+    )
 
 
 def _is_folder(c: Sections) -> bool:
@@ -64,51 +68,136 @@ _NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_l
 _NO_PP: Test = lambda c: c.parallel.pipeline_parallel_size == 1  # noqa: E731
 
 IGNORED: tuple[Ignored, ...] = (
-    Ignored("min_lr", _SCHEDULE, lambda c: c.optim.lr_scheduler_type == "constant",
-            "a constant schedule has no lowest learning rate", "--lr_scheduler_type cosine"),
-    Ignored("wsd_decay_ratio", _SCHEDULE, lambda c: c.optim.lr_scheduler_type != "wsd",
-            "only the wsd schedule has a decay phase (lr_scheduler_type is {lr_scheduler_type})", "--lr_scheduler_type wsd"),
+    Ignored(
+        "min_lr",
+        _SCHEDULE,
+        lambda c: c.optim.lr_scheduler_type == "constant",
+        "a constant schedule has no lowest learning rate",
+        "--lr_scheduler_type cosine",
+    ),
+    Ignored(
+        "wsd_decay_ratio",
+        _SCHEDULE,
+        lambda c: c.optim.lr_scheduler_type != "wsd",
+        "only the wsd schedule has a decay phase (lr_scheduler_type is {lr_scheduler_type})",
+        "--lr_scheduler_type wsd",
+    ),
     Ignored("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
     Ignored("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
-    Ignored("fp8_recipe", ("fp8_format",), lambda c: c.model.fp8_format is None, "needs fp8_format", "--fp8_format hybrid"),
+    Ignored(
+        "fp8_recipe", ("fp8_format",), lambda c: c.model.fp8_format is None, "needs fp8_format", "--fp8_format hybrid"
+    ),
     Ignored("recompute_method", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
     Ignored("recompute_num_layers", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
-    Ignored("recompute_modules", _GRANULARITY, lambda c: c.model.recompute_granularity != "selective",
-            "needs recompute_granularity selective", "--recompute_granularity selective"),
+    Ignored(
+        "recompute_modules",
+        _GRANULARITY,
+        lambda c: c.model.recompute_granularity != "selective",
+        "needs recompute_granularity selective",
+        "--recompute_granularity selective",
+    ),
     Ignored("model_revision", ("model",), _is_folder, _HUB, "--model ORGANISATION/NAME"),
     Ignored("use_hf", ("model",), _is_folder, _HUB, "--model ORGANISATION/NAME", (True,)),
-    Ignored("distributed_optimizer", ("optimizer",), lambda c: c.optim.optimizer == "sgd",
-            "Megatron-Core splits the state of adam only", "--optimizer adam"),
-    Ignored("cp_comm_type", ("context_parallel_size",), lambda c: c.parallel.context_parallel_size == 1,
-            "needs context_parallel_size > 1", "--context_parallel_size 2"),
-    Ignored("sequence_parallel", ("tensor_parallel_size",), lambda c: c.parallel.tensor_parallel_size == 1,
-            "splits over the tensor-parallel ranks, and there is one", "--tensor_parallel_size 2"),
-    Ignored("virtual_pipeline_parallel_size", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None, 1)),
-    Ignored("first_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)),
-    Ignored("last_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)),
+    Ignored(
+        "distributed_optimizer",
+        ("optimizer",),
+        lambda c: c.optim.optimizer == "sgd",
+        "Megatron-Core splits the state of adam only",
+        "--optimizer adam",
+    ),
+    Ignored(
+        "cp_comm_type",
+        ("context_parallel_size",),
+        lambda c: c.parallel.context_parallel_size == 1,
+        "needs context_parallel_size > 1",
+        "--context_parallel_size 2",
+    ),
+    Ignored(
+        "sequence_parallel",
+        ("tensor_parallel_size",),
+        lambda c: c.parallel.tensor_parallel_size == 1,
+        "splits over the tensor-parallel ranks, and there is one",
+        "--tensor_parallel_size 2",
+    ),
+    Ignored(
+        "virtual_pipeline_parallel_size",
+        ("pipeline_parallel_size",),
+        _NO_PP,
+        _ONE_STAGE,
+        "--pipeline_parallel_size 2",
+        (None, 1),
+    ),
+    Ignored(
+        "first_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)
+    ),
+    Ignored(
+        "last_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)
+    ),
     Ignored("pipeline_layout", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2"),
     Ignored("overlap_p2p_comm", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2"),
     Ignored("eval_steps", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
     Ignored("eval_iters", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
     Ignored("per_device_eval_batch_size", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
-    Ignored("data_seed", ("shuffle", "split_dataset_ratio", "dataset", "val_dataset"), _no_random_order,
-            "orders and splits rows, and nothing is ordered or split", "--shuffle true"),
-    Ignored("dataset_cache_dir", _STREAM, _ONLY_STREAMS, "nothing is kept on disk while streaming", "--streaming false"),
-    Ignored("dataset_num_proc", _STREAM, _ONLY_STREAMS, "a stream is tokenised as it is read", "--streaming false", (1,)),
-    Ignored("dataloader_num_workers", ("streaming",), lambda c: c.data.streaming,
-            "a stream is read in order, by the process itself", "--streaming false"),
-    Ignored("num_train_epochs", ("max_steps",), lambda c: c.train.max_steps is not None,
-            "max_steps {max_steps} already says how long the run is", "one of the two"),
-    Ignored("save_total_limit", ("save_steps",), lambda c: c.train.save_steps is None,
-            "needs save_steps: one checkpoint is written, at the end", "--save_steps 500"),
-    Ignored("warmup_ratio", ("warmup_steps",), lambda c: c.optim.warmup_steps > 0,
-            "warmup_steps {warmup_steps} already says how long the warm-up is", "one of the two"),
-    *(Ignored(name, _LORA, _NO_LORA, _IS_LORA, "--train_type lora") for name in (*_NEW, "lora_dropout", "adapters", "merge_lora")),
+    Ignored(
+        "data_seed",
+        ("shuffle", "split_dataset_ratio", "dataset", "val_dataset"),
+        _no_random_order,
+        "orders and splits rows, and nothing is ordered or split",
+        "--shuffle true",
+    ),
+    Ignored(
+        "dataset_cache_dir", _STREAM, _ONLY_STREAMS, "nothing is kept on disk while streaming", "--streaming false"
+    ),
+    Ignored(
+        "dataset_num_proc", _STREAM, _ONLY_STREAMS, "a stream is tokenised as it is read", "--streaming false", (1,)
+    ),
+    Ignored(
+        "dataloader_num_workers",
+        ("streaming",),
+        lambda c: c.data.streaming,
+        "a stream is read in order, by the process itself",
+        "--streaming false",
+    ),
+    Ignored(
+        "num_train_epochs",
+        ("max_steps",),
+        lambda c: c.train.max_steps is not None,
+        "max_steps {max_steps} already says how long the run is",
+        "one of the two",
+    ),
+    Ignored(
+        "save_total_limit",
+        ("save_steps",),
+        lambda c: c.train.save_steps is None,
+        "needs save_steps: one checkpoint is written, at the end",
+        "--save_steps 500",
+    ),
+    Ignored(
+        "warmup_ratio",
+        ("warmup_steps",),
+        lambda c: c.optim.warmup_steps > 0,
+        "warmup_steps {warmup_steps} already says how long the warm-up is",
+        "one of the two",
+    ),
+    *(
+        Ignored(name, _LORA, _NO_LORA, _IS_LORA, "--train_type lora")
+        for name in (*_NEW, "lora_dropout", "adapters", "merge_lora")
+    ),
     *(Ignored(name, _OF_ADAPTERS, _FROM_ADAPTERS, _GIVEN, "new adapters: no --adapters") for name in _NEW),
-    Ignored("export_hf", ("train_type", "merge_lora"), _NO_EXPORT,
-            "with train_type {train_type} the export is OUT/adapter, and OUT/hf with merge_lora only", "--merge_lora true"),
-    Ignored("freeze_parameters", _LORA, lambda c: c.model.train_type != "full",
-            "with train_type {train_type} no weight of the model trains but modules_to_save", "--train_type full"),
+    Ignored(
+        "export_hf",
+        ("train_type", "merge_lora"),
+        _NO_EXPORT,
+        "with train_type {train_type} the export is OUT/adapter, and OUT/hf with merge_lora only",
+        "--merge_lora true",
+    ),
+    Ignored(
+        "freeze_parameters",
+        _LORA,
+        lambda c: c.model.train_type != "full",
+        "with train_type {train_type} no weight of the model trains but modules_to_save",
+        "--train_type full",
+    ),
     *LAUNCH_IGNORED,
     *ENGINE_IGNORED,
     *ADAPTER_IGNORED,
@@ -119,75 +208,183 @@ IGNORED: tuple[Ignored, ...] = (
 )
 
 CLASHES: tuple[Clash, ...] = (
-    Clash(("truncation_strategy",), lambda c: c.data.truncation_strategy == "split" and c.task == "sft",
-          "a conversation cannot be split: later parts lack what they answer (split is for pt)", "--truncation_strategy delete"),
-    Clash(("split_dataset_ratio", "val_dataset"), lambda c: c.data.split_dataset_ratio > 0 and c.data.val_dataset,
-          "val_dataset is given too, so nothing is split", "one of the two"),
-    Clash(("split_dataset_ratio", "streaming"), lambda c: c.data.split_dataset_ratio > 0 and c.data.streaming,
-          "a stream has no length of which to take a part", "--val_dataset FILE"),
-    Clash(("streaming", "max_steps"), lambda c: c.data.streaming and c.train.max_steps is None,
-          "a stream has no length, so the run needs max_steps", "--max_steps 1000"),
-    Clash(("pipeline_layout", "first_stage_layers", "last_stage_layers"),
-          lambda c: c.parallel.pipeline_layout and (c.parallel.first_stage_layers, c.parallel.last_stage_layers) != (None, None),
-          "already places every layer; first_stage_layers and last_stage_layers place some of them", "one of the two"),
-    Clash(("overlap_param_gather", "distributed_optimizer"),
-          lambda c: c.parallel.overlap_param_gather and not c.parallel.distributed_optimizer,
-          "gathers what the distributed optimizer has split", "--distributed_optimizer true"),
-    Clash(("overlap_param_gather", "overlap_grad_reduce"),
-          lambda c: c.parallel.overlap_param_gather and c.parallel.overlap_grad_reduce is not True,
-          "needs overlap_grad_reduce, whose default depends on the device", "--overlap_grad_reduce true"),
-    Clash(("overlap_p2p_comm", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
-          lambda c: c.parallel.overlap_p2p_comm is False and c.parallel.pipeline_parallel_size == 2
-          and (c.parallel.virtual_pipeline_parallel_size or 1) > 1,
-          "two stages with chunks exchange two messages at once, which cross when they are sent as one batch", "--overlap_p2p_comm true"),
-    Clash(("overlap_p2p_comm", "virtual_pipeline_parallel_size"),
-          lambda c: c.parallel.overlap_p2p_comm and c.parallel.pipeline_parallel_size > 1 and c.parallel.pipeline_layout is None
-          and (c.parallel.virtual_pipeline_parallel_size or 1) == 1,
-          "Megatron-Core overlaps messages in the interleaved schedule only", "--virtual_pipeline_parallel_size 2"),
-    Clash(("precision_aware_optimizer", "distributed_optimizer"),
-          lambda c: c.optim.precision_aware_optimizer and not c.parallel.distributed_optimizer,
-          "needs distributed_optimizer", "--distributed_optimizer true"),
-    Clash(("tp_comm_overlap",), lambda c: c.parallel.tp_comm_overlap,
-          "needs Transformer Engine's communication buffers (initialize_ub), which this version does not set up",
-          "--tp_comm_overlap false"),
-    Clash(("optimizer_cpu_offload", "optimizer"), lambda c: c.optim.optimizer_cpu_offload and c.optim.optimizer != "adam",
-          "moves Adam's two moments to the host, and the optimizer is {optimizer}", "--optimizer_cpu_offload false"),
-    Clash(("optimizer_cpu_offload", "precision_aware_optimizer"),
-          lambda c: c.optim.optimizer_cpu_offload and c.optim.precision_aware_optimizer,
-          "updates float32 moments on the host; those in lower precision are updated by Transformer Engine's Adam, on the GPU",
-          "one of the two"),
-    Clash(("recompute_modules", "recompute_granularity", "fp8_format", "fp8_recipe"),
-          lambda c: _recomputes(c, "layernorm", "moe_act") and c.model.fp8_format is not None and c.model.fp8_recipe == "delayed",
-          "layernorm and moe_act cannot be recomputed under delayed FP8 scales (Megatron-Core)", "--fp8_recipe tensorwise"),
-    Clash(("recompute_modules", "recompute_granularity", "moe_grouped_gemm"),
-          lambda c: _recomputes(c, "moe_act") and c.model.moe_grouped_gemm is False,
-          "moe_act is a part of the grouped product of experts (Megatron-Core)", "--moe_grouped_gemm true"),
-    Clash(("fp8_format", "transformer_impl"), lambda c: c.model.fp8_format and c.model.transformer_impl == "torch",
-          "needs Transformer Engine's layers", "--transformer_impl transformer_engine"),
-    Clash(("moe_grouped_gemm", "transformer_impl"), lambda c: c.model.moe_grouped_gemm and c.model.transformer_impl == "torch",
-          "needs Transformer Engine's layers", "--transformer_impl transformer_engine"),
-    Clash(("attn_impl", "transformer_impl"),
-          lambda c: c.model.attn_impl in ("flash", "fused", "unfused") and c.model.transformer_impl == "torch",
-          "is a kernel of Transformer Engine, and transformer_impl is torch", "--attn_impl sdpa"),
-    Clash(("attn_impl", "transformer_impl"), lambda c: c.model.attn_impl == "sdpa" and c.model.transformer_impl == "transformer_engine",
-          "belongs to transformer_impl torch", "--attn_impl flash"),
-    Clash(("overwrite_output_dir", "resume_from_checkpoint"),
-          lambda c: c.train.overwrite_output_dir and c.train.resume_from_checkpoint,
-          "would delete the run that resume_from_checkpoint continues", "one of the two"),
-    Clash(("random_init", "train_type"), lambda c: c.model.random_init and c.model.train_type != "full",
-          "adapters belong to a trained model, and nobody could load them on random weights", "--random_init false"),
-    Clash(("moe_grouped_gemm", "train_type"), lambda c: c.model.moe_grouped_gemm and c.model.train_type != "full",
-          "runs all experts as one product, and adapters belong to single experts", "--moe_grouped_gemm false"),
-    Clash(("train_type", "transformer_impl"), lambda c: c.model.train_type == "qlora" and c.model.transformer_impl == "transformer_engine",
-          "Transformer Engine's layers have no weights in NF4", "--transformer_impl torch"),
-    Clash(("fp8_format", "train_type"), lambda c: c.model.fp8_format and c.model.train_type == "qlora",
-          "needs Transformer Engine's layers, which have no weights in NF4", "--train_type lora"),
-    Clash(("merge_lora", "export_hf"), lambda c: c.model.train_type != "full" and c.lora.merge_lora and not c.train.export_hf,
-          "writes the export that export_hf false leaves out", "one of the two"),
-    Clash(("warmup_steps", "max_steps"), lambda c: c.train.max_steps is not None and c.optim.warmup_steps > c.train.max_steps,
-          "is longer than the run of {max_steps} steps", "--warmup_steps {max_steps}"),
-    Clash(("min_lr", "learning_rate"), lambda c: c.optim.min_lr > c.optim.learning_rate,
-          "is above learning_rate {learning_rate}", "--min_lr 0"),
+    Clash(
+        ("truncation_strategy",),
+        lambda c: c.data.truncation_strategy == "split" and c.task == "sft",
+        "a conversation cannot be split: later parts lack what they answer (split is for pt)",
+        "--truncation_strategy delete",
+    ),
+    Clash(
+        ("split_dataset_ratio", "val_dataset"),
+        lambda c: c.data.split_dataset_ratio > 0 and c.data.val_dataset,
+        "val_dataset is given too, so nothing is split",
+        "one of the two",
+    ),
+    Clash(
+        ("split_dataset_ratio", "streaming"),
+        lambda c: c.data.split_dataset_ratio > 0 and c.data.streaming,
+        "a stream has no length of which to take a part",
+        "--val_dataset FILE",
+    ),
+    Clash(
+        ("streaming", "max_steps"),
+        lambda c: c.data.streaming and c.train.max_steps is None,
+        "a stream has no length, so the run needs max_steps",
+        "--max_steps 1000",
+    ),
+    Clash(
+        ("pipeline_layout", "first_stage_layers", "last_stage_layers"),
+        lambda c: (
+            c.parallel.pipeline_layout and (c.parallel.first_stage_layers, c.parallel.last_stage_layers) != (None, None)
+        ),
+        "already places every layer; first_stage_layers and last_stage_layers place some of them",
+        "one of the two",
+    ),
+    Clash(
+        ("overlap_param_gather", "distributed_optimizer"),
+        lambda c: c.parallel.overlap_param_gather and not c.parallel.distributed_optimizer,
+        "gathers what the distributed optimizer has split",
+        "--distributed_optimizer true",
+    ),
+    Clash(
+        ("overlap_param_gather", "overlap_grad_reduce"),
+        lambda c: c.parallel.overlap_param_gather and c.parallel.overlap_grad_reduce is not True,
+        "needs overlap_grad_reduce, whose default depends on the device",
+        "--overlap_grad_reduce true",
+    ),
+    Clash(
+        ("overlap_p2p_comm", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
+        lambda c: (
+            c.parallel.overlap_p2p_comm is False
+            and c.parallel.pipeline_parallel_size == 2
+            and (c.parallel.virtual_pipeline_parallel_size or 1) > 1
+        ),
+        "two stages with chunks exchange two messages at once, which cross when they are sent as one batch",
+        "--overlap_p2p_comm true",
+    ),
+    Clash(
+        ("overlap_p2p_comm", "virtual_pipeline_parallel_size"),
+        lambda c: (
+            c.parallel.overlap_p2p_comm
+            and c.parallel.pipeline_parallel_size > 1
+            and c.parallel.pipeline_layout is None
+            and (c.parallel.virtual_pipeline_parallel_size or 1) == 1
+        ),
+        "Megatron-Core overlaps messages in the interleaved schedule only",
+        "--virtual_pipeline_parallel_size 2",
+    ),
+    Clash(
+        ("precision_aware_optimizer", "distributed_optimizer"),
+        lambda c: c.optim.precision_aware_optimizer and not c.parallel.distributed_optimizer,
+        "needs distributed_optimizer",
+        "--distributed_optimizer true",
+    ),
+    Clash(
+        ("tp_comm_overlap",),
+        lambda c: c.parallel.tp_comm_overlap,
+        "needs Transformer Engine's communication buffers (initialize_ub), which this version does not set up",
+        "--tp_comm_overlap false",
+    ),
+    Clash(
+        ("optimizer_cpu_offload", "optimizer"),
+        lambda c: c.optim.optimizer_cpu_offload and c.optim.optimizer != "adam",
+        "moves Adam's two moments to the host, and the optimizer is {optimizer}",
+        "--optimizer_cpu_offload false",
+    ),
+    Clash(
+        ("optimizer_cpu_offload", "precision_aware_optimizer"),
+        lambda c: c.optim.optimizer_cpu_offload and c.optim.precision_aware_optimizer,
+        "updates float32 moments on the host; those in lower precision are updated by Transformer Engine's Adam, on the GPU",
+        "one of the two",
+    ),
+    Clash(
+        ("recompute_modules", "recompute_granularity", "fp8_format", "fp8_recipe"),
+        lambda c: (
+            _recomputes(c, "layernorm", "moe_act")
+            and c.model.fp8_format is not None
+            and c.model.fp8_recipe == "delayed"
+        ),
+        "layernorm and moe_act cannot be recomputed under delayed FP8 scales (Megatron-Core)",
+        "--fp8_recipe tensorwise",
+    ),
+    Clash(
+        ("recompute_modules", "recompute_granularity", "moe_grouped_gemm"),
+        lambda c: _recomputes(c, "moe_act") and c.model.moe_grouped_gemm is False,
+        "moe_act is a part of the grouped product of experts (Megatron-Core)",
+        "--moe_grouped_gemm true",
+    ),
+    Clash(
+        ("fp8_format", "transformer_impl"),
+        lambda c: c.model.fp8_format and c.model.transformer_impl == "torch",
+        "needs Transformer Engine's layers",
+        "--transformer_impl transformer_engine",
+    ),
+    Clash(
+        ("moe_grouped_gemm", "transformer_impl"),
+        lambda c: c.model.moe_grouped_gemm and c.model.transformer_impl == "torch",
+        "needs Transformer Engine's layers",
+        "--transformer_impl transformer_engine",
+    ),
+    Clash(
+        ("attn_impl", "transformer_impl"),
+        lambda c: c.model.attn_impl in ("flash", "fused", "unfused") and c.model.transformer_impl == "torch",
+        "is a kernel of Transformer Engine, and transformer_impl is torch",
+        "--attn_impl sdpa",
+    ),
+    Clash(
+        ("attn_impl", "transformer_impl"),
+        lambda c: c.model.attn_impl == "sdpa" and c.model.transformer_impl == "transformer_engine",
+        "belongs to transformer_impl torch",
+        "--attn_impl flash",
+    ),
+    Clash(
+        ("overwrite_output_dir", "resume_from_checkpoint"),
+        lambda c: c.train.overwrite_output_dir and c.train.resume_from_checkpoint,
+        "would delete the run that resume_from_checkpoint continues",
+        "one of the two",
+    ),
+    Clash(
+        ("random_init", "train_type"),
+        lambda c: c.model.random_init and c.model.train_type != "full",
+        "adapters belong to a trained model, and nobody could load them on random weights",
+        "--random_init false",
+    ),
+    Clash(
+        ("moe_grouped_gemm", "train_type"),
+        lambda c: c.model.moe_grouped_gemm and c.model.train_type != "full",
+        "runs all experts as one product, and adapters belong to single experts",
+        "--moe_grouped_gemm false",
+    ),
+    Clash(
+        ("train_type", "transformer_impl"),
+        lambda c: c.model.train_type == "qlora" and c.model.transformer_impl == "transformer_engine",
+        "Transformer Engine's layers have no weights in NF4",
+        "--transformer_impl torch",
+    ),
+    Clash(
+        ("fp8_format", "train_type"),
+        lambda c: c.model.fp8_format and c.model.train_type == "qlora",
+        "needs Transformer Engine's layers, which have no weights in NF4",
+        "--train_type lora",
+    ),
+    Clash(
+        ("merge_lora", "export_hf"),
+        lambda c: c.model.train_type != "full" and c.lora.merge_lora and not c.train.export_hf,
+        "writes the export that export_hf false leaves out",
+        "one of the two",
+    ),
+    Clash(
+        ("warmup_steps", "max_steps"),
+        lambda c: c.train.max_steps is not None and c.optim.warmup_steps > c.train.max_steps,
+        "is longer than the run of {max_steps} steps",
+        "--warmup_steps {max_steps}",
+    ),
+    Clash(
+        ("min_lr", "learning_rate"),
+        lambda c: c.optim.min_lr > c.optim.learning_rate,
+        "is above learning_rate {learning_rate}",
+        "--min_lr 0",
+    ),
     *LAUNCH_CLASHES,
     *ENGINE_CLASHES,
     *ADAPTER_CLASHES,
@@ -206,21 +403,33 @@ def ignored_names(c: Sections) -> set[str]:
 def check(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> list[Problem]:
     """Every rule that is broken. `labels`: how the user wrote each given option; `wrong`: options whose value is a mistake already."""
     own = fsdp_json.of(c).problems
-    return [*_wrong_task(c, labels), *_ignored(c, labels, wrong), *_clashes(c, labels, wrong), *_batch(c, labels, wrong), *own]
+    return [
+        *_wrong_task(c, labels),
+        *_ignored(c, labels, wrong),
+        *_clashes(c, labels, wrong),
+        *_batch(c, labels, wrong),
+        *own,
+    ]
 
 
 def _wrong_task(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:
     for name in sorted(c.given):
         option = OPTIONS[name]
         if not option.belongs_to(c.task):
-            yield Problem(labels[name], f"has no effect in {c.task}; it belongs to {', '.join(option.details['tasks'])}", "leave it out")
+            yield Problem(
+                labels[name],
+                f"has no effect in {c.task}; it belongs to {', '.join(option.details['tasks'])}",
+                "leave it out",
+            )
 
 
 def _ignored(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
     for r in IGNORED:
         mine = r.option in c.given and OPTIONS[r.option].belongs_to(c.task)
         if mine and not wrong & {r.option, *r.reads} and c.value(r.option) not in r.neutral and r.when(c):
-            yield Problem(labels[r.option], f"would be ignored: {_fill(r.why, c)}", _fill(r.fix, c) + ", or leave it out")
+            yield Problem(
+                labels[r.option], f"would be ignored: {_fill(r.why, c)}", _fill(r.fix, c) + ", or leave it out"
+            )
 
 
 def _clashes(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
@@ -235,7 +444,11 @@ def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Ite
     if not wrong & reads:
         found = list(batch_problems(c.train, c.parallel.data_parallel_size, labels))
         yield from found
-        if c.task in RL and not found and not wrong & {"generation_batch_size", "steps_per_generation", "num_generations"}:
+        if (
+            c.task in RL
+            and not found
+            and not wrong & {"generation_batch_size", "steps_per_generation", "num_generations"}
+        ):
             yield from generation_problems(c, labels)
 
 

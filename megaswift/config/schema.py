@@ -13,7 +13,9 @@ _LIMITS = {"minimum": "minimum", "above": "exclusiveMinimum", "maximum": "maximu
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema, draft 2020-12."""
-    flat: dict[str, Any] = {"task": {"enum": list(TASKS), "description": "The task; given by the command in most cases"}}
+    flat: dict[str, Any] = {
+        "task": {"enum": list(TASKS), "description": "The task; given by the command in most cases"}
+    }
     for option in OPTIONS.values():
         for name in option.names:
             flat[name] = {"$ref": f"#/$defs/{option.name}"}
@@ -28,8 +30,10 @@ def json_schema() -> dict[str, Any]:
         "type": "object",
         "properties": properties,
         "additionalProperties": False,
-        "$defs": {**{o.name: _describe(o) for o in OPTIONS.values()},
-                  "section": {"type": "object", "properties": inner, "additionalProperties": False}},
+        "$defs": {
+            **{o.name: _describe(o) for o in OPTIONS.values()},
+            "section": {"type": "object", "properties": inner, "additionalProperties": False},
+        },
     }
 
 

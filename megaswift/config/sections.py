@@ -20,21 +20,50 @@ from megaswift.config.rl import RlConfig
 from megaswift.config.train import TrainConfig
 
 TASKS = {
-    "sft": "supervised fine-tuning on conversations", "pt": "pretraining on plain text",
-    "dpo": "preference learning from pairs of answers: DPO and its kin", "kto": "preference learning from answers with a label: KTO, BCO",
-    "orpo": "preference learning without a reference: ORPO", "cpo": "preference learning without a reference: CPO",
-    "simpo": "preference learning without a reference: SimPO", "rm": "a reward model from pairs of answers",
-    "grpo": "reinforcement learning without a critic: GRPO and its kin", "ppo": "reinforcement learning with a critic: PPO"}
+    "sft": "supervised fine-tuning on conversations",
+    "pt": "pretraining on plain text",
+    "dpo": "preference learning from pairs of answers: DPO and its kin",
+    "kto": "preference learning from answers with a label: KTO, BCO",
+    "orpo": "preference learning without a reference: ORPO",
+    "cpo": "preference learning without a reference: CPO",
+    "simpo": "preference learning without a reference: SimPO",
+    "rm": "a reward model from pairs of answers",
+    "grpo": "reinforcement learning without a critic: GRPO and its kin",
+    "ppo": "reinforcement learning with a critic: PPO",
+}
 
 SECTIONS: dict[str, type] = {
-    "model": ModelConfig, "lora": LoraConfig, "peft": PeftConfig, "quantization": QuantizationConfig, "engine": EngineConfig,
-    "parallel": ParallelConfig, "data": DataConfig, "preference": PreferenceConfig, "rl": RlConfig, "train": TrainConfig,
-    "optim": OptimConfig, "launch": LaunchConfig}
+    "model": ModelConfig,
+    "lora": LoraConfig,
+    "peft": PeftConfig,
+    "quantization": QuantizationConfig,
+    "engine": EngineConfig,
+    "parallel": ParallelConfig,
+    "data": DataConfig,
+    "preference": PreferenceConfig,
+    "rl": RlConfig,
+    "train": TrainConfig,
+    "optim": OptimConfig,
+    "launch": LaunchConfig,
+}
 
 SECTION_ALIASES = {
-    "training": "train", "parallelism": "parallel", "datasets": "data", "dataset": "data", "optimizer": "optim", "launcher": "launch",
-    "rlhf": "preference", "dpo": "preference", "logging": "train", "checkpoint": "train", "tuner": "lora",
-    "grpo": "rl", "ppo": "rl", "rollout": "rl", "rewards": "rl"}
+    "training": "train",
+    "parallelism": "parallel",
+    "datasets": "data",
+    "dataset": "data",
+    "optimizer": "optim",
+    "launcher": "launch",
+    "rlhf": "preference",
+    "dpo": "preference",
+    "logging": "train",
+    "checkpoint": "train",
+    "tuner": "lora",
+    "grpo": "rl",
+    "ppo": "rl",
+    "rollout": "rl",
+    "rewards": "rl",
+}
 """Other headings in a file. A heading only groups: any option may stand under any of them."""
 
 TRAINING = table_of(SECTIONS)

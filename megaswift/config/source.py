@@ -77,11 +77,16 @@ def normal(name: str) -> str:
 
 # ---- files
 
+
 def read_file(path: str) -> Source:
     """A configuration file; every entry with its line."""
     file = Path(path)
     if file.is_dir():
-        raise ConfigError(Problem(path, "is a folder; the first word without a flag is a YAML or JSON file of options", f"--model {path}"))
+        raise ConfigError(
+            Problem(
+                path, "is a folder; the first word without a flag is a YAML or JSON file of options", f"--model {path}"
+            )
+        )
     if file.suffix.lower() in DATA_SUFFIXES:
         raise ConfigError(Problem(path, "is no configuration (a YAML or JSON file of options)", f"--dataset {path}"))
     if not file.exists():
@@ -92,7 +97,9 @@ def read_file(path: str) -> Source:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(path, f"cannot be read: {error}")) from None
     except _Malformed as error:
-        raise ConfigError(Problem(f"{path}{error.line}", error.rule, "name: value, one a line, or sections of these")) from None
+        raise ConfigError(
+            Problem(f"{path}{error.line}", error.rule, "name: value, one a line, or sections of these")
+        ) from None
     givens: list[Given] = []
     problems: list[Problem] = []
     seen: set[tuple[str, str]] = set()
@@ -101,7 +108,9 @@ def read_file(path: str) -> Source:
         if section and not is_section(normal(section), {}):
             if (section, "") not in seen:
                 fix = nearest(section, [*SECTIONS, *NAMES])
-                problems.append(Problem(f"{path}{line} {section}", f"is no section; sections are {', '.join(SECTIONS)}", fix))
+                problems.append(
+                    Problem(f"{path}{line} {section}", f"is no section; sections are {', '.join(SECTIONS)}", fix)
+                )
             seen.add((section, ""))
         elif (section, name) in seen:
             problems.append(Problem(label, "stands twice in the file", "remove one of the two"))
@@ -194,7 +203,11 @@ def read_command_line(argv: list[str], table: Table = TRAINING) -> CommandLine:
     while words:
         word = words.pop(0)
         if not _FLAG.match(word):
-            line.problems.append(_stray(word, "belongs to no option", "--name value; the configuration file comes first or after --config"))
+            line.problems.append(
+                _stray(
+                    word, "belongs to no option", "--name value; the configuration file comes first or after --config"
+                )
+            )
             continue
         flag, equals, text = word.partition("=")
         values = [text] if equals else []
@@ -202,7 +215,9 @@ def read_command_line(argv: list[str], table: Table = TRAINING) -> CommandLine:
             values.append(words.pop(0))
         _take(line, flag, values, table)
     if len(line.files) > 1:
-        line.problems.append(Problem(" and ".join(line.files), "are two configuration files", "one file, then options that override it"))
+        line.problems.append(
+            Problem(" and ".join(line.files), "are two configuration files", "one file, then options that override it")
+        )
     return line
 
 
@@ -230,5 +245,7 @@ def _take(line: CommandLine, flag: str, values: list[str], table: Table) -> None
         line.problems += [Problem(v, f"belongs to no option ({flag} is a switch)", f"{flag} true") for v in values]
     else:
         line.givens.append(Given(name, values[0] if values else None, " ".join([flag, *values[:1]])))
-        line.problems += [_stray(v, f"belongs to no option ({flag} takes one value)", f'quotes around text with spaces: {flag} "a b"')
-                          for v in values[1:]]
+        line.problems += [
+            _stray(v, f"belongs to no option ({flag} takes one value)", f'quotes around text with spaces: {flag} "a b"')
+            for v in values[1:]
+        ]

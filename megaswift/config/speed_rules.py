@@ -18,15 +18,38 @@ SPEED_IGNORED: tuple[Ignored, ...] = (
 )
 
 SPEED_CLASHES: tuple[Clash, ...] = (
-    Clash(("attn_impl", *READS), lambda c: _NATIVE(c) and c.model.attn_impl == "flex",
-          "is a kernel of transformers' models, which the native engine does not run", "--engine ddp, or --attn_impl auto"),
-    Clash(("attn_impl", *READS), lambda c: _TORCH(c) and c.model.attn_impl == "fused",
-          "is a kernel of Transformer Engine, which transformers' models do not run", "--attn_impl sdpa"),
-    Clash(("attn_impl", "torch_dtype", *READS), lambda c: _TORCH(c) and c.model.attn_impl == "flash" and c.model.torch_dtype == "float32",
-          "computes in half precision, and torch_dtype is float32", "--attn_impl sdpa, or --torch_dtype bfloat16"),
-    Clash(("torch_compile", *READS), lambda c: c.model.torch_compile and engine_of(c) in ("zero3", "zero3_offload"),
-          "reads whole weights, which ZeRO-3 gathers for each small module by hooks that cannot be compiled", "--engine fsdp2"),
-    Clash(("torch_compile_mode", "torch_compile_backend"),
-          lambda c: c.model.torch_compile and c.model.torch_compile_mode is not None and c.model.torch_compile_backend != "inductor",
-          "is for the inductor, and torch_compile_backend is {torch_compile_backend}", "--torch_compile_backend inductor"),
+    Clash(
+        ("attn_impl", *READS),
+        lambda c: _NATIVE(c) and c.model.attn_impl == "flex",
+        "is a kernel of transformers' models, which the native engine does not run",
+        "--engine ddp, or --attn_impl auto",
+    ),
+    Clash(
+        ("attn_impl", *READS),
+        lambda c: _TORCH(c) and c.model.attn_impl == "fused",
+        "is a kernel of Transformer Engine, which transformers' models do not run",
+        "--attn_impl sdpa",
+    ),
+    Clash(
+        ("attn_impl", "torch_dtype", *READS),
+        lambda c: _TORCH(c) and c.model.attn_impl == "flash" and c.model.torch_dtype == "float32",
+        "computes in half precision, and torch_dtype is float32",
+        "--attn_impl sdpa, or --torch_dtype bfloat16",
+    ),
+    Clash(
+        ("torch_compile", *READS),
+        lambda c: c.model.torch_compile and engine_of(c) in ("zero3", "zero3_offload"),
+        "reads whole weights, which ZeRO-3 gathers for each small module by hooks that cannot be compiled",
+        "--engine fsdp2",
+    ),
+    Clash(
+        ("torch_compile_mode", "torch_compile_backend"),
+        lambda c: (
+            c.model.torch_compile
+            and c.model.torch_compile_mode is not None
+            and c.model.torch_compile_backend != "inductor"
+        ),
+        "is for the inductor, and torch_compile_backend is {torch_compile_backend}",
+        "--torch_compile_backend inductor",
+    ),
 )

@@ -31,7 +31,9 @@ class SwiftConfig(Sections):
             object.__setattr__(self, f.name, getattr(sections, f.name))
 
     @classmethod
-    def from_sources(cls, task: str | None, sources: Sequence[Source], complete: bool = False, beyond: Beyond | None = None) -> SwiftConfig:
+    def from_sources(
+        cls, task: str | None, sources: Sequence[Source], complete: bool = False, beyond: Beyond | None = None
+    ) -> SwiftConfig:
         """From what was read elsewhere, later sources over earlier ones. `beyond`: as `load` has it."""
         made = cls.__new__(cls)
 
@@ -76,8 +78,13 @@ def _plain(value: Any) -> Any:
 Beyond = Callable[[SwiftConfig], Iterable[Problem]]
 
 
-def load(task: str | None, argv: Sequence[str], complete: bool = False, environ: Mapping[str, str] | None = None,
-         beyond: Beyond | None = None) -> SwiftConfig:
+def load(
+    task: str | None,
+    argv: Sequence[str],
+    complete: bool = False,
+    environ: Mapping[str, str] | None = None,
+    beyond: Beyond | None = None,
+) -> SwiftConfig:
     """A configuration from a command line: file, then environment (launch options only), then flags, the last one counts.
 
     What `accelerate launch` was told comes before all.

@@ -53,7 +53,9 @@ def example(option: Option) -> str:
     elif option.default not in (None, (), {}):
         value = option.default
     else:
-        value = {"int": max(1, int(option.details.get("minimum", 1))), "float": 0.1, "map": "question=query"}.get(option.kind, "TEXT")
+        value = {"int": max(1, int(option.details.get("minimum", 1))), "float": 0.1, "map": "question=query"}.get(
+            option.kind, "TEXT"
+        )
     return f"--{option.name} {show(value)}"
 
 
@@ -136,8 +138,12 @@ def bounds(option: Option) -> str:
 
 def _in_range(option: Option, value: float) -> float:
     d = option.details
-    fits = (value >= d.get("minimum", -math.inf) and value > d.get("above", -math.inf)
-            and value <= d.get("maximum", math.inf) and value < d.get("below", math.inf))
+    fits = (
+        value >= d.get("minimum", -math.inf)
+        and value > d.get("above", -math.inf)
+        and value <= d.get("maximum", math.inf)
+        and value < d.get("below", math.inf)
+    )
     if not fits:
         ends = [d[k] for k in ("minimum", "maximum") if k in d]  # type: ignore[literal-required]
         close = min(ends, key=lambda e: abs(e - value)) if ends and "above" not in d and "below" not in d else None
@@ -150,7 +156,9 @@ def _list(option: Option, raw: Any) -> tuple[Any, ...]:
     if len(items) == 1 and str(items[0]).strip().lower() in UNSET[:2]:  # a flag's words come as a list
         return ()
     if option.choices or option.kind == "numbers":  # names never hold a comma or a blank, paths may
-        items = [part for item in items for part in (item.replace(",", " ").split() if isinstance(item, str) else [item])]
+        items = [
+            part for item in items for part in (item.replace(",", " ").split() if isinstance(item, str) else [item])
+        ]
         items = [i for i in items if not (isinstance(i, str) and i.strip().lower() in UNSET)]
     if option.kind == "numbers":
         return tuple(_float(option, i) for i in items)

@@ -29,7 +29,11 @@ def other_launcher(launcher: str, environ: Mapping[str, str]) -> list[Problem]:
     """`--launcher ray` in a process that another launcher has started already."""
     if launcher != "ray" or environ.get("MEGASWIFT_LAUNCHER") == "ray":
         return []
-    return [Problem("--launcher ray", "another launcher has started this process", "megaswift sft --launcher ray ..., by itself")]
+    return [
+        Problem(
+            "--launcher ray", "another launcher has started this process", "megaswift sft --launcher ray ..., by itself"
+        )
+    ]
 
 
 def without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -49,6 +53,8 @@ def without_local_rank(words: Sequence[str], environ: Mapping[str, str]) -> list
             value = left.pop(0) if left else ""
         real = environ["LOCAL_RANK"] if is_worker(environ) else "0"
         if value not in (real, "-1"):
-            rule = f"the launcher has set LOCAL_RANK={real}" if is_worker(environ) else "no launcher started this process"
+            rule = (
+                f"the launcher has set LOCAL_RANK={real}" if is_worker(environ) else "no launcher started this process"
+            )
             raise ConfigError(Problem(f"{flag} {value}".rstrip(), rule, "leave it out: the launcher says it itself"))
     return kept

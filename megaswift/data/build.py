@@ -67,26 +67,45 @@ def check_task(data: Any, task: str) -> None:
     if data.truncation_strategy != "split":
         return
     if task != "pt":
-        raise DataError(Problem("--truncation_strategy split", "is for plain text (pt): it would tear conversations apart",
-                                "delete, left or right"))
+        raise DataError(
+            Problem(
+                "--truncation_strategy split",
+                "is for plain text (pt): it would tear conversations apart",
+                "delete, left or right",
+            )
+        )
     if data.streaming and not data.packing:
-        raise DataError(Problem("--truncation_strategy split", "a stream keeps only the first piece without packing",
-                                "--packing true, or right"))
+        raise DataError(
+            Problem(
+                "--truncation_strategy split",
+                "a stream keeps only the first piece without packing",
+                "--packing true, or right",
+            )
+        )
 
 
 def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
     """Warnings of what happened to the rows of the data sets; DataError when none of them carries loss."""
     if not docs.labels.any():
-        raise DataError(Problem(", ".join(names), f"no token of {len(docs)} rows carries loss",
-                                "rows with assistant messages (not all `loss: false`), a larger --max_length, or --loss_scale all"))
+        raise DataError(
+            Problem(
+                ", ".join(names),
+                f"no token of {len(docs)} rows carries loss",
+                "rows with assistant messages (not all `loss: false`), a larger --max_length, or --loss_scale all",
+            )
+        )
     where = "" if names == data.dataset else f"{', '.join(names)}: "
     for what in ("deleted", "truncated", "empty"):
         if docs.counted.get(what):
-            log.warn(f"{where}{docs.counted[what]} of {docs.counted['rows']} rows {what} "
-                     + ("(no tokens)" if what == "empty" else f"(longer than --max_length {data.max_length})"))
+            log.warn(
+                f"{where}{docs.counted[what]} of {docs.counted['rows']} rows {what} "
+                + ("(no tokens)" if what == "empty" else f"(longer than --max_length {data.max_length})")
+            )
     for what in CUT_CAUSES:
         if docs.counted.get(what):
-            log.warn(f"{where}{docs.counted[what]} of {docs.counted['rows']} rows skipped with {what} (--max_length {data.max_length})")
+            log.warn(
+                f"{where}{docs.counted[what]} of {docs.counted['rows']} rows skipped with {what} (--max_length {data.max_length})"
+            )
     silent = int((docs.labels == 0).sum())
     if silent:
         log.warn(f"{where}{silent} of {len(docs)} rows have no token that carries loss")
@@ -99,7 +118,9 @@ def _held_out(data: Any, tokenizer: Any, task: str) -> Documents:
 
 
 def _held_out_units(data: Any, tokenizer: Any, task: str) -> Units:
-    held = truncate_units(gather_units(prepare(data, tokenizer, task, val=True)), data.max_length, data.truncation_strategy)
+    held = truncate_units(
+        gather_units(prepare(data, tokenizer, task, val=True)), data.max_length, data.truncation_strategy
+    )
     _tell(held.docs, data, data.val_dataset)
     return held
 
@@ -109,8 +130,9 @@ def shape_of(tokenizer: Any, geometry: LoaderGeometry) -> Shape:
     return Shape(geometry.doc_multiple, geometry.row_multiple, pad_of(tokenizer, geometry.vocabulary))
 
 
-def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft",
-          prompt_labels: bool = False) -> tuple[BatchSource, EvalSource | None]:
+def build(
+    data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft", prompt_labels: bool = False
+) -> tuple[BatchSource, EvalSource | None]:
     """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch at a time.
 
     `tokenizer`: of a vision-language model its `Processor`; rows may then have images.
@@ -135,11 +157,17 @@ def build(data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task:
     else:
         if task in PREFERENCES:
             some, others = units(data, train, tokenizer, task)
-            rows: list[RowData] = [UnitRows(u, data.packing is not False, prompt_labels) for u in (some, others) if u is not None]
+            rows: list[RowData] = [
+                UnitRows(u, data.packing is not False, prompt_labels) for u in (some, others) if u is not None
+            ]
         else:
             docs, apart_docs = documents(data, train, tokenizer, task)
             processor = tokenizer if isinstance(tokenizer, Processor) else None
-            rows = [make_rows(d, data.packing, data.max_length, shape, processor) for d in (docs, apart_docs) if d is not None]
+            rows = [
+                make_rows(d, data.packing, data.max_length, shape, processor)
+                for d in (docs, apart_docs)
+                if d is not None
+            ]
         vocabulary.check([r.docs for r in rows], words, geometry.vocabulary)
         source, held = _stored(rows[0], data, train, (geometry, shape)), rows[1] if len(rows) > 1 else None
     return source, None if held is None else EvalSource(held, apart, shape)
@@ -153,14 +181,24 @@ def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, S
             count, unit = len(rows), "pair" if rows.units.width == 2 else "example"
         packed = f", packed into {len(rows)}" if count != len(rows) else ""
         fits = "1" if len(rows) == 1 else f"{len(rows)} or less"
-        enough = -(-geometry.global_batch * count * 21 // (20 * len(rows))) if packed else geometry.global_batch  # rows may lie closer
-        raise DataError(Problem(
-            ", ".join(data.dataset), f"{log.amount(count, unit)}{packed}, fewer than one global batch of {geometry.global_batch}",
-            f"--global_batch_size {fits}, more data, or {data.dataset[0]}#{enough} to repeat rows"))
-    return StoredSource(rows, geometry, shape, Order(len(rows), data.shuffle, data_seed(data, train)), data.dataloader_num_workers)
+        enough = (
+            -(-geometry.global_batch * count * 21 // (20 * len(rows))) if packed else geometry.global_batch
+        )  # rows may lie closer
+        raise DataError(
+            Problem(
+                ", ".join(data.dataset),
+                f"{log.amount(count, unit)}{packed}, fewer than one global batch of {geometry.global_batch}",
+                f"--global_batch_size {fits}, more data, or {data.dataset[0]}#{enough} to repeat rows",
+            )
+        )
+    return StoredSource(
+        rows, geometry, shape, Order(len(rows), data.shuffle, data_seed(data, train)), data.dataloader_num_workers
+    )
 
 
-def _stream(data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, Shape], prompt_labels: bool) -> StreamSource:
+def _stream(
+    data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, Shape], prompt_labels: bool
+) -> StreamSource:
     (geometry, shape), units = where, spec.task in PREFERENCES
     sources = [resolve(name, partial(hub.fetch, cache_root(data.dataset_cache_dir))) for name in data.dataset]
     packs = bool(data.packing) and not units  # which units are in a micro-batch does not depend on how they lie there

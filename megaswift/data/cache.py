@@ -28,11 +28,15 @@ _LOADED = time.time()
 
 def cache_root(folder: str | None) -> Path:
     """The cache folder: the option, else MEGASWIFT_CACHE, else ~/.cache/megaswift/data."""
-    root = Path(folder or os.environ.get("MEGASWIFT_CACHE") or Path.home() / ".cache" / "megaswift" / "data").expanduser()
+    root = Path(
+        folder or os.environ.get("MEGASWIFT_CACHE") or Path.home() / ".cache" / "megaswift" / "data"
+    ).expanduser()
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise DataError(Problem(f"--dataset_cache_dir {root}", f"cannot be made ({e.strerror})", "a folder that can be written")) from None
+        raise DataError(
+            Problem(f"--dataset_cache_dir {root}", f"cannot be made ({e.strerror})", "a folder that can be written")
+        ) from None
     return root
 
 
@@ -48,6 +52,7 @@ def _beating(path: Path) -> Iterator[None]:
     def beat() -> None:
         while not stop.wait(BEAT_S):
             path.touch()
+
     path.touch()
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
@@ -78,7 +83,9 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
         if target.exists():
             return
         failed.unlink(missing_ok=True)
-        for old in target.parent.glob(f"{target.name}.build-*"):  # of an interrupted run: the lock says that nobody is at it
+        for old in target.parent.glob(
+            f"{target.name}.build-*"
+        ):  # of an interrupted run: the lock says that nobody is at it
             shutil.rmtree(old, ignore_errors=True)
         try:
             scratch.mkdir()
@@ -89,8 +96,13 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
             raise
         except OSError as e:
             shutil.rmtree(scratch, ignore_errors=True)  # room for the message when the disk is full
-            error = DataError(Problem(f"--dataset_cache_dir {target.parent}", f"the tokenised data could not be made ({e})",
-                                      "a folder that can be written and has room"))
+            error = DataError(
+                Problem(
+                    f"--dataset_cache_dir {target.parent}",
+                    f"the tokenised data could not be made ({e})",
+                    "a folder that can be written and has room",
+                )
+            )
             _publish_failure(failed, error)
             raise error from e
         finally:
@@ -109,9 +121,13 @@ def wait_for(target: Path, watch: Path | None = None) -> None:
         if stamp != seen:
             seen, since = stamp, time.monotonic()
         if time.monotonic() - since > SILENCE_S:
-            raise DataError(Problem(
-                f"waiting for the tokenised data ({target})", f"no sign of life of the building process for {SILENCE_S:.0f} s",
-                "--dataset_cache_dir on a file system that all processes of the node see; is local rank 0 alive?"))
+            raise DataError(
+                Problem(
+                    f"waiting for the tokenised data ({target})",
+                    f"no sign of life of the building process for {SILENCE_S:.0f} s",
+                    "--dataset_cache_dir on a file system that all processes of the node see; is local rank 0 alive?",
+                )
+            )
         time.sleep(0.1)
 
 

@@ -58,10 +58,17 @@ def templates_of(tokenizer: Any, chat_template: str | None) -> Templates:
         own = tokenizer.chat_template
         named = dict(own) if isinstance(own, dict) else {"default": own} if own else {}
     if not named:
-        raise DataError(Problem(f"the tokenizer of {tokenizer.name_or_path or 'the model'}", "has no chat template",
-                                "--chat_template FILE.jinja (or the template itself)"))
+        raise DataError(
+            Problem(
+                f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
+                "has no chat template",
+                "--chat_template FILE.jinja (or the template itself)",
+            )
+        )
     added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-    return Templates(named, dict(tokenizer.special_tokens_map), tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added])))
+    return Templates(
+        named, dict(tokenizer.special_tokens_map), tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
+    )
 
 
 def trained_turns(sample: Sample, loss_scale: str) -> list[bool]:
@@ -69,8 +76,11 @@ def trained_turns(sample: Sample, loss_scale: str) -> list[bool]:
     roles = [m["role"] for m in sample.messages]
     last = max((i for i, r in enumerate(roles) if r == "assistant"), default=-1)
     opening = max((i for i in range(last) if roles[i] == "user"), default=-1)
-    return [flag if flag is not None else loss_scale != "last_round" or opening < i <= last
-            for i, (role, flag) in enumerate(zip(roles, sample.loss, strict=True)) if role == "assistant"]
+    return [
+        flag if flag is not None else loss_scale != "last_round" or opening < i <= last
+        for i, (role, flag) in enumerate(zip(roles, sample.loss, strict=True))
+        if role == "assistant"
+    ]
 
 
 class ChatRenderer:
@@ -86,7 +96,9 @@ class ChatRenderer:
     def _text(self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
         return self._render(template, messages, tools, prompt, False)[0]
 
-    def _render(self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool, track: bool) -> tuple[str, list[Span]]:
+    def _render(
+        self, template: str, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool, track: bool
+    ) -> tuple[str, list[Span]]:
         if self._asks and template not in self._parts:
             self._parts[template] = False
             self._parts[template] = self._reads_no_strings(template)
@@ -94,25 +106,42 @@ class ChatRenderer:
             messages = [_in_parts(m) for m in messages]
         try:
             rendered: Any = render_jinja_template(
-                [list(messages)], tools=None if tools is None else list(tools), chat_template=template, add_generation_prompt=prompt,
-                return_assistant_tokens_mask=track, **self.templates.special_tokens)
-        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as e:  # whatever a template's expressions raise
-            raise RowError("messages", f"the chat template refuses this conversation ({e})", "a conversation that it can render") from None
+                [list(messages)],
+                tools=None if tools is None else list(tools),
+                chat_template=template,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=track,
+                **self.templates.special_tokens,
+            )
+        except (
+            TemplateError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            ValueError,
+        ) as e:  # whatever a template's expressions raise
+            raise RowError(
+                "messages", f"the chat template refuses this conversation ({e})", "a conversation that it can render"
+            ) from None
         texts, spans = rendered
         return texts[0], spans[0] if track else []
 
     def _reads_no_strings(self, template: str) -> bool:
         """Whether contents must be lists of parts: strings do not come out."""
         try:
-            text = self._text(template, [{"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}], None)
+            text = self._text(
+                template, [{"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}], None
+            )
         except RowError:
             return True
         return "\ue000" not in text or "\ue001" not in text
 
     def _finder(self, template: str) -> TurnFinder:
         if template not in self._finders:
+
             def render(messages: Sequence[dict[str, Any]], tools: Any, prompt: bool) -> str:
                 return self._text(template, messages, tools, prompt)
+
             self._finders[template] = TurnFinder(render, self.templates.end_tokens)
         return self._finders[template]
 
@@ -136,8 +165,11 @@ class ChatRenderer:
         elif all(wanted) and not everything:
             return Rendered(text, tuple(spans))
         else:
-            raise RowError("messages", f"the template marks {len(spans)} generated parts for {len(wanted)} assistant messages",
-                           "one a message, where single messages are left out of the loss")
+            raise RowError(
+                "messages",
+                f"the template marks {len(spans)} generated parts for {len(wanted)} assistant messages",
+                "one a message, where single messages are left out of the loss",
+            )
         if everything:
             return Rendered(text, _without([t for t, keep in zip(turns, wanted, strict=True) if not keep], len(text)))
         return Rendered(text, tuple(t for t, keep in zip(turns, wanted, strict=True) if keep))

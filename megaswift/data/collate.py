@@ -43,15 +43,19 @@ def _fill(arrays: dict[str, np.ndarray], at: tuple[int, int], document: Document
     ids, mask, _ = document
     end = begin + len(ids)
     arrays["input_ids"][row, begin:end] = ids
-    arrays["labels"][row, begin:end - 1] = ids[1:]
-    arrays["loss_weights"][row, begin:end - 1] = mask[1:]
+    arrays["labels"][row, begin : end - 1] = ids[1:]
+    arrays["loss_weights"][row, begin : end - 1] = mask[1:]
     arrays["valid"][row, begin:end] = True
 
 
 def _empty(rows: int, length: int, pad_id: int) -> dict[str, np.ndarray]:
-    return {"input_ids": np.full((rows, length), pad_id, dtype=np.int64), "labels": np.full((rows, length), pad_id, dtype=np.int64),
-            "loss_weights": np.zeros((rows, length), dtype=np.float32), "positions": np.tile(np.arange(length), (rows, 1)),
-            "valid": np.zeros((rows, length), dtype=bool)}
+    return {
+        "input_ids": np.full((rows, length), pad_id, dtype=np.int64),
+        "labels": np.full((rows, length), pad_id, dtype=np.int64),
+        "loss_weights": np.zeros((rows, length), dtype=np.float32),
+        "positions": np.tile(np.arange(length), (rows, 1)),
+        "valid": np.zeros((rows, length), dtype=bool),
+    }
 
 
 def _batch(arrays: dict[str, np.ndarray], sample_ids: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Batch:

@@ -32,8 +32,14 @@ def check(sources: Sequence[Source], columns: Mapping[str, str]) -> None:
                 lacking = {old: new for old, new in lacking.items() if old not in located.row}
             if not lacking:
                 break
-    problems = [Problem(f"--columns {old}={new}", f"no row has a column {old}; there are {', '.join(list(seen)[:20])}",
-                        nearest(old, list(seen)) or "FROM=TO, the file's name first") for old, new in lacking.items()]
+    problems = [
+        Problem(
+            f"--columns {old}={new}",
+            f"no row has a column {old}; there are {', '.join(list(seen)[:20])}",
+            nearest(old, list(seen)) or "FROM=TO, the file's name first",
+        )
+        for old, new in lacking.items()
+    ]
     if problems and whole:
         raise DataError(problems)
     for problem in problems:

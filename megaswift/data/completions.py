@@ -43,7 +43,11 @@ class Completed:
     def document(self) -> Document:
         """Tokens and mask."""
         mask = [False] * len(self.prompt) + [bool(o) and not self.silent for o in self.own]
-        return (np.asarray([*self.prompt, *self.written], dtype=np.int32), np.asarray(mask, dtype=np.uint8), self.number)
+        return (
+            np.asarray([*self.prompt, *self.written], dtype=np.int32),
+            np.asarray(mask, dtype=np.uint8),
+            self.number,
+        )
 
 
 Micro = Sequence[Completed | None]
@@ -60,7 +64,12 @@ class Layout:
 
     def batches(self, micros: Sequence[Micro]) -> list[Batch]:
         """A step's micro-batches."""
-        laid = lay_out([[None if c is None else c.document for c in micro] for micro in micros], self.packing, self.shape, self.uniform)
+        laid = lay_out(
+            [[None if c is None else c.document for c in micro] for micro in micros],
+            self.packing,
+            self.shape,
+            self.uniform,
+        )
         return [replace(batch, fields=self._fields(batch, micro)) for batch, micro in zip(laid, micros, strict=True)]
 
     def _fields(self, batch: Batch, micro: Micro) -> dict[str, Tensor]:
@@ -84,6 +93,6 @@ def taken(batch: Batch, values: Tensor, micro: Micro) -> dict[int, np.ndarray]:
     found = {}
     for completed in micro:
         if completed is not None and not completed.silent:
-            found[completed.number] = numbers[at:at + completed.count]
+            found[completed.number] = numbers[at : at + completed.count]
             at += completed.count
     return found

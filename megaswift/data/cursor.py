@@ -58,7 +58,11 @@ def _file(source: Source, at: Cursor) -> Iterator[Placed]:
     left = None if source.rows is None else source.rows - at.taken
     part = Part(str(path), kind, at.offset, 1 << 62, at.line, left)
     for n, located in enumerate(part.rows(), 1):
-        yield str(path), located, replace(at, offset=located.end, line=located.line + 1, taken=at.taken + n, rows=at.rows + n)
+        yield (
+            str(path),
+            located,
+            replace(at, offset=located.end, line=located.line + 1, taken=at.taken + n, rows=at.rows + n),
+        )
 
 
 @dataclass
@@ -80,7 +84,7 @@ class Passes:
         weights = self._weights()
         if not sum(weights):
             return float(cursor.epoch)
-        done = sum(weights[:cursor.source]) + weights[cursor.source] * min(1.0, self._within(cursor))
+        done = sum(weights[: cursor.source]) + weights[cursor.source] * min(1.0, self._within(cursor))
         return cursor.epoch + done / sum(weights)
 
     def _weights(self) -> list[int]:
@@ -95,7 +99,7 @@ class Passes:
         if source.rows is not None:
             return cursor.taken / source.rows
         sizes = [self._size(f) for f in source.files]
-        return (sum(sizes[:cursor.file]) + self._read(source.files[cursor.file], cursor.offset)) / max(1, sum(sizes))
+        return (sum(sizes[: cursor.file]) + self._read(source.files[cursor.file], cursor.offset)) / max(1, sum(sizes))
 
     def _read(self, path: Path, offset: int) -> float:
         """Bytes of a file before a cursor's offset; none where only reading tells."""

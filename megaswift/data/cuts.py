@@ -41,14 +41,39 @@ _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_WORD}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_WORD}+{_LOWER}*")
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LINES, _BEFORE_WORD, _SPACE = r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"
-SAFE = frozenset({
-    "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", _SHORT, r"'(?i:[sdmt]|ll|ve|re)",
-    r" ?\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
-    *_CASED, *(c + _SHORT + "?" for c in _CASED),
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+", "[一-龥\u3040-ゟ゠-ヿ]+",
-    r"\p{N}", r"\p{N}+", r" ?\p{N}+", r"\p{N}{1,3}",
-    r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-    r" ?[\p{P}\p{S}]+[\r\n]*", _LINES, _BEFORE_WORD, _SPACE})
+SAFE = frozenset(
+    {
+        "'s",
+        "'t",
+        "'re",
+        "'ve",
+        "'m",
+        "'ll",
+        "'d",
+        _SHORT,
+        r"'(?i:[sdmt]|ll|ve|re)",
+        r" ?\p{L}+",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+        r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+        *_CASED,
+        *(c + _SHORT + "?" for c in _CASED),
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+",
+        "[一-龥\u3040-ゟ゠-ヿ]+",
+        r"\p{N}",
+        r"\p{N}+",
+        r" ?\p{N}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r" ?[\p{P}\p{S}]+[\r\n]*",
+        _LINES,
+        _BEFORE_WORD,
+        _SPACE,
+    }
+)
 """Alternatives of GPT-2, cl100k (Llama 3), o200k, Qwen 2 to 3.5, Mistral's Tekken and DeepSeek."""
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What `ByteLevel` splits by."""
@@ -72,13 +97,15 @@ def cuts_of(tokenizer: Tokenizer) -> Cuts | None:
     if type(model).__name__ != "BPE" or model.dropout or not _normalises_apart(tokenizer.normalizer):
         return None
     added = tokenizer.get_added_tokens_decoder().values()
-    plain = sorted((t.content for t in added if not t.normalized), key=len, reverse=True)  # of two that fit, tokenizers takes the longer
+    plain = sorted(
+        (t.content for t in added if not t.normalized), key=len, reverse=True
+    )  # of two that fit, tokenizers takes the longer
     if not plain or not all(map(_simple, added)):
         return None
     patterns = _patterns(tokenizer.pre_tokenizer)
     if patterns is None or not any(_SPACE in p for p in patterns):
         return None
-    runs = all(_LINES in p[:p.index(_BEFORE_WORD)] for p in patterns if _BEFORE_WORD in p)
+    runs = all(_LINES in p[: p.index(_BEFORE_WORD)] for p in patterns if _BEFORE_WORD in p)
     line = f"[{NEXT}]" if runs else f"(?<=[{SOLID}]\n)[{NEXT}]"
     parts = re.compile(f" *[^ \n]*(?:(?:(?<![{SOLID}]) +|\n(?!{line}))[^ \n]*)*+\n?")
     return Cuts(re.compile("(" + "|".join(map(re.escape, plain)) + ")"), parts, tuple(plain), _separator(plain))
@@ -88,8 +115,10 @@ def _separator(added: list[str]) -> str | None:
     """A token of visible ASCII that no other token, nor itself, can overlap from the left or hold."""
     for text in added:
         if re.fullmatch("[!-~]+", text) and not any(
-                (text in other and text != other) or any(text.startswith(other[i:]) for i in range(text == other, len(other)))
-                for other in added):
+            (text in other and text != other)
+            or any(text.startswith(other[i:]) for i in range(text == other, len(other)))
+            for other in added
+        ):
             return text
     return None
 
@@ -97,8 +126,11 @@ def _separator(added: list[str]) -> str | None:
 def _simple(token: AddedToken) -> bool:
     """True for a token that takes in no neighbours and lies across no cut: white space, or a word with spaces before it at most."""
     text = token.content
-    return not (token.lstrip or token.rstrip or token.single_word) and text != "" and (
-        text.isspace() or text.split() == [text.lstrip(" ")])
+    return (
+        not (token.lstrip or token.rstrip or token.single_word)
+        and text != ""
+        and (text.isspace() or text.split() == [text.lstrip(" ")])
+    )
 
 
 def _facts(component: Any) -> dict[str, Any]:
@@ -118,7 +150,12 @@ def _patterns(component: Any) -> list[list[str]] | None:
     for stage in facts["pretokenizers"] if facts["type"] == "Sequence" else [facts]:
         if stage["type"] == "ByteLevel" and not stage["add_prefix_space"]:
             found += [_alternatives(_GPT2)] if stage.get("use_regex", True) else []
-        elif stage["type"] == "Split" and stage["behavior"] == "Isolated" and not stage["invert"] and "Regex" in stage["pattern"]:
+        elif (
+            stage["type"] == "Split"
+            and stage["behavior"] == "Isolated"
+            and not stage["invert"]
+            and "Regex" in stage["pattern"]
+        ):
             found.append(_alternatives(stage["pattern"]["Regex"]))
         elif stage["type"] != "Digits":  # runs of digits hold neither white space nor line ends
             return None

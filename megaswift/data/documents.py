@@ -44,12 +44,19 @@ class Documents:
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """(int32 tokens [length], uint8 mask [length]) of document i."""
         store, a = self.stores[self.store[i]], self.start[i]
-        return store.tokens[a: a + self.length[i]], store.mask[a: a + self.length[i]]
+        return store.tokens[a : a + self.length[i]], store.mask[a : a + self.length[i]]
 
     def take(self, which: np.ndarray) -> Documents:
         """Some of the documents, in the order asked for."""
-        return replace(self, store=self.store[which], start=self.start[which], length=self.length[which],
-                       labels=self.labels[which], sample=self.sample[which], image_end=self.image_end[which])
+        return replace(
+            self,
+            store=self.store[which],
+            start=self.start[which],
+            length=self.length[which],
+            labels=self.labels[which],
+            sample=self.sample[which],
+            image_end=self.image_end[which],
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -67,9 +74,18 @@ def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
     for k, (source, store) in enumerate(stores):
         if len(store) == 0:
             bad = store.manifest["bad"]
-            useless = f"none of its {bad} rows can be read" if not store.manifest["causes"] else f"no row is of use; {store.skipped}"
-            raise DataError(Problem(source.name, useless if bad else "holds no rows",
-                                    "--strict true tells what is wrong with them" if bad else ""))
+            useless = (
+                f"none of its {bad} rows can be read"
+                if not store.manifest["causes"]
+                else f"no row is of use; {store.skipped}"
+            )
+            raise DataError(
+                Problem(
+                    source.name,
+                    useless if bad else "holds no rows",
+                    "--strict true tells what is wrong with them" if bad else "",
+                )
+            )
         units = len(store) // store.width
         taken = np.arange(units) if source.rows is None else np.arange(source.rows) % units
         rows = (taken[:, None] * store.width + np.arange(store.width)).ravel()
@@ -82,8 +98,16 @@ def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
         ends.append(store.image_ends[rows])
         first += units
         total += len(taken)
-    return Documents(tuple(s for _, s in stores), np.concatenate(number), np.concatenate(start), np.concatenate(length),
-                     np.concatenate(labels), np.concatenate(sample).astype(np.int64), np.concatenate(ends), {"rows": total})
+    return Documents(
+        tuple(s for _, s in stores),
+        np.concatenate(number),
+        np.concatenate(start),
+        np.concatenate(length),
+        np.concatenate(labels),
+        np.concatenate(sample).astype(np.int64),
+        np.concatenate(ends),
+        {"rows": total},
+    )
 
 
 def truncate(docs: Documents, max_length: int, strategy: str) -> Documents:
@@ -112,8 +136,13 @@ def truncate(docs: Documents, max_length: int, strategy: str) -> Documents:
         out = out.take(np.flatnonzero(out.length > 0))
     if len(out) == 0:
         longest = int(whole.length.max(initial=0))
-        raise DataError(Problem(f"--max_length {max_length}", f"no row is left of {len(whole)}: the longest has {longest} tokens",
-                                f"--max_length {longest}, or --truncation_strategy right (or split, for pt)"))
+        raise DataError(
+            Problem(
+                f"--max_length {max_length}",
+                f"no row is left of {len(whole)}: the longest has {longest} tokens",
+                f"--max_length {longest}, or --truncation_strategy right (or split, for pt)",
+            )
+        )
     return out
 
 
@@ -123,7 +152,11 @@ def _without_torn(docs: Documents, max_length: int, strategy: str) -> Documents:
         return docs
     kept = max_length if strategy == "right" else 0
     torn = (docs.length > max_length) & (docs.image_end > kept)
-    return replace(docs, counted=docs.counted | {"deleted": int(torn.sum())}).take(np.flatnonzero(~torn)) if torn.any() else docs
+    return (
+        replace(docs, counted=docs.counted | {"deleted": int(torn.sum())}).take(np.flatnonzero(~torn))
+        if torn.any()
+        else docs
+    )
 
 
 def cut(docs: Documents, which: np.ndarray, size: int, strategy: str) -> Documents:
@@ -157,8 +190,11 @@ def _too_long(docs: Documents, i: int, max_length: int) -> Problem:
 
 def too_long_at(where: str, tokens: int, max_length: int) -> Problem:
     """What is said of a document that is longer than allowed."""
-    return Problem(where, f"{tokens} tokens, --max_length is {max_length}",
-                   "a larger --max_length, or --truncation_strategy delete, left or right")
+    return Problem(
+        where,
+        f"{tokens} tokens, --max_length is {max_length}",
+        "a larger --max_length, or --truncation_strategy delete, left or right",
+    )
 
 
 def _split(docs: Documents, size: int) -> Documents:
@@ -182,9 +218,13 @@ def held_out(sample: np.ndarray, ratio: float, seed: int) -> np.ndarray:
     rows = np.unique(sample)
     count = round(len(rows) * ratio)
     if not 0 < count < len(rows):
-        raise DataError(Problem(
-            f"--split_dataset_ratio {ratio}", f"leaves {len(rows) - count} of {len(rows)} rows for training, {count} for evaluation",
-            f"--split_dataset_ratio {1 / len(rows):.2g}" if len(rows) > 1 else "more rows"))
+        raise DataError(
+            Problem(
+                f"--split_dataset_ratio {ratio}",
+                f"leaves {len(rows) - count} of {len(rows)} rows for training, {count} for evaluation",
+                f"--split_dataset_ratio {1 / len(rows):.2g}" if len(rows) > 1 else "more rows",
+            )
+        )
     return np.isin(sample, np.random.default_rng([seed, 7]).permutation(rows)[:count])
 
 

@@ -78,19 +78,34 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
     tokenizer = tokenizer_in(reader)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise DataError(Problem(f"the tokenizer of {tokenizer.name_or_path or 'the model'}", "has no tokenizer.json (fast tokenizer)",
-                                "save a fast version: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"))
+        raise DataError(
+            Problem(
+                f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
+                "has no tokenizer.json (fast tokenizer)",
+                "save a fast version: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+            )
+        )
     if task == "pt" and tokenizer.eos_token_id is None:
-        raise DataError(Problem(f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
-                                "has no end-of-text token (eos_token) to put after a document"))
+        raise DataError(
+            Problem(
+                f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
+                "has no end-of-text token (eos_token) to put after a document",
+            )
+        )
     plain = task == "pt" or (task in ALIGNMENT and not tokenizer.chat_template and data.chat_template is None)
     return EncodeSpec(
-        task=task, tokenizer=backend.to_str(), eos_id=tokenizer.eos_token_id,
+        task=task,
+        tokenizer=backend.to_str(),
+        eos_id=tokenizer.eos_token_id,
         templates=None if plain else templates_of(tokenizer, data.chat_template),
         begin=_before(tokenizer) if task in ALIGNMENT else [],
-        loss_scale=data.loss_scale, system=data.system, columns=dict(data.columns), strict=data.strict,
+        loss_scale=data.loss_scale,
+        system=data.system,
+        columns=dict(data.columns),
+        strict=data.strict,
         processor=reader.spec if isinstance(reader, Processor) else None,
-        image_folder=str(cache_root(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "")
+        image_folder=str(cache_root(data.dataset_cache_dir) / "images") if isinstance(reader, Processor) else "",
+    )
 
 
 def _before(tokenizer: Any) -> list[int]:
@@ -130,7 +145,9 @@ class Encoder:
         self._tokenizer = Tokenizer.from_str(spec.tokenizer)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._tokenizer.post_processor = processors.Sequence([])  # adds nothing here, but would trim white space off the offsets
+        self._tokenizer.post_processor = processors.Sequence(
+            []
+        )  # adds nothing here, but would trim white space off the offsets
         self._chat = ChatRenderer(spec.templates, spec.loss_scale) if spec.templates is not None else None
         self._end = spec.eos_id if spec.task == "pt" else None
         self.keeps = spec.processor is not None
@@ -167,7 +184,9 @@ class Encoder:
         if sample.text is not None:
             return Rendered(sample.text, ((0, len(sample.text)),))
         if self._chat is None:
-            raise RowError("messages", "the tokenizer has no chat template", "--chat_template FILE.jinja (or the template itself)")
+            raise RowError(
+                "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja (or the template itself)"
+            )
         return self._chat.render(sample)
 
     def tokenize(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -175,7 +194,9 @@ class Encoder:
         if self._pieces is None:
             yield from self._tokenize_whole(rendered)
             return
-        found = self._pieces.encode([r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered])
+        found = self._pieces.encode(
+            [r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered]
+        )
         begin = 0
         for end in found.ends.tolist():
             ids = found.ids[begin:end]
@@ -224,8 +245,15 @@ class Encoder:
             beside += [getattr(r, "beside", "") for r in good] if self.keeps else []
         lengths = np.array([len(t) for t in tokens], dtype=np.int64)
         flat = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
-        return Encoded(flat, np.concatenate(masks) if masks else np.zeros(0, dtype=np.uint8), lengths,
-                       np.array(lines, dtype=np.int64), problems, bad, beside=beside)
+        return Encoded(
+            flat,
+            np.concatenate(masks) if masks else np.zeros(0, dtype=np.uint8),
+            lengths,
+            np.array(lines, dtype=np.int64),
+            problems,
+            bad,
+            beside=beside,
+        )
 
     def encode_part(self, part: Part) -> Encoded:
         """The rows of a part of a file."""

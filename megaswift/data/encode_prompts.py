@@ -43,16 +43,23 @@ class PromptEncoder(Encoder):
         no_images(row, question.sample)
         sample = with_system(question.sample, self.spec.system)
         if sample.text is not None and self.spec.system:
-            raise RowError("prompt", "a text, which goes to the model without a chat template; --system has no place in it",
-                           "messages, or no --system")
+            raise RowError(
+                "prompt",
+                "a text, which goes to the model without a chat template; --system has no place in it",
+                "messages, or no --system",
+            )
         if sample.text is None and self._chat is None:
-            raise RowError("messages", "the tokenizer has no chat template", "--chat_template FILE.jinja, or a text in prompt")
+            raise RowError(
+                "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja, or a text in prompt"
+            )
         said: Any = sample.text
         text = sample.text
         if text is None:
             assert self._chat is not None
             said, text = sample.messages, self._chat.prompt(sample)
-        beside = json.dumps({"said": said, "columns": question.columns, "tools": sample.tools}, default=str)  # dates and the like as text
+        beside = json.dumps(
+            {"said": said, "columns": question.columns, "tools": sample.tools}, default=str
+        )  # dates and the like as text
         return Asked(text, (), sample.text is not None, beside)
 
     def tokenize(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

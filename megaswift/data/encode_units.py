@@ -76,7 +76,11 @@ class UnitEncoder:
         for sample in unit.samples:
             no_images(row, sample)
         if self.spec.system and not unit.samples[0].messages:
-            raise RowError("prompt", "a text, trained without a chat template; --system has no place in it", "messages, or no --system")
+            raise RowError(
+                "prompt",
+                "a text, trained without a chat template; --system has no place in it",
+                "messages, or no --system",
+            )
         return replace(unit, samples=tuple(with_system(s, self.spec.system) for s in unit.samples))
 
     def _rendered(self, unit: Unit) -> list[Rendered]:
@@ -94,8 +98,13 @@ class UnitEncoder:
         """The documents of a unit that can be trained on; UnitError for others. Plain texts: masked alike, from where they part."""
         plain = unit.samples[0].text is not None
         begin = np.array(self.spec.begin if plain else [], dtype=np.int32)
-        begin = begin[: 0 if len(begin) and len(sides[0][0]) and sides[0][0][0] == begin[0] else len(begin)]  # the row brings it along
-        sides = [(np.concatenate([begin, ids]), np.concatenate([np.zeros(len(begin), np.uint8), mask])) for ids, mask in sides]
+        begin = begin[
+            : 0 if len(begin) and len(sides[0][0]) and sides[0][0][0] == begin[0] else len(begin)
+        ]  # the row brings it along
+        sides = [
+            (np.concatenate([begin, ids]), np.concatenate([np.zeros(len(begin), np.uint8), mask]))
+            for ids, mask in sides
+        ]
         if not all(mask.any() for _, mask in sides):
             raise UnitError(EMPTY, "(answer)", "no token of an answer carries loss", "an answer that says something")
         prompt = min(first_label(mask) for _, mask in sides)
@@ -105,8 +114,12 @@ class UnitEncoder:
             if shared == len(a) == len(b):
                 raise UnitError(IDENTICAL, "(tokens)", "both answers become the same tokens", "two different answers")
             if shared < prompt and not plain:
-                raise UnitError(PROMPTS, "(tokens)", "the chat template renders the prompt of the two answers differently from token "
-                                f"{shared} on", "a template whose prompt does not depend on the answer (--chat_template)")
+                raise UnitError(
+                    PROMPTS,
+                    "(tokens)",
+                    f"the chat template renders the prompt of the two answers differently from token {shared} on",
+                    "a template whose prompt does not depend on the answer (--chat_template)",
+                )
             prompt = min(prompt, shared)
         if prompt == 0:
             raise UnitError(NO_PROMPT, "(tokens)", "no token before the answer", "a prompt")
@@ -162,8 +175,16 @@ class UnitEncoder:
         ids = [d[0] for d in documents] or [np.zeros(0, np.int32)]
         masks = [d[1] for d in documents] or [np.zeros(0, np.uint8)]
         lengths = np.array([len(d[0]) for d in documents], dtype=np.int64)
-        return Encoded(np.concatenate(ids), np.concatenate(masks), lengths, np.array(lines, dtype=np.int64), problems, bad,
-                       np.array(values, dtype=np.float32), dict(causes))
+        return Encoded(
+            np.concatenate(ids),
+            np.concatenate(masks),
+            lengths,
+            np.array(lines, dtype=np.int64),
+            problems,
+            bad,
+            np.array(values, dtype=np.float32),
+            dict(causes),
+        )
 
     def encode_part(self, part: Part) -> Encoded:
         """The rows of a part of a file."""

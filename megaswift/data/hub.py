@@ -22,14 +22,27 @@ def fetch(cache: Path, name: str, subset: str | None) -> tuple[Path, ...]:
     try:
         import datasets
     except ImportError:
-        raise DataError(Problem(
-            f"--dataset {name}", "no such file or folder here, and `datasets`, which fetches ids from a hub, is not installed",
-            "pip install datasets, or the path of a local file")) from None
+        raise DataError(
+            Problem(
+                f"--dataset {name}",
+                "no such file or folder here, and `datasets`, which fetches ids from a hub, is not installed",
+                "pip install datasets, or the path of a local file",
+            )
+        ) from None
     try:
         loaded = datasets.load_dataset(name, subset)
-    except (OSError, ValueError, RuntimeError) as e:  # what datasets, huggingface_hub and their HTTP clients raise when they find nothing
-        raise DataError(Problem(f"--dataset {name}", f"no such file or folder here, and no hub gave it ({first_line(e)})",
-                                "the path of a local file, or a machine that reaches the hub")) from None
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as e:  # what datasets, huggingface_hub and their HTTP clients raise when they find nothing
+        raise DataError(
+            Problem(
+                f"--dataset {name}",
+                f"no such file or folder here, and no hub gave it ({first_line(e)})",
+                "the path of a local file, or a machine that reaches the hub",
+            )
+        ) from None
     split = loaded["train"] if isinstance(loaded, dict) and "train" in loaded else None
     if split is None:
         raise DataError(Problem(f"--dataset {name}", f"has no split `train` but {', '.join(map(str, loaded))}"))

@@ -60,7 +60,9 @@ def listed(row: Mapping[str, Any]) -> list[Any]:
 def has_images(row: Mapping[str, Any], sample: Sample) -> bool:
     """Whether a row speaks of images: parts of contents, a column `images`, or a column `image` with a place for it."""
     texts = [m.get("content") for m in sample.messages]
-    if any(isinstance(c, list) and any(p["type"] in ("image", "image_url") for p in c) for c in texts) or row.get("images"):
+    if any(isinstance(c, list) and any(p["type"] in ("image", "image_url") for p in c) for c in texts) or row.get(
+        "images"
+    ):
         return True
     return bool(row.get("image")) and any(isinstance(c, str) and TAG in c for c in texts)
 
@@ -68,7 +70,9 @@ def has_images(row: Mapping[str, Any], sample: Sample) -> bool:
 def no_images(row: Mapping[str, Any], sample: Sample) -> None:
     """RowError for a row that speaks of images where the model reads text only."""
     if has_images(row, sample):
-        raise RowError("images", "images, and this model reads text only", "rows without them, or a vision-language model")
+        raise RowError(
+            "images", "images, and this model reads text only", "rows without them, or a vision-language model"
+        )
 
 
 def placed(row: Mapping[str, Any], sample: Sample, home: Home) -> tuple[Sample, list[Source]]:
@@ -86,7 +90,9 @@ def placed(row: Mapping[str, Any], sample: Sample, home: Home) -> tuple[Sample, 
     if left and len(left) == len(given):
         _in_front(messages, [{"type": "image", "image": _file(value, home, files)} for value in left])
     elif left:
-        raise RowError("images", f"{len(given)} files for {len(given) - len(left)} places", f"as many places ({TAG}) as files")
+        raise RowError(
+            "images", f"{len(given)} files for {len(given) - len(left)} places", f"as many places ({TAG}) as files"
+        )
     return replace(sample, messages=tuple(messages)), files
 
 
@@ -114,7 +120,9 @@ def _filed(part: Part, waiting: Iterator[Any], home: Home, files: list[Source]) 
     named = [part[k] for k in KEYS if k in part]
     value = named[0] if named else next(waiting, None)
     if value is None:
-        raise RowError("images", f"no file for image {len(files) + 1}", f"as many files as places ({TAG} or image parts)")
+        raise RowError(
+            "images", f"no file for image {len(files) + 1}", f"as many files as places ({TAG} or image parts)"
+        )
     return {"type": "image", "image": _file(value, home, files)}
 
 
@@ -189,7 +197,12 @@ def open_image(image: Source, sent: bool = False) -> Any:
         if sent and opened.width * opened.height > MOST_PIXELS:
             raise RowError("images", f"{opened.width} x {opened.height} pixels", f"at most {MOST_PIXELS:,} pixels")
         return load_image(opened)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a broken file
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        Image.DecompressionBombError,
+    ) as error:  # what Pillow raises for a broken file
         said = "its format is none that is known" if isinstance(error, UnidentifiedImageError) else first_line(error)
         expected = f"an image in {', '.join(SENT)}" if sent else "an image file that Pillow opens"
         raise RowError("images", f"{label} cannot be read ({said})", expected) from None

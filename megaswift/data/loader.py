@@ -56,7 +56,7 @@ class LoaderGeometry:
         """This rank's micro-batches of a global batch: row (m x dp + rank) x per_device + i is row i of micro-batch m."""
         width = self.per_device * self.dp_size
         at = self.dp_rank * self.per_device
-        return [rows[m * width + at: m * width + at + self.per_device] for m in range(self.accumulation)]
+        return [rows[m * width + at : m * width + at + self.per_device] for m in range(self.accumulation)]
 
 
 class BatchSource(Protocol):
@@ -136,11 +136,15 @@ class Rows:
         if self.packing is None:
             return {}
         space = float(len(self) * self.packing.capacity)
-        return {"fill": float(self.docs.length.sum()) / space,
-                "padded_fill": float(padded(self.docs.length, shape.doc_multiple).sum()) / space}
+        return {
+            "fill": float(self.docs.length.sum()) / space,
+            "padded_fill": float(padded(self.docs.length, shape.doc_multiple).sum()) / space,
+        }
 
 
-def make_rows(docs: Documents, packing: bool, max_length: int, shape: Shape, processor: Processor | None = None) -> Rows:
+def make_rows(
+    docs: Documents, packing: bool, max_length: int, shape: Shape, processor: Processor | None = None
+) -> Rows:
     """Rows of one document each, or packed by best fit into rows of `max_length` (rounded up to the padding's multiple)."""
     assert not (packing and processor), "documents with images are not packed"
     if not packing:
@@ -153,19 +157,27 @@ def batches(rows: Sequence[Sequence[list[Document]]], packed: bool, shape: Shape
     if packed:
         lengths = [[shape.packed_length(r) for r in micro] for micro in rows]
         longest = max(max(m) for m in lengths)
-        return [collate_packed(m, shape, [longest] * len(m) if uniform else n) for m, n in zip(rows, lengths, strict=True)]
+        return [
+            collate_packed(m, shape, [longest] * len(m) if uniform else n) for m, n in zip(rows, lengths, strict=True)
+        ]
     plain = [shape.row_length(max((len(r[0][0]) for r in micro if r), default=1)) for micro in rows]
-    return [collate_rows([r[0] if r else None for r in micro], shape, max(plain) if uniform else n)
-            for micro, n in zip(rows, plain, strict=True)]
+    return [
+        collate_rows([r[0] if r else None for r in micro], shape, max(plain) if uniform else n)
+        for micro, n in zip(rows, plain, strict=True)
+    ]
 
 
 def same_data(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """DataError when a checkpoint's position is one in other data, or in another order."""
     for key, what in _SAME.items():
         if state.get(key) != now[key]:
-            raise DataError(Problem(
-                "--resume_from_checkpoint", f"{what} is not what it was in the checkpoint ({state.get(key)}, now {now[key]})",
-                "the same data and options, or a new run from the exported weights"))
+            raise DataError(
+                Problem(
+                    "--resume_from_checkpoint",
+                    f"{what} is not what it was in the checkpoint ({state.get(key)}, now {now[key]})",
+                    "the same data and options, or a new run from the exported weights",
+                )
+            )
 
 
 @dataclass
@@ -227,8 +239,14 @@ class StoredSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in rows, and what names the data and their order."""
-        return {"version": 1, "rows_taken": self._taken, "rows": self.rows, "fingerprint": self.data.docs.fingerprint,
-                "shuffle": self.order.shuffle, "seed": self.order.seed}
+        return {
+            "version": 1,
+            "rows_taken": self._taken,
+            "rows": self.rows,
+            "fingerprint": self.data.docs.fingerprint,
+            "shuffle": self.order.shuffle,
+            "seed": self.order.seed,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, on this or another number of ranks; DataError when the data are not the same."""
@@ -237,16 +255,24 @@ class StoredSource:
         self._taken = state["rows_taken"]
         if state["rows"] != self.rows:  # packed for another context-parallel size: rows are other rows
             self._taken = round(state["rows_taken"] * self.rows / state["rows"])
-            warn(f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint (packed otherwise, or not): going on at the "
-                 "same part of the epoch")
+            warn(
+                f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint (packed otherwise, or not): going on at the "
+                "same part of the epoch"
+            )
 
     @property
     def stats(self) -> dict[str, float]:
         """Rows, documents, tokens, and how full rows are."""
         docs, geometry = self.data.docs, self.geometry
-        return {"rows": float(self.rows), "documents": float(len(docs)), "tokens": float(docs.length.sum()),
-                "label_tokens": float(docs.labels.sum()), "global_batch": float(geometry.global_batch),
-                **{k: float(v) for k, v in docs.counted.items() if k != "rows"}, **self.data.stats(self.shape)}
+        return {
+            "rows": float(self.rows),
+            "documents": float(len(docs)),
+            "tokens": float(docs.length.sum()),
+            "label_tokens": float(docs.labels.sum()),
+            "global_batch": float(geometry.global_batch),
+            **{k: float(v) for k, v in docs.counted.items() if k != "rows"},
+            **self.data.stats(self.shape),
+        }
 
 
 @dataclass(frozen=True)

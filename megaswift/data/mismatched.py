@@ -30,8 +30,8 @@ def documents_of(batch: Batch) -> list[Document]:
     for i, (row, a, b) in enumerate(spans):
         size = int(batch.valid[row, a:b].sum())
         mask = np.zeros(size, dtype=np.uint8)
-        mask[1:] = batch.loss_weights[row, a:a + max(0, size - 1)].cpu().numpy() > 0
-        ids = batch.input_ids[row, a:a + size].cpu().numpy().astype(np.int32)
+        mask[1:] = batch.loss_weights[row, a : a + max(0, size - 1)].cpu().numpy() > 0
+        ids = batch.input_ids[row, a : a + size].cpu().numpy().astype(np.int32)
         found.append((ids, mask, -1 if batch.sample_ids is None else int(batch.sample_ids[i])))
     return found
 
@@ -50,8 +50,8 @@ def mismatched(made: Sequence[Batch], shape: Shape, max_length: int, uniform: bo
         begins = [first_label(mask) for _, mask, _ in whole]
         for n, i in enumerate(which):
             (prompt, _, number), (answer, mask, _) = whole[n], whole[n - 1]
-            ids = np.concatenate([prompt[:begins[n]], answer[begins[n - 1]:]])[:max_length]
-            loss = np.concatenate([np.zeros(begins[n], np.uint8), mask[begins[n - 1]:]])[:max_length]
+            ids = np.concatenate([prompt[: begins[n]], answer[begins[n - 1] :]])[:max_length]
+            loss = np.concatenate([np.zeros(begins[n], np.uint8), mask[begins[n - 1] :]])[:max_length]
             documents[i] = (ids, loss, number)
         rotated.append(documents)
     laid = lay_out(rotated, made[0].cu_seqlens is not None, shape, uniform)

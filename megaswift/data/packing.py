@@ -28,7 +28,7 @@ class Packing:
 
     def row(self, i: int) -> np.ndarray:
         """Documents of row i."""
-        return self.documents[self.offsets[i]: self.offsets[i + 1]]
+        return self.documents[self.offsets[i] : self.offsets[i + 1]]
 
 
 class _Rows:
@@ -84,7 +84,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
             each = min(each, left)
             taken = rows.new(wanted) if room is None else rows.pop(room, wanted)
             placed = each * len(taken)
-            row_of[order[at: at + placed]] = np.repeat(taken, each)
+            row_of[order[at : at + placed]] = np.repeat(taken, each)
             rows.push((capacity if room is None else room) - each * length, taken)
             at, left = at + placed, left - placed
     return _in_file_order(row_of, capacity)

@@ -54,7 +54,9 @@ class Tokens:
 class PieceEncoder:
     """Encodes texts for one tokenizer. `token_range` is `encode.token_range`."""
 
-    def __init__(self, tokenizer: Tokenizer, cuts: Cuts, token_range: Callable[[Encoding, int, int, int], tuple[int, int]]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, cuts: Cuts, token_range: Callable[[Encoding, int, int, int], tuple[int, int]]
+    ) -> None:
         self._tokenizer, self._cuts, self._token_range = tokenizer, cuts, token_range
         self._separator = -1 if cuts.separator is None else tokenizer.token_to_id(cuts.separator)
         self._reset()
@@ -109,18 +111,20 @@ class PieceEncoder:
 
     def _apart(self, pieces: list[str]) -> list[np.ndarray]:
         """int32 tokens of each piece."""
-        return [np.array(e.ids, dtype=np.int32) for e in self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)]
+        return [
+            np.array(e.ids, dtype=np.int32) for e in self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        ]
 
     def _joined(self, pieces: list[str]) -> list[np.ndarray]:
         """The same, twice as fast, with an added token between the pieces."""
         if self._cuts.separator is None:
             return self._apart(pieces)
-        groups = [pieces[i: i + JOINED] for i in range(0, len(pieces), JOINED)]
+        groups = [pieces[i : i + JOINED] for i in range(0, len(pieces), JOINED)]
         out: list[np.ndarray] = []
         for group, ids in zip(groups, self._apart([self._cuts.separator.join(g) for g in groups]), strict=True):
             at = [-1, *np.flatnonzero(ids == self._separator).tolist(), len(ids)]
             whole = len(at) == len(group) + 1  # or the normaliser has made another separator
-            out += [ids[a + 1: b] for a, b in pairwise(at)] if whole else self._apart(group)
+            out += [ids[a + 1 : b] for a, b in pairwise(at)] if whole else self._apart(group)
         return out
 
     def _mask(self, pieces: list[str], char_at: np.ndarray, token_at: np.ndarray, edges: np.ndarray) -> np.ndarray:

@@ -78,8 +78,10 @@ def _silent(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 def _only(sample: Sample, begin: int) -> Sample:
     """The conversation with loss on assistant messages from `begin` on, but for those the row takes out."""
-    flags = [(i >= begin and flag is not False) if m["role"] == "assistant" else None
-             for i, (m, flag) in enumerate(zip(sample.messages, sample.loss, strict=True))]
+    flags = [
+        (i >= begin and flag is not False) if m["role"] == "assistant" else None
+        for i, (m, flag) in enumerate(zip(sample.messages, sample.loss, strict=True))
+    ]
     return replace(sample, loss=tuple(flags))
 
 
@@ -93,8 +95,13 @@ def pair(chosen: Sample, rejected: Sample, margin: float, columns: tuple[str, st
         if shared == len(messages):
             raise UnitError(EMPTY, column, "no answer after what both conversations share", "an assistant message")
         if messages[shared]["role"] in ASKING:
-            raise UnitError(PROMPTS, column, f"the conversations part at message {shared}, which is the {messages[shared]['role']}'s: "
-                            + describe(messages[shared].get("content")), "two answers to the same prompt")
+            raise UnitError(
+                PROMPTS,
+                column,
+                f"the conversations part at message {shared}, which is the {messages[shared]['role']}'s: "
+                + describe(messages[shared].get("content")),
+                "two answers to the same prompt",
+            )
         if _silent(messages[shared:]):
             raise UnitError(EMPTY, column, "an empty answer", "an answer that says something")
     _need_prompt(a[:shared], columns[0])
@@ -107,8 +114,12 @@ def example(sample: Sample, label: float, column: str, begin: int | None = None)
     asked = max((i for i, m in enumerate(messages) if m["role"] in ASKING), default=-1) + 1
     begin = asked if begin is None else begin
     if _silent(messages[begin:]):
-        raise UnitError(EMPTY, column, "no answer after the last question" if begin == len(messages) else "an empty answer",
-                        "an assistant message that says something")
+        raise UnitError(
+            EMPTY,
+            column,
+            "no answer after the last question" if begin == len(messages) else "an empty answer",
+            "an assistant message that says something",
+        )
     _need_prompt(messages[:begin], column)
     return Unit((_only(sample, begin),), label)
 

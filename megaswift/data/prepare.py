@@ -33,9 +33,26 @@ WORKER_BYTES = 2 << 20
 """Input that is worth the start of another process (about a second)."""
 IMAGE_WORKER_BYTES = 1 << 16
 """The same where each row brings images, which take far longer than its text."""
-_CODE = ("chat.py", "turns.py", "columns.py", "encode.py", "encode_units.py", "preference.py", "encode_prompts.py", "questions.py",
-         "cuts.py", "pieces.py", "sample.py", "readers.py", "sources.py", "store.py", "images.py", "processor.py", "vision_encode.py",
-         "formats")
+_CODE = (
+    "chat.py",
+    "turns.py",
+    "columns.py",
+    "encode.py",
+    "encode_units.py",
+    "preference.py",
+    "encode_prompts.py",
+    "questions.py",
+    "cuts.py",
+    "pieces.py",
+    "sample.py",
+    "readers.py",
+    "sources.py",
+    "store.py",
+    "images.py",
+    "processor.py",
+    "vision_encode.py",
+    "formats",
+)
 
 
 @cache
@@ -67,6 +84,7 @@ def _spec_key(spec: EncodeSpec) -> str:
     today = time.strftime("%Y-%m-%d") if _dated(spec) else ""
     import tokenizers
     import transformers
+
     return _digest(asdict(spec), code_version(), today, tokenizers.__version__, transformers.__version__)
 
 
@@ -121,7 +139,10 @@ def _alike(problems: list[Problem]) -> list[Problem]:
     rows: dict[str, list[str]] = {}
     for p in problems:
         rows.setdefault(p.rule, []).append(p.what)
-    return [Problem(whats[0] + (f" and {len(whats) - 1} more like it" if len(whats) > 1 else ""), rule) for rule, whats in rows.items()]
+    return [
+        Problem(whats[0] + (f" and {len(whats) - 1} more like it" if len(whats) > 1 else ""), rule)
+        for rule, whats in rows.items()
+    ]
 
 
 def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, int]) -> None:
@@ -157,7 +178,9 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
     seconds = time.monotonic() - began
     manifest = json.loads((target / "manifest.json").read_text())
     rows = manifest.get("units", manifest["rows"])
-    log.info(f"{source.name}: {rows:,} rows, {manifest['tokens']:,} tokens in {seconds:.1f} s ({rows / max(seconds, 1e-9):,.0f} rows/s)")
+    log.info(
+        f"{source.name}: {rows:,} rows, {manifest['tokens']:,} tokens in {seconds:.1f} s ({rows / max(seconds, 1e-9):,.0f} rows/s)"
+    )
 
 
 def _run_workers(scratch: Path, spec: EncodeSpec, parts: list[Part], count: int) -> None:
@@ -166,8 +189,15 @@ def _run_workers(scratch: Path, spec: EncodeSpec, parts: list[Part], count: int)
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
-    workers = [subprocess.Popen([sys.executable, "-m", "megaswift.data.worker", str(job), str(i), str(count)],
-                                env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) for i in range(count)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megaswift.data.worker", str(job), str(i), str(count)],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        for i in range(count)
+    ]
     try:
         codes = [w.wait() for w in workers]
     finally:
@@ -178,5 +208,10 @@ def _run_workers(scratch: Path, spec: EncodeSpec, parts: list[Part], count: int)
     if told:
         raise DataError(list(dict.fromkeys(told)))
     if any(codes):
-        raise DataError(Problem("tokenising", f"worker processes ended with exit codes {codes}",
-                                "a smaller --dataset_num_proc when memory ran out; their messages are above"))
+        raise DataError(
+            Problem(
+                "tokenising",
+                f"worker processes ended with exit codes {codes}",
+                "a smaller --dataset_num_proc when memory ran out; their messages are above",
+            )
+        )

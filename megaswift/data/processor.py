@@ -58,8 +58,13 @@ def unreadable(folder: Path, label: str) -> list[Problem]:
     if importlib.util.find_spec("PIL") is None:
         problems.append(Problem(label, "reads images, and pillow is not installed", EXTRA))
     if not any((folder / name).is_file() for name in FILES[:2]):
-        problems.append(Problem(str(folder), f"has no processor ({FILES[0]} or {FILES[1]})",
-                                "copy the model's processor files beside config.json"))
+        problems.append(
+            Problem(
+                str(folder),
+                f"has no processor ({FILES[0]} or {FILES[1]})",
+                "copy the model's processor files beside config.json",
+            )
+        )
     return problems
 
 
@@ -116,16 +121,24 @@ class Processor:
         try:
             return self._mine(text=[text], images=[list(images)] if images else None, **options)
         except REFUSED as error:
-            raise RowError("images", f"the model's processor refuses this conversation ({first_line(error)})",
-                           "as many images as its text has places for") from None
+            raise RowError(
+                "images",
+                f"the model's processor refuses this conversation ({first_line(error)})",
+                "as many images as its text has places for",
+            ) from None
 
     def expand(self, text: str, images: Sequence[Any]) -> Expanded:
         """The tokens of a rendered conversation, and where its images are."""
         out = self._call(text, images, return_text_replacement_offsets=True)
         found = out.get("text_replacement_offsets")
         if images and not (found and found[0]):
-            raise WeightsError(Problem(f"the processor in {self.spec.folder} ({type(self.inner).__name__})",
-                                       "does not say which text its images replace", "another model, or a newer transformers"))
+            raise WeightsError(
+                Problem(
+                    f"the processor in {self.spec.folder} ({type(self.inner).__name__})",
+                    "does not say which text its images replace",
+                    "another model, or a newer transformers",
+                )
+            )
         pieces, spans, gained, at = [], [], [], 0
         for item in found[0] if images else ():
             begin, end = item["span"]
@@ -147,11 +160,20 @@ class Processor:
 
         parts = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": "x"}]
         try:
-            text = self.inner.apply_chat_template([{"role": "user", "content": parts}], chat_template=self.tokenizer.chat_template)
+            text = self.inner.apply_chat_template(
+                [{"role": "user", "content": parts}], chat_template=self.tokenizer.chat_template
+            )
         except (TemplateError, *REFUSED) as error:
-            raise WeightsError(Problem(f"the chat template in {self.spec.folder}", f"refuses a question with images ({first_line(error)})",
-                                       "--chat_template FILE with places for images")) from None
-        picture = Image.linear_gradient("L").resize((32, 32)).convert("RGB")  # not of one colour: some models drop images of zeros
+            raise WeightsError(
+                Problem(
+                    f"the chat template in {self.spec.folder}",
+                    f"refuses a question with images ({first_line(error)})",
+                    "--chat_template FILE with places for images",
+                )
+            ) from None
+        picture = (
+            Image.linear_gradient("L").resize((32, 32)).convert("RGB")
+        )  # not of one colour: some models drop images of zeros
         return text, self.inputs(text, [picture] * images)
 
     @cached_property
@@ -165,7 +187,11 @@ class Processor:
         """Of each output beside the tokens: whether it has a value a token [1, n, ...], a row [1, ...] or an image [..., ...]."""
         made = self._blank(2)[1]
         length = made["input_ids"].shape[1]
-        return {k: TOKEN if v.shape[:2] == (1, length) else ROW if v.shape[0] == 1 else IMAGE for k, v in made.items() if k not in OWN}
+        return {
+            k: TOKEN if v.shape[:2] == (1, length) else ROW if v.shape[0] == 1 else IMAGE
+            for k, v in made.items()
+            if k not in OWN
+        }
 
 
 def tokenizer_in(reader: Any) -> Any:
@@ -182,11 +208,17 @@ def _load(spec: ProcessorSpec) -> Any:
     except ImportError as error:
         made = _without_videos(spec)
         if made is None:
-            raise WeightsError(Problem(label, f"needs a package that is not installed: {first_line(error)}", EXTRA)) from None
+            raise WeightsError(
+                Problem(label, f"needs a package that is not installed: {first_line(error)}", EXTRA)
+            ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(Problem(label, f"cannot be read: {first_line(error)}", "the model's own processor files")) from None
+        raise WeightsError(
+            Problem(label, f"cannot be read: {first_line(error)}", "the model's own processor files")
+        ) from None
     if getattr(made, "image_processor", None) is None or getattr(made, "tokenizer", None) is None:
-        raise WeightsError(Problem(label, "reads no images", f"the model's own processor files ({', '.join(FILES[:2])})"))
+        raise WeightsError(
+            Problem(label, "reads no images", f"the model's own processor files ({', '.join(FILES[:2])})")
+        )
     return made
 
 
@@ -197,15 +229,26 @@ def _without_videos(spec: ProcessorSpec) -> Any:
 
     named = next((name for path in FILES if (name := _class_name(Path(spec.folder) / path))), "")
     kind = getattr(transformers, named, None)
-    if importlib.util.find_spec("torchvision") is not None or kind is None or "video_processor" not in kind.get_attributes():
+    if (
+        importlib.util.find_spec("torchvision") is not None
+        or kind is None
+        or "video_processor" not in kind.get_attributes()
+    ):
         return None
 
     class WithoutVideos(kind):  # type: ignore[misc, valid-type]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
+            return (
+                None
+                if argument_name == "video_processor"
+                else super().check_argument_for_proper_class(argument_name, argument)
+            )
 
     parts: dict[str, Any] = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
-    made = [None if name == "video_processor" else parts[name].from_pretrained(spec.folder) for name in kind.get_attributes()]
+    made = [
+        None if name == "video_processor" else parts[name].from_pretrained(spec.folder)
+        for name in kind.get_attributes()
+    ]
     settings, _ = kind.get_processor_dict(spec.folder)
     return WithoutVideos.from_args_and_dict(made, settings)
 

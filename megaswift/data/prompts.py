@@ -54,8 +54,13 @@ class Prompts:
         kept = store.beside(row_of(self.docs, i))
         assert kept is not None
         said, tools = kept["said"], kept["tools"]
-        return Prompt(int(self.docs.sample[i]), tuple(self.docs.read(i)[0].tolist()), said if isinstance(said, str) else tuple(said),
-                      kept["columns"], None if tools is None else tuple(tools))
+        return Prompt(
+            int(self.docs.sample[i]),
+            tuple(self.docs.read(i)[0].tolist()),
+            said if isinstance(said, str) else tuple(said),
+            kept["columns"],
+            None if tools is None else tuple(tools),
+        )
 
     @property
     def columns(self) -> frozenset[str]:
@@ -104,8 +109,14 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in prompts, and what names the data and their order."""
-        return {"version": 1, "rows_taken": self._taken, "rows": self.rows, "fingerprint": self.prompts.fingerprint,
-                "shuffle": self.order.shuffle, "seed": self.order.seed}
+        return {
+            "version": 1,
+            "rows_taken": self._taken,
+            "rows": self.rows,
+            "fingerprint": self.prompts.fingerprint,
+            "shuffle": self.order.shuffle,
+            "seed": self.order.seed,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position; DataError when the prompts are not the same. A generation may have another size."""
@@ -116,12 +127,19 @@ class PromptSource:
     def stats(self) -> dict[str, float]:
         """Prompts, their tokens, and what happened to some rows."""
         docs = self.prompts.docs
-        return {"rows": float(self.rows), "documents": float(self.rows), "tokens": float(docs.length.sum()),
-                "longest": float(docs.length.max()), "global_batch": float(self.per_generation),
-                **{k: float(v) for k, v in docs.counted.items() if k != "rows"}}
+        return {
+            "rows": float(self.rows),
+            "documents": float(self.rows),
+            "tokens": float(docs.length.sum()),
+            "longest": float(docs.length.max()),
+            "global_batch": float(self.per_generation),
+            **{k: float(v) for k, v in docs.counted.items() if k != "rows"},
+        }
 
 
-def prompts_of(c: Sections, tokenizer: Any, per_generation: int, steps: int = 1) -> tuple[PromptSource, list[Prompt] | None]:
+def prompts_of(
+    c: Sections, tokenizer: Any, per_generation: int, steps: int = 1
+) -> tuple[PromptSource, list[Prompt] | None]:
     """(training, evaluation) prompts of a run: held out ones, or those of --val_dataset, in file order. `steps`: a generation's."""
     docs = _read(c, tokenizer, c.data.dataset)
     held = _read(c, tokenizer, c.data.val_dataset, val=True) if c.data.val_dataset else None
@@ -129,25 +147,35 @@ def prompts_of(c: Sections, tokenizer: Any, per_generation: int, steps: int = 1)
     if held is None:
         docs, held = hold_out(docs, c.data.split_dataset_ratio, seed)
     if len(docs) < per_generation:
-        raise DataError(Problem(
-            ", ".join(c.data.dataset), f"{log.amount(len(docs), 'prompt')}, fewer than the {per_generation} of one generation",
-            f"more completions of each (--num_generations), a smaller --global_batch_size or --generation_batch_size, more data, or "
-            f"{c.data.dataset[0]}#{per_generation} to repeat rows"))
+        raise DataError(
+            Problem(
+                ", ".join(c.data.dataset),
+                f"{log.amount(len(docs), 'prompt')}, fewer than the {per_generation} of one generation",
+                f"more completions of each (--num_generations), a smaller --global_batch_size or --generation_batch_size, more data, or "
+                f"{c.data.dataset[0]}#{per_generation} to repeat rows",
+            )
+        )
     kept = None if held is None else Prompts(held)
     source = PromptSource(Prompts(docs), per_generation, Order(len(docs), c.data.shuffle, seed), steps)
     return source, None if kept is None else [kept.read(i) for i in range(len(kept))]
 
 
 def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) -> Documents:
-    docs = fitting(gather(prepare(c.data, tokenizer, c.task, val)), c.data.max_length, c.rl.max_completion_length,
-                   c.data.truncation_strategy)
+    docs = fitting(
+        gather(prepare(c.data, tokenizer, c.task, val)),
+        c.data.max_length,
+        c.rl.max_completion_length,
+        c.data.truncation_strategy,
+    )
     where = f"{', '.join(names)}: " if val else ""
     why = {"deleted": "are too long", "truncated": "are too long", "empty": "have no token"}
     for what, text in why.items():
         if docs.counted.get(what):
             room = f" ({_room(c.data.max_length, c.rl.max_completion_length)})" if what != "empty" else ""
-            log.warn(f"{where}{docs.counted[what]} of {docs.counted['rows']} prompts {text}{room}: "
-                     + ("their first tokens are cut away" if what == "truncated" else "left out"))
+            log.warn(
+                f"{where}{docs.counted[what]} of {docs.counted['rows']} prompts {text}{room}: "
+                + ("their first tokens are cut away" if what == "truncated" else "left out")
+            )
     return docs
 
 
@@ -161,8 +189,16 @@ def fitting(docs: Documents, longest: int, completion: int, strategy: str) -> Do
     long = np.flatnonzero(docs.length > room)
     counted = dict(docs.counted)
     if len(long) and strategy == "raise":
-        raise DataError([Problem(place(docs, int(i)), f"{docs.length[i]} tokens; {_room(longest, completion)}",
-                                 "a larger --max_length, or --truncation_strategy delete or left") for i in long[:10]])
+        raise DataError(
+            [
+                Problem(
+                    place(docs, int(i)),
+                    f"{docs.length[i]} tokens; {_room(longest, completion)}",
+                    "a larger --max_length, or --truncation_strategy delete or left",
+                )
+                for i in long[:10]
+            ]
+        )
     if len(long):
         counted["deleted" if strategy == "delete" else "truncated"] = len(long)
     kept = docs if strategy == "delete" else cut(docs, long, room, strategy)
@@ -170,6 +206,12 @@ def fitting(docs: Documents, longest: int, completion: int, strategy: str) -> Do
     if empty := int((docs.length < 1).sum()):
         counted["empty"] = empty
     if not fits.any():
-        raise DataError(Problem(f"--max_length {longest}", f"no prompt is left of {len(docs)}: the shortest has {int(docs.length.min())} "
-                                f"tokens; {_room(longest, completion)}", f"--max_length {int(docs.length.max()) + completion}"))
+        raise DataError(
+            Problem(
+                f"--max_length {longest}",
+                f"no prompt is left of {len(docs)}: the shortest has {int(docs.length.min())} "
+                f"tokens; {_room(longest, completion)}",
+                f"--max_length {int(docs.length.max()) + completion}",
+            )
+        )
     return replace(kept, counted=counted).take(np.flatnonzero(fits))

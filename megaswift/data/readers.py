@@ -84,15 +84,18 @@ def _json_rows(path: Path) -> list[Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as e:
-        raise DataError(Problem(f"{path}:{e.lineno}:{e.colno}", f"not JSON: {e.msg}",
-                                "a list of objects, or .jsonl with one a line")) from None
+        raise DataError(
+            Problem(
+                f"{path}:{e.lineno}:{e.colno}", f"not JSON: {e.msg}", "a list of objects, or .jsonl with one a line"
+            )
+        ) from None
     except UnicodeDecodeError:
         raise _not_utf8(path) from None
     if isinstance(data, dict):
         lists = [v for v in data.values() if isinstance(v, list)]
         data = data.get("data", lists[0] if len(lists) == 1 else data)
     if not isinstance(data, list):
-        raise DataError(Problem(str(path), f"holds {describe(data)}", "a list of objects, or {\"data\": [...]}"))
+        raise DataError(Problem(str(path), f"holds {describe(data)}", 'a list of objects, or {"data": [...]}'))
     return data
 
 
@@ -111,13 +114,19 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
             for cells in reader:
                 if cells:
                     fits = len(cells) == len(header)
-                    yield line, dict(zip(header, cells, strict=True)) if fits else LineError(
-                        "row", f"{len(cells)} cells", f"{len(header)}, as in the header")
+                    yield (
+                        line,
+                        dict(zip(header, cells, strict=True))
+                        if fits
+                        else LineError("row", f"{len(cells)} cells", f"{len(header)}, as in the header"),
+                    )
                 line = reader.line_num + 1
         except UnicodeDecodeError:
             raise _not_utf8(path) from None
         except csv.Error as e:
-            raise DataError(Problem(f"{path}:{reader.line_num}", f"not CSV: {e}", "cells quoted where they hold line ends")) from None
+            raise DataError(
+                Problem(f"{path}:{reader.line_num}", f"not CSV: {e}", "cells quoted where they hold line ends")
+            ) from None
 
 
 def _csv(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
@@ -156,7 +165,12 @@ def _parquet(path: Path, start: int, stop: int, first_line: int) -> Iterator[Loc
 
 
 READERS: dict[str, Callable[[Path, int, int, int], Iterator[Located]]] = {
-    "jsonl": _jsonl, "txt": _txt, "json": _json, "csv": _csv, "parquet": _parquet}
+    "jsonl": _jsonl,
+    "txt": _txt,
+    "json": _json,
+    "csv": _csv,
+    "parquet": _parquet,
+}
 
 
 def count_rows(path: Path, kind: str, at_most: int | None = None) -> int:

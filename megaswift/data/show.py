@@ -54,7 +54,11 @@ def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     datasets: list[str] = []
     files: list[str] = []
     rest: list[str] = []
-    words = [w for a in argv for w in (a.split("=", 1) if a.startswith("--") and a.partition("=")[0].lstrip("-") in own else [a])]
+    words = [
+        w
+        for a in argv
+        for w in (a.split("=", 1) if a.startswith("--") and a.partition("=")[0].lstrip("-") in own else [a])
+    ]
     leading = True
     while words:
         word = words.pop(0)
@@ -80,8 +84,12 @@ def is_configuration(word: str) -> bool:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # whatever it is, the data's reader says what is wrong with it
         return False
-    known = [name for name in value if normal(name) in NAMES or normal(name) in SECTIONS] if isinstance(value, dict) else []
-    return 2 * len(known) > len(value) and not any(isinstance(v, list) and any(isinstance(r, dict) for r in v) for v in value.values())
+    known = (
+        [name for name in value if normal(name) in NAMES or normal(name) in SECTIONS] if isinstance(value, dict) else []
+    )
+    return 2 * len(known) > len(value) and not any(
+        isinstance(v, list) and any(isinstance(r, dict) for r in v) for v in value.values()
+    )
 
 
 def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
@@ -94,14 +102,22 @@ def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
         if name in SPLIT_OPTIONS:
             used, why = cfg.data.split_dataset_ratio > 0, "chooses the held-out rows, and none are held out"
         else:
-            used = name in (*MODEL_OPTIONS, *PROMPT_OPTIONS) or (OPTIONS[name].section == "data" and name not in ORDER_OPTIONS)
+            used = name in (*MODEL_OPTIONS, *PROMPT_OPTIONS) or (
+                OPTIONS[name].section == "data" and name not in ORDER_OPTIONS
+            )
             why = "samples are shown in the files' order" if name == "shuffle" else "belongs to training"
         if not used:
             problems.append(Problem(given.label, f"would be ignored by data show: {why}", "leave it out"))
     if cfg.model.model is None:
-        problems.append(Problem("--model", "is not given; its tokenizer decides what the samples become", "--model DIR"))
+        problems.append(
+            Problem("--model", "is not given; its tokenizer decides what the samples become", "--model DIR")
+        )
     if cfg.data.streaming:
-        problems.append(Problem("--streaming true", "data show counts whole data sets", "--streaming false, and a part: data.jsonl#1000"))
+        problems.append(
+            Problem(
+                "--streaming true", "data show counts whole data sets", "--streaming false, and a part: data.jsonl#1000"
+            )
+        )
     if problems:
         raise DataError(problems)
 
@@ -137,8 +153,8 @@ def folded(texts: Sequence[str], mask: Sequence[int]) -> tuple[list[str], list[i
         while end < len(texts) and texts[end] == texts[at] and not mask[end]:
             end += 1
         run = end - at
-        out += [f"{texts[at]} x {run}"] if run > 3 else texts[at:max(end, at + 1)]
-        kept += [0] if run > 3 else mask[at:max(end, at + 1)]
+        out += [f"{texts[at]} x {run}"] if run > 3 else texts[at : max(end, at + 1)]
+        kept += [0] if run > 3 else mask[at : max(end, at + 1)]
         at = max(end, at + 1)
     return out, kept
 
@@ -166,10 +182,14 @@ def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
     low, high = int(values.min()), int(values.max())
     step = max(1, -(-(high - low + 1) // BARS))
     counts = np.bincount((values - low) // step)
-    lines = [f"{title}: {len(values):,} in all, {low:,} to {high:,}, mean {values.mean():,.1f}, median {np.median(values):,.0f}"]
+    lines = [
+        f"{title}: {len(values):,} in all, {low:,} to {high:,}, mean {values.mean():,.1f}, median {np.median(values):,.0f}"
+    ]
     for i, count in enumerate(counts.tolist()):
         first = low + i * step
-        lines.append(f"  {first:>9,} - {min(high, first + step - 1):<9,} {'█' * round(width * count / counts.max()):<{width}} {count:,}")
+        lines.append(
+            f"  {first:>9,} - {min(high, first + step - 1):<9,} {'█' * round(width * count / counts.max()):<{width}} {count:,}"
+        )
     return lines
 
 
@@ -177,10 +197,14 @@ def summary(docs: Documents, held: Documents | None, max_length: int, packing: b
     """Counts, lengths, and how rows would be packed."""
     tokens, labels = int(docs.length.sum()), int(docs.labels.sum())
     happened = ", ".join(f"{v:,} {k}" for k, v in docs.counted.items() if k != "rows" and v)
-    lines = [f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} carry loss "
-             f"({100 * labels / tokens:.1f}%)"]
+    lines = [
+        f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} carry loss "
+        f"({100 * labels / tokens:.1f}%)"
+    ]
     if held is not None:
-        lines.append(f"for evaluation: {len(held):,} rows, {int(held.length.sum()):,} tokens, {int(held.labels.sum()):,} carry loss")
+        lines.append(
+            f"for evaluation: {len(held):,} rows, {int(held.length.sum()):,} tokens, {int(held.labels.sum()):,} carry loss"
+        )
     lines += ["", *histogram(docs.length, "tokens a sample")]
     return lines + ["", *packed(docs, max_length)] if packing else lines
 
@@ -196,9 +220,15 @@ def packed(docs: Documents, max_length: int) -> list[str]:
     assert rows.packing is not None
     tokens, plain = int(docs.length.sum()), len(docs) * int(docs.length.max())
     filled = np.add.reduceat(docs.length[rows.packing.documents], rows.packing.offsets[:-1])
-    line = (f"packed into {amount(len(rows), 'row')} of {max_length:,}: {100 * tokens / (len(rows) * max_length):.2f}% filled "
-            f"(one sample a row, padded to the longest: {100 * tokens / plain:.1f}%)")
-    return [line, *histogram(np.diff(rows.packing.offsets), "samples a packed row"), *histogram(filled, "tokens a packed row")]
+    line = (
+        f"packed into {amount(len(rows), 'row')} of {max_length:,}: {100 * tokens / (len(rows) * max_length):.2f}% filled "
+        f"(one sample a row, padded to the longest: {100 * tokens / plain:.1f}%)"
+    )
+    return [
+        line,
+        *histogram(np.diff(rows.packing.offsets), "samples a packed row"),
+        *histogram(filled, "tokens a packed row"),
+    ]
 
 
 def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
@@ -226,7 +256,9 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
 
 def _shown(which: range, count: int, of: str) -> range:
     if which and which.start >= count:
-        raise DataError(Problem(f"--first {which.start}", f"there are {count} {of}, counted from 0", f"--first {count - 1}"))
+        raise DataError(
+            Problem(f"--first {which.start}", f"there are {count} {of}, counted from 0", f"--first {count - 1}")
+        )
     return range(which.start, min(which.stop, count))
 
 
@@ -254,11 +286,17 @@ def show_units(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> lis
         value = made.values[i]
         pairs = kind == "pairs"
         names = ("chosen", "rejected") if pairs else ("desirable" if value else "undesirable",)
-        lines.append(f"--- {kind[:-1]} {i} (row {docs.sample[i * made.width]})" + f", margin {value:g}" * bool(pairs and value == value))
+        lines.append(
+            f"--- {kind[:-1]} {i} (row {docs.sample[i * made.width]})"
+            + f", margin {value:g}" * bool(pairs and value == value)
+        )
         for name, k in zip(names, range(i * made.width, (i + 1) * made.width), strict=True):
             lines += [f"{name}: {_counts(docs, k)}", _document(docs, k, tokenizer) + "\n"]
-    lines.append(f"{len(made):,} {kind}, {len(docs):,} documents" if kind == "pairs" else
-                 f"{len(made):,} examples, {int(made.values.sum()):,} of them desirable")
+    lines.append(
+        f"{len(made):,} {kind}, {len(docs):,} documents"
+        if kind == "pairs"
+        else f"{len(made):,} examples, {int(made.values.sum()):,} of them desirable"
+    )
     lines += [] if held is None else [f"for evaluation: {len(held):,} {kind}"]
     return lines + summary(docs, None, cfg.data.max_length, packing=False)
 
@@ -271,7 +309,10 @@ def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> l
     prompts, lines = source.prompts, []
     for i in _shown(which, len(prompts), "prompts"):
         prompt = prompts.read(i)
-        lines += [f"--- prompt {i} (row {prompt.number}): {len(prompt.token_ids)} tokens", _document(prompts.docs, i, tokenizer)]
+        lines += [
+            f"--- prompt {i} (row {prompt.number}): {len(prompt.token_ids)} tokens",
+            _document(prompts.docs, i, tokenizer),
+        ]
         lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in prompt.columns.items()] + [""]
     lines.append(f"{len(prompts):,} prompts" + ("" if held is None else f", for evaluation {len(held):,}"))
     return lines + histogram(prompts.docs.length, "tokens a prompt")

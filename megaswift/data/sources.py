@@ -15,8 +15,17 @@ from pathlib import Path
 from megaswift.data import readers
 from megaswift.errors import DataError, Problem, beside, nearest
 
-KIND_OF = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "txt",
-           ".text": "txt", ".md": "txt"}
+KIND_OF = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".txt": "txt",
+    ".text": "txt",
+    ".md": "txt",
+}
 FILE_NAME = re.compile(r"[^/]+\.[A-Za-z]\w*")
 """No id of a hub: those without an owner have no dot but in numbers."""
 PART_BYTES = 8 << 20
@@ -49,7 +58,9 @@ class Part:
     def rows(self, start: int | None = None) -> Iterator[readers.Located]:
         """The rows of this part; broken ones come as errors."""
         reader: Callable[..., Iterator[readers.Located]] = readers.READERS[self.kind]
-        for n, located in enumerate(reader(Path(self.path), self.start if start is None else start, self.stop, self.first_line)):
+        for n, located in enumerate(
+            reader(Path(self.path), self.start if start is None else start, self.stop, self.first_line)
+        ):
             if self.limit is not None and n >= self.limit:
                 return
             yield located
@@ -90,19 +101,34 @@ def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) 
             inner = {p.name for p in path.iterdir() if p.is_dir() and _folder(p, None)}
             there = sorted({f.stem for f in _folder(path, None)} | inner) if subset else []
             some = f"{path}:{', '.join(there[:10])}" if there else "a folder with " + ", ".join(sorted(KIND_OF))
-            raise DataError(Problem(spec, f"no data files{f' named {subset}' if subset else ''} in this folder",
-                                    nearest(str(subset), there) or some))
+            raise DataError(
+                Problem(
+                    spec,
+                    f"no data files{f' named {subset}' if subset else ''} in this folder",
+                    nearest(str(subset), there) or some,
+                )
+            )
         return Source(spec, files, rows)
     if path.is_file():
         if subset is not None:
             raise DataError(Problem(spec, "a single file has no subset", str(path)))
         if path.suffix.lower() not in KIND_OF:
-            raise DataError(Problem(spec, f"files ending in {path.suffix or 'nothing'} are not known",
-                                    "one of " + ", ".join(sorted(KIND_OF))))
+            raise DataError(
+                Problem(
+                    spec,
+                    f"files ending in {path.suffix or 'nothing'} are not known",
+                    "one of " + ", ".join(sorted(KIND_OF)),
+                )
+            )
         return Source(spec, (path,), rows)
     if "#" in name:
         raise DataError(Problem(spec, "what follows # is no number of rows", f"{name.partition('#')[0]}#500"))
-    if path.suffix.lower() in KIND_OF or name.startswith((".", "/", "~")) or name.count("/") > 1 or FILE_NAME.fullmatch(name):
+    if (
+        path.suffix.lower() in KIND_OF
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or FILE_NAME.fullmatch(name)
+    ):
         raise DataError(Problem(f"--dataset {spec}", "no such file or folder", beside(path)))
     return Source(spec, from_hub(name, subset), rows)
 

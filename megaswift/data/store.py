@@ -102,10 +102,21 @@ def merge(folder: Path, paths: list[str], target: Path, facts: dict[str, Any]) -
         np.save(new / "values.npy", joined := np.concatenate(values))
         digests["values"] = hashlib.blake2b(joined.tobytes(), digest_size=16)
         facts = {"units": len(joined)} | facts
-    (new / "manifest.json").write_text(json.dumps({"version": VERSION, "rows": len(lengths), "tokens": int(lengths.sum()),
-                                                   "labels": int(labels.sum()), "files": files,
-                                                   "content": "-".join(d.hexdigest() for d in digests.values()),
-                                                   "beside": kept} | facts, indent=1))
+    (new / "manifest.json").write_text(
+        json.dumps(
+            {
+                "version": VERSION,
+                "rows": len(lengths),
+                "tokens": int(lengths.sum()),
+                "labels": int(labels.sum()),
+                "files": files,
+                "content": "-".join(d.hexdigest() for d in digests.values()),
+                "beside": kept,
+            }
+            | facts,
+            indent=1,
+        )
+    )
     new.rename(target)
 
 
@@ -133,8 +144,12 @@ class TokenStore:
         self.folder = folder
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
         empty = self.manifest["tokens"] == 0
-        self.tokens: np.ndarray = np.zeros(0, np.int32) if empty else np.memmap(folder / "tokens.bin", dtype=np.int32, mode="r")
-        self.mask: np.ndarray = np.zeros(0, np.uint8) if empty else np.memmap(folder / "mask.bin", dtype=np.uint8, mode="r")
+        self.tokens: np.ndarray = (
+            np.zeros(0, np.int32) if empty else np.memmap(folder / "tokens.bin", dtype=np.int32, mode="r")
+        )
+        self.mask: np.ndarray = (
+            np.zeros(0, np.uint8) if empty else np.memmap(folder / "mask.bin", dtype=np.uint8, mode="r")
+        )
         self.offsets: np.ndarray = np.load(folder / "rows.npy", mmap_mode="r")
         self.labels: np.ndarray = np.load(folder / "labels.npy", mmap_mode="r")
         self.lines: np.ndarray = np.load(folder / "lines.npy", mmap_mode="r")
@@ -155,8 +170,12 @@ class TokenStore:
         """What was left out while reading, and why."""
         causes = self.manifest["causes"]
         other = self.manifest["bad"] - sum(causes.values())
-        told = [f"{other} malformed"] * bool(other) + [f"{count} with {cause}" for cause, count in sorted(causes.items())]
-        return f"{self.manifest['bad']} rows skipped: {', '.join(told)}" if causes else f"{other} malformed rows skipped"
+        told = [f"{other} malformed"] * bool(other) + [
+            f"{count} with {cause}" for cause, count in sorted(causes.items())
+        ]
+        return (
+            f"{self.manifest['bad']} rows skipped: {', '.join(told)}" if causes else f"{other} malformed rows skipped"
+        )
 
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, mask) of row i."""
@@ -189,7 +208,9 @@ class TokenStore:
     def check_images(self) -> None:
         """DataError for rows whose images are gone since they were tokenised."""
         rows = np.flatnonzero(self.image_ends).tolist()
-        lost = [(i, file) for i in rows for file in (self.beside(i) or {"files": ()})["files"] if not Path(file).is_file()]
+        lost = [
+            (i, file) for i in rows for file in (self.beside(i) or {"files": ()})["files"] if not Path(file).is_file()
+        ]
         if lost:
             told = [Problem(self.place(i), f"column images: no such file: {file}") for i, file in lost[:10]]
             more = [Problem(f"and {len(lost) - 10} more images", "are gone too")] if len(lost) > 10 else []

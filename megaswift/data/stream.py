@@ -64,14 +64,18 @@ class Tally:
         """A row that is left out."""
         self.counted[cause] += 1
         if not self.quiet:
-            warn(f"skipped {problem} ({self.counted[cause]} rows skipped so far{'' if cause == 'malformed' else f': {cause}'})")
+            warn(
+                f"skipped {problem} ({self.counted[cause]} rows skipped so far{'' if cause == 'malformed' else f': {cause}'})"
+            )
 
     def long(self, what: str, number: int, max_length: int) -> None:
         """A row that is too long, of which the first of its kind is told."""
         self.counted[what] += 1
         if not self.quiet and what not in self._told:
             self._told.add(what)
-            warn(f"row {number + 1} is longer than --max_length {max_length}: {what}, as such rows will be from here on")
+            warn(
+                f"row {number + 1} is longer than --max_length {max_length}: {what}, as such rows will be from here on"
+            )
 
 
 class Contents(Protocol):
@@ -175,7 +179,7 @@ class StreamSource:
                     first = self._after.epoch
                 elif self._after.epoch > first + 1:  # the whole epoch between them was empty
                     raise self.contents.useless(self.sources)
-            some = self._block.items[self._used: self._used + count - len(taken)]
+            some = self._block.items[self._used : self._used + count - len(taken)]
             self._used += len(some)
             taken += some
         return taken
@@ -196,18 +200,33 @@ class StreamSource:
     def state_dict(self) -> dict[str, Any]:
         """The block's place and how many of its items are used."""
         begin = self._after if self._block is None else self._block.begin
-        return {"version": 1, "stream": asdict(begin), "used": self._used, "sources": [s.name for s in self.sources],
-                "options": asdict(self.options)}
+        return {
+            "version": 1,
+            "stream": asdict(begin),
+            "used": self._used,
+            "sources": [s.name for s in self.sources],
+            "options": asdict(self.options),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position: the block is read again, nothing before it."""
         names = [s.name for s in self.sources]
         if state.get("sources") != names:
-            raise DataError(Problem("--resume_from_checkpoint", f"--dataset was {state.get('sources')} in the checkpoint, now {names}"))
+            raise DataError(
+                Problem(
+                    "--resume_from_checkpoint", f"--dataset was {state.get('sources')} in the checkpoint, now {names}"
+                )
+            )
         now, was = asdict(self.options), state.get("options", {})  # absent from older checkpoints
-        changed = [Problem("--resume_from_checkpoint", f"{'--data_seed' if k == 'seed' else '--' + k} was {was[k]} in the checkpoint, "
-                           f"now {v}", "the same options, or a new run from the exported weights")
-                   for k, v in now.items() if k in was and was[k] != v]
+        changed = [
+            Problem(
+                "--resume_from_checkpoint",
+                f"{'--data_seed' if k == 'seed' else '--' + k} was {was[k]} in the checkpoint, now {v}",
+                "the same options, or a new run from the exported weights",
+            )
+            for k, v in now.items()
+            if k in was and was[k] != v
+        ]
         if changed:
             raise DataError(changed)
         self._after, self._block, self._used = Cursor(**state["stream"]), None, 0

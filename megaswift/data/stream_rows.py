@@ -76,13 +76,18 @@ class RowContents:
         if strategy == "delete":
             return []
         if strategy == "split" and self.options.packing:
-            return [(ids[i:i + size], mask[i:i + size], number) for i in range(0, len(ids), size)]
+            return [(ids[i : i + size], mask[i : i + size], number) for i in range(0, len(ids), size)]
         cut = slice(-size, None) if strategy == "left" else slice(size)
         return [(ids[cut], mask[cut], number)]
 
     def _too_long(self, number: int, tokens: int) -> DataError:
-        return DataError(Problem(f"row {number + 1}", f"{tokens} tokens, --max_length is {self.options.max_length}",
-                                 "--truncation_strategy delete, left or right"))
+        return DataError(
+            Problem(
+                f"row {number + 1}",
+                f"{tokens} tokens, --max_length is {self.options.max_length}",
+                "--truncation_strategy delete, left or right",
+            )
+        )
 
     def _pack(self, items: Sequence[tuple[Made, int]]) -> list[list[Document]]:
         documents = [d for group in self._documents(items) for d in group]
@@ -99,10 +104,14 @@ class RowContents:
 
     def useless(self, sources: Sequence[Source]) -> DataError:
         """No label within max_length."""
-        return DataError(Problem(
-            names_of(sources), "no row of a whole epoch has a token that carries loss within "
-            f"--max_length {self.options.max_length} (--truncation_strategy {self.options.truncation_strategy})",
-            "a larger --max_length, or --truncation_strategy left or right"))
+        return DataError(
+            Problem(
+                names_of(sources),
+                "no row of a whole epoch has a token that carries loss within "
+                f"--max_length {self.options.max_length} (--truncation_strategy {self.options.truncation_strategy})",
+                "a larger --max_length, or --truncation_strategy left or right",
+            )
+        )
 
     def _usable(self, rows: Sequence[tuple[Rendered, int]]) -> bool:
         """Whether a row keeps a token with loss within max_length; DataError for one before it that is too long for `raise`."""
@@ -112,7 +121,13 @@ class RowContents:
                 raise self._too_long(number, len(ids))
             if len(ids) > size and strategy == "delete":
                 continue
-            kept = mask if strategy == "split" and self.options.packing else mask[-size:] if strategy == "left" else mask[:size]
+            kept = (
+                mask
+                if strategy == "split" and self.options.packing
+                else mask[-size:]
+                if strategy == "left"
+                else mask[:size]
+            )
             if kept[1:].any():
                 return True
         return False
@@ -144,7 +159,15 @@ class RowContents:
         if self._usable(some):
             return
         if not readable:
-            raise DataError(Problem(names, f"none of its {looked} rows can be read", "--strict true tells what is wrong with them"))
+            raise DataError(
+                Problem(names, f"none of its {looked} rows can be read", "--strict true tells what is wrong with them")
+            )
         if not labelled:
-            raise DataError(Problem(names, f"no token of {looked} rows carries loss", "rows with assistant messages, or --loss_scale all"))
+            raise DataError(
+                Problem(
+                    names,
+                    f"no token of {looked} rows carries loss",
+                    "rows with assistant messages, or --loss_scale all",
+                )
+            )
         raise self.useless(sources)

@@ -98,9 +98,14 @@ class UnitContents:
     def _none(self, sources: Sequence[Source], tally: Tally) -> DataError:
         unit, counted = "pair" if self.layout.width == 2 else "row", tally.counted
         told = ", ".join(f"{count} {what}" for what, count in sorted(counted.items()))
-        return DataError(Problem(
-            names_of(sources), f"no {unit} of a whole epoch is of use within --max_length {self.options.max_length} "
-            f"(--truncation_strategy {self.options.truncation_strategy}): {told}", "a larger --max_length, or other data"))
+        return DataError(
+            Problem(
+                names_of(sources),
+                f"no {unit} of a whole epoch is of use within --max_length {self.options.max_length} "
+                f"(--truncation_strategy {self.options.truncation_strategy}): {told}",
+                "a larger --max_length, or other data",
+            )
+        )
 
     def check(self, sources: Sequence[Source]) -> None:
         """Reads up to the first unit that is of use; DataError for what would stop the run before it."""

@@ -49,7 +49,7 @@ class Towers:
         length = shape.row_length(max((len(d[0]) for d in rows if d is not None), default=1))
         batch = collate_rows(rows, shape, length)
         if blank is not None:
-            batch.valid[0, blank.start:] = False
+            batch.valid[0, blank.start :] = False
             pieces = [blank]
         return replace(batch, extra=joined(pieces, self.processor.kinds, (len(rows), length)))
 
@@ -63,10 +63,17 @@ class Towers:
         try:
             made = self.processor.inputs(kept["text"], [open_image(file) for file in kept["files"]])
         except RowError as error:
-            raise DataError(Problem(store.place(number), f"column {error.column}: {error.found}", error.expected)) from None
-        if made["input_ids"][0, :len(ids)].tolist() != ids.tolist():
-            raise DataError(Problem(store.place(number), "its images are not those that it was tokenised with: their sizes changed",
-                                    "the images as they were, or another --dataset_cache_dir"))
+            raise DataError(
+                Problem(store.place(number), f"column {error.column}: {error.found}", error.expected)
+            ) from None
+        if made["input_ids"][0, : len(ids)].tolist() != ids.tolist():
+            raise DataError(
+                Problem(
+                    store.place(number),
+                    "its images are not those that it was tokenised with: their sizes changed",
+                    "the images as they were, or another --dataset_cache_dir",
+                )
+            )
         return Piece(row, 0, len(ids), made)
 
     def _blank(self, rows: list[Document | None]) -> Piece:
@@ -93,7 +100,7 @@ def joined(pieces: Sequence[Piece], kinds: Mapping[str, str], size: tuple[int, i
         whole = parts[0].new_zeros((rows, length, *widths) if kind == TOKEN else (rows, *widths))
         for piece, part in zip(pieces, parts, strict=True):
             at = slice(piece.start, piece.start + piece.tokens) if kind == TOKEN else slice(None)
-            whole[piece.row, at] = part[0, :piece.tokens] if kind == TOKEN else part[0]
+            whole[piece.row, at] = part[0, : piece.tokens] if kind == TOKEN else part[0]
         found[key] = whole
     return found
 

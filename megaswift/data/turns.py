@@ -49,8 +49,17 @@ class _Marking:
     """Marks outside of contents' outer white space: exact, but in the way of templates that trim it."""
 
 
-_MARKINGS = tuple(_Marking(*m) for m in ((True, True, True), (True, True, False), (False, True, True), (False, True, False),
-                                         (False, False, False), (True, False, False)))
+_MARKINGS = tuple(
+    _Marking(*m)
+    for m in (
+        (True, True, True),
+        (True, True, False),
+        (False, True, True),
+        (False, True, False),
+        (False, False, False),
+        (True, False, False),
+    )
+)
 
 
 def _mark_text(text: str, i: int, how: _Marking, start: bool) -> str:
@@ -59,7 +68,7 @@ def _mark_text(text: str, i: int, how: _Marking, start: bool) -> str:
     if not core.strip():
         return text
     at = text.index(core)
-    lead, trail = text[:at], text[at + len(core):]
+    lead, trail = text[:at], text[at + len(core) :]
     if not start:
         return lead + core + _end(i) + trail
     head, closing, answer = core.rpartition("</think>")
@@ -89,7 +98,7 @@ def _has_reasoning(message: Message) -> bool:
 
 def _trailing(message: Message) -> str:
     content = message.get("content")
-    return content[len(content.rstrip()):] if isinstance(content, str) else ""
+    return content[len(content.rstrip()) :] if isinstance(content, str) else ""
 
 
 class TurnFinder:
@@ -112,15 +121,20 @@ class TurnFinder:
         """What the template writes where an answer is to begin: its generation prompt, or nothing."""
         ask = [{"role": "user", "content": "x"}]
         plain, prompted = self._try(ask), self._try(ask, True)
-        return prompted[len(plain):] if plain is not None and prompted is not None and prompted.startswith(plain) else ""
+        return (
+            prompted[len(plain) :] if plain is not None and prompted is not None and prompted.startswith(plain) else ""
+        )
 
     def _tail(self, role: str) -> str | None:
         """What stands between the end of a `role` message's content and the beginning of an answer."""
         if role not in self._tails:
             probe: list[Message] = [{"role": role, "content": "x" + _end(0)}]
             if role not in ("user", "system", "developer"):
-                probe = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-                         {**probe[0], "name": "f", "tool_call_id": "abcdefghi"}]
+                probe = [
+                    {"role": "user", "content": "x"},
+                    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+                    {**probe[0], "name": "f", "tool_call_id": "abcdefghi"},
+                ]
             text = self._try(probe, True)
             self._tails[role] = text.rpartition(_end(0))[2] if text and _end(0) in text else "\0"
         return None if self._tails[role] == "\0" else self._tails[role]
@@ -161,8 +175,11 @@ class TurnFinder:
                 continue
             if MARKS.sub("", found) == text:
                 return self._turns(messages, found)
-        raise RowError("messages", "the chat template changes with the contents in a way that hides the assistant's turns",
-                       "a template with {% generation %} around the assistant's part (--chat_template)")
+        raise RowError(
+            "messages",
+            "the chat template changes with the contents in a way that hides the assistant's turns",
+            "a template with {% generation %} around the assistant's part (--chat_template)",
+        )
 
     def _turns(self, messages: Sequence[Message], marked: str) -> list[tuple[int, int]]:
         where: dict[str, int] = {}
@@ -178,21 +195,29 @@ class TurnFinder:
                 continue
             begin = self._begin(messages, i, marked, where, position)
             if begin is None:
-                raise RowError(f"messages[{i}]", "the chat template leaves this assistant message out, or hides where it begins",
-                               "a template with {% generation %} around the assistant's part (--chat_template)")
+                raise RowError(
+                    f"messages[{i}]",
+                    "the chat template leaves this assistant message out, or hides where it begins",
+                    "a template with {% generation %} around the assistant's part (--chat_template)",
+                )
             stop = self._stop(marked, end if end is not None else begin, end is not None)
             turns.append((begin, stop))
             position = stop
         shift = _shifts(marks)
         return [(a - shift(a), b - shift(b)) for a, b in turns]
 
-    def _begin(self, messages: Sequence[Message], i: int, marked: str, where: dict[str, int], position: int) -> int | None:
+    def _begin(
+        self, messages: Sequence[Message], i: int, marked: str, where: dict[str, int], position: int
+    ) -> int | None:
         content = where.get(_start(i))
         if content is not None and not _has_reasoning(messages[i]):
             return content
         if i and _end(i - 1) in where and position == where[_end(i - 1)] + 1:
             tail = self._tail(messages[i - 1]["role"])
-            for space in ("", _trailing(messages[i - 1])):  # the mark may stand before white space that the template keeps
+            for space in (
+                "",
+                _trailing(messages[i - 1]),
+            ):  # the mark may stand before white space that the template keeps
                 if tail is not None and marked.startswith(space + tail, position):
                     return position + len(space + tail)
         if self.header:

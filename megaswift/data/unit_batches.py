@@ -35,7 +35,10 @@ Micro = Sequence[UnitItem | tuple[()]]
 
 def lay_out(made: Sequence[Sequence[Document | None]], packing: bool, shape: Shape, uniform: bool) -> list[Batch]:
     """A step's micro-batches from the documents of each: end to end in one row, or one a row with None for a row without weight."""
-    rows = [[[d for d in micro if d is not None]] if packing else [[] if d is None else [d] for d in micro] for micro in made]
+    rows = [
+        [[d for d in micro if d is not None]] if packing else [[] if d is None else [d] for d in micro]
+        for micro in made
+    ]
     return batches(rows, packing, shape, uniform)
 
 
@@ -68,7 +71,9 @@ class UnitLayout:
     def _fields(self, micro: Micro) -> dict[str, torch.Tensor]:
         """Document numbers; packed, units without weight have no documents."""
         held = [(i, unit.value) for i, unit in enumerate(micro) if unit]
-        first = torch.tensor([(n if self.packing else i) * self.width for n, (i, _) in enumerate(held)], dtype=torch.int64)
+        first = torch.tensor(
+            [(n if self.packing else i) * self.width for n, (i, _) in enumerate(held)], dtype=torch.int64
+        )
         values = torch.tensor([value for _, value in held], dtype=torch.float32)
         if self.width == 2:
             pairs = torch.stack([first, first + 1], dim=1)

@@ -59,8 +59,13 @@ def gather_units(stores: list[tuple[Source, TokenStore]]) -> Units:
     missing = np.isnan(units.values)
     if missing.any() and not missing.all():
         i = int(np.flatnonzero(missing)[0])
-        raise DataError(Problem(_place(units, i), f"{missing.sum()} of {len(units)} rows have no `margin`, the others have one",
-                                "a margin in every row, 0 for none, or in no row"))
+        raise DataError(
+            Problem(
+                _place(units, i),
+                f"{missing.sum()} of {len(units)} rows have no `margin`, the others have one",
+                "a margin in every row, 0 for none, or in no row",
+            )
+        )
     return units
 
 
@@ -91,8 +96,14 @@ def truncate_units(units: Units, max_length: int, strategy: str) -> Units:
         counted.update(cause for cause in why.values() if cause)
     if not kept.any():
         longest = int(docs.length.max(initial=0))
-        raise DataError(Problem(f"--max_length {max_length}", f"no {'pair' if units.width == 2 else 'row'} is left of {len(units)}: the "
-                                f"longest answer with its prompt has {longest} tokens", f"--max_length {longest}"))
+        raise DataError(
+            Problem(
+                f"--max_length {max_length}",
+                f"no {'pair' if units.width == 2 else 'row'} is left of {len(units)}: the "
+                f"longest answer with its prompt has {longest} tokens",
+                f"--max_length {longest}",
+            )
+        )
     out = out.take(np.flatnonzero(kept))
     return replace(out, docs=replace(out.docs, counted={k: v for k, v in counted.items() if v}))
 
@@ -120,5 +131,5 @@ def hold_out_units(units: Units, ratio: float, seed: int) -> tuple[Units, Units 
     """(training, evaluation) units, chosen as rows are."""
     if ratio <= 0:
         return units, None
-    held = held_out(units.docs.sample[::units.width], ratio, seed)
+    held = held_out(units.docs.sample[:: units.width], ratio, seed)
     return units.take(np.flatnonzero(~held)), units.take(np.flatnonzero(held))

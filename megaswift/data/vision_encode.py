@@ -56,15 +56,29 @@ class VisionEncoder(Encoder):
         images = json.dumps({"text": plain.text, "files": files, "end": end}, ensure_ascii=False) if files else ""
         return Seen(expanded.text, spans, ids, mask, images)
 
-    def _tokens(self, expanded: Expanded, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _tokens(
+        self, expanded: Expanded, spans: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens, loss mask, whether a token is an image's); what the processor puts before the text carries no loss."""
-        (ids, mask), (_, pictured) = super().tokenize([Rendered(expanded.text, tuple(spans)), Rendered(expanded.text, expanded.spans)])
+        (ids, mask), (_, pictured) = super().tokenize(
+            [Rendered(expanded.text, tuple(spans)), Rendered(expanded.text, expanded.spans)]
+        )
         before = len(expanded.ids) - len(ids)
         if before < 0 or expanded.ids[before:] != ids.tolist():
-            raise DataError(Problem(f"the processor in {self._processor.spec.folder}", "gives other tokens than its tokenizer does for the "
-                                    "text that it makes, so the assistant's tokens cannot be told", "another model"))
+            raise DataError(
+                Problem(
+                    f"the processor in {self._processor.spec.folder}",
+                    "gives other tokens than its tokenizer does for the "
+                    "text that it makes, so the assistant's tokens cannot be told",
+                    "another model",
+                )
+            )
         none = np.zeros(before, dtype=np.uint8)
-        return np.array(expanded.ids, dtype=np.int32), np.concatenate([none, mask]), np.concatenate([none, pictured]) > 0
+        return (
+            np.array(expanded.ids, dtype=np.int32),
+            np.concatenate([none, mask]),
+            np.concatenate([none, pictured]) > 0,
+        )
 
     def tokenize(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 tokens [n], uint8 mask [n]) of each row."""

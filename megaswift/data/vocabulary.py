@@ -30,7 +30,7 @@ def check(data: Sequence[Documents], tokenizer: Any, rows: int) -> None:
     stores = {store.folder: store for docs in data for store in docs.stores}
     for store in stores.values() if exceeds(tokenizer, rows) else ():
         for start in range(0, len(store.tokens), BLOCK):
-            found = np.flatnonzero(store.tokens[start: start + BLOCK] >= rows)
+            found = np.flatnonzero(store.tokens[start : start + BLOCK] >= rows)
             if len(found):
                 at = start + int(found[0])
                 token = int(store.tokens[at])
@@ -49,4 +49,6 @@ def check_batch(batch: Batch, rows: int) -> None:
 
 
 def _beyond(place: str, token: str, rows: int) -> DataError:
-    return DataError(Problem(place, f"token {token} is not among the {rows:,} of the model's embedding: the tokenizer has more", FIX))
+    return DataError(
+        Problem(place, f"token {token} is not among the {rows:,} of the model's embedding: the tokenizer has more", FIX)
+    )

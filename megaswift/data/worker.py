@@ -25,8 +25,11 @@ def main(argv: list[str]) -> int:
     text = json.loads(job.read_text())
     templates = text["spec"].pop("templates")
     processor = text["spec"].pop("processor")
-    spec = EncodeSpec(**text["spec"], templates=None if templates is None else Templates(**templates),
-                      processor=None if processor is None else ProcessorSpec(**processor))
+    spec = EncodeSpec(
+        **text["spec"],
+        templates=None if templates is None else Templates(**templates),
+        processor=None if processor is None else ProcessorSpec(**processor),
+    )
     parts = [Part(**p) for p in text["parts"]]
     try:
         encoder = encoder_for(spec)

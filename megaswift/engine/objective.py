@@ -55,7 +55,9 @@ def count(microbatches: Sequence[Batch], loss: Loss, context: Context) -> Global
 
 def outputs_of(fields: Tensor, needs: Needs) -> Outputs:
     """[f, b, s] as the head returns them to named fields."""
-    return Outputs(**{name: fields[i].detach() if name == "correct" else fields[i] for i, name in enumerate(needs.names)})
+    return Outputs(
+        **{name: fields[i].detach() if name == "correct" else fields[i] for i, name in enumerate(needs.names)}
+    )
 
 
 class Objective:

@@ -52,4 +52,6 @@ class ReferenceWeights:
 def _copy(tensor: Tensor, on_host: bool) -> Tensor:
     if not on_host or tensor.device.type == "cpu":
         return tensor.detach().clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda").copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda").copy_(
+        tensor
+    )

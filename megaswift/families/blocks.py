@@ -21,10 +21,17 @@ HEAD: tuple[Rule, ...] = (
 )
 
 INPUT_NORM = Copy(M + "self_attention.linear_qkv.layer_norm_weight", (H + "input_layernorm.weight",), ("hidden_size",))
-QKV_WEIGHT = QKV(M + "self_attention.linear_qkv.weight", (A + "q_proj.weight", A + "k_proj.weight", A + "v_proj.weight"))
+QKV_WEIGHT = QKV(
+    M + "self_attention.linear_qkv.weight", (A + "q_proj.weight", A + "k_proj.weight", A + "v_proj.weight")
+)
 PROJECTIONS: tuple[Rule, ...] = (
     QKV_WEIGHT,
-    QKV(M + "self_attention.linear_qkv.bias", (A + "q_proj.bias", A + "k_proj.bias", A + "v_proj.bias"), matrix=False, when="qkv_bias"),
+    QKV(
+        M + "self_attention.linear_qkv.bias",
+        (A + "q_proj.bias", A + "k_proj.bias", A + "v_proj.bias"),
+        matrix=False,
+        when="qkv_bias",
+    ),
     RowParallel(M + "self_attention.linear_proj.weight", (A + "o_proj.weight",), ("hidden_size", "attention_width")),
     Copy(M + "self_attention.linear_proj.bias", (A + "o_proj.bias",), ("hidden_size",), when="linear_bias"),
 )
@@ -43,7 +50,9 @@ QK_NORM_WIDE: tuple[Rule, ...] = (
 )
 """Norms over all heads together: a rank has the weights of its heads."""
 
-EXPERT_BIAS = Copy(M + "mlp.router.expert_bias", (H + "mlp.gate.e_score_correction_bias",), ("experts",), "moe", buffer=True)
+EXPERT_BIAS = Copy(
+    M + "mlp.router.expert_bias", (H + "mlp.gate.e_score_correction_bias",), ("experts",), "moe", buffer=True
+)
 """Counts for the choice of experts and not for their weights."""
 
 
@@ -51,12 +60,19 @@ def dense_mlp(scope: Scope = "layer", norm: str = "post_attention_layernorm", fu
     """Norm (none where it has no name), gate and up (`fused`: in one tensor), down. `scope` is `dense` in families with MoE layers too."""
     mlp = H + "mlp."
     gate_up = GatedMLP(M + "mlp.linear_fc1.weight", (mlp + "gate_proj.weight", mlp + "up_proj.weight"), scope=scope)
-    before = (Copy(M + "mlp.linear_fc1.layer_norm_weight", (f"{H}{norm}.weight",), ("hidden_size",), scope),) if norm else ()
+    before = (
+        (Copy(M + "mlp.linear_fc1.layer_norm_weight", (f"{H}{norm}.weight",), ("hidden_size",), scope),) if norm else ()
+    )
     return (
         *before,
         Fused(gate_up, mlp + "gate_up_proj.weight") if fused else gate_up,
-        GatedMLP(M + "mlp.linear_fc1.bias", (mlp + "gate_proj.bias", mlp + "up_proj.bias"),
-                 matrix=False, scope=scope, when="linear_bias"),
+        GatedMLP(
+            M + "mlp.linear_fc1.bias",
+            (mlp + "gate_proj.bias", mlp + "up_proj.bias"),
+            matrix=False,
+            scope=scope,
+            when="linear_bias",
+        ),
         RowParallel(M + "mlp.linear_fc2.weight", (mlp + "down_proj.weight",), ("hidden_size", "ffn"), scope),
         Copy(M + "mlp.linear_fc2.bias", (mlp + "down_proj.bias",), ("hidden_size",), scope, when="linear_bias"),
     )
@@ -76,8 +92,15 @@ def moe(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     return (
         Copy(M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"),
         Copy(M + "mlp.router.weight", (b + "gate.weight",), ("experts", "hidden_size"), "moe"),
-        GatedMLP(M + "mlp.experts.{E}.linear_fc1.weight", (f"{e}{gate}.weight", f"{e}{up}.weight"), "expert_ffn", scope="expert"),
-        RowParallel(M + "mlp.experts.{E}.linear_fc2.weight", (f"{e}{down}.weight",), ("hidden_size", "expert_ffn"), "expert"),
+        GatedMLP(
+            M + "mlp.experts.{E}.linear_fc1.weight",
+            (f"{e}{gate}.weight", f"{e}{up}.weight"),
+            "expert_ffn",
+            scope="expert",
+        ),
+        RowParallel(
+            M + "mlp.experts.{E}.linear_fc2.weight", (f"{e}{down}.weight",), ("hidden_size", "expert_ffn"), "expert"
+        ),
     )
 
 

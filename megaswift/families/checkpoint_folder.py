@@ -1,10 +1,10 @@
 """Where the parts of a checkpoint lie, from any path that a user may give. Names only: no torch, no tensor is read.
 
-    DST/.metadata, DST/model/            made by `megaswift convert hf-to-megatron`
-    STEP/engine/.metadata, STEP/model/   saved by a run on the native engine
-    STEP/engine/state/, STEP/model/      saved by a run on the torch engine
-    STEP/manifest.json                   written last: the step is whole
-    OUT/checkpoints/latest.json          names a run's latest
+DST/.metadata, DST/model/            made by `megaswift convert hf-to-megatron`
+STEP/engine/.metadata, STEP/model/   saved by a run on the native engine
+STEP/engine/state/, STEP/model/      saved by a run on the torch engine
+STEP/manifest.json                   written last: the step is whole
+OUT/checkpoints/latest.json          names a run's latest
 """
 
 from __future__ import annotations

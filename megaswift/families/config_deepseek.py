@@ -12,13 +12,28 @@ from typing import Any
 from megaswift.families.config_rows import ConfigRow, Group, MustBe, Reading, Unused
 from megaswift.families.spec import ModelSpec
 
-KEYS = ("n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
-        "first_k_dense_replace", "routed_scaling_factor", "norm_topk_prob", "n_group", "topk_group")
+KEYS = (
+    "n_routed_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "routed_scaling_factor",
+    "norm_topk_prob",
+    "n_group",
+    "topk_group",
+)
 PRETRAINING: tuple[ConfigRow, ...] = (
-    Unused(("aux_loss_alpha", "seq_aux"), "the balancing loss of pre-training: transformers' model has none, and --moe_aux_loss_coeff "
-           "sets one over each micro-batch"),
+    Unused(
+        ("aux_loss_alpha", "seq_aux"),
+        "the balancing loss of pre-training: transformers' model has none, and --moe_aux_loss_coeff "
+        "sets one over each micro-batch",
+    ),
     Unused(("output_router_logits",), "whether transformers returns them"),
-    Unused(("num_nextn_predict_layers", "num_mtp_layers"), "how many layers for multi-token prediction are kept unchanged"),
+    Unused(
+        ("num_nextn_predict_layers", "num_mtp_layers"), "how many layers for multi-token prediction are kept unchanged"
+    ),
     Unused(("ep_size",), "how their authors ran it; --ep sets it here"),
     MustBe("moe_layer_freq", (1,), "every layer after the dense ones has experts"),
 )
@@ -46,8 +61,12 @@ class Routing:
 
 def routed_experts(family: Routing) -> Group:
     """Dense layers first, then layers of routed and shared experts; without any of these the model is dense."""
+
     def read(reading: Reading) -> None:
-        layers, first = reading.get("num_hidden_layers", int, 0), reading.get("first_k_dense_replace", int, family.first_dense)
+        layers, first = (
+            reading.get("num_hidden_layers", int, 0),
+            reading.get("first_k_dense_replace", int, family.first_dense),
+        )
         key = "n_routed_experts" if "n_routed_experts" in reading.raw else "num_local_experts"
         found = {
             "num_moe_experts": reading.get(key, int, least=1),
@@ -62,6 +81,7 @@ def routed_experts(family: Routing) -> Group:
         reading.values["moe_shared_expert_intermediate_size"] = shared * found["moe_ffn_hidden_size"]
         reading.values["moe_layer_freq"] = [int(layer >= first) for layer in range(layers)]
         _router(reading, family, found["num_moe_experts"], found["moe_router_topk"])
+
     return Group(KEYS, read)
 
 
@@ -74,18 +94,25 @@ def _router(reading: Reading, family: Routing, experts: int, topk: int) -> None:
     if family.score == "sigmoid":
         values["router_normalised"] = normalised
     elif normalised:
-        reading.problem("norm_topk_prob", "must be false: transformers' model scales weights and does not normalise them")
+        reading.problem(
+            "norm_topk_prob", "must be false: transformers' model scales weights and does not normalise them"
+        )
     if topk > experts:
         reading.problem("num_experts_per_tok", f"is more than the {experts} experts")
     if topk == 1 and normalised and family.score == "sigmoid":
-        reading.problem("num_experts_per_tok", "one expert a token with normalised weights gives a weight of 1 and the router no gradient")
+        reading.problem(
+            "num_experts_per_tok",
+            "one expert a token with normalised weights gives a weight of 1 and the router no gradient",
+        )
     groups, chosen = reading.get("n_group", int, family.groups, 1), reading.get("topk_group", int, family.topk_group, 1)
     greedy = reading.raw.get("topk_method", family.method) == "greedy"
     if groups is not None and chosen is not None and groups > 1 and not greedy:
         if experts % groups or experts // groups < family.best:
             reading.problem("n_group", f"should divide the {experts} experts into groups of {family.best} or more")
         elif chosen > groups or topk > chosen * (experts // groups):
-            reading.problem("topk_group", f"should be at most n_group {groups}, with {topk} experts or more in the chosen groups")
+            reading.problem(
+                "topk_group", f"should be at most n_group {groups}, with {topk} experts or more in the chosen groups"
+            )
         values.update(moe_router_num_groups=groups, moe_router_group_topk=chosen, router_group_best=family.best)
     reading.values.update(values)
 

@@ -19,6 +19,7 @@ def two_ropes(full_theta: float, local_theta: float) -> Group:
 
     transformers 5 writes both into `rope_parameters`, by kind of layer. The thetas are transformers' defaults.
     """
+
     def read(reading: Reading) -> None:
         raw = reading.raw
         given: Any = raw.get("rope_parameters") or {}
@@ -27,12 +28,22 @@ def two_ropes(full_theta: float, local_theta: float) -> Group:
             if name not in ("full_attention", "sliding_attention"):
                 reading.problem("rope_parameters", f"{name} is no kind of layer: full_attention or sliding_attention")
         merged = {"rope_theta": raw.get("rope_theta") or full_theta, **full, **(raw.get("rope_scaling") or {})}
-        plain = Reading(reading.family, {"rope_parameters": merged, "max_position_embeddings": raw.get("max_position_embeddings")},
-                        reading.problems, reading.values)
+        plain = Reading(
+            reading.family,
+            {"rope_parameters": merged, "max_position_embeddings": raw.get("max_position_embeddings")},
+            reading.problems,
+            reading.values,
+        )
         rope().read(plain)
         if local.get("rope_type", "default") != "default" or set(local) - {"rope_type", "rope_theta"}:
-            reading.problem("rope_parameters", "scaling of sliding_attention is not supported: transformers' released models have none")
-        reading.values["rope_local"] = RopeSpec(float(local.get("rope_theta") or raw.get("rope_local_base_freq") or local_theta))
+            reading.problem(
+                "rope_parameters",
+                "scaling of sliding_attention is not supported: transformers' released models have none",
+            )
+        reading.values["rope_local"] = RopeSpec(
+            float(local.get("rope_theta") or raw.get("rope_local_base_freq") or local_theta)
+        )
+
     return Group(("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), read)
 
 
@@ -57,15 +68,21 @@ GEMMA: tuple[ConfigRow, ...] = (
     Unused(("hidden_act",), "transformers' model reads hidden_activation"),
     Unused(("cache_implementation",), "how transformers generates"),
     MustBe("use_bidirectional_attention", (False,), "of embedding models: a language model's attention is causal"),
-    MustBe("attention_bias", (False,), "Megatron has one switch for biases of the attention output and the MLP together"),
+    MustBe(
+        "attention_bias", (False,), "Megatron has one switch for biases of the attention output and the MLP together"
+    ),
 )
 """Fields of Gemma 2 and 3 beyond those of all families."""
 
 
 def softcaps(attention: float | None, logits: float | None) -> Group:
     """Caps of attention scores and logits, null for none; transformers' defaults where the fields are absent."""
+
     def read(reading: Reading) -> None:
-        caps = {"attn_logit_softcapping": ("attention_softcap", attention), "final_logit_softcapping": ("logit_softcap", logits)}
+        caps = {
+            "attn_logit_softcapping": ("attention_softcap", attention),
+            "final_logit_softcapping": ("logit_softcap", logits),
+        }
         for key, (target, default) in caps.items():
             cap = reading.get(key, float, None) if key in reading.raw else default
             if cap == 0:
@@ -75,6 +92,7 @@ def softcaps(attention: float | None, logits: float | None) -> Group:
         if dropout and reading.values["attention_softcap"] is not None:
             reading.problem("attention_dropout", "must be 0: attention with a soft cap has no dropout here")
         reading.values["attention_dropout"] = dropout
+
     return Group(("attn_logit_softcapping", "final_logit_softcapping", "attention_dropout"), read)
 
 

@@ -18,7 +18,9 @@ def _heads(reading: Reading) -> None:
     """As many key heads as query heads; a head's width is that of its value wherever Megatron asks for one."""
     heads = reading.raw.get("num_attention_heads")
     if reading.get("num_key_value_heads", int, heads, 1) != heads:
-        reading.problem("num_key_value_heads", f"should be num_attention_heads {heads}: each query head has a key of its own")
+        reading.problem(
+            "num_key_value_heads", f"should be num_attention_heads {heads}: each query head has a key of its own"
+        )
     width = reading.get("v_head_dim", int, least=1)
     reading.values.update(num_query_groups=heads, v_head_dim=width, kv_channels=width)
 
@@ -36,7 +38,9 @@ def _scores(reading: Reading) -> None:
     scaling = (rope.scaling if rope is not None else None) or {}
     reading.values.update(rope_type="rope", mscale_all_dim=0.0)
     if scaling.get("mscale_all_dim"):
-        reading.values.update(rotary_scaling_factor=float(scaling["factor"]), mscale_all_dim=float(scaling["mscale_all_dim"]))
+        reading.values.update(
+            rotary_scaling_factor=float(scaling["factor"]), mscale_all_dim=float(scaling["mscale_all_dim"])
+        )
 
 
 LATENT: tuple[ConfigRow, ...] = (
@@ -45,7 +49,8 @@ LATENT: tuple[ConfigRow, ...] = (
     Row("qk_nope_head_dim", "qk_head_dim", int),
     Row("qk_rope_head_dim", "qk_pos_emb_head_dim", int, least=2),
     Group(("v_head_dim", "num_key_value_heads"), _heads),
-    Group(("head_dim",), _head_dim), Group((), _scores),
+    Group(("head_dim",), _head_dim),
+    Group((), _scores),
     MustBe("attention_bias", (False,), "Megatron's latent attention has no biases"),
     Unused(("qk_head_dim",), "follows from qk_nope_head_dim and qk_rope_head_dim"),
     Unused(("pretraining_tp",), "transformers' model does not read it"),

@@ -137,8 +137,12 @@ def read_rows(family: str, rows: Sequence[ConfigRow], raw: Mapping[str, Any]) ->
         claimed |= set(row.keys)
     for key in raw:
         if key not in claimed:
-            reading.problem(key, "is a field this family's table does not know, so it may change what the model computes",
-                            nearest(key, sorted(claimed)) or "remove it if it changes nothing, or add a row for it to the family's table")
+            reading.problem(
+                key,
+                "is a field this family's table does not know, so it may change what the model computes",
+                nearest(key, sorted(claimed))
+                or "remove it if it changes nothing, or add a row for it to the family's table",
+            )
     for row in rows:
         row.read(reading)
     if reading.problems:

@@ -19,8 +19,18 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ("original_max_position_embeddings",)),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
-    "yarn": (("factor",), ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-                           "mscale_all_dim", "truncate")),
+    "yarn": (
+        ("factor",),
+        (
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    ),
 }
 """Kind of scaling -> required and optional parameters."""
 ROPE_REFUSED = {
@@ -41,21 +51,26 @@ def _dtype(reading: Reading) -> None:
 
 def head_dim(default: int | None = None) -> Group:
     """`head_dim`, else `default`, else hidden size / heads."""
+
     def read(reading: Reading) -> None:
         hidden, heads = reading.raw.get("hidden_size"), reading.raw.get("num_attention_heads")
         width = reading.get("head_dim", int, default or 0)
         if width == 0 and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             if hidden % heads:
-                reading.problem("head_dim", f"is missing, and {heads} attention heads do not divide hidden_size {hidden}")
+                reading.problem(
+                    "head_dim", f"is missing, and {heads} attention heads do not divide hidden_size {hidden}"
+                )
             width = hidden // heads
         if width and width % 2:
             reading.problem("head_dim", f"should be even for rotary embedding, not {width}")
         reading.values["kv_channels"] = width
+
     return Group(("head_dim",), read)
 
 
 def kv_heads(required: bool = True) -> Group:
     """`num_key_value_heads`; null means as many as attention heads. Where transformers' default is a number, it must be there."""
+
     def read(reading: Reading) -> None:
         heads = reading.raw.get("num_attention_heads")
         if required and "num_key_value_heads" not in reading.raw:
@@ -64,11 +79,13 @@ def kv_heads(required: bool = True) -> Group:
         if isinstance(heads, int) and groups and heads % groups:
             reading.problem("num_key_value_heads", f"does not divide num_attention_heads {heads}")
         reading.values["num_query_groups"] = groups
+
     return Group(("num_key_value_heads",), read)
 
 
 def rope(theta: float = 10000.0, partial: float | None = None) -> Group:
     """Rotary embedding; `theta` is transformers' default base for the family, `partial` its default share of a head (None: whole heads)."""
+
     def read(reading: Reading) -> None:
         raw = reading.raw
         key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
@@ -79,22 +96,37 @@ def rope(theta: float = 10000.0, partial: float | None = None) -> Group:
         base = given.get("rope_theta", raw.get("rope_theta")) or theta
         share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         if isinstance(base, bool) or not isinstance(base, NUMBER) or base <= 0:
-            reading.problem("rope_theta" if "rope_theta" in raw else key, f"rope_theta should be a positive number, not {base!r}")
+            reading.problem(
+                "rope_theta" if "rope_theta" in raw else key, f"rope_theta should be a positive number, not {base!r}"
+            )
             return
         share = (partial or 1.0) if share is None else share
-        if (partial is None and share != 1) or isinstance(share, bool) or not isinstance(share, NUMBER) or not 0 < share <= 1:
-            reading.problem("partial_rotary_factor" if "partial_rotary_factor" in raw else key,
-                            "partial_rotary_factor must be 1: this family rotates whole heads" if partial is None else
-                            f"partial_rotary_factor should be a number above 0, at most 1, not {share!r}")
+        if (
+            (partial is None and share != 1)
+            or isinstance(share, bool)
+            or not isinstance(share, NUMBER)
+            or not 0 < share <= 1
+        ):
+            reading.problem(
+                "partial_rotary_factor" if "partial_rotary_factor" in raw else key,
+                "partial_rotary_factor must be 1: this family rotates whole heads"
+                if partial is None
+                else f"partial_rotary_factor should be a number above 0, at most 1, not {share!r}",
+            )
             return
         reading.values["rope"] = RopeSpec(float(base), _scaling(reading, key, given), float(share))
+
     return Group(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), read)
 
 
 def _scaling(reading: Reading, key: str, given: dict[str, Any]) -> dict[str, Any] | None:
     """The scaling parameters with `rope_type`, defaults filled in that depend on other fields; None for the default type."""
     kind = given.get("rope_type", given.get("type", "default"))
-    rest = {k: v for k, v in given.items() if k not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and v is not None}
+    rest = {
+        k: v
+        for k, v in given.items()
+        if k not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and v is not None
+    }
     if kind == "default" and not rest:
         return None
     required, optional = ROPE_KEYS.get(kind, ((), ()))
@@ -120,10 +152,12 @@ def _scaling(reading: Reading, key: str, given: dict[str, Any]) -> dict[str, Any
 
 def window(default: int | None) -> Group:
     """One `sliding_window` for all layers; transformers' default where the field is absent. A token sees itself and w - 1 before it."""
+
     def read(reading: Reading) -> None:
         width = reading.get("sliding_window", int, None, 1) if "sliding_window" in reading.raw else default
         if width is not None:
             reading.values["window_size"] = (width - 1, 0)
+
     return Group(("sliding_window",), read)
 
 
@@ -136,18 +170,22 @@ def _window_switched(reading: Reading) -> None:
 def _biases(reading: Reading) -> None:
     attention, mlp = reading.get("attention_bias", bool, False), reading.get("mlp_bias", bool, False)
     if attention != mlp:
-        reading.problem("attention_bias" if attention else "mlp_bias",
-                        f"attention_bias {attention} with mlp_bias {mlp} cannot be expressed: Megatron has one switch for biases of the "
-                        "attention output and the MLP together")
+        reading.problem(
+            "attention_bias" if attention else "mlp_bias",
+            f"attention_bias {attention} with mlp_bias {mlp} cannot be expressed: Megatron has one switch for biases of the "
+            "attention output and the MLP together",
+        )
     reading.values["add_bias_linear"] = bool(attention and mlp)
 
 
 def architecture(name: str) -> Group:
     """`architectures` must hold the causal language model, whose tensor names the weight table has."""
+
     def read(reading: Reading) -> None:
         given = reading.raw.get("architectures")
         if given and not (isinstance(given, list) and name in given):
             reading.problem("architectures", f"must hold {name}, whose tensors this table names")
+
     return Group(("architectures",), read)
 
 
@@ -156,18 +194,28 @@ def authors_code(name: str) -> Group:
 
     Entries of the tokenizer change no model.
     """
+
     def read(reading: Reading) -> None:
         given = reading.raw.get("auto_map") or {}
         own = (f"configuration_{name}.", f"modeling_{name}.")
-        models = [str(v) for k, v in given.items() if k == "AutoConfig" or k.startswith("AutoModel")] if isinstance(given, dict) else [""]
+        models = (
+            [str(v) for k, v in given.items() if k == "AutoConfig" or k.startswith("AutoModel")]
+            if isinstance(given, dict)
+            else [""]
+        )
         if not all(place.split("--")[-1].startswith(own) for place in models):
-            reading.problem("auto_map", "names other code than its authors', which transformers has built in: it may compute something "
-                            "else", "remove auto_map if transformers' built-in model gives the same results")
+            reading.problem(
+                "auto_map",
+                "names other code than its authors', which transformers has built in: it may compute something else",
+                "remove auto_map if transformers' built-in model gives the same results",
+            )
+
     return Group(("auto_map",), read)
 
 
 def sparse_layers(pattern: Callable[[Reading, int], list[int] | None], keys: tuple[str, ...] = ()) -> Group:
     """Experts and which layers have them; `pattern` gives 1 for each MoE layer. Without any the model is dense."""
+
     def read(reading: Reading) -> None:
         layers = reading.get("num_hidden_layers", int, 0)
         experts_key = "num_experts" if reading.raw.get("num_experts") is not None else "num_local_experts"
@@ -182,11 +230,22 @@ def sparse_layers(pattern: Callable[[Reading, int], list[int] | None], keys: tup
         if topk > experts:
             reading.problem("num_experts_per_tok", f"is more than the {experts} experts")
         if topk == 1 and not reading.values.get("moe_router_pre_softmax"):
-            reading.problem("num_experts_per_tok", "one expert a token with normalised weights gives a weight of 1 and the router no "
-                            "gradient; Megatron refuses it")
-        reading.values.setdefault("ffn_hidden_size", reading.values.get("moe_ffn_hidden_size"))  # Megatron's default is 4 x hidden
-        reading.values.update(num_moe_experts=experts, moe_router_topk=topk, moe_layer_freq=freq, moe_router_score_function="softmax",
-                              moe_router_load_balancing_type="aux_loss")
+            reading.problem(
+                "num_experts_per_tok",
+                "one expert a token with normalised weights gives a weight of 1 and the router no "
+                "gradient; Megatron refuses it",
+            )
+        reading.values.setdefault(
+            "ffn_hidden_size", reading.values.get("moe_ffn_hidden_size")
+        )  # Megatron's default is 4 x hidden
+        reading.values.update(
+            num_moe_experts=experts,
+            moe_router_topk=topk,
+            moe_layer_freq=freq,
+            moe_router_score_function="softmax",
+            moe_router_load_balancing_type="aux_loss",
+        )
+
     return Group(("num_experts", "num_local_experts", "num_experts_per_tok", *keys), read)
 
 
@@ -213,7 +272,10 @@ def _padding_token(reading: Reading) -> None:
     if token is None or size is None:
         return
     if not -size <= token < size:
-        reading.problem("pad_token_id", f"is {token}, beyond the {size} tokens of vocab_size: transformers does not build such a model")
+        reading.problem(
+            "pad_token_id",
+            f"is {token}, beyond the {size} tokens of vocab_size: transformers does not build such a model",
+        )
         return
     reading.values["padding_token"] = token % size
 
@@ -221,13 +283,17 @@ def _padding_token(reading: Reading) -> None:
 WINDOW = window(4096)
 WINDOW_SWITCHED = Group(("use_sliding_window", "sliding_window"), _window_switched)
 BIASES = Group(("attention_bias", "mlp_bias"), _biases)
-NO_ATTENTION_BIAS = MustBe("attention_bias", (False,), "Megatron has one switch for biases of the attention output and the MLP together")
+NO_ATTENTION_BIAS = MustBe(
+    "attention_bias", (False,), "Megatron has one switch for biases of the attention output and the MLP together"
+)
 NORM_TOPK = Group(("norm_topk_prob",), _norm_topk)
 SPARSE_STEP = (NORM_TOPK, sparse_layers(_sparse_step, ("decoder_sparse_step", "mlp_only_layers")))
 EXPERTS_EVERYWHERE = sparse_layers(lambda _, layers: [1] * layers)
 ROUTER: tuple[ConfigRow, ...] = (
     Row("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.001),
-    Unused(("output_router_logits",), "whether transformers returns them; the auxiliary loss follows its coefficient here"),
+    Unused(
+        ("output_router_logits",), "whether transformers returns them; the auxiliary loss follows its coefficient here"
+    ),
 )
 
 AUXILIARY_IF_ASKED = Group(("router_aux_loss_coef", "output_router_logits"), _auxiliary_if_asked)
@@ -250,23 +316,73 @@ SIZES: tuple[ConfigRow, ...] = (
 FFN = Row("intermediate_size", "ffn_hidden_size", int)
 
 IRRELEVANT: tuple[ConfigRow, ...] = (
-    Unused(("bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix"),
-           "the tokenizer says which tokens these are"),
-    Unused(("transformers_version", "_name_or_path", "_commit_hash", "unsloth_version", "unsloth_fixed"), "where the file comes from"),
-    Unused(("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_scores", "tie_last_hidden_states",
-            "torchscript", "use_bfloat16", "chunk_size_feed_forward", "is_decoder", "_attn_implementation", "attn_implementation",
-            "_attn_implementation_autoset"),
-           "how transformers runs the model, not what it computes"),
-    Unused(("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"), "of classifiers"),
-    Unused(("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams", "num_beam_groups",
-            "num_return_sequences", "early_stopping", "repetition_penalty", "length_penalty", "diversity_penalty",
-            "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
-            "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
-            "return_dict_in_generate"), "of generation"),
+    Unused(
+        ("bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix"),
+        "the tokenizer says which tokens these are",
+    ),
+    Unused(
+        ("transformers_version", "_name_or_path", "_commit_hash", "unsloth_version", "unsloth_fixed"),
+        "where the file comes from",
+    ),
+    Unused(
+        (
+            "use_cache",
+            "return_dict",
+            "output_attentions",
+            "output_hidden_states",
+            "output_scores",
+            "tie_last_hidden_states",
+            "torchscript",
+            "use_bfloat16",
+            "chunk_size_feed_forward",
+            "is_decoder",
+            "_attn_implementation",
+            "attn_implementation",
+            "_attn_implementation_autoset",
+        ),
+        "how transformers runs the model, not what it computes",
+    ),
+    Unused(
+        ("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+        "of classifiers",
+    ),
+    Unused(
+        (
+            "max_length",
+            "min_length",
+            "do_sample",
+            "temperature",
+            "top_k",
+            "top_p",
+            "typical_p",
+            "num_beams",
+            "num_beam_groups",
+            "num_return_sequences",
+            "early_stopping",
+            "repetition_penalty",
+            "length_penalty",
+            "diversity_penalty",
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+            "bad_words_ids",
+            "suppress_tokens",
+            "begin_suppress_tokens",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "remove_invalid_values",
+            "exponential_decay_length_penalty",
+            "return_dict_in_generate",
+        ),
+        "of generation",
+    ),
     MustBe("is_encoder_decoder", (False,), "decoders only"),
     MustBe("add_cross_attention", (False,), "decoders only"),
     MustBe("pruned_heads", ({},), "all heads must be there"),
     QUANTIZATION,
-    MustBe("auto_map", (), "the folder's own code may compute something else than the tables here",
-           "remove auto_map if transformers' built-in model gives the same results"),
+    MustBe(
+        "auto_map",
+        (),
+        "the folder's own code may compute something else than the tables here",
+        "remove auto_map if transformers' built-in model gives the same results",
+    ),
 )

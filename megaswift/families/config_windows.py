@@ -20,15 +20,20 @@ def every_other(_: Reading, layer: int) -> bool:
     return layer % 2 == 0
 
 
-def alternating(windowed: WindowedLayer, default: int | None, *, switched: bool = False, keys: tuple[str, ...] = ()) -> Group:
+def alternating(
+    windowed: WindowedLayer, default: int | None, *, switched: bool = False, keys: tuple[str, ...] = ()
+) -> Group:
     """Windows of `sliding_window` keys (`default` where the field is absent) by `layer_types`, else by `windowed`.
 
     With `switched` there are none unless `use_sliding_window`. `keys` are further fields that `windowed` reads.
     """
+
     def read(reading: Reading) -> None:
         layers = reading.raw.get("num_hidden_layers")
         off = switched and not reading.get("use_sliding_window", bool, False)
-        width = None if off else reading.get("sliding_window", int, None if "sliding_window" in reading.raw else default, 0)
+        width = (
+            None if off else reading.get("sliding_window", int, None if "sliding_window" in reading.raw else default, 0)
+        )
         if not isinstance(layers, int):
             return
         kinds = reading.raw.get("layer_types")
@@ -39,11 +44,15 @@ def alternating(windowed: WindowedLayer, default: int | None, *, switched: bool 
             return
         ones = [int(kind == SLIDING) for kind in kinds]
         if any(ones) and (off or not width):
-            reading.problem("layer_types", f"has {SLIDING}, but " + ("use_sliding_window is off" if off else "sliding_window is not given"))
+            reading.problem(
+                "layer_types",
+                f"has {SLIDING}, but " + ("use_sliding_window is off" if off else "sliding_window is not given"),
+            )
         elif any(ones) and width:
             reading.values["window_size"] = (width - 1, 0)
             if not all(ones):
                 reading.values["window_attn_skip_freq"] = ones
+
     return Group(("sliding_window", "layer_types", *(("use_sliding_window",) if switched else ()), *keys), read)
 
 

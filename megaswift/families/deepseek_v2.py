@@ -10,18 +10,45 @@ from megaswift.families.config_rows import MustBe
 from megaswift.families.config_tables import FFN, authors_code, rope
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("deepseek_v2", Family(
-    name="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
-    config=(
-        FFN, rope(), *LATENT,
-        routed_experts(Routing("softmax", best=1, bias=False, first_dense=0, shared=2, scaling=1.0, normalised=False, method="greedy")),
-        MustBe("scoring_func", ("softmax",), "the router's scores"),
-        MustBe("topk_method", ("greedy", "group_limited_greedy"), "how experts are chosen"),
-        MustBe("mlp_bias", (False,), "Megatron has one switch for the biases of attention and MLP, and latent attention has none"),
-        *PRETRAINING, authors_code("deepseek"),
+FAMILIES.register(
+    "deepseek_v2",
+    Family(
+        name="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        config=(
+            FFN,
+            rope(),
+            *LATENT,
+            routed_experts(
+                Routing(
+                    "softmax",
+                    best=1,
+                    bias=False,
+                    first_dense=0,
+                    shared=2,
+                    scaling=1.0,
+                    normalised=False,
+                    method="greedy",
+                )
+            ),
+            MustBe("scoring_func", ("softmax",), "the router's scores"),
+            MustBe("topk_method", ("greedy", "group_limited_greedy"), "how experts are chosen"),
+            MustBe(
+                "mlp_bias",
+                (False,),
+                "Megatron has one switch for the biases of attention and MLP, and latent attention has none",
+            ),
+            *PRETRAINING,
+            authors_code("deepseek"),
+        ),
+        weights=(
+            *EMBEDDING,
+            *LATENT_ATTENTION,
+            *dense_mlp("dense"),
+            *moe("mlp", "gate_proj", "up_proj", "down_proj"),
+            *shared_experts("shared_experts"),
+            *HEAD,
+        ),
+        fixed={"multi_latent_attention": True, "qk_layernorm": True, "latent_pairs": True},
     ),
-    weights=(*EMBEDDING, *LATENT_ATTENTION, *dense_mlp("dense"), *moe("mlp", "gate_proj", "up_proj", "down_proj"),
-             *shared_experts("shared_experts"), *HEAD),
-    fixed={"multi_latent_attention": True, "qk_layernorm": True, "latent_pairs": True},
-))
+)

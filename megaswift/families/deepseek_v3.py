@@ -10,19 +10,44 @@ from megaswift.families.config_rows import MustBe, Row
 from megaswift.families.config_tables import FFN, authors_code, rope
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("deepseek_v3", Family(
-    name="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
-    config=(
-        FFN, rope(), *LATENT, Row("rope_interleave", "latent_pairs", bool, True),
-        routed_experts(Routing("sigmoid", best=2, bias=True, first_dense=3, shared=1, scaling=2.5, normalised=True,
-                               groups=8, topk_group=4)),
-        MustBe("scoring_func", ("sigmoid",), "the router's scores"),
-        MustBe("topk_method", ("noaux_tc",), "experts are chosen by biased scores, in groups"),
-        *PRETRAINING, authors_code("deepseek"),
+FAMILIES.register(
+    "deepseek_v3",
+    Family(
+        name="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        config=(
+            FFN,
+            rope(),
+            *LATENT,
+            Row("rope_interleave", "latent_pairs", bool, True),
+            routed_experts(
+                Routing(
+                    "sigmoid",
+                    best=2,
+                    bias=True,
+                    first_dense=3,
+                    shared=1,
+                    scaling=2.5,
+                    normalised=True,
+                    groups=8,
+                    topk_group=4,
+                )
+            ),
+            MustBe("scoring_func", ("sigmoid",), "the router's scores"),
+            MustBe("topk_method", ("noaux_tc",), "experts are chosen by biased scores, in groups"),
+            *PRETRAINING,
+            authors_code("deepseek"),
+        ),
+        weights=(
+            *EMBEDDING,
+            *LATENT_ATTENTION,
+            *dense_mlp("dense"),
+            *moe("mlp", "gate_proj", "up_proj", "down_proj"),
+            EXPERT_BIAS,
+            *shared_experts("shared_experts"),
+            *HEAD,
+        ),
+        fixed={"multi_latent_attention": True, "qk_layernorm": True},
+        kept=prediction_layers,
     ),
-    weights=(*EMBEDDING, *LATENT_ATTENTION, *dense_mlp("dense"), *moe("mlp", "gate_proj", "up_proj", "down_proj"), EXPERT_BIAS,
-             *shared_experts("shared_experts"), *HEAD),
-    fixed={"multi_latent_attention": True, "qk_layernorm": True},
-    kept=prediction_layers,
-))
+)

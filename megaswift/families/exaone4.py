@@ -30,11 +30,20 @@ def _exaone_layers(reading: Reading) -> None:
 EXAONE_LAYERS = Group(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)
 
 
-FAMILIES.register("exaone4", Family(
-    name="exaone4",
-    architecture="Exaone4ForCausalLM",
-    config=(FFN, head_dim(), kv_heads(), rope(), EXAONE_LAYERS),
-    weights=(*EMBEDDING, *PROJECTIONS, *QK_NORM, *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
-             *dense_mlp(norm=""), *HEAD),
-    fixed={"qk_layernorm": True, "pre_norm": False, "post_norm": True},
-))
+FAMILIES.register(
+    "exaone4",
+    Family(
+        name="exaone4",
+        architecture="Exaone4ForCausalLM",
+        config=(FFN, head_dim(), kv_heads(), rope(), EXAONE_LAYERS),
+        weights=(
+            *EMBEDDING,
+            *PROJECTIONS,
+            *QK_NORM,
+            *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
+            *dense_mlp(norm=""),
+            *HEAD,
+        ),
+        fixed={"qk_layernorm": True, "pre_norm": False, "post_norm": True},
+    ),
+)

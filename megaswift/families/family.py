@@ -23,8 +23,15 @@ from megaswift.families.spec import Features, ModelSpec
 from megaswift.families.vision import TEXT_ONLY, has_tower
 from megaswift.registry import Registry
 
-LLAMA_LIKE: Mapping[str, Any] = MappingProxyType({
-    "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False, "hidden_dropout": 0.0})
+LLAMA_LIKE: Mapping[str, Any] = MappingProxyType(
+    {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+    }
+)
 """Megatron fields that all families here have in common."""
 
 
@@ -53,12 +60,16 @@ class Family:
     def spec(self, hf_config: Mapping[str, Any]) -> ModelSpec:
         """The model that `hf_config` describes; a WeightsError names every field that is wrong or not known."""
         if has_score(hf_config):
-            return replace(with_score(self.spec(language_model(hf_config, self.architecture))), hf_config=plain_config(hf_config))
+            return replace(
+                with_score(self.spec(language_model(hf_config, self.architecture))), hf_config=plain_config(hf_config)
+            )
         values = read_rows(self.name, self.rows, hf_config)
         values = {**LLAMA_LIKE, **self.fixed, **values}
         own = {name: values.pop(name) for name in SPEC_FIELDS}
         features = Features(**{f.name: values.pop(f.name) for f in fields(Features) if f.name in values})
-        return ModelSpec(family=self.name, transformer=values, hf_config=plain_config(hf_config), features=features, **own)
+        return ModelSpec(
+            family=self.name, transformer=values, hf_config=plain_config(hf_config), features=features, **own
+        )
 
 
 FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")
@@ -71,9 +82,17 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         raise WeightsError(replace(TEXT_ONLY, what=f"config.json, model_type {name!r}"))
     if not isinstance(name, str) or name not in FAMILIES:
         known = FAMILIES.names()
-        near, wide = nearest(str(name), known), "--engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads"
-        raise WeightsError(Problem(f"config.json, model_type {name!r}", f"is not a known model family; known are {', '.join(known)}",
-                                   f"{near} Otherwise {wide}" if near else wide))
+        near, wide = (
+            nearest(str(name), known),
+            "--engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads",
+        )
+        raise WeightsError(
+            Problem(
+                f"config.json, model_type {name!r}",
+                f"is not a known model family; known are {', '.join(known)}",
+                f"{near} Otherwise {wide}" if near else wide,
+            )
+        )
     return FAMILIES.get(name)
 
 
@@ -84,7 +103,9 @@ def read_config(directory: Path | str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise WeightsError(Problem(str(path), "does not exist", "give a folder that holds a Hugging Face model")) from None
+        raise WeightsError(
+            Problem(str(path), "does not exist", "give a folder that holds a Hugging Face model")
+        ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
     if not isinstance(config, dict):

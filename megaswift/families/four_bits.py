@@ -16,8 +16,11 @@ from megaswift.families.spec import ModelSpec
 
 BLOCK = 64
 """Inputs of a row that share a scale (QLoRA, arXiv:2305.14314)."""
-NO_DORA = Problem("--train_type qlora", "does not go with DoRA, whose lengths of rows would be those of the rounded weights",
-                  "--train_type lora, or adapters without DoRA")
+NO_DORA = Problem(
+    "--train_type qlora",
+    "does not go with DoRA, whose lengths of rows would be those of the rounded weights",
+    "--train_type lora, or adapters without DoRA",
+)
 
 
 def held(rule: Rule) -> bool:
@@ -36,26 +39,44 @@ def problems(family: Family, spec: ModelSpec, tp: int, etp: int) -> list[Problem
     """Rows, or a rank's parts of them, that are no whole number of blocks; each kind of layer once."""
     active = [rule for rule in family.weights if held(rule) and (not rule.when or getattr(spec, rule.when))]
     layers = {rule.megatron.removesuffix(WEIGHT).split(".", 3)[-1].replace(".{E}", ""): rule for rule in active}
-    return [p for name, rule in layers.items() if spec.experts or rule.scope not in ("moe", "expert")
-            if not (rule.scope == "dense" and all(spec.moe_layers)) for p in _unfit(name, rule, spec, (tp, etp))]
+    return [
+        p
+        for name, rule in layers.items()
+        if spec.experts or rule.scope not in ("moe", "expert")
+        if not (rule.scope == "dense" and all(spec.moe_layers))
+        for p in _unfit(name, rule, spec, (tp, etp))
+    ]
 
 
 def _unfit(name: str, rule: Rule, spec: ModelSpec, sizes: tuple[int, int]) -> Iterator[Problem]:
     width = _inputs(rule, spec)
     ranks, option = (sizes[1], "etp") if rule.scope == "expert" else (sizes[0], "tp")
     if width % BLOCK:
-        yield Problem("--train_type qlora", f"{name} of this model has {width} inputs, and NF4 blocks are {BLOCK} inputs of a row",
-                      "--train_type lora")
+        yield Problem(
+            "--train_type qlora",
+            f"{name} of this model has {width} inputs, and NF4 blocks are {BLOCK} inputs of a row",
+            "--train_type lora",
+        )
     elif dim_of(rule) == 1 and width % (ranks * BLOCK):
         fitting = next(n for n in range(ranks, 0, -1) if ranks % n == 0 and width % (n * BLOCK) == 0)
-        yield Problem(f"--{option} {ranks}", f"leaves {width / ranks:g} of the {width} inputs of {name} to a rank, and blocks of NF4 "
-                      f"(--train_type qlora) are {BLOCK} inputs", f"--{option} {fitting}")
+        yield Problem(
+            f"--{option} {ranks}",
+            f"leaves {width / ranks:g} of the {width} inputs of {name} to a rank, and blocks of NF4 "
+            f"(--train_type qlora) are {BLOCK} inputs",
+            f"--{option} {fitting}",
+        )
 
 
 def cannot_train(family: Family, saved: Iterable[str]) -> list[Problem]:
     """Those of the Hugging Face tensors that are to train fully that are held in four bits."""
     stuck = [hf for rule in family.weights if held(rule) for hf in rule.hf]
     patterns = [re.escape(hf).replace(r"\{L\}", r"\d+").replace(r"\{E\}", r"\d+") for hf in stuck]
-    return [Problem(f"--modules_to_save {name.removesuffix(WEIGHT)}", "is held in NF4 (--train_type qlora), which cannot train",
-                    "--target_modules for an adapter on it, or --train_type lora")
-            for name in saved if any(re.fullmatch(pattern, name) for pattern in patterns)]
+    return [
+        Problem(
+            f"--modules_to_save {name.removesuffix(WEIGHT)}",
+            "is held in NF4 (--train_type qlora), which cannot train",
+            "--target_modules for an adapter on it, or --train_type lora",
+        )
+        for name in saved
+        if any(re.fullmatch(pattern, name) for pattern in patterns)
+    ]

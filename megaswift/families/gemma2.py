@@ -9,12 +9,28 @@ from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_windows import alternating, every_other
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("gemma2", Family(
-    name="gemma2",
-    architecture="Gemma2ForCausalLM",
-    config=(FFN, head_dim(256), kv_heads(), rope(), alternating(every_other, 4096), *GEMMA, softcaps(50.0, 30.0),
-            Unused(("sliding_window_size",), "transformers' model reads sliding_window")),
-    weights=(*EMBEDDING, *ATTENTION, *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
-             *dense_mlp(norm="pre_feedforward_layernorm"), *HEAD),
-    fixed={"layernorm_zero_centered_gamma": True, "activation_func": "gelu_tanh", "post_norm": True},
-))
+FAMILIES.register(
+    "gemma2",
+    Family(
+        name="gemma2",
+        architecture="Gemma2ForCausalLM",
+        config=(
+            FFN,
+            head_dim(256),
+            kv_heads(),
+            rope(),
+            alternating(every_other, 4096),
+            *GEMMA,
+            softcaps(50.0, 30.0),
+            Unused(("sliding_window_size",), "transformers' model reads sliding_window"),
+        ),
+        weights=(
+            *EMBEDDING,
+            *ATTENTION,
+            *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
+            *dense_mlp(norm="pre_feedforward_layernorm"),
+            *HEAD,
+        ),
+        fixed={"layernorm_zero_centered_gamma": True, "activation_func": "gelu_tanh", "post_norm": True},
+    ),
+)

@@ -25,22 +25,46 @@ def _gemma3_layers(reading: Reading) -> None:
         every = reading.get("sliding_window_pattern", int, 6, 1)
         noted = raw.get("_sliding_window_pattern", every)
         if every and noted != every:
-            reading.problem("_sliding_window_pattern", f"is not what transformers reads: it takes {every} from sliding_window_pattern or "
-                            "its default", "write layer_types, or sliding_window_pattern without the underscore")
+            reading.problem(
+                "_sliding_window_pattern",
+                f"is not what transformers reads: it takes {every} from sliding_window_pattern or its default",
+                "write layer_types, or sliding_window_pattern without the underscore",
+            )
     alternating(lambda _, layer: bool((layer + 1) % (every or 6)), 4096).read(reading)
 
 
-GEMMA3_LAYERS = Group(("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"), _gemma3_layers)
+GEMMA3_LAYERS = Group(
+    ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"), _gemma3_layers
+)
 
 
-FAMILIES.register("gemma3_text", Family(
-    name="gemma3_text",
-    architecture="Gemma3ForCausalLM",
-    config=(
-        FFN, head_dim(256), kv_heads(), two_ropes(1e6, 1e4), *GEMMA, softcaps(None, None),
-        GEMMA3_LAYERS,
+FAMILIES.register(
+    "gemma3_text",
+    Family(
+        name="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        config=(
+            FFN,
+            head_dim(256),
+            kv_heads(),
+            two_ropes(1e6, 1e4),
+            *GEMMA,
+            softcaps(None, None),
+            GEMMA3_LAYERS,
+        ),
+        weights=(
+            *EMBEDDING,
+            *ATTENTION,
+            *QK_NORM,
+            *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
+            *dense_mlp(norm="pre_feedforward_layernorm"),
+            *HEAD,
+        ),
+        fixed={
+            "layernorm_zero_centered_gamma": True,
+            "activation_func": "gelu_tanh",
+            "post_norm": True,
+            "qk_layernorm": True,
+        },
     ),
-    weights=(*EMBEDDING, *ATTENTION, *QK_NORM, *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
-             *dense_mlp(norm="pre_feedforward_layernorm"), *HEAD),
-    fixed={"layernorm_zero_centered_gamma": True, "activation_func": "gelu_tanh", "post_norm": True, "qk_layernorm": True},
-))
+)

@@ -10,10 +10,19 @@ from megaswift.families.config_rows import Row
 from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("glm4", Family(
-    name="glm4",
-    architecture="Glm4ForCausalLM",
-    config=(FFN, head_dim(128), kv_heads(), rope(partial=0.5), Row("attention_bias", "add_qkv_bias", bool, True)),
-    weights=(*EMBEDDING, *ATTENTION, *post_norms("post_self_attn_layernorm", "post_mlp_layernorm"), *dense_mlp(fused=True), *HEAD),
-    fixed={"rotary_interleaved": True, "post_norm": True},
-))
+FAMILIES.register(
+    "glm4",
+    Family(
+        name="glm4",
+        architecture="Glm4ForCausalLM",
+        config=(FFN, head_dim(128), kv_heads(), rope(partial=0.5), Row("attention_bias", "add_qkv_bias", bool, True)),
+        weights=(
+            *EMBEDDING,
+            *ATTENTION,
+            *post_norms("post_self_attn_layernorm", "post_mlp_layernorm"),
+            *dense_mlp(fused=True),
+            *HEAD,
+        ),
+        fixed={"rotary_interleaved": True, "post_norm": True},
+    ),
+)

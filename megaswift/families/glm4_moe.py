@@ -8,16 +8,33 @@ from megaswift.families.config_rows import Row
 from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("glm4_moe", Family(
-    name="glm4_moe",
-    architecture="Glm4MoeForCausalLM",
-    config=(
-        FFN, head_dim(), kv_heads(), rope(partial=0.5),
-        Row("attention_bias", "add_qkv_bias", bool, False), Row("use_qk_norm", "qk_layernorm", bool, False),
-        routed_experts(Routing("sigmoid", best=2, bias=True, first_dense=1, shared=1, scaling=1.0, normalised=True)),
-        *PRETRAINING,
+FAMILIES.register(
+    "glm4_moe",
+    Family(
+        name="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        config=(
+            FFN,
+            head_dim(),
+            kv_heads(),
+            rope(partial=0.5),
+            Row("attention_bias", "add_qkv_bias", bool, False),
+            Row("use_qk_norm", "qk_layernorm", bool, False),
+            routed_experts(
+                Routing("sigmoid", best=2, bias=True, first_dense=1, shared=1, scaling=1.0, normalised=True)
+            ),
+            *PRETRAINING,
+        ),
+        weights=(
+            *EMBEDDING,
+            *ATTENTION,
+            *QK_NORM,
+            *dense_mlp("dense"),
+            *moe("mlp", "gate_proj", "up_proj", "down_proj"),
+            EXPERT_BIAS,
+            *shared_experts("shared_experts"),
+            *HEAD,
+        ),
+        kept=prediction_layers,
     ),
-    weights=(*EMBEDDING, *ATTENTION, *QK_NORM, *dense_mlp("dense"), *moe("mlp", "gate_proj", "up_proj", "down_proj"), EXPERT_BIAS,
-             *shared_experts("shared_experts"), *HEAD),
-    kept=prediction_layers,
-))
+)

@@ -16,38 +16,56 @@ ROPE = rope(150000.0)
 def _rope(reading: Reading) -> None:
     """The shared row, where scaling is given: transformers' default for this family is yarn, and nobody means that by silence."""
     if not (reading.raw.get("rope_scaling") or reading.raw.get("rope_parameters")):
-        reading.problem("rope_scaling", "is missing", "write what the model was trained with; {\"rope_type\": \"default\"} for no scaling")
+        reading.problem(
+            "rope_scaling",
+            "is missing",
+            'write what the model was trained with; {"rope_type": "default"} for no scaling',
+        )
         return
     ROPE.read(reading)
 
 
 MLP = H + "mlp."
-FAMILIES.register("gpt_oss", Family(
-    name="gpt_oss",
-    architecture="GptOssForCausalLM",
-    config=(
-        Row("intermediate_size", "moe_ffn_hidden_size", int), head_dim(64), kv_heads(), Group(ROPE.keys, _rope),
-        alternating(every_other, 128),
-        Row("swiglu_limit", "activation_func_clamp_value", float, 7.0),
-        MustBe("swiglu_alpha", (1.702,), "the constant of Megatron's quick_gelu"),
-        MustBe("attention_bias", (True,), "Megatron has one switch for all biases, and this family's experts have them"),
-        AUXILIARY_IF_ASKED,
-        EXPERTS_EVERYWHERE,
-        Unused(("experts_per_token",), "num_experts_per_tok says it"),
-        Unused(("initial_context_length",), "the scaling of the rotary embedding says it"),
+FAMILIES.register(
+    "gpt_oss",
+    Family(
+        name="gpt_oss",
+        architecture="GptOssForCausalLM",
+        config=(
+            Row("intermediate_size", "moe_ffn_hidden_size", int),
+            head_dim(64),
+            kv_heads(),
+            Group(ROPE.keys, _rope),
+            alternating(every_other, 128),
+            Row("swiglu_limit", "activation_func_clamp_value", float, 7.0),
+            MustBe("swiglu_alpha", (1.702,), "the constant of Megatron's quick_gelu"),
+            MustBe(
+                "attention_bias", (True,), "Megatron has one switch for all biases, and this family's experts have them"
+            ),
+            AUXILIARY_IF_ASKED,
+            EXPERTS_EVERYWHERE,
+            Unused(("experts_per_token",), "num_experts_per_tok says it"),
+            Unused(("initial_context_length",), "the scaling of the rotary embedding says it"),
+        ),
+        weights=(
+            *EMBEDDING,
+            *ATTENTION,
+            ColumnParallel(M + "self_attention.core_attention.softmax_offset", (A + "sinks",), ("heads",)),
+            Copy(M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"),
+            Copy(M + "mlp.router.weight", (MLP + "router.weight",), ("experts", "hidden_size"), "moe"),
+            Copy(M + "mlp.router.bias", (MLP + "router.bias",), ("experts",), "moe"),
+            Interleaved(M + "mlp.experts.{E}.linear_fc1.weight", (MLP + "experts.gate_up_proj",)),
+            Interleaved(M + "mlp.experts.{E}.linear_fc1.bias", (MLP + "experts.gate_up_proj_bias",), matrix=False),
+            StackedDown(M + "mlp.experts.{E}.linear_fc2.weight", (MLP + "experts.down_proj",)),
+            StackedCopy(M + "mlp.experts.{E}.linear_fc2.bias", (MLP + "experts.down_proj_bias",)),
+            *HEAD,
+        ),
+        fixed={
+            "add_bias_linear": True,
+            "softmax_type": "learnable",
+            "activation_func": "quick_gelu",
+            "glu_linear_offset": 1.0,
+            "moe_router_pre_softmax": False,
+        },
     ),
-    weights=(
-        *EMBEDDING, *ATTENTION,
-        ColumnParallel(M + "self_attention.core_attention.softmax_offset", (A + "sinks",), ("heads",)),
-        Copy(M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"),
-        Copy(M + "mlp.router.weight", (MLP + "router.weight",), ("experts", "hidden_size"), "moe"),
-        Copy(M + "mlp.router.bias", (MLP + "router.bias",), ("experts",), "moe"),
-        Interleaved(M + "mlp.experts.{E}.linear_fc1.weight", (MLP + "experts.gate_up_proj",)),
-        Interleaved(M + "mlp.experts.{E}.linear_fc1.bias", (MLP + "experts.gate_up_proj_bias",), matrix=False),
-        StackedDown(M + "mlp.experts.{E}.linear_fc2.weight", (MLP + "experts.down_proj",)),
-        StackedCopy(M + "mlp.experts.{E}.linear_fc2.bias", (MLP + "experts.down_proj_bias",)),
-        *HEAD,
-    ),
-    fixed={"add_bias_linear": True, "softmax_type": "learnable", "activation_func": "quick_gelu", "glu_linear_offset": 1.0,
-           "moe_router_pre_softmax": False},
-))
+)

@@ -10,24 +10,31 @@ from megaswift.families.family import FAMILIES, Family
 
 def _factor(key: str, target: str, *, inverse: bool = False) -> Group:
     """A factor above 0, 1 where absent; `inverse` where the field is the divisor."""
+
     def read(reading: Reading) -> None:
         value = reading.get(key, float, 1.0)
         if not value:
             reading.problem(key, "should be above 0")
             return
         reading.values[target] = 1.0 / value if inverse else value
+
     return Group((key,), read)
 
 
 GRANITE: tuple[ConfigRow, ...] = (
-    _factor("embedding_multiplier", "embedding_scale"), _factor("attention_multiplier", "softmax_scale"),
-    _factor("residual_multiplier", "residual_scale"), _factor("logits_scaling", "logit_scale", inverse=True),
+    _factor("embedding_multiplier", "embedding_scale"),
+    _factor("attention_multiplier", "softmax_scale"),
+    _factor("residual_multiplier", "residual_scale"),
+    _factor("logits_scaling", "logit_scale", inverse=True),
 )
 
 
-FAMILIES.register("granite", Family(
-    name="granite",
-    architecture="GraniteForCausalLM",
-    config=(FFN, head_dim(), kv_heads(required=False), rope(), BIASES, *GRANITE),
-    weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
-))
+FAMILIES.register(
+    "granite",
+    Family(
+        name="granite",
+        architecture="GraniteForCausalLM",
+        config=(FFN, head_dim(), kv_heads(required=False), rope(), BIASES, *GRANITE),
+        weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
+    ),
+)

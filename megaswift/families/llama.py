@@ -7,15 +7,22 @@ from megaswift.families.config_rows import MustBe, Unused
 from megaswift.families.config_tables import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("llama", Family(
-    name="llama",
-    architecture="LlamaForCausalLM",
-    config=(
-        FFN, head_dim(), kv_heads(required=False), rope(), BIASES,
-        MustBe("pretraining_tp", (1,), "other values ask for another order of summation"),
-        Unused(("max_sequence_length",), "max_position_embeddings says it"),
-        MustBe("rope_interleaved", (False,), "transformers' model rotates the two halves of a head"),
-        Unused(("is_llama_config", "transformers.js_config"), "for other programs: SmolLM2's folders have them"),
+FAMILIES.register(
+    "llama",
+    Family(
+        name="llama",
+        architecture="LlamaForCausalLM",
+        config=(
+            FFN,
+            head_dim(),
+            kv_heads(required=False),
+            rope(),
+            BIASES,
+            MustBe("pretraining_tp", (1,), "other values ask for another order of summation"),
+            Unused(("max_sequence_length",), "max_position_embeddings says it"),
+            MustBe("rope_interleaved", (False,), "transformers' model rotates the two halves of a head"),
+            Unused(("is_llama_config", "transformers.js_config"), "for other programs: SmolLM2's folders have them"),
+        ),
+        weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
     ),
-    weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
-))
+)

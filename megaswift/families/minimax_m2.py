@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe
 from megaswift.families.config_rows import Group, MustBe, Reading, Row, Unused
-from megaswift.families.config_tables import AUXILIARY_IF_ASKED, EXPERTS_EVERYWHERE, authors_code, head_dim, kv_heads, rope
+from megaswift.families.config_tables import (
+    AUXILIARY_IF_ASKED,
+    EXPERTS_EVERYWHERE,
+    authors_code,
+    head_dim,
+    kv_heads,
+    rope,
+)
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import Copy
 
@@ -24,7 +31,9 @@ def _router(reading: Reading) -> None:
     if reading.raw.get("scoring_func") not in (None, "sigmoid"):
         reading.problem("scoring_func", "must be 'sigmoid': transformers' model computes nothing else")
     if reading.values.get("num_moe_experts"):
-        reading.values.update(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0)
+        reading.values.update(
+            moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0
+        )
 
 
 def _all_full(reading: Reading) -> None:
@@ -33,26 +42,59 @@ def _all_full(reading: Reading) -> None:
 
 
 BETAS = ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta")
-FAMILIES.register("minimax_m2", Family(
-    name="minimax_m2",
-    architecture="MiniMaxM2ForCausalLM",
-    config=(
-        Row("intermediate_size", "moe_ffn_hidden_size", int), head_dim(128), kv_heads(), Group((*ROPE.keys, "rotary_dim"), _rope),
-        AUXILIARY_IF_ASKED, EXPERTS_EVERYWHERE, authors_code("minimax_m2"),
-        Group(("scoring_func",), _router), Group(("attn_type_list",), _all_full),
-        MustBe("use_routing_bias", (True,), "transformers' model has the bias"),
-        MustBe("use_qk_norm", (True,), "transformers' model has the norms"),
-        MustBe("qk_norm_type", ("per_layer",), "transformers' model normalises all heads together"),
-        MustBe("router_jitter_noise", (0,), "transformers puts the noise on the experts' inputs too, Megatron on the router's only"),
-        MustBe("shared_intermediate_size", (0,), "transformers' model has no shared expert"),
-        MustBe("sliding_window", (), "transformers' model has no windows"),
-        *(MustBe(name, (1,), "transformers' model adds residuals unscaled") for name in BETAS),
-        Unused(("shared_moe_mode", "mlp_intermediate_size"), "of shared experts and dense layers, which the model does not have"),
-        Unused(("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), "the released folders hold no such layers"),
+FAMILIES.register(
+    "minimax_m2",
+    Family(
+        name="minimax_m2",
+        architecture="MiniMaxM2ForCausalLM",
+        config=(
+            Row("intermediate_size", "moe_ffn_hidden_size", int),
+            head_dim(128),
+            kv_heads(),
+            Group((*ROPE.keys, "rotary_dim"), _rope),
+            AUXILIARY_IF_ASKED,
+            EXPERTS_EVERYWHERE,
+            authors_code("minimax_m2"),
+            Group(("scoring_func",), _router),
+            Group(("attn_type_list",), _all_full),
+            MustBe("use_routing_bias", (True,), "transformers' model has the bias"),
+            MustBe("use_qk_norm", (True,), "transformers' model has the norms"),
+            MustBe("qk_norm_type", ("per_layer",), "transformers' model normalises all heads together"),
+            MustBe(
+                "router_jitter_noise",
+                (0,),
+                "transformers puts the noise on the experts' inputs too, Megatron on the router's only",
+            ),
+            MustBe("shared_intermediate_size", (0,), "transformers' model has no shared expert"),
+            MustBe("sliding_window", (), "transformers' model has no windows"),
+            *(MustBe(name, (1,), "transformers' model adds residuals unscaled") for name in BETAS),
+            Unused(
+                ("shared_moe_mode", "mlp_intermediate_size"),
+                "of shared experts and dense layers, which the model does not have",
+            ),
+            Unused(
+                ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), "the released folders hold no such layers"
+            ),
+        ),
+        weights=(
+            *EMBEDDING,
+            *ATTENTION,
+            *QK_NORM_WIDE,
+            *moe("block_sparse_moe", "w1", "w3", "w2"),
+            Copy(
+                M + "mlp.router.expert_bias",
+                (H + "block_sparse_moe.e_score_correction_bias",),
+                ("experts",),
+                "moe",
+                buffer=True,
+            ),
+            *HEAD,
+        ),
+        fixed={
+            "qk_layernorm": True,
+            "qk_norm_width": "all",
+            "moe_router_pre_softmax": False,
+            "router_normalised": True,
+        },
     ),
-    weights=(
-        *EMBEDDING, *ATTENTION, *QK_NORM_WIDE, *moe("block_sparse_moe", "w1", "w3", "w2"),
-        Copy(M + "mlp.router.expert_bias", (H + "block_sparse_moe.e_score_correction_bias",), ("experts",), "moe", buffer=True), *HEAD,
-    ),
-    fixed={"qk_layernorm": True, "qk_norm_width": "all", "moe_router_pre_softmax": False, "router_normalised": True},
-))
+)

@@ -6,9 +6,12 @@ from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
 from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("mistral", Family(
-    name="mistral",
-    architecture="MistralForCausalLM",
-    config=(FFN, head_dim(), kv_heads(), rope(), window(4096)),
-    weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
-))
+FAMILIES.register(
+    "mistral",
+    Family(
+        name="mistral",
+        architecture="MistralForCausalLM",
+        config=(FFN, head_dim(), kv_heads(), rope(), window(4096)),
+        weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
+    ),
+)

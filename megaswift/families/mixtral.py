@@ -7,14 +7,26 @@ from megaswift.families.config_rows import MustBe, Row
 from megaswift.families.config_tables import EXPERTS_EVERYWHERE, ROUTER, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("mixtral", Family(
-    name="mixtral",
-    architecture="MixtralForCausalLM",
-    config=(
-        Row("intermediate_size", "moe_ffn_hidden_size", int), head_dim(), kv_heads(), rope(1e6), window(None), *ROUTER,
-        EXPERTS_EVERYWHERE,
-        MustBe("router_jitter_noise", (0,), "transformers puts the noise on the experts' inputs too, Megatron on the router's only"),
+FAMILIES.register(
+    "mixtral",
+    Family(
+        name="mixtral",
+        architecture="MixtralForCausalLM",
+        config=(
+            Row("intermediate_size", "moe_ffn_hidden_size", int),
+            head_dim(),
+            kv_heads(),
+            rope(1e6),
+            window(None),
+            *ROUTER,
+            EXPERTS_EVERYWHERE,
+            MustBe(
+                "router_jitter_noise",
+                (0,),
+                "transformers puts the noise on the experts' inputs too, Megatron on the router's only",
+            ),
+        ),
+        weights=(*EMBEDDING, *ATTENTION, *moe("block_sparse_moe", "w1", "w3", "w2"), *HEAD),
+        fixed={"moe_router_pre_softmax": False},
     ),
-    weights=(*EMBEDDING, *ATTENTION, *moe("block_sparse_moe", "w1", "w3", "w2"), *HEAD),
-    fixed={"moe_router_pre_softmax": False},
-))
+)

@@ -22,8 +22,17 @@ from megaswift.families.family import read_config
 from megaswift.families.vision import has_tower
 
 CONFIG_FILES = (
-    "config.json", "generation_config.json", "*processor_config.json", "chat_template.json", "*.jinja", "tokenizer*",
-    "special_tokens_map.json", "vocab.*", "merges.txt", "*.model")
+    "config.json",
+    "generation_config.json",
+    "*processor_config.json",
+    "chat_template.json",
+    "*.jinja",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+)
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 SILENT = ("hf", "model", "checkpoints")
 """Folders whose names do not tell one model from another."""
@@ -73,8 +82,13 @@ def _folder(path: Path, name: str) -> Path:
     if checkpoint is not None and (checkpoint.model / "config.json").is_file():
         return checkpoint.model
     if checkpoint is not None:
-        raise WeightsError(Problem(f"--model {name}", f"is a checkpoint without {checkpoint.model / 'config.json'}",
-                                   "a checkpoint of this version, or the run's export (the folder hf)"))
+        raise WeightsError(
+            Problem(
+                f"--model {name}",
+                f"is a checkpoint without {checkpoint.model / 'config.json'}",
+                "a checkpoint of this version, or the run's export (the folder hf)",
+            )
+        )
     for adapter in (path, path / "adapter"):
         if (adapter / ADAPTERS).is_file():
             raise WeightsError(no_model(f"--model {name}", adapter))
@@ -85,24 +99,41 @@ def _fetch(model: Named, name: str, patterns: tuple[str, ...]) -> Path:
     """A snapshot from the hub; the library's own cache and locks keep ranks from fetching twice."""
     package = "huggingface_hub" if model.use_hf else "modelscope"
     if importlib.util.find_spec(package) is None:
-        raise WeightsError(Problem(f"--model {name}", f"no such folder, and {package} is not installed", f"pip install {package}"))
+        raise WeightsError(
+            Problem(f"--model {name}", f"no such folder, and {package} is not installed", f"pip install {package}")
+        )
     try:
         if model.use_hf:
             from huggingface_hub import snapshot_download
+
             return Path(snapshot_download(name, revision=model.model_revision, allow_patterns=list(patterns)))
         from modelscope import snapshot_download as from_modelscope
+
         return Path(from_modelscope(name, revision=model.model_revision, allow_patterns=list(patterns)))
-    except (OSError, ValueError, RuntimeError) as error:  # what the hubs' clients raise: not found, no access, no network
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # what the hubs' clients raise: not found, no access, no network
         hub = "Hugging Face" if model.use_hf else "ModelScope"
-        raise WeightsError(Problem(f"--model {name}", f"no such folder here, and {hub} did not give it ({first_line(error)})",
-                                   "the path of a local folder, or a machine that reaches the hub")) from None
+        raise WeightsError(
+            Problem(
+                f"--model {name}",
+                f"no such folder here, and {hub} did not give it ({first_line(error)})",
+                "the path of a local folder, or a machine that reaches the hub",
+            )
+        ) from None
 
 
 def missing_files(folder: Path, random_init: bool) -> list[Problem]:
     """What a run needs and `folder` lacks; only names are looked at, so this is quick on any disk."""
     problems = []
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        problems.append(Problem(str(folder), "has no tokenizer (tokenizer.json)", "copy the model's tokenizer files beside config.json"))
+        problems.append(
+            Problem(
+                str(folder), "has no tokenizer (tokenizer.json)", "copy the model's tokenizer files beside config.json"
+            )
+        )
     if random_init:
         return problems
     if (checkpoint := find_checkpoint(folder)) is not None:
@@ -113,7 +144,10 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
         try:
             wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, AttributeError) as error:
-            return [*problems, Problem(str(index), f"is no index of shards ({type(error).__name__})", "fetch the model again")]
+            return [
+                *problems,
+                Problem(str(index), f"is no index of shards ({type(error).__name__})", "fetch the model again"),
+            ]
         absent = sorted(name for name in wanted if not (folder / name).is_file())
         if absent:
             rule = f"lacks {len(absent)} of {len(wanted)} shards: {', '.join(absent[:3])}"

@@ -6,11 +6,20 @@ from megaswift.families.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM_WIDE
 from megaswift.families.config_tables import FFN, NO_ATTENTION_BIAS, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("olmo2", Family(
-    name="olmo2",
-    architecture="Olmo2ForCausalLM",
-    config=(FFN, head_dim(), kv_heads(required=False), rope(), NO_ATTENTION_BIAS),
-    weights=(*EMBEDDING, *PROJECTIONS, *QK_NORM_WIDE, *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
-             *dense_mlp(norm=""), *HEAD),
-    fixed={"qk_layernorm": True, "qk_norm_width": "all", "pre_norm": False, "post_norm": True},
-))
+FAMILIES.register(
+    "olmo2",
+    Family(
+        name="olmo2",
+        architecture="Olmo2ForCausalLM",
+        config=(FFN, head_dim(), kv_heads(required=False), rope(), NO_ATTENTION_BIAS),
+        weights=(
+            *EMBEDDING,
+            *PROJECTIONS,
+            *QK_NORM_WIDE,
+            *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
+            *dense_mlp(norm=""),
+            *HEAD,
+        ),
+        fixed={"qk_layernorm": True, "qk_norm_width": "all", "pre_norm": False, "post_norm": True},
+    ),
+)

@@ -11,11 +11,27 @@ from megaswift.families.config_tables import FFN, NO_ATTENTION_BIAS, head_dim, k
 from megaswift.families.config_windows import alternating
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("olmo3", Family(
-    name="olmo3",
-    architecture="Olmo3ForCausalLM",
-    config=(FFN, head_dim(), kv_heads(required=False), two_ropes(5e5, 5e5), alternating(windowed_but_every(4), 4096), NO_ATTENTION_BIAS),
-    weights=(*EMBEDDING, *PROJECTIONS, *QK_NORM_WIDE, *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
-             *dense_mlp(norm=""), *HEAD),
-    fixed={"qk_layernorm": True, "qk_norm_width": "all", "pre_norm": False, "post_norm": True},
-))
+FAMILIES.register(
+    "olmo3",
+    Family(
+        name="olmo3",
+        architecture="Olmo3ForCausalLM",
+        config=(
+            FFN,
+            head_dim(),
+            kv_heads(required=False),
+            two_ropes(5e5, 5e5),
+            alternating(windowed_but_every(4), 4096),
+            NO_ATTENTION_BIAS,
+        ),
+        weights=(
+            *EMBEDDING,
+            *PROJECTIONS,
+            *QK_NORM_WIDE,
+            *post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
+            *dense_mlp(norm=""),
+            *HEAD,
+        ),
+        fixed={"qk_layernorm": True, "qk_norm_width": "all", "pre_norm": False, "post_norm": True},
+    ),
+)

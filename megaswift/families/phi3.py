@@ -29,12 +29,25 @@ def _longrope(reading: Reading) -> None:
         _PARTIAL.read(reading)
         return
     head = {k: v for k, v in given.items() if k in ("rope_theta", "partial_rotary_factor")}
-    plain = Reading(reading.family, {**{k: v for k, v in raw.items() if k not in ("rope_scaling", "rope_parameters")}, key: head},
-                    reading.problems, reading.values)
+    plain = Reading(
+        reading.family,
+        {**{k: v for k, v in raw.items() if k not in ("rope_scaling", "rope_parameters")}, key: head},
+        reading.problems,
+        reading.values,
+    )
     _PARTIAL.read(plain)
     original = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or 4096
-    known = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "factor", "attention_factor",
-             "short_factor", "long_factor")
+    known = (
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        "factor",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    )
     for name in given:
         if name not in known:
             reading.problem(key, f"{name} is not a parameter of rope type {kind!r}")
@@ -50,15 +63,26 @@ def _longrope(reading: Reading) -> None:
 
 LONGROPE = Group((*_PARTIAL.keys, "original_max_position_embeddings"), _longrope)
 
-FAMILIES.register("phi3", Family(
-    name="phi3",
-    architecture="Phi3ForCausalLM",
-    config=(
-        FFN, head_dim(), kv_heads(required=False), LONGROPE, window(None), authors_code("phi3"),
-        Row("resid_pdrop", "hidden_dropout", float, 0.0),
-        MustBe("embd_pdrop", (0,), "transformers' model does not apply it"),
-        MustBe("attention_bias", (False,), NO_BIAS), MustBe("mlp_bias", (False,), NO_BIAS), MustBe("lm_head_bias", (False,), NO_BIAS),
-        MustBe("full_attn_mod", (1,), SAME), MustBe("interpolate_factor", (1,), SAME),
+FAMILIES.register(
+    "phi3",
+    Family(
+        name="phi3",
+        architecture="Phi3ForCausalLM",
+        config=(
+            FFN,
+            head_dim(),
+            kv_heads(required=False),
+            LONGROPE,
+            window(None),
+            authors_code("phi3"),
+            Row("resid_pdrop", "hidden_dropout", float, 0.0),
+            MustBe("embd_pdrop", (0,), "transformers' model does not apply it"),
+            MustBe("attention_bias", (False,), NO_BIAS),
+            MustBe("mlp_bias", (False,), NO_BIAS),
+            MustBe("lm_head_bias", (False,), NO_BIAS),
+            MustBe("full_attn_mod", (1,), SAME),
+            MustBe("interpolate_factor", (1,), SAME),
+        ),
+        weights=(*EMBEDDING, *FUSED_ATTENTION, *dense_mlp(fused=True), *HEAD),
     ),
-    weights=(*EMBEDDING, *FUSED_ATTENTION, *dense_mlp(fused=True), *HEAD),
-))
+)

@@ -87,7 +87,9 @@ def projections(family: Family, spec: ModelSpec) -> Iterator[Projection]:
             if rule.stacked:
                 yield _of_stack(rule, spec, _name(name, layer, expert), (megatron, expert))
             elif name.endswith(WEIGHT) and len(shape) == 2:
-                yield Projection(_name(name, layer, expert).removesuffix(WEIGHT), megatron, source, (shape[0], shape[1]))
+                yield Projection(
+                    _name(name, layer, expert).removesuffix(WEIGHT), megatron, source, (shape[0], shape[1])
+                )
 
 
 def _of_stack(rule: Rule, spec: ModelSpec, stack: str, where: tuple[str, int | None]) -> Projection:
@@ -116,7 +118,10 @@ def select(family: Family, spec: ModelSpec, names: Sequence[str], parameters: Se
     modules, stacks = [p for p in known if not p.stack], [p for p in known if p.stack]
     chosen: dict[str, Projection] = {}
     problems = [] if names or parameters else [Problem("--target_modules none", "leaves nothing to adapt", ALL)]
-    for option, name, among in [*(("modules", n, modules) for n in names), *(("parameters", n, stacks) for n in parameters)]:
+    for option, name, among in [
+        *(("modules", n, modules) for n in names),
+        *(("parameters", n, stacks) for n in parameters),
+    ]:
         try:
             found = among if (option, name) == ("modules", ALL) else [p for p in among if _matches(name, p.names)]
         except re.error as error:
@@ -124,7 +129,9 @@ def select(family: Family, spec: ModelSpec, names: Sequence[str], parameters: Se
             continue
         chosen.update({p.module: p for p in found})
         if not found:
-            problems.append(_no_target(name, known, family, spec) if option == "modules" else _no_parameter(name, known))
+            problems.append(
+                _no_target(name, known, family, spec) if option == "modules" else _no_parameter(name, known)
+            )
     if problems:
         raise ConfigError(problems)
     return [p for p in known if p.module in chosen]
@@ -133,8 +140,10 @@ def select(family: Family, spec: ModelSpec, names: Sequence[str], parameters: Se
 def without_dora(chosen: Sequence[Projection], label: str) -> list[Problem]:
     """What keeps DoRA from these projections: PEFT refuses it for parameters, and transformers keeps the experts of all families so."""
     experts = list(dict.fromkeys(p.leaf for p in chosen if ".experts." in p.megatron))
-    rule = ("is not there for experts (PEFT has DoRA for modules, transformers keeps experts in stacked parameters), and "
-            f"{', '.join(experts)} of experts are among the targets")
+    rule = (
+        "is not there for experts (PEFT has DoRA for modules, transformers keeps experts in stacked parameters), and "
+        f"{', '.join(experts)} of experts are among the targets"
+    )
     return [Problem(label, rule, "--target_modules for attention alone, or plain LoRA")] if experts else []
 
 
@@ -142,7 +151,9 @@ def _no_parameter(name: str, known: Sequence[Projection]) -> Problem:
     what, ends = f"--target_parameters {name}", list(dict.fromkeys(end_of(p.stack) for p in known if p.stack))
     if ends:
         close = nearest(name, [*ends, *(end.rsplit(".", 1)[-1] for end in ends)])
-        return Problem(what, "matches no experts that share a parameter", f"{close or ends[0]}; there are {', '.join(ends)}")
+        return Problem(
+            what, "matches no experts that share a parameter", f"{close or ends[0]}; there are {', '.join(ends)}"
+        )
     modules = list(dict.fromkeys(p.leaf for p in known if ".experts." in p.megatron))
     rule = "is for experts that share one parameter in the model's files; "
     if not modules:
@@ -165,9 +176,17 @@ def _no_target(name: str, known: Sequence[Projection], family: Family, spec: Mod
         modules = [_name(hf, layer, expert).removesuffix(WEIGHT) for hf in rule.hf]
         if any(m == name or m.endswith("." + name) for m in modules) and not adaptable(rule):
             why = "is no projection of its own, so it cannot carry an adapter"
-            return Problem(f"--target_modules {name}", why, f"--modules_to_save {name} to train it fully, or one of {', '.join(leaves)}")
+            return Problem(
+                f"--target_modules {name}",
+                why,
+                f"--modules_to_save {name} to train it fully, or one of {', '.join(leaves)}",
+            )
     close = nearest(name.rsplit(".", 1)[-1], leaves)
-    return Problem(f"--target_modules {name}", "matches no linear layer of this model", f"{close or ALL}; there are {', '.join(leaves)}")
+    return Problem(
+        f"--target_modules {name}",
+        "matches no linear layer of this model",
+        f"{close or ALL}; there are {', '.join(leaves)}",
+    )
 
 
 def saved(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
@@ -182,10 +201,21 @@ def saved(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
         if not found:
             leaves = list(dict.fromkeys(m.rsplit(".", 1)[-1] for m in modules))
             close = nearest(name, leaves)
-            problems.append(Problem(f"--modules_to_save {name}", "matches no module of this model", close or f"one of {', '.join(leaves)}"))
+            problems.append(
+                Problem(
+                    f"--modules_to_save {name}",
+                    "matches no module of this model",
+                    close or f"one of {', '.join(leaves)}",
+                )
+            )
         elif spec.tied and any(m in _TIED for m in found):
-            problems.append(Problem(f"--modules_to_save {name}", "is tied to the output layer, and PEFT saves tied weights apart",
-                                    "leave it out"))
+            problems.append(
+                Problem(
+                    f"--modules_to_save {name}",
+                    "is tied to the output layer, and PEFT saves tied weights apart",
+                    "leave it out",
+                )
+            )
     problems += in_part(family, spec, chosen)
     if problems:
         raise ConfigError(problems)
@@ -199,8 +229,11 @@ def in_part(family: Family, spec: ModelSpec, chosen: Collection[str]) -> Iterato
         inside, outside = [n for n in names if n in chosen], [n for n in names if n not in chosen]
         if (inside and outside) or (inside and rule.stacked):
             others = ", ".join(n.removesuffix(WEIGHT).rsplit(".", 1)[-1] for n in outside) or "all experts"
-            yield Problem(f"--modules_to_save {inside[0].removesuffix(WEIGHT)}", f"is one parameter with {others} in Megatron",
-                          f"its target_{'parameters' if rule.stacked else 'modules'} entry: an adapter of high rank")
+            yield Problem(
+                f"--modules_to_save {inside[0].removesuffix(WEIGHT)}",
+                f"is one parameter with {others} in Megatron",
+                f"its target_{'parameters' if rule.stacked else 'modules'} entry: an adapter of high rank",
+            )
             return
 
 

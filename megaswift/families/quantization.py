@@ -25,8 +25,18 @@ REASONS = {
 HF_BLOCK = (128, 128)
 """transformers' `weight_block_size` where the field is absent."""
 KNOWN = {
-    "fp8": ("quant_method", "fmt", "weight_block_size", "activation_scheme", "modules_to_not_convert", "ignored_layers",
-            "modules_to_convert", "scale_fmt", "expert_dtype", "dequantize"),
+    "fp8": (
+        "quant_method",
+        "fmt",
+        "weight_block_size",
+        "activation_scheme",
+        "modules_to_not_convert",
+        "ignored_layers",
+        "modules_to_convert",
+        "scale_fmt",
+        "expert_dtype",
+        "dequantize",
+    ),
     "mxfp4": ("quant_method", "modules_to_not_convert", "dequantize"),
 }
 """quant_method -> the fields whose meaning is known. Which tensors are quantised is read off the tensors, not off module lists."""
@@ -69,20 +79,33 @@ def problem_of(config: Mapping[str, Any]) -> tuple[str, str] | None:
     method = given["quant_method"]
     if method not in KNOWN:
         reason = REASONS.get(method, "its format is not known here")
-        return f"these are quantized weights; fp8 with block scales and mxfp4 are read, {method} is not: {reason}", UNQUANTISED
+        return (
+            f"these are quantized weights; fp8 with block scales and mxfp4 are read, {method} is not: {reason}",
+            UNQUANTISED,
+        )
     unknown = sorted(set(given) - set(KNOWN[method]))
     if unknown:
-        return f"{method} has no field {', '.join(unknown)} that is known here, so it may change what the weights mean", UNQUANTISED
+        return (
+            f"{method} has no field {', '.join(unknown)} that is known here, so it may change what the weights mean",
+            UNQUANTISED,
+        )
     return _fp8_problem(given) if method == "fp8" else None
 
 
 def _fp8_problem(given: Mapping[str, Any]) -> tuple[str, str] | None:
     block = given.get("weight_block_size", HF_BLOCK)
-    size = [x for x in block if isinstance(x, int) and not isinstance(x, bool) and x > 0] if isinstance(block, list | tuple) else []
+    size = (
+        [x for x in block if isinstance(x, int) and not isinstance(x, bool) and x > 0]
+        if isinstance(block, list | tuple)
+        else []
+    )
     if block is not None and (len(size) != 2 or len(block) != 2):
         return f"weight_block_size should be two sizes, or null for one scale a tensor, not {block!r}", "[128, 128]"
-    for name, allowed in (("fmt", (None, "e4m3", "float8_e4m3fn")), ("scale_fmt", (None, "float", "ue8m0")),
-                          ("expert_dtype", (None, "fp8"))):
+    for name, allowed in (
+        ("fmt", (None, "e4m3", "float8_e4m3fn")),
+        ("scale_fmt", (None, "float", "ue8m0")),
+        ("expert_dtype", (None, "fp8")),
+    ):
         if given.get(name) not in allowed:
             return f"{name} {given[name]!r} cannot be read; {' or '.join(a for a in allowed if a)} can", UNQUANTISED
     return None

@@ -8,10 +8,20 @@ from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_windows import WINDOW_BY_LAYER
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("qwen2", Family(
-    name="qwen2",
-    architecture="Qwen2ForCausalLM",
-    config=(FFN, head_dim(), kv_heads(), rope(), WINDOW_BY_LAYER, MustBe("use_mrope", (False,), "of vision models")),
-    weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
-    fixed={"add_qkv_bias": True},
-))
+FAMILIES.register(
+    "qwen2",
+    Family(
+        name="qwen2",
+        architecture="Qwen2ForCausalLM",
+        config=(
+            FFN,
+            head_dim(),
+            kv_heads(),
+            rope(),
+            WINDOW_BY_LAYER,
+            MustBe("use_mrope", (False,), "of vision models"),
+        ),
+        weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
+        fixed={"add_qkv_bias": True},
+    ),
+)

@@ -14,20 +14,37 @@ def _windowed(reading: Reading, layer: int) -> bool:
     return every_other(reading, layer) and layer < (reading.get("max_window_layers", int, 28) or 0)
 
 
-FAMILIES.register("qwen2_moe", Family(
-    name="qwen2_moe",
-    architecture="Qwen2MoeForCausalLM",
-    config=(
-        FFN, head_dim(), kv_heads(), rope(), alternating(_windowed, 4096, switched=True, keys=("max_window_layers",)),
-        Row("qkv_bias", "add_qkv_bias", bool, True),
-        Row("moe_intermediate_size", "moe_ffn_hidden_size", int),
-        Row("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", int), *ROUTER, *SPARSE_STEP,
+FAMILIES.register(
+    "qwen2_moe",
+    Family(
+        name="qwen2_moe",
+        architecture="Qwen2MoeForCausalLM",
+        config=(
+            FFN,
+            head_dim(),
+            kv_heads(),
+            rope(),
+            alternating(_windowed, 4096, switched=True, keys=("max_window_layers",)),
+            Row("qkv_bias", "add_qkv_bias", bool, True),
+            Row("moe_intermediate_size", "moe_ffn_hidden_size", int),
+            Row("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", int),
+            *ROUTER,
+            *SPARSE_STEP,
+        ),
+        weights=(
+            *EMBEDDING,
+            *ATTENTION,
+            *dense_mlp("dense"),
+            *moe("mlp", "gate_proj", "up_proj", "down_proj"),
+            *shared_experts("shared_expert"),
+            Copy(
+                M + "mlp.shared_experts.gate_weight",
+                (H + "mlp.shared_expert_gate.weight",),
+                ("one", "hidden_size"),
+                "moe",
+            ),
+            *HEAD,
+        ),
+        fixed={"moe_shared_expert_gate": True},
     ),
-    weights=(
-        *EMBEDDING, *ATTENTION, *dense_mlp("dense"), *moe("mlp", "gate_proj", "up_proj", "down_proj"),
-        *shared_experts("shared_expert"),
-        Copy(M + "mlp.shared_experts.gate_weight", (H + "mlp.shared_expert_gate.weight",), ("one", "hidden_size"), "moe"),
-        *HEAD,
-    ),
-    fixed={"moe_shared_expert_gate": True},
-))
+)

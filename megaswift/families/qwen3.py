@@ -7,10 +7,13 @@ from megaswift.families.config_tables import FFN, NO_ATTENTION_BIAS, head_dim, k
 from megaswift.families.config_windows import WINDOW_BY_LAYER
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("qwen3", Family(
-    name="qwen3",
-    architecture="Qwen3ForCausalLM",
-    config=(FFN, head_dim(128), kv_heads(), rope(), WINDOW_BY_LAYER, NO_ATTENTION_BIAS),
-    weights=(*EMBEDDING, *ATTENTION, *QK_NORM, *dense_mlp(), *HEAD),
-    fixed={"qk_layernorm": True},
-))
+FAMILIES.register(
+    "qwen3",
+    Family(
+        name="qwen3",
+        architecture="Qwen3ForCausalLM",
+        config=(FFN, head_dim(128), kv_heads(), rope(), WINDOW_BY_LAYER, NO_ATTENTION_BIAS),
+        weights=(*EMBEDDING, *ATTENTION, *QK_NORM, *dense_mlp(), *HEAD),
+        fixed={"qk_layernorm": True},
+    ),
+)

@@ -4,17 +4,43 @@ from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, moe
 from megaswift.families.config_rows import Row, Unused
-from megaswift.families.config_tables import FFN, NO_ATTENTION_BIAS, ROUTER, SPARSE_STEP, WINDOW_SWITCHED, head_dim, kv_heads, rope
+from megaswift.families.config_tables import (
+    FFN,
+    NO_ATTENTION_BIAS,
+    ROUTER,
+    SPARSE_STEP,
+    WINDOW_SWITCHED,
+    head_dim,
+    kv_heads,
+    rope,
+)
 from megaswift.families.family import FAMILIES, Family
 
-FAMILIES.register("qwen3_moe", Family(
-    name="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
-    config=(
-        FFN, head_dim(), kv_heads(), rope(), WINDOW_SWITCHED, NO_ATTENTION_BIAS,
-        Row("moe_intermediate_size", "moe_ffn_hidden_size", int), *ROUTER, *SPARSE_STEP,
-        Unused(("max_window_layers",), "transformers' model windows all layers or none"),
+FAMILIES.register(
+    "qwen3_moe",
+    Family(
+        name="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        config=(
+            FFN,
+            head_dim(),
+            kv_heads(),
+            rope(),
+            WINDOW_SWITCHED,
+            NO_ATTENTION_BIAS,
+            Row("moe_intermediate_size", "moe_ffn_hidden_size", int),
+            *ROUTER,
+            *SPARSE_STEP,
+            Unused(("max_window_layers",), "transformers' model windows all layers or none"),
+        ),
+        weights=(
+            *EMBEDDING,
+            *ATTENTION,
+            *QK_NORM,
+            *dense_mlp("dense"),
+            *moe("mlp", "gate_proj", "up_proj", "down_proj"),
+            *HEAD,
+        ),
+        fixed={"qk_layernorm": True},
     ),
-    weights=(*EMBEDDING, *ATTENTION, *QK_NORM, *dense_mlp("dense"), *moe("mlp", "gate_proj", "up_proj", "down_proj"), *HEAD),
-    fixed={"qk_layernorm": True},
-))
+)

@@ -54,7 +54,7 @@ class Piece:
 
     def shape(self, hf: tuple[int, ...], dim: int) -> tuple[int, ...]:
         """Shape of this part of a parameter, from the HF tensor's."""
-        inner = list(hf[len(self.at):])
+        inner = list(hf[len(self.at) :])
         if self.transposed:
             inner.reverse()
         inner[dim] = self.length

@@ -51,5 +51,7 @@ class Fused:
     def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
         """Those of the parts, as rows of the one tensor."""
         first = [0, *accumulate(s[0] for s in self.parts.shapes(spec))]
-        return [replace(p, source=0, start=first[p.source] + p.start, stop=first[p.source] + p.stop)
-                for p in self.parts.pieces(spec, cut)]
+        return [
+            replace(p, source=0, start=first[p.source] + p.start, stop=first[p.source] + p.stop)
+            for p in self.parts.pieces(spec, cut)
+        ]

@@ -22,8 +22,13 @@ def has_score(config: Mapping[str, Any]) -> bool:
         return False
     labels = len(config.get("id2label") or {}) or config.get("num_labels", 2)
     if labels != 1:
-        raise WeightsError(Problem("config.json", f"is of a classifier with {labels} labels; a reward model has one",
-                                   "num_labels=1, or the language model itself"))
+        raise WeightsError(
+            Problem(
+                "config.json",
+                f"is of a classifier with {labels} labels; a reward model has one",
+                "num_labels=1, or the language model itself",
+            )
+        )
     return True
 
 
@@ -31,7 +36,11 @@ def score_problems(flag: str, config: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with a model that is to score texts."""
     if has_score(config):
         return []
-    return [Problem(flag, "is no reward model: its config.json names no ...ForSequenceClassification", "megaswift rm trains one")]
+    return [
+        Problem(
+            flag, "is no reward model: its config.json names no ...ForSequenceClassification", "megaswift rm trains one"
+        )
+    ]
 
 
 def language_model(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:

@@ -10,25 +10,37 @@ from megaswift.families.family import FAMILIES, Family
 
 def _seed_biases(reading: Reading) -> None:
     """Biases on query, key and value; those of attention's output and of the MLP go together in Megatron, and bring these along."""
-    inner, out, mlp = (reading.get(key, bool, default) for key, default in (
-        ("attention_bias", True), ("attention_out_bias", False), ("mlp_bias", False)))
+    inner, out, mlp = (
+        reading.get(key, bool, default)
+        for key, default in (("attention_bias", True), ("attention_out_bias", False), ("mlp_bias", False))
+    )
     if out != mlp or (out and not inner):
-        reading.problem("attention_out_bias" if out else "mlp_bias",
-                        f"attention_bias {inner}, attention_out_bias {out}, mlp_bias {mlp} cannot be expressed: Megatron has one switch "
-                        "for biases of all linear layers, and one for those of query, key and value alone")
+        reading.problem(
+            "attention_out_bias" if out else "mlp_bias",
+            f"attention_bias {inner}, attention_out_bias {out}, mlp_bias {mlp} cannot be expressed: Megatron has one switch "
+            "for biases of all linear layers, and one for those of query, key and value alone",
+        )
     reading.values.update(add_qkv_bias=bool(inner), add_bias_linear=bool(out and mlp))
 
 
 SEED_BIASES = Group(("attention_bias", "attention_out_bias", "mlp_bias"), _seed_biases)
 
 
-FAMILIES.register("seed_oss", Family(
-    name="seed_oss",
-    architecture="SeedOssForCausalLM",
-    config=(
-        FFN, head_dim(128), kv_heads(), rope(), SEED_BIASES,
-        Row("residual_dropout", "hidden_dropout", float, 0.1), Row("attention_dropout", "attention_dropout", float, 0.1),
-        MustBe("pretraining_tp", (1,), "other values ask for another order of summation"),
+FAMILIES.register(
+    "seed_oss",
+    Family(
+        name="seed_oss",
+        architecture="SeedOssForCausalLM",
+        config=(
+            FFN,
+            head_dim(128),
+            kv_heads(),
+            rope(),
+            SEED_BIASES,
+            Row("residual_dropout", "hidden_dropout", float, 0.1),
+            Row("attention_dropout", "attention_dropout", float, 0.1),
+            MustBe("pretraining_tp", (1,), "other values ask for another order of summation"),
+        ),
+        weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
     ),
-    weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
-))
+)

@@ -13,8 +13,12 @@ from megaswift.errors import Problem
 from megaswift.families.quantization import FIELD
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel", "accelerate"), "compressed-tensors": ("compressed_tensors",),
-    "bitsandbytes": ("bitsandbytes", "accelerate"), "fp8": ("accelerate",), "mxfp4": ("accelerate",),
+    "gptq": ("gptqmodel", "optimum"),
+    "awq": ("gptqmodel", "accelerate"),
+    "compressed-tensors": ("compressed_tensors",),
+    "bitsandbytes": ("bitsandbytes", "accelerate"),
+    "fp8": ("accelerate",),
+    "mxfp4": ("accelerate",),
 }
 """quant_method -> what transformers needs to load it (imported names)."""
 DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")
@@ -54,7 +58,13 @@ def missing(packages: tuple[str, ...], what: str) -> list[Problem]:
     lacking = [_PIP.get(p, p) for p in packages if importlib.util.find_spec(p) is None]
     if not lacking:
         return []
-    return [Problem(what, f"needs the package{'s' * (len(lacking) > 1)} {' and '.join(lacking)}", f"pip install {' '.join(lacking)}")]
+    return [
+        Problem(
+            what,
+            f"needs the package{'s' * (len(lacking) > 1)} {' and '.join(lacking)}",
+            f"pip install {' '.join(lacking)}",
+        )
+    ]
 
 
 def quantization_packages(config: Mapping[str, Any], label: str) -> list[Problem]:
@@ -73,13 +83,28 @@ def problems(config: Mapping[str, Any], label: str, train_type: str, bits: int |
         return [Problem(what, f"can be trained over {', '.join(PACKAGES)}", PLAIN)]
     found = quantization_packages(config, label)
     if train_type == "full":
-        fix = "--engine megatron, which trains them dequantised, or --train_type lora" if method in _NATIVE else "--train_type lora"
-        found.append(Problem("--train_type full", f"needs plain weights, and {label} has them quantised ({method})", fix))
+        fix = (
+            "--engine megatron, which trains them dequantised, or --train_type lora"
+            if method in _NATIVE
+            else "--train_type lora"
+        )
+        found.append(
+            Problem("--train_type full", f"needs plain weights, and {label} has them quantised ({method})", fix)
+        )
     if bits is not None and train_type != "full":
         given = "--train_type qlora" if train_type == "qlora" else f"--quantization_bit {bits}"
-        fix = "--engine megatron, whose qlora reads them" if method in _NATIVE else "--train_type lora without it: they are quantised"
+        fix = (
+            "--engine megatron, whose qlora reads them"
+            if method in _NATIVE
+            else "--train_type lora without it: they are quantised"
+        )
         found.append(Problem(given, f"would quantise again what is quantised already ({method})", fix))
     if merge:
-        found.append(Problem("--merge_lora true", f"adds adapters to plain weights, and {label} has them quantised ({method})",
-                             "leave it out; OUT/adapter goes with the model as it is"))
+        found.append(
+            Problem(
+                "--merge_lora true",
+                f"adds adapters to plain weights, and {label} has them quantised ({method})",
+                "leave it out; OUT/adapter goes with the model as it is",
+            )
+        )
     return found

@@ -37,9 +37,12 @@ SMOLLM3: tuple[ConfigRow, ...] = (
 )
 
 
-FAMILIES.register("smollm3", Family(
-    name="smollm3",
-    architecture="SmolLM3ForCausalLM",
-    config=(FFN, head_dim(), kv_heads(), rope(2e6), BIASES, *SMOLLM3),
-    weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
-))
+FAMILIES.register(
+    "smollm3",
+    Family(
+        name="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        config=(FFN, head_dim(), kv_heads(), rope(2e6), BIASES, *SMOLLM3),
+        weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
+    ),
+)

@@ -196,7 +196,9 @@ class ModelSpec:
     @property
     def moe_layers(self) -> tuple[bool, ...]:
         """For each layer whether it is a MoE layer."""
-        return tuple(bool(x) for x in self.transformer["moe_layer_freq"]) if self.experts else (False,) * self.num_layers
+        return (
+            tuple(bool(x) for x in self.transformer["moe_layer_freq"]) if self.experts else (False,) * self.num_layers
+        )
 
     @property
     def untied(self) -> bool:
@@ -233,5 +235,11 @@ class ModelSpec:
         transformer = dict(values["transformer"])
         if transformer.get("window_size") is not None:
             transformer["window_size"] = tuple(transformer["window_size"])
-        return cls(**{**values, "transformer": transformer, "rope": RopeSpec(**values["rope"]),
-                      "features": Features.from_dict(values["features"])})
+        return cls(
+            **{
+                **values,
+                "transformer": transformer,
+                "rope": RopeSpec(**values["rope"]),
+                "features": Features.from_dict(values["features"]),
+            }
+        )

@@ -7,9 +7,12 @@ from typing import Any
 
 from megaswift.errors import Problem
 
-TEXT_ONLY = Problem("", "holds a vision tower around its language model, and Megatron-Core spreads language models alone here",
-                    "--engine ddp, fsdp2 or zero2, which train it whole; or a folder with its language model alone "
-                    "(Gemma3ForCausalLM, model_type gemma3_text)")
+TEXT_ONLY = Problem(
+    "",
+    "holds a vision tower around its language model, and Megatron-Core spreads language models alone here",
+    "--engine ddp, fsdp2 or zero2, which train it whole; or a folder with its language model alone "
+    "(Gemma3ForCausalLM, model_type gemma3_text)",
+)
 
 
 def has_tower(hf_config: Mapping[str, Any]) -> bool:

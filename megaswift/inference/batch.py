@@ -46,11 +46,18 @@ class Journal:
             owner = lines[0]["run"] if lines else dict(self.run)
             found = {int(line["row"]): line["answer"] for line in lines[1:]}
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(Problem(str(self.path), "is no file of an interrupted run", "remove it, or another --result_path")) from None
+            raise ConfigError(
+                Problem(str(self.path), "is no file of an interrupted run", "remove it, or another --result_path")
+            ) from None
         other = sorted(k for k in {*owner, *self.run} if owner.get(k) != self.run.get(k))
         if other:
-            raise ConfigError(Problem(str(self.path), f"was begun by a run with another {', '.join(other)}",
-                                      "the same options to go on, or remove it to start anew"))
+            raise ConfigError(
+                Problem(
+                    str(self.path),
+                    f"was begun by a run with another {', '.join(other)}",
+                    "the same options to go on, or remove it to start anew",
+                )
+            )
         if len(whole) < len(raw):
             os.truncate(self.path, len(whole))
         return found
@@ -71,10 +78,16 @@ def journal(cfg: InferConfig, folder: Path) -> Journal:
         data = hashlib.file_digest(file, "sha256").hexdigest()
     newest = max((p.stat().st_mtime_ns for p in folder.iterdir() if p.is_file()), default=0)
     w, p = cfg.weights, cfg.placement
-    run = {"model": [str(folder.resolve()), newest], "adapters": w.adapters, "torch_dtype": w.torch_dtype, "dataset": data,
-           "quantization_bit": p.quantization_bit, "generation": json.loads(json.dumps(asdict(cfg.generation))),
-           "conversation": asdict(cfg.conversation),
-           "file": {k: v for k, v in asdict(cfg.file).items() if k not in ("dataset", "result_path")}}
+    run = {
+        "model": [str(folder.resolve()), newest],
+        "adapters": w.adapters,
+        "torch_dtype": w.torch_dtype,
+        "dataset": data,
+        "quantization_bit": p.quantization_bit,
+        "generation": json.loads(json.dumps(asdict(cfg.generation))),
+        "conversation": asdict(cfg.conversation),
+        "file": {k: v for k, v in asdict(cfg.file).items() if k not in ("dataset", "result_path")},
+    }
     path = Path(cfg.file.result_path)
     return Journal(path.with_name(path.name + ".partial"), run)
 
@@ -98,7 +111,9 @@ class FileRun:
     def run(self, make: Callable[[], Generator]) -> Path:
         """Answers all rows that have none yet; the result file. `make` loads the model, if a row is left."""
         done = self.kept.read()
-        left = [b for b in batches(self.rows, self.cfg.file.per_device_eval_batch_size) if any(i not in done for i in b)]
+        left = [
+            b for b in batches(self.rows, self.cfg.file.per_device_eval_batch_size) if any(i not in done for i in b)
+        ]
         if done:
             log.info(f"{len(done)} of {len(self.rows)} rows are answered in {self.kept.path}; going on")
         if left:
@@ -106,7 +121,9 @@ class FileRun:
             with self.kept.open() as file:
                 for batch in left:
                     self._append(file, batch, self._answers(generator, batch), done)
-                    log.info(f"{len(done)} of {len(self.rows)} rows, {(len(done) - before) / (time.monotonic() - began):.2f} rows/s")
+                    log.info(
+                        f"{len(done)} of {len(self.rows)} rows, {(len(done) - before) / (time.monotonic() - began):.2f} rows/s"
+                    )
         return self._finish(done)
 
     def _answers(self, generator: Generator, batch: Sequence[int]) -> list[dict[str, Any]]:
@@ -123,7 +140,9 @@ class FileRun:
         except PromptError as error:  # an image that changed or went since it was looked at
             raise DataError(Problem(f"{self.cfg.file.dataset}:{row.line}", str(error))) from None
 
-    def _append(self, file: TextIO, batch: Sequence[int], answers: Sequence[dict[str, Any]], done: dict[int, dict[str, Any]]) -> None:
+    def _append(
+        self, file: TextIO, batch: Sequence[int], answers: Sequence[dict[str, Any]], done: dict[int, dict[str, Any]]
+    ) -> None:
         for i, answer in zip(batch, answers, strict=True):
             if i not in done:
                 done[i] = answer

@@ -22,7 +22,9 @@ from megaswift.inference.token_choice import Draws, choose
 class Batch:
     """Rows that grow together, each a prompt with its seed."""
 
-    def __init__(self, model: Any, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int]) -> None:
+    def __init__(
+        self, model: Any, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int]
+    ) -> None:
         self.model, self.sampling, self.device = model, sampling, model.device
         self.draws = Draws(seeds, self.device) if sampling.temperature else None
         unique = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
@@ -36,14 +38,18 @@ class Batch:
         self.mask = torch.ones(len(prompts), room, dtype=torch.bool, device=self.device) if room else None
         """[rows, columns]: False where a prompt is padded; None where none is."""
         if self.mask is not None:
-            self.mask[:, :self.width] = torch.arange(self.width, device=self.device) >= self.width - self.lengths[:, None]
+            self.mask[:, : self.width] = (
+                torch.arange(self.width, device=self.device) >= self.width - self.lengths[:, None]
+            )
         self.seen: Tensor | None = None
         """[rows, V]: tokens of prompt and completion, where they are penalised."""
         self.unique = list(unique)
 
     def read(self) -> Tensor:
         """Reads the prompts; logits [rows, V] of the first token."""
-        ids = torch.tensor([[0] * (self.width - len(p)) + list(p) for p in self.unique], device=self.device)  # [prompts, width]
+        ids = torch.tensor(
+            [[0] * (self.width - len(p)) + list(p) for p in self.unique], device=self.device
+        )  # [prompts, width]
         lengths = torch.tensor([len(p) for p in self.unique], device=self.device)
         columns = torch.arange(self.width, device=self.device)
         positions = (columns - (self.width - lengths[:, None])).clamp(min=0)
@@ -60,14 +66,21 @@ class Batch:
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, **how: Any) -> Tensor:
         """Logits [b, V] of the last position."""
-        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True, **how)
+        out = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **how,
+        )
         return out.logits[:, -1]
 
     def feed(self, tokens: Tensor, step: int) -> Tensor:
         """Takes the tokens [rows] of a step; logits [rows, V] of the next."""
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
-        mask = None if self.mask is None else self.mask[:, :self.width + step + 1]
+        mask = None if self.mask is None else self.mask[:, : self.width + step + 1]
         return self._forward(tokens[:, None], mask, (self.lengths + step)[:, None])
 
     def keep(self, rows: Tensor) -> None:
@@ -76,13 +89,15 @@ class Batch:
         self.lengths = self.lengths[rows]
         self.mask = None if self.mask is None else self.mask[rows]
         self.seen = None if self.seen is None else self.seen[rows]
-        if self.mask is not None and bool(self.mask[:, :self.width].all()):
+        if self.mask is not None and bool(self.mask[:, : self.width].all()):
             self.mask = None
         if self.draws is not None:
             self.draws.keep(rows)
 
 
-def decode(model: Any, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+def decode(
+    model: Any, prompts: Sequence[tuple[int, ...]], sampling: Sampling, seeds: Sequence[int]
+) -> list[Completion]:
     """The completions of one batch, in order."""
     batch = Batch(model, prompts, sampling, seeds)
     steps, count = sampling.max_tokens, len(prompts)
@@ -117,16 +132,23 @@ def decode(model: Any, prompts: Sequence[tuple[int, ...]], sampling: Sampling, s
 
 
 def _completions(
-        tokens: Sequence[Tensor], logprobs: Sequence[Tensor], rows: Sequence[Tensor], ended: tuple[Tensor, Tensor]) -> list[Completion]:
+    tokens: Sequence[Tensor], logprobs: Sequence[Tensor], rows: Sequence[Tensor], ended: tuple[Tensor, Tensor]
+) -> list[Completion]:
     """From steps to rows; what came after a row's end is cut."""
     ends, finished = (t.tolist() for t in ended)
     ids: list[list[int]] = [[] for _ in ends]
     told: list[list[float]] = [[] for _ in ends]
-    for row, token, logprob in zip(torch.cat(list(rows)).tolist(), torch.cat(list(tokens)).tolist(),
-                                   torch.cat(list(logprobs)).tolist(), strict=True):
+    for row, token, logprob in zip(
+        torch.cat(list(rows)).tolist(),
+        torch.cat(list(tokens)).tolist(),
+        torch.cat(list(logprobs)).tolist(),
+        strict=True,
+    ):
         if len(ids[row]) < ends[row]:
             ids[row].append(token)
             told[row].append(logprob)
     if any(not abs(value) < float("inf") for row in told for value in row):
-        raise UserError(Problem("sampling", "the model's logits are not finite", "look at the step before: its loss and grad_norm"))
+        raise UserError(
+            Problem("sampling", "the model's logits are not finite", "look at the step before: its loss and grad_norm")
+        )
     return [Completion(tuple(i), tuple(t), bool(f)) for i, t, f in zip(ids, told, finished, strict=True)]

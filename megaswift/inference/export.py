@@ -23,7 +23,9 @@ def quantise(weights: WeightsOptions, bits: int, target: Path, max_shard_size: s
         copy_side_files(prepared.folder, stage)
         stage.rename(target)
     except OSError as error:
-        raise CheckpointError(Problem(str(target), f"cannot be written: {error}", "free space, or another --output_dir")) from None
+        raise CheckpointError(
+            Problem(str(target), f"cannot be written: {error}", "free space, or another --output_dir")
+        ) from None
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     return target
@@ -33,5 +35,10 @@ def _save(model: Any, bits: int, stage: Path, max_shard_size: str) -> None:
     try:
         model.save_pretrained(stage, max_shard_size=max_shard_size)
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        raise ConfigError(Problem(f"--quantization_bit {bits}", f"transformers cannot save it on this device: {first_line(error)}",
-                                  "a machine with a GPU, or quantise when loading: --quantization_bit of infer and deploy")) from None
+        raise ConfigError(
+            Problem(
+                f"--quantization_bit {bits}",
+                f"transformers cannot save it on this device: {first_line(error)}",
+                "a machine with a GPU, or quantise when loading: --quantization_bit of infer and deploy",
+            )
+        ) from None

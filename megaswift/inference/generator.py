@@ -95,16 +95,30 @@ def sampling_of(options: GenerationOptions, own: Any, seed: int | None = None) -
     if temperature == 0:
         given = [n for n in ("top_p", "top_k") if getattr(options, n) is not None]
         if given:
-            raise ConfigError([Problem(f"--{n} {getattr(options, n)}", "would be ignored: this model takes the likeliest token unless told "
-                                       "otherwise", "--temperature 0.7") for n in given])
+            raise ConfigError(
+                [
+                    Problem(
+                        f"--{n} {getattr(options, n)}",
+                        "would be ignored: this model takes the likeliest token unless told otherwise",
+                        "--temperature 0.7",
+                    )
+                    for n in given
+                ]
+            )
+
     def either(name: str, off: float) -> Any:
         value = getattr(options, name)
         value = getattr(own, name, None) if value is None else value
         return off if value is None else value
 
     drawn = {"top_p": either("top_p", 1.0), "top_k": either("top_k", 0)} if temperature else {}
-    return Sampling(float(temperature), repetition_penalty=either("repetition_penalty", 1.0), num_beams=either("num_beams", 1),
-                    seed=options.seed if seed is None else seed, **drawn)
+    return Sampling(
+        float(temperature),
+        repetition_penalty=either("repetition_penalty", 1.0),
+        num_beams=either("num_beams", 1),
+        seed=options.seed if seed is None else seed,
+        **drawn,
+    )
 
 
 @dataclass
@@ -143,14 +157,14 @@ class _Row:
             self._cut(len(self.stream.text))
         if text and self.request.listener is not None:
             self.request.begun = True
-            self.request.listener(text, self.logprobs[self.told:])
+            self.request.listener(text, self.logprobs[self.told :])
             self.told = len(self.logprobs)
 
     def _cut(self, length: int) -> None:
         """Forget tokens that belong to the stop text."""
         if self.stream is not None and self.stream.stopped:
             keep = sum(start < length for start in self.starts)
-            del self.logprobs[max(keep, self.told):]
+            del self.logprobs[max(keep, self.told) :]
 
     def completion(self, tokenizer: Any, ends: frozenset[int]) -> Completion:
         """The whole answer."""
@@ -189,9 +203,12 @@ class _Watch:
         own = scores.gather(1, chosen.to(scores.device)[:, None])[:, 0].tolist()
         top = scores.topk(max(1, *wanted), dim=-1)
         values, tokens = top.values.tolist(), top.indices.tolist()
-        return [None if (n := row.request.logprobs) is None
-                else TokenLogprob(token, own[i], tuple(zip(tokens[i][:n], values[i][:n], strict=True)))
-                for i, (row, token) in enumerate(zip(self.rows, chosen.tolist(), strict=True))]
+        return [
+            None
+            if (n := row.request.logprobs) is None
+            else TokenLogprob(token, own[i], tuple(zip(tokens[i][:n], values[i][:n], strict=True)))
+            for i, (row, token) in enumerate(zip(self.rows, chosen.tolist(), strict=True))
+        ]
 
 
 def _unlike(requests: Sequence[Request]) -> tuple[Request, Request]:
@@ -225,8 +242,10 @@ class Generator:
             first, second = (self._inputs([r]) for r in pair)
             self._tried[shown] = agree(self.model, self._inputs(pair), (first, second), self.pad)
             if not self._tried[shown]:
-                log.info(f"this model answers prompts of several lengths{' with images' * shown} otherwise together than alone: "
-                         "one after the other, then")
+                log.info(
+                    f"this model answers prompts of several lengths{' with images' * shown} otherwise together than alone: "
+                    "one after the other, then"
+                )
         return self._tried[shown]
 
     def _inputs(self, requests: Sequence[Request]) -> dict[str, Tensor]:
@@ -238,8 +257,12 @@ class Generator:
         seen = [(i, r.pictures) for i, r in enumerate(requests) if r.pictures is not None]
         pieces = [Piece(i, rows[i][0], len(rows[i][1]), p.inputs) for i, p in seen]
         towers = joined(pieces, seen[0][1].kinds, (len(requests), width)) if seen else {}
-        return {"input_ids": torch.tensor(ids, device=self.device), "attention_mask": torch.tensor(mask, device=self.device)} | {
-            name: t.to(self.device, self._inner.dtype if t.is_floating_point() else None) for name, t in towers.items()}
+        return {
+            "input_ids": torch.tensor(ids, device=self.device),
+            "attention_mask": torch.tensor(mask, device=self.device),
+        } | {
+            name: t.to(self.device, self._inner.dtype if t.is_floating_point() else None) for name, t in towers.items()
+        }
 
     @property
     def _inner(self) -> Any:
@@ -251,7 +274,9 @@ class Generator:
         if not self._together(requests):
             return [completion for request in requests for completion in self.generate([request], sampling)]
         live = any(r.listener is not None or r.stop for r in requests)
-        rows = [_Row(r, TextStream(self.tokenizer, r.stop) if live or r.logprobs is not None else None) for r in requests]
+        rows = [
+            _Row(r, TextStream(self.tokenizer, r.stop) if live or r.logprobs is not None else None) for r in requests
+        ]
         watch = _Watch(rows, self.ends)
         inputs = self._inputs(requests)
         if sampling.seed is not None:
@@ -263,18 +288,28 @@ class Generator:
             with torch.inference_mode():
                 out = self.model.generate(**inputs, generation_config=self._config(requests, sampling), **how)
         except torch.OutOfMemoryError as error:
-            raise UserError(Problem("memory of the GPU", str(error).splitlines()[0],
-                                    "fewer answers at a time, fewer --max_new_tokens, or less --max_memory for this GPU")) from None
+            raise UserError(
+                Problem(
+                    "memory of the GPU",
+                    str(error).splitlines()[0],
+                    "fewer answers at a time, fewer --max_new_tokens, or less --max_memory for this GPU",
+                )
+            ) from None
         except ValueError as error:
             if all(r.pictures is None for r in requests):
                 raise
-            raise UserError(Problem("images", f"the model refuses what its processor made of them ({first_line(error)})",
-                                    "a chat template with a place for each image")) from None
+            raise UserError(
+                Problem(
+                    "images",
+                    f"the model refuses what its processor made of them ({first_line(error)})",
+                    "a chat template with a place for each image",
+                )
+            ) from None
         finally:
             if hook is not None:
                 hook.remove()
         if beams:
-            self._take_all(rows, out[:, inputs["input_ids"].shape[1]:].tolist())
+            self._take_all(rows, out[:, inputs["input_ids"].shape[1] :].tolist())
         return [row.completion(self.tokenizer, self.ends) for row in rows]
 
     def _take_all(self, rows: Sequence[_Row], answers: Sequence[Sequence[int]]) -> None:
@@ -287,7 +322,17 @@ class Generator:
     def _config(self, requests: Sequence[Request], sampling: Sampling) -> Any:
         from transformers import GenerationConfig
 
-        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k} if sampling.temperature else {}
+        drawn = (
+            {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+            if sampling.temperature
+            else {}
+        )
         return GenerationConfig(
-            max_new_tokens=max(r.max_new_tokens for r in requests), do_sample=sampling.temperature > 0, num_beams=sampling.num_beams,
-            repetition_penalty=sampling.repetition_penalty, pad_token_id=self.pad, eos_token_id=sorted(self.ends) or None, **drawn)
+            max_new_tokens=max(r.max_new_tokens for r in requests),
+            do_sample=sampling.temperature > 0,
+            num_beams=sampling.num_beams,
+            repetition_penalty=sampling.repetition_penalty,
+            pad_token_id=self.pad,
+            eos_token_id=sorted(self.ends) or None,
+            **drawn,
+        )

@@ -55,7 +55,9 @@ class Incoming:
         self.of_name: dict[str, Piece] = {name: piece for piece in found for _, name in piece.stored}
         tied = {name: first for name, first in self.first.items() if name != first}
         """A tied parameter's other names, by which a file may also hold it."""
-        self.of_name |= {name: Piece(((name, name),), first) for name, first in tied.items() if name not in self.of_name}
+        self.of_name |= {
+            name: Piece(((name, name),), first) for name, first in tied.items() if name not in self.of_name
+        }
         self.wanted = {piece.target for piece in self.of_name.values()}
 
     def _targets(self) -> dict[str, Tensor]:
@@ -70,7 +72,9 @@ class Incoming:
         for name, tensor in weights:
             piece = self.of_name.get(name)
             if piece is None:
-                raise _problem("the model has no", [name], "the folder of the model that is trained, for the sampler too")
+                raise _problem(
+                    "the model has no", [name], "the folder of the model that is trained, for the sampler too"
+                )
             if len(piece.stored) == 1 and piece.conversion is None:
                 self._copy(targets, filled, piece.target, tensor)
                 continue
@@ -80,14 +84,20 @@ class Incoming:
                 for target, made in piece.convert(self.model, waiting.pop(piece.target)).items():
                     self._copy(targets, filled, target, made)
                 filled.add(piece.target)
-        lacking = [name for name, piece in self.of_name.items() if piece.target not in filled and self.first.get(name, name) == name]
+        lacking = [
+            name
+            for name, piece in self.of_name.items()
+            if piece.target not in filled and self.first.get(name, name) == name
+        ]
         if lacking:
             raise _problem(f"lack {len(lacking)} of {len(self.of_name)} tensors:", sorted(lacking))
 
     def _copy(self, targets: dict[str, Tensor], filled: set[str], name: str, tensor: Tensor) -> None:
         target = targets[name]
         if target.shape != tensor.shape:
-            raise _problem(f"have another shape than the model ({list(tensor.shape)}, not {list(target.shape)}):", [name])
+            raise _problem(
+                f"have another shape than the model ({list(tensor.shape)}, not {list(target.shape)}):", [name]
+            )
         if name in filled and not torch.equal(target, tensor.to(target)):
             raise _problem("bring two values for a parameter that the model ties:", [name])
         target.copy_(tensor)
@@ -109,7 +119,9 @@ class IncomingAdapters:
             self._add(folder)
         tensors = load_file(folder / TENSORS)
         if other := sorted(tensors.keys() ^ self.own.keys()):
-            raise _problem(f"{'lack' if other[0] in self.own else 'bring too much:'} adapters", other, "--rollout_lora false")
+            raise _problem(
+                f"{'lack' if other[0] in self.own else 'bring too much:'} adapters", other, "--rollout_lora false"
+            )
         for name, tensor in tensors.items():
             self.own[name].copy_(tensor)
 
@@ -120,4 +132,8 @@ class IncomingAdapters:
         with torch.random.fork_rng():  # PEFT draws what `fill` overwrites
             inject_adapter_in_model(LoraConfig.from_pretrained(folder), self.model, NAME)
         self.model.eval().requires_grad_(False)
-        self.own = {PREFIX + name.replace(f".{NAME}.", "."): p for name, p in self.model.named_parameters() if f".{NAME}." in name}
+        self.own = {
+            PREFIX + name.replace(f".{NAME}.", "."): p
+            for name, p in self.model.named_parameters()
+            if f".{NAME}." in name
+        }

@@ -77,7 +77,11 @@ def _told(what: str) -> Iterator[None]:
     try:
         yield
     except REFUSALS as error:
-        fix = "--trust_remote_code true, if you trust the model's authors with this machine" if "trust_remote_code" in str(error) else ""
+        fix = (
+            "--trust_remote_code true, if you trust the model's authors with this machine"
+            if "trust_remote_code" in str(error)
+            else ""
+        )
         raise WeightsError(Problem(what, f"transformers cannot load it: {first_line(error)}", fix)) from None
 
 
@@ -120,7 +124,9 @@ def _reader(folder: Path, options: WeightsOptions, chat_template: str | None) ->
         made = read_processor(folder, options.trust_remote_code, chat_template)
         return made if made.tokenizer.chat_template and made.kinds else "the model has no chat template to put them in"
     except (UserError, RowError) as error:
-        return first_line(error) if isinstance(error, RowError) else f"{error.problems[0].what} {error.problems[0].rule}"
+        return (
+            first_line(error) if isinstance(error, RowError) else f"{error.problems[0].what} {error.problems[0].rule}"
+        )
 
 
 def _writes(config: Any, flag: str) -> None:
@@ -128,8 +134,13 @@ def _writes(config: Any, flag: str) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
     if config.model_type in MASKED and not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False:
-        raise WeightsError(Problem(flag, f"is an encoder ({config.model_type}), which sees the tokens behind a token and writes no text",
-                                   'a model that writes text; "is_decoder": true in config.json of an encoder that was trained to'))
+        raise WeightsError(
+            Problem(
+                flag,
+                f"is an encoder ({config.model_type}), which sees the tokens behind a token and writes no text",
+                'a model that writes text; "is_decoder": true in config.json of an encoder that was trained to',
+            )
+        )
 
 
 def _dtype(prepared: Prepared) -> torch.dtype:
@@ -144,7 +155,9 @@ def _auto(prepared: Prepared) -> Any:
     """transformers' class of models that answer; a vision-language model is asked by text alone."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM if getattr(prepared.config, "vision_config", None) is None else AutoModelForImageTextToText
+    return (
+        AutoModelForCausalLM if getattr(prepared.config, "vision_config", None) is None else AutoModelForImageTextToText
+    )
 
 
 def _skeleton(prepared: Prepared, how: Mapping[str, Any]) -> Any:
@@ -170,18 +183,38 @@ def place(prepared: Prepared, options: PlacementOptions, model: Any) -> DeviceMa
         count = log.amount(len(on_disk), "module")
         what = f"no device has room for {count}" if isinstance(asked, str) else f"puts {count} on the disk"
         names = ", ".join([*on_disk[:3], *["..."] * (len(on_disk) > 3)])
-        raise ConfigError(Problem(flag, f"{what}: {names}",
-                                  "--offload_folder DIR to read them from disk in every step, a larger --max_memory, or "
-                                  "--quantization_bit 4"))
+        raise ConfigError(
+            Problem(
+                flag,
+                f"{what}: {names}",
+                "--offload_folder DIR to read them from disk in every step, a larger --max_memory, or "
+                "--quantization_bit 4",
+            )
+        )
     if len(on_disk) == len(placed):
-        raise ConfigError(Problem(flag, "puts the whole model on the disk, and its layers have to be computed somewhere",
-                                  "a larger --max_memory"))
+        raise ConfigError(
+            Problem(
+                flag,
+                "puts the whole model on the disk, and its layers have to be computed somewhere",
+                "a larger --max_memory",
+            )
+        )
     if on_disk and options.quantization_bit is not None:
-        raise ConfigError(Problem(f"--quantization_bit {options.quantization_bit}", "does not go with weights on disk",
-                                  "a larger --max_memory, or no --quantization_bit"))
+        raise ConfigError(
+            Problem(
+                f"--quantization_bit {options.quantization_bit}",
+                "does not go with weights on disk",
+                "a larger --max_memory, or no --quantization_bit",
+            )
+        )
     if on_disk and prepared.options.merge_adapters:
-        raise ConfigError(Problem("--merge_adapters", "does not go with weights on disk",
-                                  "leave it out, or megaswift export --merge_lora true first"))
+        raise ConfigError(
+            Problem(
+                "--merge_adapters",
+                "does not go with weights on disk",
+                "leave it out, or megaswift export --merge_lora true first",
+            )
+        )
     return placed
 
 
@@ -191,7 +224,11 @@ def _quantisation(prepared: Prepared, bits: int | None, dtype: torch.dtype) -> d
     stored = getattr(prepared.config, "quantization_config", None)
     if stored is not None:
         method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", "")
-        raise ConfigError(Problem(f"--quantization_bit {bits}", f"the model's weights are quantised already ({method})", "leave it out"))
+        raise ConfigError(
+            Problem(
+                f"--quantization_bit {bits}", f"the model's weights are quantised already ({method})", "leave it out"
+            )
+        )
     return {"quantization_config": bits_and_bytes(bits, dtype)}
 
 
@@ -229,7 +266,12 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
     quantised = _quantisation(prepared, options.quantization_bit, dtype)
     skeleton = _skeleton(prepared, how)
     placed = place(prepared, options, skeleton)
-    how |= {**quantised, "device_map": placed, "trust_remote_code": prepared.options.trust_remote_code, "output_loading_info": True}
+    how |= {
+        **quantised,
+        "device_map": placed,
+        "trust_remote_code": prepared.options.trust_remote_code,
+        "output_loading_info": True,
+    }
     if DISK in placed.values():
         how["offload_folder"] = options.offload_folder
     checkpoint = find_checkpoint(prepared.folder)
@@ -240,12 +282,16 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
             source, lock = open_checkpoint(checkpoint), threading.Lock()
             weights = {name: _Lazy(source, name, lock) for name in source.names()}
             loaded = type(skeleton).from_pretrained(None, config=prepared.config, state_dict=weights, **how)
-            loaded[0].generation_config = prepared.generation  # from_pretrained looks for it beside files of weights only
+            loaded[
+                0
+            ].generation_config = prepared.generation  # from_pretrained looks for it beside files of weights only
     model, told = loaded
     lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
-        raise WeightsError(Problem(str(prepared.options.model), f"transformers finds no weights for {', '.join(lost[:4])}{more}"))
+        raise WeightsError(
+            Problem(str(prepared.options.model), f"transformers finds no weights for {', '.join(lost[:4])}{more}")
+        )
     if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
         placement.try_out(model, placement.main_device(placed), f"--device_map {options.device_map}")
     return _adapted(model, prepared, placed).eval(), placement.main_device(placed)
@@ -274,12 +320,21 @@ def _onto_devices(adapted: Any, folder: str, device: torch.device) -> None:
     """Adapters of layers that are offloaded. PEFT puts them where their layer's weights are, and those are nowhere between two steps."""
     from peft import load_peft_weights
 
-    homeless = [(name, module, own) for name, module in adapted.named_modules() for own, p in module.named_parameters(recurse=False)
-                if p.is_meta and f".{ADAPTER}" in f"{name}.{own}"]
+    homeless = [
+        (name, module, own)
+        for name, module in adapted.named_modules()
+        for own, p in module.named_parameters(recurse=False)
+        if p.is_meta and f".{ADAPTER}" in f"{name}.{own}"
+    ]
     weights = load_peft_weights(folder, device=str(device)) if homeless else {}
     for name, module, own in homeless:
         saved = f"{name}.{own}".replace(f".{ADAPTER}", "")
         if saved not in weights:
-            raise WeightsError(Problem(f"--adapters {folder}", f"{name} cannot lie beside weights that are offloaded",
-                                       "megaswift export --merge_lora true first, or a larger --max_memory"))
+            raise WeightsError(
+                Problem(
+                    f"--adapters {folder}",
+                    f"{name} cannot lie beside weights that are offloaded",
+                    "megaswift export --merge_lora true first, or a larger --max_memory",
+                )
+            )
         setattr(module, own, torch.nn.Parameter(weights[saved], requires_grad=False))

@@ -13,7 +13,9 @@ from megaswift.inference.generator import Completion, TokenLogprob
 from megaswift.inference.logprobs import logprob_json, token_text
 
 
-def error_json(message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_json(
+    message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """The body of an error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -52,12 +54,21 @@ class Chat:
 
     def whole(self, answers: Sequence[Completion], counts: dict[str, int]) -> dict[str, Any]:
         """The answer in one."""
-        choices = [{"index": i, "message": {"role": "assistant", "content": a.text, "refusal": None}, "logprobs": self._told(a.logprobs),
-                    "finish_reason": reason(a)} for i, a in enumerate(answers)]
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": a.text, "refusal": None},
+                "logprobs": self._told(a.logprobs),
+                "finish_reason": reason(a),
+            }
+            for i, a in enumerate(answers)
+        ]
         return self._body("chat.completion", choices, {"usage": counts})
 
     def _chunk(self, index: int, delta: dict[str, Any], told: Any, end: str | None) -> dict[str, Any]:
-        return self._body("chat.completion.chunk", [{"index": index, "delta": delta, "logprobs": told, "finish_reason": end}], {})
+        return self._body(
+            "chat.completion.chunk", [{"index": index, "delta": delta, "logprobs": told, "finish_reason": end}], {}
+        )
 
     def first(self, index: int) -> list[dict[str, Any]]:
         """Before any text of a choice."""
@@ -88,7 +99,12 @@ class Text(Chat):
         texts = [token_text(self.tokenizer, t.token) for t in found]
         offsets = [before + sum(map(len, texts[:i])) for i in range(len(texts))]
         top = [{token_text(self.tokenizer, token): value for token, value in t.top} or None for t in found]
-        return {"tokens": texts, "token_logprobs": [t.logprob for t in found], "top_logprobs": top, "text_offset": offsets}
+        return {
+            "tokens": texts,
+            "token_logprobs": [t.logprob for t in found],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
 
     def _choice(self, index: int, text: str, told: Any, end: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": told, "finish_reason": end}

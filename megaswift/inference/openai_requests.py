@@ -15,9 +15,22 @@ from megaswift.inference.prompts import IMAGES
 
 MOST_CHOICES, MOST_TOP, MOST_STOPS, MOST_IMAGES = 16, 20, 16, 16
 OFF: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
-    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],), "best_of": (1,), "echo": (False,),
-    "suffix": ("",), "reasoning_effort": (), "parallel_tool_calls": (True, False), "prediction": (), "audio": ()}
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "reasoning_effort": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "audio": (),
+}
 """Fields that are taken only where they ask for nothing."""
 
 
@@ -83,7 +96,9 @@ class Common(BaseModel):
 
     def sampling(self, defaults: GenerationOptions, own: Any) -> Sampling:
         """The server's options where the request names none. top_p and top_k without a temperature are OpenAI's: its default is 1."""
-        given = {k: v for k in ("temperature", "top_p", "top_k", "repetition_penalty") if (v := getattr(self, k)) is not None}
+        given = {
+            k: v for k in ("temperature", "top_p", "top_k", "repetition_penalty") if (v := getattr(self, k)) is not None
+        }
         if given.get("top_k") == -1:
             given["top_k"] = 0
         known = {k: getattr(defaults, k) for k in ("temperature", "top_p", "top_k", "repetition_penalty")} | given
@@ -122,7 +137,10 @@ class ChatRequest(Common):
         images = [part for message in value for part in pictured(message)]
         if len(images) > MOST_IMAGES:
             raise ValueError(f"hold {len(images)} images, and {MOST_IMAGES} are read")
-        if any(isinstance(u := part.get("image_url"), dict) and u.get("detail") not in (None, "auto", "high") for part in images):
+        if any(
+            isinstance(u := part.get("image_url"), dict) and u.get("detail") not in (None, "auto", "high")
+            for part in images
+        ):
             raise ValueError("ask for another detail of an image than high, which is not supported by this server")
         return value
 
@@ -153,5 +171,3 @@ class CompletionRequest(Common):
     def wanted(self, default: int) -> int:
         """Most tokens of an answer."""
         return self.max_tokens or default
-
-

@@ -42,7 +42,11 @@ class Sizes:
 
         kind = CustomDtype.INT4 if self.bits == 4 else torch.int8
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
-        return {f"{name}.weight": kind for name, m in self.model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+        return {
+            f"{name}.weight": kind
+            for name, m in self.model.named_modules()
+            if isinstance(m, nn.Linear) and m is not head
+        }
 
     def weights(self) -> Iterator[tuple[str, int, float]]:
         """(name, elements, bytes) of every parameter and buffer that is saved or not."""
@@ -71,13 +75,19 @@ def decide(sizes: Sizes, how: str, limits: Mapping[Device, int] | None) -> Devic
     whole = sorted(layer_classes(sizes.model))
     special = sizes.special()
     if how != "sequential":
-        memory = get_balanced_memory(sizes.model, memory, no_split_module_classes=whole, special_dtypes=special,
-                                     low_zero=how == "balanced_low_0")
+        memory = get_balanced_memory(
+            sizes.model, memory, no_split_module_classes=whole, special_dtypes=special, low_zero=how == "balanced_low_0"
+        )
     try:
         return dict(infer_auto_device_map(sizes.model, memory, no_split_module_classes=whole, special_dtypes=special))
     except IndexError:  # accelerate 1.15, of a tied head's own bias where the model must be cut (BERT)
-        raise ConfigError(Problem(f"--device_map {how}", "accelerate finds no map for this model, which does not fit on one device",
-                                  "a larger --max_memory, or --device_map FILE.json")) from None
+        raise ConfigError(
+            Problem(
+                f"--device_map {how}",
+                "accelerate finds no map for this model, which does not fit on one device",
+                "a larger --max_memory, or --device_map FILE.json",
+            )
+        ) from None
 
 
 def check(sizes: Sizes, given: Mapping[str, Device], flag: str) -> DeviceMap:
@@ -85,15 +95,22 @@ def check(sizes: Sizes, given: Mapping[str, Device], flag: str) -> DeviceMap:
     model = sizes.model
     _check_devices([d for d in given.values() if d != DISK], flag)
     known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
-    problems = [Problem(f"{flag}, {name}", "is no module of this model", nearest(name, sorted(known)))
-                for name in given if name not in known]
+    problems = [
+        Problem(f"{flag}, {name}", "is no module of this model", nearest(name, sorted(known)))
+        for name in given
+        if name not in known
+    ]
     full: DeviceMap = {}
     left_out: list[str] = []
     if not problems:
         _spread("", model, given.get(""), given, (full, left_out))
     if left_out:
         more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
-        problems.append(Problem(flag, f"leaves out {', '.join(left_out[:SHOWN])}{more}", 'a device for each, or "": "cpu" for the rest'))
+        problems.append(
+            Problem(
+                flag, f"leaves out {', '.join(left_out[:SHOWN])}{more}", 'a device for each, or "": "cpu" for the rest'
+            )
+        )
     whole = layer_classes(model)
     for name, module in model.named_modules():
         inside = {d for n, d in full.items() if n.startswith(name + ".")}
@@ -105,7 +122,9 @@ def check(sizes: Sizes, given: Mapping[str, Device], flag: str) -> DeviceMap:
     return full
 
 
-def _spread(name: str, module: nn.Module, device: Device | None, given: Mapping[str, Device], out: tuple[DeviceMap, list[str]]) -> None:
+def _spread(
+    name: str, module: nn.Module, device: Device | None, given: Mapping[str, Device], out: tuple[DeviceMap, list[str]]
+) -> None:
     """Each entry of the result stands for a module whose parts have no entry of their own, so that no two overlap."""
     full, left_out = out
     prefix = f"{name}." if name else ""
@@ -153,7 +172,9 @@ def try_out(model: Any, device: torch.device, flag: str) -> None:
         if "meta" not in str(error):
             raise
         rule = f"this model ({model.config.model_type}) uses weights past their module's call, so that they cannot be brought for each step"
-        raise ConfigError(Problem(flag, rule, "a larger --max_memory, for all weights to stay on the devices that compute")) from None
+        raise ConfigError(
+            Problem(flag, rule, "a larger --max_memory, for all weights to stay on the devices that compute")
+        ) from None
 
 
 @dataclass
@@ -189,8 +210,15 @@ def table(sizes: Sizes, placed: Mapping[str, Device]) -> str:
     lines += [(r.name(), _device_name(r.device), f"{r.elements:,}", bytes_text(r.bytes)) for r in rows]
     devices = dict.fromkeys(placed.values())
     if len(devices) > 1:
-        lines += [("in all", _device_name(d), f"{sum(r.elements for r in rows if r.device == d):,}",
-                   bytes_text(sum(r.bytes for r in rows if r.device == d))) for d in devices]
+        lines += [
+            (
+                "in all",
+                _device_name(d),
+                f"{sum(r.elements for r in rows if r.device == d):,}",
+                bytes_text(sum(r.bytes for r in rows if r.device == d)),
+            )
+            for d in devices
+        ]
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
     return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in lines)
 

@@ -63,10 +63,17 @@ class Prompts:
     def need_template(self) -> None:
         """ConfigError where the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
-            raise ConfigError(Problem(f"the tokenizer of {self._name}", "has no chat template",
-                                      "--chat_template FILE.jinja; a base model continues the `text` of a file's rows"))
+            raise ConfigError(
+                Problem(
+                    f"the tokenizer of {self._name}",
+                    "has no chat template",
+                    "--chat_template FILE.jinja; a base model continues the `text` of a file's rows",
+                )
+            )
 
-    def of_chat(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, row: Message | None = None) -> Prompt:
+    def of_chat(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, row: Message | None = None
+    ) -> Prompt:
         """The conversation up to where the assistant speaks; `row` may have a column of its images."""
         turns = [dict(m) for m in messages]
         if self.system and turns[:1] and turns[0]["role"] not in ("system", "developer"):
@@ -77,9 +84,16 @@ class Prompts:
             if isinstance(turn.get("content"), list):
                 turn["content"] = self._text(turn["content"])
         try:
-            ids = self.tokenizer.apply_chat_template(turns, tools=list(tools) if tools else None, add_generation_prompt=True,
-                                                     tokenize=True, return_dict=True)["input_ids"]
-        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:  # whatever a template's expressions raise
+            ids = self.tokenizer.apply_chat_template(
+                turns, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=True, return_dict=True
+            )["input_ids"]
+        except (
+            TemplateError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            ValueError,
+        ) as error:  # whatever a template's expressions raise
             raise PromptError(f"the chat template refuses this conversation ({error})") from None
         return Prompt(self._checked(ids))
 
@@ -141,8 +155,14 @@ class Prompts:
             raise PromptError(f"the prompt has {len(ids)} tokens, the model takes {self.context} with the answer")
         return tuple(ids)
 
-    def request(self, prompt: Prompt, most: int, stop: tuple[str, ...], logprobs: int | None = None,
-                listener: Listener | None = None) -> Request:
+    def request(
+        self,
+        prompt: Prompt,
+        most: int,
+        stop: tuple[str, ...],
+        logprobs: int | None = None,
+        listener: Listener | None = None,
+    ) -> Request:
         """An answer of up to `most` tokens, or what the context leaves; images that were let go are opened again."""
         pictures = prompt.pictures
         if prompt.images and pictures is None:

@@ -42,7 +42,9 @@ class Ticket:
 class Line:
     """The waiting line before a generator, and the thread that serves it."""
 
-    def __init__(self, generate: Callable[[Sequence[Request], Sampling], list[Completion]], batch: int, waiting: int) -> None:
+    def __init__(
+        self, generate: Callable[[Sequence[Request], Sampling], list[Completion]], batch: int, waiting: int
+    ) -> None:
         self._generate, self.batch, self.waiting = generate, batch, waiting
         self._line: deque[Ticket] = deque()
         self._changed = threading.Condition()
@@ -113,7 +115,13 @@ class Line:
             return
         try:
             found = self._generate([r for t in wanted for r in t.requests], wanted[0].sampling)
-        except (UserError, RuntimeError, ValueError, IndexError, TypeError) as error:  # the model's: these clients hear of it, others go on
+        except (
+            UserError,
+            RuntimeError,
+            ValueError,
+            IndexError,
+            TypeError,
+        ) as error:  # the model's: these clients hear of it, others go on
             alone = len(wanted) > 1 and not any(r.begun for t in wanted for r in t.requests)  # of one of them, perhaps
             for ticket in wanted:
                 if alone:
@@ -123,4 +131,4 @@ class Line:
             return
         for ticket in wanted:
             ticket.done.set_result(found[: len(ticket.requests)])
-            found = found[len(ticket.requests):]
+            found = found[len(ticket.requests) :]

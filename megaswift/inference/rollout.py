@@ -118,13 +118,17 @@ class Sampler(Protocol):
 
 def backends() -> list[str]:
     """Names that `make_sampler` knows."""
-    return sorted(m.name.removeprefix(PREFIX) for m in pkgutil.iter_modules(package.__path__) if m.name.startswith(PREFIX))
+    return sorted(
+        m.name.removeprefix(PREFIX) for m in pkgutil.iter_modules(package.__path__) if m.name.startswith(PREFIX)
+    )
 
 
 def _module(name: str) -> ModuleType:
     known = backends()
     if name not in known:
-        raise ConfigError(Problem(f"--rollout_backend {name}", f"is not known; known are {', '.join(known)}", nearest(name, known)))
+        raise ConfigError(
+            Problem(f"--rollout_backend {name}", f"is not known; known are {', '.join(known)}", nearest(name, known))
+        )
     return importlib.import_module(f"{package.__name__}.{PREFIX}{name}")
 
 

@@ -75,26 +75,51 @@ class SglangSampler(ServerSampler):
         if wanted is None or prompt is None or prompt + HIDDEN >= wanted:
             return
         room = prompt + HIDDEN
-        raise ConfigError(Problem(server.base_url, f"takes {room} tokens of prompt and completion, and {wanted} may come",
-                                  f"--max_length {room}, or {server.start} --context-length {wanted + 2}"))
+        raise ConfigError(
+            Problem(
+                server.base_url,
+                f"takes {room} tokens of prompt and completion, and {wanted} may come",
+                f"--max_length {room}, or {server.start} --context-length {wanted + 2}",
+            )
+        )
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         """`ignore_eos` would ignore the run's stop tokens too."""
         if sampling.min_p and self.seeded:
             rule = f"ends {self.seeded[0].base_url}, which runs with deterministic inference"
-            raise ConfigError(Problem(f"--min_p {sampling.min_p}", rule,
-                                      "leave it out, or start servers without --enable-deterministic-inference: seeds do not count then"))
+            raise ConfigError(
+                Problem(
+                    f"--min_p {sampling.min_p}",
+                    rule,
+                    "leave it out, or start servers without --enable-deterministic-inference: seeds do not count then",
+                )
+            )
         return {
-            "max_new_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": sampling.repetition_penalty,
-            "stop_token_ids": list(sampling.stop_token_ids), "skip_special_tokens": False, "no_stop_trim": True,
-            "ignore_eos": not sampling.stop_token_ids}
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+            "ignore_eos": not sampling.stop_token_ids,
+        }
 
     def ask(self, server: Server, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
         """Adapters are chosen by a field of their own."""
         more = {"lora_path": ADAPTER} if self.adapts else {}
-        return server.post("/generate", {"input_ids": prompt, "return_logprob": True, "stream": False, **more,
-                                         "sampling_params": {**common, "sampling_seed": seed}})
+        return server.post(
+            "/generate",
+            {
+                "input_ids": prompt,
+                "return_logprob": True,
+                "stream": False,
+                **more,
+                "sampling_params": {**common, "sampling_seed": seed},
+            },
+        )
 
     def completion(self, answer: Any, sampling: Sampling) -> Completion:
         """Log-probabilities and tokens stand side by side: [[log-probability, token, text], ...]."""
@@ -103,15 +128,25 @@ class SglangSampler(ServerSampler):
             reason = answer["meta_info"]["finish_reason"]["type"]
             tokens, logprobs = [entry[1] for entry in told], [entry[0] for entry in told]
         except (KeyError, TypeError, IndexError):
-            raise ServerError(Problem("a completion of SGLang", "has no output_token_logprobs or finish_reason",
-                                      "a version of the server that this client was written for")) from None
+            raise ServerError(
+                Problem(
+                    "a completion of SGLang",
+                    "has no output_token_logprobs or finish_reason",
+                    "a version of the server that this client was written for",
+                )
+            ) from None
         if reason not in ("stop", "length"):
             raise ServerError(Problem("a completion of SGLang", f"ended by {reason!r}", "look at the server's log"))
         return checked(tokens, logprobs, reason == "stop", sampling)
 
     def load(self, server: Server, folder: Path) -> None:
         """By SGLang's own loader of files, also where the server began with made-up weights."""
-        _take(server, "/update_weights_from_disk", {"model_path": str(folder), "load_format": "auto", "flush_cache": True}, folder)
+        _take(
+            server,
+            "/update_weights_from_disk",
+            {"model_path": str(folder), "load_format": "auto", "flush_cache": True},
+            folder,
+        )
 
     def load_adapter(self, server: Server, folder: Path) -> None:
         """Those before have to go first; a run that was broken off may have left some too."""

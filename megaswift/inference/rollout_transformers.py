@@ -28,9 +28,13 @@ def missing(options: SamplerOptions) -> list[Problem]:
     """transformers is always there, PEFT may not be."""
     problems = []
     if options.lora_rank and util.find_spec("peft") is None:
-        problems.append(Problem("adapters in the sampler", "need the package peft", "pip install peft, or --rollout_lora false"))
+        problems.append(
+            Problem("adapters in the sampler", "need the package peft", "pip install peft, or --rollout_lora false")
+        )
     if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, None), torch.dtype):
-        problems.append(Problem(f"dtype {options.dtype} of the sampler", "is no type of torch", "auto, float32 or bfloat16"))
+        problems.append(
+            Problem(f"dtype {options.dtype} of the sampler", "is no type of torch", "auto, float32 or bfloat16")
+        )
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         problems.append(Problem(f"device {options.device} of the sampler", "this machine has no CUDA", "cpu"))
     return problems
@@ -51,9 +55,13 @@ def _model(folder: Path, options: SamplerOptions) -> Any:
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weights come as floating-point tensors
         with torch.random.fork_rng(), hollow.without_weights():
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=own or torch.float32, trust_remote_code=trust, **how)
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=own or torch.float32, trust_remote_code=trust, **how
+            )
     except REFUSALS as error:
-        raise WeightsError(Problem(f"--model {folder}", f"transformers cannot build it for sampling: {first_line(error)}")) from None
+        raise WeightsError(
+            Problem(f"--model {folder}", f"transformers cannot build it for sampling: {first_line(error)}")
+        ) from None
     hollow.make_hollow(model)
     return model.eval().requires_grad_(False)
 
@@ -114,11 +122,13 @@ class TransformersSampler:
         try:
             with torch.inference_mode():
                 for start in range(0, len(order), self.options.batch_size):
-                    chosen = order[start:start + self.options.batch_size]
+                    chosen = order[start : start + self.options.batch_size]
                     done = decode(self.model, [asked[i] for i in chosen], sampling, [seeds[i] for i in chosen])
                     found |= dict(zip(chosen, done, strict=True))
         except torch.OutOfMemoryError as error:
-            raise UserError(Problem("memory of the GPU, sampling", first_line(error), "a smaller --rollout_batch_size")) from None
+            raise UserError(
+                Problem("memory of the GPU, sampling", first_line(error), "a smaller --rollout_batch_size")
+            ) from None
         return [found[i] for i in range(len(asked))]
 
 

@@ -28,7 +28,13 @@ def too_wide(options: SamplerOptions) -> list[Problem]:
     """Adapters that fit into none."""
     if options.lora_rank <= RANKS[-1]:
         return []
-    return [Problem(f"adapters of rank {options.lora_rank}", f"are wider than vLLM's widest ({RANKS[-1]})", "--rollout_lora false")]
+    return [
+        Problem(
+            f"adapters of rank {options.lora_rank}",
+            f"are wider than vLLM's widest ({RANKS[-1]})",
+            "--rollout_lora false",
+        )
+    ]
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
@@ -47,20 +53,37 @@ class VllmSampler:
     shared = False
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process: tensors are handed over, not copied
+        os.environ.setdefault(
+            "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+        )  # the engine in this process: tensors are handed over, not copied
         for name in ("RANK", "LOCAL_RANK"):  # vLLM reads them; a run of one process may have no launcher that sets them
             os.environ.setdefault(name, "0")
         self.vllm: Any = importlib.import_module("vllm")
         self.sleeps = bool(importlib.import_module("vllm.platforms").current_platform.is_sleep_mode_available())
         self.adapts = options.lora_rank > 0
-        adapted = {"enable_lora": True, "max_lora_rank": room_for(options.lora_rank), "max_loras": 1, "load_format": "auto"}
+        adapted = {
+            "enable_lora": True,
+            "max_lora_rank": room_for(options.lora_rank),
+            "max_loras": 1,
+            "load_format": "auto",
+        }
         lora = adapted if self.adapts else {"load_format": "dummy"}  # adapters belong to the folder's own weights
         self.llm: Any = self.vllm.LLM(
-            model=str(folder), skip_tokenizer_init=True, generation_config="vllm", dtype=options.dtype,
-            trust_remote_code=options.trust_remote_code, tensor_parallel_size=options.tensor_parallel_size,
-            distributed_executor_backend="external_launcher", gpu_memory_utilization=options.memory_share,
-            max_model_len=options.max_length, max_num_seqs=options.batch_size, enable_sleep_mode=self.sleeps,
-            logprobs_mode="processed_logprobs", seed=0, **lora)
+            model=str(folder),
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            dtype=options.dtype,
+            trust_remote_code=options.trust_remote_code,
+            tensor_parallel_size=options.tensor_parallel_size,
+            distributed_executor_backend="external_launcher",
+            gpu_memory_utilization=options.memory_share,
+            max_model_len=options.max_length,
+            max_num_seqs=options.batch_size,
+            enable_sleep_mode=self.sleeps,
+            logprobs_mode="processed_logprobs",
+            seed=0,
+            **lora,
+        )
         self.adapter: Any = None
         self.asleep: frozenset[str] = frozenset()
         self.sleep()
@@ -110,10 +133,22 @@ class VllmSampler:
         """All prompts at once; vLLM batches them."""
         assert len(prompts) == len(seeds) and "weights" not in self.asleep, "update_weights comes before generate"
         self._wake("kv_cache")
-        how = [self.vllm.SamplingParams(
-            max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-            min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty, stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True, detokenize=False, logprobs=0, seed=seed) for seed in seeds]
+        how = [
+            self.vllm.SamplingParams(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                repetition_penalty=sampling.repetition_penalty,
+                stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                seed=seed,
+            )
+            for seed in seeds
+        ]
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with_adapter = {} if self.adapter is None else {"lora_request": self.adapter}
         found = self.llm.generate(asked, how, use_tqdm=False, **with_adapter)

@@ -51,7 +51,9 @@ class VllmServerSampler(ServerSampler):
         config = (server.get("/server_info?config_format=json") or {}).get("vllm_config", {})
         mode = config.get("model_config", {}).get("logprobs_mode")
         if mode != MODE:
-            raise ConfigError(Problem(server.base_url, f"tells {mode}, which are not those of the tokens that it draws", server.start))
+            raise ConfigError(
+                Problem(server.base_url, f"tells {mode}, which are not those of the tokens that it draws", server.start)
+            )
         load_format = (config.get("load_config") or {}).get("load_format")
         if load_format == "dummy" and not self.adapts:
             rule = "was started with --load-format dummy, and takes no weights from files then"
@@ -64,16 +66,31 @@ class VllmServerSampler(ServerSampler):
         card = ((server.get("/v1/models") or {}).get("data") or [{}])[0]
         room, wanted = card.get("max_model_len"), self.options.max_length
         if wanted is not None and room is not None and room < wanted:
-            raise ConfigError(Problem(server.base_url, f"takes {room} tokens of prompt and completion, and {wanted} may come",
-                                      f"{server.start} --max-model-len {wanted}"))
+            raise ConfigError(
+                Problem(
+                    server.base_url,
+                    f"takes {room} tokens of prompt and completion, and {wanted} may come",
+                    f"{server.start} --max-model-len {wanted}",
+                )
+            )
         return str(card.get("id"))
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         """Only the run's stop tokens stop."""
         return {
-            "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "min_p": sampling.min_p, "repetition_penalty": sampling.repetition_penalty, "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True, "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True, "skip_special_tokens": False}
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+        }
 
     def ask(self, server: Server, common: Mapping[str, Any], prompt: list[int], seed: int) -> Any:
         """Adapters are chosen by the model's name."""
@@ -84,13 +101,27 @@ class VllmServerSampler(ServerSampler):
         """The only choice."""
         try:
             [choice] = answer["choices"]
-            tokens, logprobs, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
+            tokens, logprobs, reason = (
+                choice["token_ids"],
+                choice["logprobs"]["token_logprobs"],
+                choice["finish_reason"],
+            )
         except (KeyError, TypeError, ValueError):
-            raise ServerError(Problem("a completion of vLLM", "has no token_ids, logprobs or finish_reason",
-                                      "a version of the server that this client was written for")) from None
+            raise ServerError(
+                Problem(
+                    "a completion of vLLM",
+                    "has no token_ids, logprobs or finish_reason",
+                    "a version of the server that this client was written for",
+                )
+            ) from None
         if reason == "stop" and (not tokens or tokens[-1] not in sampling.stop_token_ids):
-            raise ServerError(Problem("a completion of vLLM", "stops without one of the run's stop tokens at its end",
-                                      "a server without stop strings of its own"))
+            raise ServerError(
+                Problem(
+                    "a completion of vLLM",
+                    "stops without one of the run's stop tokens at its end",
+                    "a server without stop strings of its own",
+                )
+            )
         return checked(tokens, logprobs, reason == "stop", sampling)
 
     def load(self, server: Server, folder: Path) -> None:
@@ -110,5 +141,10 @@ def _forget(server: Server) -> None:
     """Keys and values of prompts belong to the weights before."""
     said = server.post("/reset_prefix_cache")
     if isinstance(said, dict) and said.get("success") is False:
-        raise ServerError(Problem(server.base_url, "keeps what it remembers of prompts by the weights before: it answers somebody else now",
-                                  "a server that only this run asks"))
+        raise ServerError(
+            Problem(
+                server.base_url,
+                "keeps what it remembers of prompts by the weights before: it answers somebody else now",
+                "a server that only this run asks",
+            )
+        )

@@ -33,8 +33,8 @@ class RowLayer(DynamicLayer):
         if not start:
             self.keys = self._room(key_states, len(self.origin))
             self.values = self._room(value_states, len(self.origin))
-            self.keys[:, :, :self.length] = key_states.index_select(0, self.origin)
-            self.values[:, :, :self.length] = value_states.index_select(0, self.origin)
+            self.keys[:, :, : self.length] = key_states.index_select(0, self.origin)
+            self.values[:, :, : self.length] = value_states.index_select(0, self.origin)
             self.is_initialized = True
             return key_states, value_states
         assert self.keys is not None and self.values is not None
@@ -43,10 +43,10 @@ class RowLayer(DynamicLayer):
             old = self.keys, self.values
             self.keys, self.values = (self._room(t, len(t)) for t in old)
             self.keys[:, :, :start], self.values[:, :, :start] = (t[:, :, :start] for t in old)
-        self.keys[:, :, start:self.length] = key_states
-        self.values[:, :, start:self.length] = value_states
+        self.keys[:, :, start : self.length] = key_states
+        self.values[:, :, start : self.length] = value_states
         first = self._first(start)
-        return self.keys[:, :, first:self.length], self.values[:, :, first:self.length]
+        return self.keys[:, :, first : self.length], self.values[:, :, first : self.length]
 
     def _room(self, like: Tensor, rows: int) -> Tensor:
         return like.new_empty(rows, like.shape[1], max(self.columns, self.length), like.shape[3])
@@ -68,8 +68,8 @@ class RowLayer(DynamicLayer):
         """Goes on with these rows, given in order."""
         assert self.keys is not None and self.values is not None
         for kept in (self.keys, self.values):
-            kept[:len(rows), :, :self.length] = kept[rows, :, :self.length]
-        self.keys, self.values = self.keys[:len(rows)], self.values[:len(rows)]
+            kept[: len(rows), :, : self.length] = kept[rows, :, : self.length]
+        self.keys, self.values = self.keys[: len(rows)], self.values[: len(rows)]
 
 
 def row_cache(config: Any, origin: Tensor, columns: int) -> Cache:
@@ -81,8 +81,14 @@ def row_cache(config: Any, origin: Tensor, columns: int) -> Cache:
         elif type(layer) is DynamicSlidingWindowLayer:
             made.append(RowLayer(origin, columns, int(layer.sliding_window)))
         else:
-            raise ConfigError(Problem("--rollout_backend transformers", f"knows attention only, and this model has a layer that "
-                                      f"remembers otherwise ({type(layer).__name__})", "--rollout_backend vllm"))
+            raise ConfigError(
+                Problem(
+                    "--rollout_backend transformers",
+                    f"knows attention only, and this model has a layer that "
+                    f"remembers otherwise ({type(layer).__name__})",
+                    "--rollout_backend vllm",
+                )
+            )
     return Cache(layers=made)
 
 

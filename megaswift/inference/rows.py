@@ -78,10 +78,16 @@ def read(path: str, columns: Mapping[str, str], prompts: Prompts) -> list[Asked]
         except PromptError as error:
             problems.append(Problem(f"{path}:{line}", str(error)))
     if problems:
-        more = [Problem(f"and {len(problems) - SHOWN} more rows", "cannot be asked either")] if len(problems) > SHOWN else []
+        more = (
+            [Problem(f"and {len(problems) - SHOWN} more rows", "cannot be asked either")]
+            if len(problems) > SHOWN
+            else []
+        )
         raise DataError(problems[:SHOWN] + more)
     if not asked:
-        raise DataError(Problem(f"--dataset {path}", "holds no row", 'rows like {"messages": [{"role": "user", "content": "..."}]}'))
+        raise DataError(
+            Problem(f"--dataset {path}", "holds no row", 'rows like {"messages": [{"role": "user", "content": "..."}]}')
+        )
     return asked
 
 

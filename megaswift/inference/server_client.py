@@ -76,15 +76,19 @@ class Server:
             headers["Authorization"] = f"Bearer {os.environ[KEY]}"
         data = None if body is None else json.dumps(body).encode("utf-8")
         request = urllib.request.Request(self.base_url.rstrip("/") + path, data, headers, method=method)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy for the internet has no way to these machines
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({})
+        )  # a proxy for the internet has no way to these machines
         try:
             with opener.open(request, timeout=self.timeout) as answer:
                 text = answer.read().decode("utf-8")
         except urllib.error.HTTPError as error:
             said = error.read().decode("utf-8", "replace")[:SHOWN]
             fix = REMEDIES.get(error.code, self.start if error.code in (404, 405) else "look at its log")
-            raise ServerError(Problem(f"{method} {request.full_url}", f"the {self.kind} server answers {error.code}: {said}", fix),
-                              error.code) from None
+            raise ServerError(
+                Problem(f"{method} {request.full_url}", f"the {self.kind} server answers {error.code}: {said}", fix),
+                error.code,
+            ) from None
         except (urllib.error.URLError, OSError, HTTPException) as error:
             inner = getattr(error, "reason", None)
             rule = f"no answer of a {self.kind} server ({first_line(inner if isinstance(inner, OSError) else error)})"
@@ -111,19 +115,28 @@ def unusable(options: SamplerOptions, name: str) -> list[Problem]:
     for url in options.base_urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            problems.append(Problem(f"the server {url!r} of the backend {name}", "is no address", "http://127.0.0.1:8000"))
+            problems.append(
+                Problem(f"the server {url!r} of the backend {name}", "is no address", "http://127.0.0.1:8000")
+            )
     if options.sync_folder is None and not options.lora_rank:
-        problems.append(Problem(f"the backend {name}", "has no folder for new weights",
-                                "a folder that the servers read at the same path; on one machine, one below /dev/shm"))
+        problems.append(
+            Problem(
+                f"the backend {name}",
+                "has no folder for new weights",
+                "a folder that the servers read at the same path; on one machine, one below /dev/shm",
+            )
+        )
     return problems
 
 
 def version_of(text: object, oldest: tuple[int, ...], server: Server) -> None:
     """ConfigError for a server that is older than what this client was written for, or that does not tell."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", str(text))[:len(oldest)])
+    numbers = tuple(int(part) for part in re.findall(r"\d+", str(text))[: len(oldest)])
     if len(numbers) < len(oldest) or numbers < oldest:
         wanted = f"{'.'.join(map(str, oldest))} or later"
-        raise ConfigError(Problem(server.base_url, f"is {server.kind} {text}, and {wanted} is needed", f"install {wanted}"))
+        raise ConfigError(
+            Problem(server.base_url, f"is {server.kind} {text}, and {wanted} is needed", f"install {wanted}")
+        )
 
 
 @dataclass
@@ -148,11 +161,21 @@ class Servers:
 def checked(tokens: Sequence[int], logprobs: Sequence[float | None], finished: bool, sampling: Sampling) -> Completion:
     """A completion from a server's answer; ServerError for one that cannot be trained on."""
     if not tokens or len(tokens) != len(logprobs) or any(value is None for value in logprobs):
-        raise ServerError(Problem("a completion", f"has {len(tokens)} tokens and {len(logprobs)} log-probabilities, or some are missing",
-                                  "a version of the server that this client was written for"))
+        raise ServerError(
+            Problem(
+                "a completion",
+                f"has {len(tokens)} tokens and {len(logprobs)} log-probabilities, or some are missing",
+                "a version of the server that this client was written for",
+            )
+        )
     if len(tokens) > sampling.max_tokens or (len(tokens) < sampling.max_tokens and not finished):
-        raise ServerError(Problem("a completion", f"ends for its length after {len(tokens)} tokens, and {sampling.max_tokens} were allowed",
-                                  "a server with room for the longest prompt and its completion (--max_length)"))
+        raise ServerError(
+            Problem(
+                "a completion",
+                f"ends for its length after {len(tokens)} tokens, and {sampling.max_tokens} were allowed",
+                "a server with room for the longest prompt and its completion (--max_length)",
+            )
+        )
     return Completion(tuple(map(int, tokens)), tuple(float(value) for value in logprobs if value is not None), finished)
 
 

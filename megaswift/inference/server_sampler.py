@@ -70,7 +70,11 @@ class ServerSampler(ABC):
         """ConfigError for a server that has no room for the run's adapters (`widest`: a rank, 0 for none), or nothing to put them on."""
         rank = self.options.lora_rank
         if widest < rank:
-            rule = f"takes adapters up to rank {widest}, and those of the run have {rank}" if widest else "takes no adapters"
+            rule = (
+                f"takes adapters up to rank {widest}, and those of the run have {rank}"
+                if widest
+                else "takes no adapters"
+            )
             raise ConfigError(Problem(server.base_url, rule, server.start))
         if load_format == "dummy":
             rule = "has made-up weights, and adapters belong to the model's own"
@@ -81,7 +85,9 @@ class ServerSampler(ABC):
         assert len(prompts) == len(seeds)
         common = self.settings(sampling)
         return self.servers.complete(
-            lambda server, i: self.completion(self.ask(server, common, list(prompts[i]), seeds[i]), sampling), len(prompts))
+            lambda server, i: self.completion(self.ask(server, common, list(prompts[i]), seeds[i]), sampling),
+            len(prompts),
+        )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Writes them as a folder, which every server loads."""

@@ -55,7 +55,9 @@ class Served:
         """What is asked in a conversation."""
         if self.prompts.blind:
             return _prompt(self.prompts.of_chat, messages, "messages")
-        return await asyncio.get_running_loop().run_in_executor(self.reading, _prompt, self.prompts.of_chat, messages, "messages")
+        return await asyncio.get_running_loop().run_in_executor(
+            self.reading, _prompt, self.prompts.of_chat, messages, "messages"
+        )
 
 
 class Door:
@@ -146,7 +148,9 @@ async def _answer(served: Served, request: Request, asked: Asked, how: tuple[lis
         with_counts = asked.stream_options is not None and asked.stream_options.include_usage
         pieces = _pieces(ticket)
         served.line.submit(ticket)
-        return StreamingResponse(_stream(ticket, pieces, form, read if with_counts else None), media_type="text/event-stream")
+        return StreamingResponse(
+            _stream(ticket, pieces, form, read if with_counts else None), media_type="text/event-stream"
+        )
     served.line.submit(ticket)
     future = asyncio.wrap_future(ticket.done)
     while not future.done():
@@ -173,7 +177,9 @@ def _pieces(ticket: Ticket) -> asyncio.Queue[Piece | None]:
     return queue
 
 
-async def _stream(ticket: Ticket, pieces: asyncio.Queue[Piece | None], form: Chat, read: int | None) -> AsyncIterator[str]:
+async def _stream(
+    ticket: Ticket, pieces: asyncio.Queue[Piece | None], form: Chat, read: int | None
+) -> AsyncIterator[str]:
     """Server-sent events; a client that leaves ends its answers."""
     lengths = [0] * len(ticket.requests)
     try:
@@ -204,6 +210,7 @@ def _short(error: BaseException) -> str:
 
 def _errors(app: FastAPI) -> None:
     """Every error in OpenAI's form."""
+
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> JSONResponse:
         return JSONResponse(error_json(str(error), param=error.param, code=error.code), error.status)
@@ -214,8 +221,13 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        found = [(".".join(str(part) for part in e["loc"][1:] if not str(part).startswith(("list[", "str", "function"))), e["msg"])
-                 for e in error.errors()]
+        found = [
+            (
+                ".".join(str(part) for part in e["loc"][1:] if not str(part).startswith(("list[", "str", "function"))),
+                e["msg"],
+            )
+            for e in error.errors()
+        ]
         text = "; ".join(f"{field}: {message}" if field else message for field, message in found)
         return JSONResponse(error_json(text, param=found[0][0] or None), 400)
 

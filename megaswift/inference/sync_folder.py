@@ -69,8 +69,13 @@ class WeightFolder(Rounds):
             self._shards(folder, weights)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise UserError(Problem(str(folder), f"weights for the sampler cannot be written ({first_line(error)})",
-                                    "a folder with room for the model")) from None
+            raise UserError(
+                Problem(
+                    str(folder),
+                    f"weights for the sampler cannot be written ({first_line(error)})",
+                    "a folder with room for the model",
+                )
+            ) from None
         return folder
 
     def _shards(self, folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -85,14 +85,18 @@ class Terminal:
         content = [*self.images, {"type": "text", "text": question}] if self.images else question
         messages = [*self.messages, {"role": "user", "content": content}]
         try:
-            request = self.prompts.request(self.prompts.of_chat(messages), self.max_new_tokens, self.stop, listener=self._show)
+            request = self.prompts.request(
+                self.prompts.of_chat(messages), self.max_new_tokens, self.stop, listener=self._show
+            )
         except PromptError as error:
             print(f"({error}; /clear forgets the conversation)", file=self.out)
             return
         self.images = []
         with _ctrl_c_stops(request):
             completion = self.generator.generate([request], self.sampling)[0]
-        ended = {"length": f"(stopped after {completion.tokens} tokens)", "cancelled": "(stopped)"}.get(completion.reason, "")
+        ended = {"length": f"(stopped after {completion.tokens} tokens)", "cancelled": "(stopped)"}.get(
+            completion.reason, ""
+        )
         print(f" {ended}".rstrip(), file=self.out, flush=True)
         self.messages = [*messages, {"role": "assistant", "content": completion.text}]
 
@@ -110,6 +114,7 @@ def _line() -> str:
 @contextlib.contextmanager
 def _ctrl_c_stops(request: Request) -> Iterator[None]:
     """The first Ctrl-C ends the answer at the next token, a second one the program."""
+
     def stop(number: int, frame: Any) -> None:
         if request.cancelled:
             raise KeyboardInterrupt

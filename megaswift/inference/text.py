@@ -38,18 +38,26 @@ class TextStream:
         """The text that is certain with this token."""
         self._ids.append(token)
         # Decoded together with the tokens before it, because a token alone may lose the space before it; those before stay few.
-        before, now = decode(self.tokenizer, self._ids[self._shown : self._next]), decode(self.tokenizer, self._ids[self._shown :])
-        if now.endswith(BROKEN) or len(now) <= len(before):  # no text yet, or a special token, after which the space would be lost too
+        before, now = (
+            decode(self.tokenizer, self._ids[self._shown : self._next]),
+            decode(self.tokenizer, self._ids[self._shown :]),
+        )
+        if now.endswith(BROKEN) or len(now) <= len(
+            before
+        ):  # no text yet, or a special token, after which the space would be lost too
             return ""
         self._shown, self._next = self._next, len(self._ids)
-        return self._give(now[len(before):])
+        return self._give(now[len(before) :])
 
     def finish(self) -> str:
         """What was still held back, when no token follows."""
         if self.stopped:
             return ""
-        before, now = decode(self.tokenizer, self._ids[self._shown : self._next]), decode(self.tokenizer, self._ids[self._shown :])
-        last = self._give(now[len(before):])
+        before, now = (
+            decode(self.tokenizer, self._ids[self._shown : self._next]),
+            decode(self.tokenizer, self._ids[self._shown :]),
+        )
+        last = self._give(now[len(before) :])
         if not self.stopped:
             last += self._held
             self.text, self._held = self.text + self._held, ""
@@ -62,6 +70,6 @@ class TextStream:
             certain, self._held, self.stopped = self._held[: min(found)], "", True
         else:
             keep = max((n for s in self.stop for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)
-            certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep:]
+            certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         self.text += certain
         return certain

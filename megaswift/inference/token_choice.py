@@ -64,8 +64,8 @@ def part_sums(weights: Tensor) -> Tensor:
     if count <= FEW:
         return weights.sum(-1, keepdim=True, dtype=torch.float64)
     rest = count % PART
-    sums = weights[:, :count - rest].unflatten(1, (-1, PART)).sum(-1)
-    return (torch.cat([sums, weights[:, count - rest:].sum(-1, keepdim=True)], 1) if rest else sums).double()
+    sums = weights[:, : count - rest].unflatten(1, (-1, PART)).sum(-1)
+    return (torch.cat([sums, weights[:, count - rest :].sum(-1, keepdim=True)], 1) if rest else sums).double()
 
 
 def _passed(weights: Tensor, uniform: Tensor) -> Tensor:

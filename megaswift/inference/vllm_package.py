@@ -56,4 +56,6 @@ def quantises(method: str) -> bool:
     """Whether it has a module of this name that makes few bits of weights while it loads them. Releases differ in that."""
     found = util.find_spec("vllm")
     folders = [] if found is None else list(found.submodule_search_locations or [])
-    return any((Path(folder) / "model_executor" / "layers" / "quantization" / f"{method}.py").is_file() for folder in folders)
+    return any(
+        (Path(folder) / "model_executor" / "layers" / "quantization" / f"{method}.py").is_file() for folder in folders
+    )

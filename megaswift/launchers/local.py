@@ -31,19 +31,34 @@ def command(launch: LaunchConfig, script: Path, argv: Sequence[str]) -> list[str
     """torchrun's command line for this machine."""
     nodes = launch.nnodes or 1
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(launch.nproc_per_node or 1)]
-    address, port = (str(launch.master_addr), launch.master_port or DEFAULT_PORT) if nodes > 1 else ("127.0.0.1", launch.master_port)
+    address, port = (
+        (str(launch.master_addr), launch.master_port or DEFAULT_PORT)
+        if nodes > 1
+        else ("127.0.0.1", launch.master_port)
+    )
     if port is None:
         words += ["--standalone", "--local-addr", address]  # a free port, so that two runs do not meet
     else:
-        words += ["--nnodes", str(nodes), "--node-rank", str(launch.node_rank or 0 if nodes > 1 else 0),
-                  "--master-addr", address, "--master-port", str(port)]
+        words += [
+            "--nnodes",
+            str(nodes),
+            "--node-rank",
+            str(launch.node_rank or 0 if nodes > 1 else 0),
+            "--master-addr",
+            address,
+            "--master-port",
+            str(port),
+        ]
     return [*words, str(script), *argv]
 
 
 def environment(launch: LaunchConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of torchrun: threads shared out over the processes, time to save, where the user has not said otherwise."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ours = {"OMP_NUM_THREADS": max(1, cores // (launch.nproc_per_node or 1)), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": PATIENCE_SECONDS}
+    ours = {
+        "OMP_NUM_THREADS": max(1, cores // (launch.nproc_per_node or 1)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": PATIENCE_SECONDS,
+    }
     return {**{name: str(value) for name, value in ours.items()}, **environ}
 
 

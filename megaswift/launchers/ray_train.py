@@ -36,8 +36,13 @@ PATIENCE_SECONDS = 60.0
 """Without a process in this time it is said what the run may wait for."""
 SAME_SIGNAL_SECONDS = 3.0
 KNOCK_SECONDS = 10.0
-QUIET = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_METRICS_ENABLED": "0",
-         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+QUIET = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
 """Of Ray's variables, unless the user sets them: nothing is reported to its makers, and an end is noticed soon."""
 
 
@@ -90,9 +95,14 @@ def _connect(address: str, launch: LaunchConfig) -> None:
         _knock(address)
         ray.init(address, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(Problem(f"Ray at {address}", f"cannot be reached: {first_line(error)}",
-                                  "--ray_address HOST:PORT of a running cluster (one with a token: RAY_AUTH_MODE=token), or "
-                                  "--ray_address local")) from None
+        raise ConfigError(
+            Problem(
+                f"Ray at {address}",
+                f"cannot be reached: {first_line(error)}",
+                "--ray_address HOST:PORT of a running cluster (one with a token: RAY_AUTH_MODE=token), or "
+                "--ray_address local",
+            )
+        ) from None
 
 
 def _knock(address: str) -> None:
@@ -112,8 +122,13 @@ def _exchange() -> Any:
         ray.get(exchange.news.remote())
     except RayError as error:
         where = ray.get_runtime_context().gcs_address
-        raise ConfigError(Problem(f"Ray at {where}", f"cannot run megaswift: {_last_line(error)}",
-                                  "the same Python, ray and megaswift on every machine of the cluster")) from None
+        raise ConfigError(
+            Problem(
+                f"Ray at {where}",
+                f"cannot run megaswift: {_last_line(error)}",
+                "the same Python, ray and megaswift on every machine of the cluster",
+            )
+        ) from None
     return exchange
 
 
@@ -126,12 +141,26 @@ def _reserves_gpu(launch: LaunchConfig) -> bool:
     gpu = gpus > 0 if launch.use_gpu is None else launch.use_gpu
     problems = []
     if gpu and gpus < world:
-        problems.append(Problem(f"{log.amount(world, 'process')} with a GPU each", f"the cluster has {log.amount(gpus, 'GPU')}",
-                                f"--num_workers {gpus}" if gpus else "--use_gpu false"))
+        problems.append(
+            Problem(
+                f"{log.amount(world, 'process')} with a GPU each",
+                f"the cluster has {log.amount(gpus, 'GPU')}",
+                f"--num_workers {gpus}" if gpus else "--use_gpu false",
+            )
+        )
     if cores < world * launch.cpus_per_worker:
-        fix = f"--num_workers {cores // launch.cpus_per_worker}" if cores >= launch.cpus_per_worker else "--cpus_per_worker 1"
-        problems.append(Problem(f"{log.amount(world, 'process')} with {log.amount(launch.cpus_per_worker, 'core')} each",
-                                f"the cluster has {log.amount(cores, 'core')}", fix))
+        fix = (
+            f"--num_workers {cores // launch.cpus_per_worker}"
+            if cores >= launch.cpus_per_worker
+            else "--cpus_per_worker 1"
+        )
+        problems.append(
+            Problem(
+                f"{log.amount(world, 'process')} with {log.amount(launch.cpus_per_worker, 'core')} each",
+                f"the cluster has {log.amount(cores, 'core')}",
+                fix,
+            )
+        )
     if problems:
         raise ConfigError(problems)
     return gpu
@@ -155,10 +184,19 @@ def _trainer(launch: LaunchConfig, plan: dict[str, Any], gpu: bool, folder: str)
         backend_cls = property(lambda self: NoGroup)
         train_func_context = property(lambda self: contextlib.nullcontext)
 
-    scaling = ScalingConfig(num_workers=local.world_size(launch), use_gpu=gpu, placement_strategy=launch.placement_strategy.upper(),
-                            resources_per_worker={"CPU": launch.cpus_per_worker} | ({"GPU": 1} if gpu else {}))
-    return TorchTrainer(ray_worker.work, train_loop_config=plan, scaling_config=scaling, torch_config=NoGroupConfig(),
-                        run_config=RunConfig(name="run", storage_path=folder, failure_config=FailureConfig(max_failures=0)))
+    scaling = ScalingConfig(
+        num_workers=local.world_size(launch),
+        use_gpu=gpu,
+        placement_strategy=launch.placement_strategy.upper(),
+        resources_per_worker={"CPU": launch.cpus_per_worker} | ({"GPU": 1} if gpu else {}),
+    )
+    return TorchTrainer(
+        ray_worker.work,
+        train_loop_config=plan,
+        scaling_config=scaling,
+        torch_config=NoGroupConfig(),
+        run_config=RunConfig(name="run", storage_path=folder, failure_config=FailureConfig(max_failures=0)),
+    )
 
 
 class _Run:
@@ -191,7 +229,9 @@ class _Run:
                 sys.stderr.flush()
                 if workers and not news.started and not told and time.monotonic() - began > PATIENCE_SECONDS:
                     told = True
-                    log.info(f"Ray has started no process yet: it needs room for {workers}; {_free()} of the cluster are free now")
+                    log.info(
+                        f"Ray has started no process yet: it needs room for {workers}; {_free()} of the cluster are free now"
+                    )
                 if self.signals and not news.started:
                     break
         if self.signals:

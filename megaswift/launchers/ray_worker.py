@@ -35,10 +35,15 @@ def work(plan: dict[str, Any]) -> None:
     while (address := ray.get(exchange.where.remote())) is None:
         time.sleep(POLL_SECONDS)
     environ = environment(plan["environ"], address) | {
-        "RANK": str(rank), "LOCAL_RANK": str(here.get_local_rank()), "WORLD_SIZE": str(here.get_world_size()),
-        "LOCAL_WORLD_SIZE": str(here.get_local_world_size())}
+        "RANK": str(rank),
+        "LOCAL_RANK": str(here.get_local_rank()),
+        "WORLD_SIZE": str(here.get_world_size()),
+        "LOCAL_WORLD_SIZE": str(here.get_local_world_size()),
+    }
     if not Path(plan["folder"]).is_dir():
-        raise FileNotFoundError(f"{plan['folder']} is not on {socket.gethostname()}: machines of a run share its folders")
+        raise FileNotFoundError(
+            f"{plan['folder']} is not on {socket.gethostname()}: machines of a run share its folders"
+        )
     process = popen([sys.executable, "-P", "-m", __name__, plan["task"], *plan["argv"]], environ, plan["folder"])
     ray.get(exchange.begin.remote(rank))
     reader = threading.Thread(target=lambda: [exchange.say.remote(line) for line in process.stdout or ()])
@@ -58,16 +63,30 @@ def work(plan: dict[str, Any]) -> None:
 def environment(given: dict[str, str], address: tuple[str, int]) -> dict[str, str]:
     """That of this worker, with what the command says, megaswift where this process found it, and the address of rank 0."""
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, **given, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1",
-            "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
+    return {
+        **os.environ,
+        **given,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+    }
 
 
 def popen(words: list[str], environ: dict[str, str], folder: str) -> subprocess.Popen[str]:
     """The process. Ray blocks SIGINT in its workers; the run's process takes it."""
     before = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:
-        return subprocess.Popen(words, env=environ, cwd=folder, text=True, errors="replace", stdin=subprocess.DEVNULL,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            words,
+            env=environ,
+            cwd=folder,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -17,7 +17,9 @@ def mean_and_std(rewards: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Both along `dim`, kept, over what is not NaN; the standard deviation is Bessel's, and NaN for fewer than two."""
     count = (~rewards.isnan()).sum(dim, keepdim=True)
     mean = rewards.nanmean(dim, keepdim=True)
-    return mean, (((rewards - mean) ** 2).nansum(dim, keepdim=True) / torch.where(count > 1, count - 1, torch.nan)).sqrt()
+    return mean, (
+        ((rewards - mean) ** 2).nansum(dim, keepdim=True) / torch.where(count > 1, count - 1, torch.nan)
+    ).sqrt()
 
 
 def _scaled(rewards: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -127,7 +129,9 @@ def token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor, documents: Te
     return given.view_as(penalties) - penalties * mask
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(advantages, returns), [b, s] each: generalised advantage estimation (arXiv 1506.02438 eq. 16) over the tokens in `mask`.
 
     The token after a masked one is the next in the mask: what tools write passes no time. A document ends its episode; several in one

@@ -44,10 +44,12 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
+
         def move(v: Any) -> Any:
             if isinstance(v, Tensor):
                 return v.to(device, non_blocking=True)
             return {k: move(x) for k, x in v.items()} if isinstance(v, Mapping) else v
+
         return replace(self, **{k: move(getattr(self, k)) for k in self.__dataclass_fields__})
 
     @property

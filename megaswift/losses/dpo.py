@@ -65,7 +65,11 @@ class DPO:
     @property
     def needs(self) -> Needs:
         """Log-probabilities; the rest is for metrics and for WPO."""
-        return Needs(fields=frozenset({"logprobs", "entropy", "correct", "mean_logit"} | ({"log_sum_sq"} if self.use_weighting else set())))
+        return Needs(
+            fields=frozenset(
+                {"logprobs", "entropy", "correct", "mean_logit"} | ({"log_sum_sq"} if self.use_weighting else set())
+            )
+        )
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""

@@ -47,7 +47,11 @@ def _signed(x: Tensor, good: Tensor) -> Tensor:
     return torch.where(good, x, -x)
 
 
-LOSS_TYPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"kto": _kto, "apo_zero_unpaired": _apo_zero_unpaired, "bco": _bco}
+LOSS_TYPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "kto": _kto,
+    "apo_zero_unpaired": _apo_zero_unpaired,
+    "bco": _bco,
+}
 """(rewards [n], desirable [n], where a reward counts as 0) -> [n]."""
 USES_KL = frozenset({"kto"})
 """Types that need z0, and so a pass over mismatched answers."""
@@ -88,7 +92,11 @@ class KTO:
         """0-d: the reward that counts as neither good nor bad."""
         if self.loss_type in USES_KL:
             return self.beta * batch.fields["kl"].to(rewards.dtype).reshape(())
-        return batch.fields["delta"].to(rewards.dtype).reshape(()) if self.loss_type in USES_DELTA else rewards.new_zeros(())
+        return (
+            batch.fields["delta"].to(rewards.dtype).reshape(())
+            if self.loss_type in USES_DELTA
+            else rewards.new_zeros(())
+        )
 
     def _metrics(self, outputs: Outputs, batch: Batch, rewards: Tensor, answers: Tensor) -> dict[str, Metric]:
         assert outputs.entropy is not None and outputs.mean_logit is not None

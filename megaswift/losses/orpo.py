@@ -15,7 +15,16 @@ from torch import Tensor
 
 from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
 from megaswift.losses.documents import completion_mask, document_counts, document_sums
-from megaswift.losses.pairs import Sides, mean_of, pair_count, policy_metrics, reward_metrics, side_masks, sides, token_mean
+from megaswift.losses.pairs import (
+    Sides,
+    mean_of,
+    pair_count,
+    policy_metrics,
+    reward_metrics,
+    side_masks,
+    sides,
+    token_mean,
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,9 @@ class ORPO:
         """The likelihood, the odds ratio, and TRL's metrics."""
         assert outputs.logprobs is not None
         mask = completion_mask(batch)
-        logps = sides(batch, document_sums(batch, outputs.logprobs * mask)) / sides(batch, document_counts(batch, mask).clamp(min=1))
+        logps = sides(batch, document_sums(batch, outputs.logprobs * mask)) / sides(
+            batch, document_counts(batch, mask).clamp(min=1)
+        )
         log_odds = (logps - Sides(_log1mexp(logps.chosen), _log1mexp(logps.rejected))).difference
         ratio = F.logsigmoid(log_odds)
         chosen = _chosen(batch)

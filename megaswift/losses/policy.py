@@ -78,7 +78,10 @@ class Policy:
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`completions`, those without a label included; `completion_tokens`; and `kept_tokens` for the entropy."""
-        found = {"completions": float(batch.fields["completions"].numel()), "completion_tokens": float(batch.label_tokens)}
+        found = {
+            "completions": float(batch.fields["completions"].numel()),
+            "completion_tokens": float(batch.label_tokens),
+        }
         return found | ({"kept_tokens": float(_kept(batch).sum())} if self.entropy_coef else {})
 
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
@@ -121,7 +124,9 @@ class Policy:
         """[b, s]: log(policy / old), and log(old / sampler) where that was corrected, of the completion of each token."""
         total = document_sums(batch, log_ratio.clamp(-HIGHEST, HIGHEST))[document_index(batch)]
         if "ratio" in batch.fields:
-            log_correction = batch.fields["ratio"].to(log_ratio.dtype).log().clamp(LOWEST, HIGHEST) * (batch.loss_weights != 0)
+            log_correction = batch.fields["ratio"].to(log_ratio.dtype).log().clamp(LOWEST, HIGHEST) * (
+                batch.loss_weights != 0
+            )
             if self.ratio_level == "sequence":
                 total = total + self._completion_mean(log_correction, batch)
             else:
@@ -139,7 +144,12 @@ class Policy:
     def _term(self, name: str, per_token: Tensor, batch: Batch, weight: float = 1.0) -> Term:
         mask = batch.loss_weights != 0
         total = per_completion(batch, per_token, mask).sum() if self.kind.token_mean else (per_token * mask).sum()
-        return Term(name, total, self.kind.denominator, weight / (self.max_completion_length or 1) if self.kind.per_place else weight)
+        return Term(
+            name,
+            total,
+            self.kind.denominator,
+            weight / (self.max_completion_length or 1) if self.kind.per_place else weight,
+        )
 
     def _metrics(self, x: Weighed, old: Tensor, batch: Batch) -> dict[str, Metric]:
         found: dict[str, Metric] = {}

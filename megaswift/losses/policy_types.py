@@ -78,7 +78,10 @@ def _sapo(x: Weighed) -> Tensor:
 def vespo_weights(x: Weighed) -> Tensor:
     """[b, s], without a gradient: w^k exp(lambda (1 - w)) of the completion's weight w, which is 1 at w = 1 (arXiv 2602.10693)."""
     s, good = x.settings, x.advantages >= 0
-    k, rate = torch.where(good, s.vespo_k_pos, s.vespo_k_neg), torch.where(good, s.vespo_lambda_pos, s.vespo_lambda_neg).clamp(min=1e-4)
+    k, rate = (
+        torch.where(good, s.vespo_k_pos, s.vespo_k_neg),
+        torch.where(good, s.vespo_lambda_pos, s.vespo_lambda_neg).clamp(min=1e-4),
+    )
     log_w = x.completion_log_weights
     return torch.exp(rate + k * log_w - rate * log_w.exp()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 

@@ -51,7 +51,10 @@ class Correction:
     def bound(self, gap: Tensor) -> Tensor:
         """exp of the gap, truncated, or 0 outside of the bounds."""
         found = gap.exp()
-        low, high = -math.inf if self.clip_min is None else self.clip_min, math.inf if self.clip_max is None else self.clip_max
+        low, high = (
+            -math.inf if self.clip_min is None else self.clip_min,
+            math.inf if self.clip_max is None else self.clip_max,
+        )
         if self.mode.endswith("truncate"):
             return found.clamp(low, high)
         return found.masked_fill((found < low) | (found > high), 0.0)

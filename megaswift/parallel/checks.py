@@ -62,7 +62,11 @@ def describe(near: Asked, asked: Asked) -> str:
     """The flags of a layout: those that are not 1, and those that differ from what was asked."""
     parts = [f"{FLAGS[axis]} {size}" for axis, size in near.axes.items() if size > 1 or size != asked.axes[axis]]
     if near.split != Split():
-        ends = {"--first_stage_layers": near.split.first, "--last_stage_layers": near.split.last, "--pipeline_layout": near.split.custom}
+        ends = {
+            "--first_stage_layers": near.split.first,
+            "--last_stage_layers": near.split.last,
+            "--pipeline_layout": near.split.custom,
+        }
         parts += [f"{flag} {value}" for flag, value in ends.items() if value is not None]
     if near.sequence_parallel is not None:
         parts.append(f"--sequence_parallel {str(near.sequence_parallel).lower()}")
@@ -80,7 +84,9 @@ def _options(shape: ModelShape, asked: Asked) -> dict[str, list[Any]]:
     """For each setting the values to try instead of the one asked for."""
     world = divisors(asked.world_size)
     options: dict[str, list[Any]] = {axis: [n for n in world if _alone(shape, asked, axis, n)] for axis in ALONE}
-    options["pp"] = [n for n in world if n <= shape.num_layers and (asked.split != Split() or shape.num_layers % n == 0)]
+    options["pp"] = [
+        n for n in world if n <= shape.num_layers and (asked.split != Split() or shape.num_layers % n == 0)
+    ]
     options["vpp"] = divisors(shape.num_layers)
     options["split"] = [Split()]
     options["sequence_parallel"] = [None]
@@ -93,7 +99,9 @@ def _variants(asked: Asked, options: dict[str, list[Any]], names: tuple[str, ...
     for values in product(*(options[name] for name in names)):
         changed = dict(zip(names, values, strict=True))
         sizes = {**asked.axes, **changed}
-        if asked.world_size % max(1, sizes["tp"] * sizes["pp"] * sizes["cp"]) == 0 and (sizes["pp"] > 1 or sizes["vpp"] == 1):
+        if asked.world_size % max(1, sizes["tp"] * sizes["pp"] * sizes["cp"]) == 0 and (
+            sizes["pp"] > 1 or sizes["vpp"] == 1
+        ):
             yield replace(asked, dp=None, **changed)
 
 

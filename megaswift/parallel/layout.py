@@ -146,7 +146,11 @@ class Layout(Axes):
 
     def describe(self) -> str:
         """One line: `TP2 SP PP2 VPP2 DP1`, axes of size 1 left out (data parallelism always shown)."""
-        parts = [f"{axis.upper()}{getattr(self, axis)}" for axis in ("tp", "pp", "vpp", "cp", "ep", "etp") if getattr(self, axis) > 1]
+        parts = [
+            f"{axis.upper()}{getattr(self, axis)}"
+            for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")
+            if getattr(self, axis) > 1
+        ]
         if self.sequence_parallel:
             parts.insert(1 if self.tp > 1 else 0, "SP")
         return " ".join([*parts, f"DP{self.dp}"])
@@ -189,7 +193,11 @@ def asked_axes(parallel: ParallelConfig) -> dict[str, int]:
 
 def size_problems(world_size: int, axes: dict[str, int]) -> list[Problem]:
     """What is wrong with the sizes alone, whatever the model."""
-    low = [Problem(f"{FLAGS[axis]} {size}", "is not a positive number", f"{FLAGS[axis]} 1") for axis, size in axes.items() if size < 1]
+    low = [
+        Problem(f"{FLAGS[axis]} {size}", "is not a positive number", f"{FLAGS[axis]} 1")
+        for axis, size in axes.items()
+        if size < 1
+    ]
     if world_size < 1:
         low.append(Problem(f"world size {world_size}", "is not a positive number of processes"))
     if low:
@@ -201,7 +209,9 @@ def size_problems(world_size: int, axes: dict[str, int]) -> list[Problem]:
             used = [n for n in names if axes[n] > 1]
             sizes = " x ".join(str(axes[n]) for n in used) + (f" = {product}" if len(used) > 1 else "")
             rule = f"need {sizes} processes or a multiple; there are {world_size}"
-            problems.append(Problem(" ".join(f"{FLAGS[n]} {axes[n]}" for n in used), rule, _world_fix(world_size, product)))
+            problems.append(
+                Problem(" ".join(f"{FLAGS[n]} {axes[n]}" for n in used), rule, _world_fix(world_size, product))
+            )
     if axes["vpp"] > 1 and axes["pp"] == 1:
         fix = f"--pp 2 --vpp {axes['vpp']}, or no --vpp"
         problems.append(Problem(f"--vpp {axes['vpp']}", "model chunks need a pipeline, and --pp is 1", fix))

@@ -45,7 +45,9 @@ def picture(layout: Layout, num_layers: int, split: Split | None = None) -> str:
     if layout.ep * layout.etp > 1:
         rows.append(["experts", *_each(stages, lambda p: f"ep {layout.ep} x etp {layout.etp} x edp {layout.edp}")])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _chunk(chunks: Sequence[Sequence[Chunk]], chunk: int, pp: int) -> str:

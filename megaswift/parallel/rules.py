@@ -37,13 +37,23 @@ class Asked(Axes):
     def from_config(cls, cfg: SwiftConfig, world_size: int) -> Asked:
         """What a configuration asks for on `world_size` processes; LayoutError when the layout string cannot be read."""
         p = cfg.parallel
-        return cls(world_size, **asked_axes(p), sequence_parallel=p.sequence_parallel, split=Split.from_config(p), dp=p.data_parallel_size,
-                   cp_comm_type=p.cp_exchange, max_length=cfg.data.max_length, train=cfg.train)
+        return cls(
+            world_size,
+            **asked_axes(p),
+            sequence_parallel=p.sequence_parallel,
+            split=Split.from_config(p),
+            dp=p.data_parallel_size,
+            cp_comm_type=p.cp_exchange,
+            max_length=cfg.data.max_length,
+            train=cfg.train,
+        )
 
     @property
     def layout(self) -> Layout:
         """The layout, when it is one."""
-        return Layout(self.world_size, **self.axes, sequence_parallel=sequence_parallel_on(self.tp, self.sequence_parallel))
+        return Layout(
+            self.world_size, **self.axes, sequence_parallel=sequence_parallel_on(self.tp, self.sequence_parallel)
+        )
 
     @property
     def known_dp(self) -> int | None:
@@ -86,7 +96,9 @@ def _heads_fit(shape: ModelShape, tp: int) -> bool:
         return False
     if shape.whole_kv and tp > shape.kv_heads:
         return False
-    return shape.kv_heads % tp == 0 or (tp % shape.kv_heads == 0 and (shape.heads + 2 * shape.kv_heads) * shape.head_dim % tp == 0)
+    return shape.kv_heads % tp == 0 or (
+        tp % shape.kv_heads == 0 and (shape.heads + 2 * shape.kv_heads) * shape.head_dim % tp == 0
+    )
 
 
 def _tp_values(shape: ModelShape, asked: Asked) -> list[int]:
@@ -106,8 +118,14 @@ def _widths(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
     for axis, width, name in widths:
         size = getattr(asked, axis)
         if width % size:
-            fits = _tp_values(shape, asked) if axis == "tp" else [n for n in divisors(asked.world_size) if width % n == 0]
-            yield Problem(f"{FLAGS[axis]} {size}", f"{name} of {width} is not divisible by {size}", _flags(FLAGS[axis], fits, size))
+            fits = (
+                _tp_values(shape, asked) if axis == "tp" else [n for n in divisors(asked.world_size) if width % n == 0]
+            )
+            yield Problem(
+                f"{FLAGS[axis]} {size}",
+                f"{name} of {width} is not divisible by {size}",
+                _flags(FLAGS[axis], fits, size),
+            )
 
 
 def _layers(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
@@ -118,10 +136,15 @@ def _experts(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
     for axis in ("ep", "etp"):
         size = getattr(asked, axis)
         if size > 1 and not shape.experts:
-            yield Problem(f"{FLAGS[axis]} {size}", "splits experts, and this model is dense: it has none", f"no {FLAGS[axis]}")
+            yield Problem(
+                f"{FLAGS[axis]} {size}", "splits experts, and this model is dense: it has none", f"no {FLAGS[axis]}"
+            )
     if asked.etp > 1 and shape.expert_bias:  # Megatron-Core: "Bias in Moe is only supported when ETP==1"
-        yield Problem(f"--etp {asked.etp}", "this model's experts have biases, which Megatron-Core adds rightly with --etp 1 only",
-                      f"--etp 1, and --ep {max(n for n in divisors(shape.experts) if asked.world_size % n == 0)} to spread the experts")
+        yield Problem(
+            f"--etp {asked.etp}",
+            "this model's experts have biases, which Megatron-Core adds rightly with --etp 1 only",
+            f"--etp 1, and --ep {max(n for n in divisors(shape.experts) if asked.world_size % n == 0)} to spread the experts",
+        )
     if shape.experts % asked.ep:
         compared = "fewer than" if asked.ep > shape.experts else "not divisible by"
         rule = f"{shape.experts} experts are {compared} {asked.ep} expert-parallel ranks"
@@ -131,7 +154,11 @@ def _experts(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
 
 def _sequence_parallel(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
     if asked.sequence_parallel and asked.tp == 1:
-        yield Problem("--sequence_parallel true", "splits over the tensor-parallel ranks, and --tp is 1", "--tp 2, or leave it out")
+        yield Problem(
+            "--sequence_parallel true",
+            "splits over the tensor-parallel ranks, and --tp is 1",
+            "--tp 2, or leave it out",
+        )
     if asked.sequence_parallel is False and asked.tp > 1 and shape.experts:
         rule = f"Megatron-Core trains MoE layers with --tp {asked.tp} only with sequence parallelism"
         yield Problem("--sequence_parallel false", rule, "leave it out")
@@ -149,7 +176,9 @@ def _context(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
     if kind == "a2a" and _heads_fit(shape, asked.tp):
         local, local_kv = shape.heads // asked.tp, max(1, shape.kv_heads // asked.tp)
         if local % cp or local_kv % cp:
-            rule = f"{local} heads and {local_kv} key/value heads of a tensor-parallel rank must both be divisible by {cp}"
+            rule = (
+                f"{local} heads and {local_kv} key/value heads of a tensor-parallel rank must both be divisible by {cp}"
+            )
             yield Problem(f"--cp_comm_type {kind} --cp {cp}", rule, "--cp_comm_type p2p")
 
 
@@ -157,7 +186,9 @@ def _data(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
     dp = asked.known_dp
     if asked.dp is not None and dp is not None and asked.dp != dp:
         model = asked.tp * asked.pp * asked.cp
-        rule = f"{asked.world_size} processes / (tp {asked.tp} x pp {asked.pp} x cp {asked.cp}) = {dp} data-parallel ranks"
+        rule = (
+            f"{asked.world_size} processes / (tp {asked.tp} x pp {asked.pp} x cp {asked.cp}) = {dp} data-parallel ranks"
+        )
         yield Problem(f"--dp {asked.dp}", rule, f"--dp {dp}, no --dp, or {asked.dp * model} processes")
 
 

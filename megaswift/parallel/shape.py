@@ -52,11 +52,18 @@ class ModelShape:
         t = spec.transformer
         experts = t.get("num_moe_experts") or 0
         return cls(
-            num_layers=t["num_layers"], heads=t["num_attention_heads"], kv_heads=t["num_query_groups"], head_dim=t["kv_channels"],
-            ffn=t["ffn_hidden_size"], experts=experts, expert_ffn=t["moe_ffn_hidden_size"] if experts else 0,
+            num_layers=t["num_layers"],
+            heads=t["num_attention_heads"],
+            kv_heads=t["num_query_groups"],
+            head_dim=t["kv_channels"],
+            ffn=t["ffn_hidden_size"],
+            experts=experts,
+            expert_ffn=t["moe_ffn_hidden_size"] if experts else 0,
             expert_bias=bool(experts and t.get("add_bias_linear")),
             shared_ffn=(t.get("moe_shared_expert_intermediate_size") or 0) if experts else 0,
-            moe_layers=tuple(spec.moe_layers) if experts else (), whole_kv=spec.features.qk_norm_width == "all")
+            moe_layers=tuple(spec.moe_layers) if experts else (),
+            whole_kv=spec.features.qk_norm_width == "all",
+        )
 
     def is_moe(self, layer: int) -> bool:
         """Whether layer `layer` is a MoE layer."""

@@ -142,20 +142,28 @@ def _ends_problems(num_layers: int, pp: int, vpp: int, given: dict[str, int]) ->
     if left < 0 or (left > 0) != (stages > 0):
         rule = f"of {num_layers} layers that leaves {left} for the other {stages} of {pp} stages"
         enough = num_layers >= pp * vpp
-        fix = f"--pipeline_layout '{balanced_layout(num_layers, pp * vpp)}', or neither" if enough else f"--pp {num_layers}"
+        fix = (
+            f"--pipeline_layout '{balanced_layout(num_layers, pp * vpp)}', or neither"
+            if enough
+            else f"--pp {num_layers}"
+        )
         problems.append(Problem(what, rule, fix))
     elif stages and left % (stages * vpp):
         chunks = f"{stages} x {vpp} chunks" if vpp > 1 else f"{stages} stages"
         rule = f"the other {left} of {num_layers} layers are not divisible by {chunks}"
         flag, count = next(iter(given.items()))
         others = sum(given.values()) - count
-        fits = [n for n in range(1, num_layers - others) if (num_layers - others - n) % (stages * vpp) == 0 and n % vpp == 0]
+        fits = [
+            n for n in range(1, num_layers - others) if (num_layers - others - n) % (stages * vpp) == 0 and n % vpp == 0
+        ]
         problems.append(Problem(what, rule, ", or ".join(f"{flag} {n}" for n in nearest_values(fits, count))))
     for flag, count in given.items():
         if count > 0 and count % vpp:
             fits = [n for n in range(vpp, num_layers, vpp)]
             fix = ", or ".join(f"{flag} {n}" for n in nearest_values(fits, count))
-            problems.append(Problem(f"{flag} {count}", f"is not divisible by the {vpp} chunks of a stage (--vpp {vpp})", fix))
+            problems.append(
+                Problem(f"{flag} {count}", f"is not divisible by the {vpp} chunks of a stage (--vpp {vpp})", fix)
+            )
     return problems
 
 
@@ -179,7 +187,9 @@ def _custom_problems(num_layers: int, pp: int, vpp: int, custom: str) -> list[Pr
     if flat.count("E") != 1 or not flat.startswith("E") or flat.count("L") != 1 or not flat.endswith("L"):
         problems.append(Problem(what, "must begin with the embedding E and end with the loss L, each once", model))
     if "m" in flat:
-        problems.append(Problem(what, "has multi-token-prediction layers (m), which are not trained", "the same without m"))
+        problems.append(
+            Problem(what, "has multi-token-prediction layers (m), which are not trained", "the same without m")
+        )
     empty = [str(i) for i, stage in enumerate(stages) if not stage]
     if empty:
         problems.append(Problem(what, f"stage {', '.join(empty)} of {len(stages)} holds nothing", model))

@@ -34,9 +34,20 @@ def head_problems(cfg: SwiftConfig) -> list[Problem]:
     if scored == (cfg.task == "rm"):
         return []
     if scored:
-        return [Problem(label, f"is of a reward model (task_type SEQ_CLS), and {cfg.task} needs one that writes text", "other adapters")]
-    return [Problem(label, "is of a language model: it has no head that scores (task_type is not SEQ_CLS)",
-                    f"new adapters over it: megaswift export --adapters {cfg.lora.adapters} --merge_lora true, then that --model")]
+        return [
+            Problem(
+                label,
+                f"is of a reward model (task_type SEQ_CLS), and {cfg.task} needs one that writes text",
+                "other adapters",
+            )
+        ]
+    return [
+        Problem(
+            label,
+            "is of a language model: it has no head that scores (task_type is not SEQ_CLS)",
+            f"new adapters over it: megaswift export --adapters {cfg.lora.adapters} --merge_lora true, then that --model",
+        )
+    ]
 
 
 def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
@@ -45,20 +56,33 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     config, label = read_config(folder), f"--model {cfg.model.model}"
     problems = served_quantization.problems(config, label, kind, bits, cfg.lora.merge_lora)
     if served_quantization.stays_quantised(config) and engine_of(cfg) in SHARDED:
-        problems.append(Problem(f"{label}, whose weights are quantised", f"cannot be split over ranks (engine {engine_of(cfg)})",
-                                "--engine ddp or zero2"))
+        problems.append(
+            Problem(
+                f"{label}, whose weights are quantised",
+                f"cannot be split over ranks (engine {engine_of(cfg)})",
+                "--engine ddp or zero2",
+            )
+        )
     if kind == "full":
         return problems
     if cfg.task in RL and served_quantization.method_of(config) in served_quantization.KERNELS:
-        problems.append(Problem(f"{label}, whose weights are quantised", "has no plain weights into which adapters could be merged "
-                                "for the sampler", served_quantization.PLAIN))
+        problems.append(
+            Problem(
+                f"{label}, whose weights are quantised",
+                "has no plain weights into which adapters could be merged for the sampler",
+                served_quantization.PLAIN,
+            )
+        )
     lacking = served_quantization.missing(("peft",), f"--train_type {kind}")
     if bits is not None:
         given = "--train_type qlora" if kind == "qlora" else f"--quantization_bit {bits}"
         problems += served_quantization.missing(("bitsandbytes", "accelerate"), given)
     if cfg.lora.adapters is not None:
-        return problems + lacking + (
-            folder_problems(cfg.lora.adapters) or other_adapters(cfg, Path(cfg.lora.adapters)) + head_problems(cfg))
+        return (
+            problems
+            + lacking
+            + (folder_problems(cfg.lora.adapters) or other_adapters(cfg, Path(cfg.lora.adapters)) + head_problems(cfg))
+        )
     return problems + (lacking or refused_by_peft(cfg))
 
 
@@ -66,8 +90,13 @@ def other_adapters(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     """A folder of another kind than `train_type`, or of one that cannot go on."""
     kind, label = kind_of(folder), f"--adapters {folder}"
     if kind == "adalora":
-        return [Problem(label, "holds AdaLoRA adapters, whose ranks are settled: PEFT trains them no further",
-                        "megaswift export --merge_lora true, then new adapters on what comes out")]
+        return [
+            Problem(
+                label,
+                "holds AdaLoRA adapters, whose ranks are settled: PEFT trains them no further",
+                "megaswift export --merge_lora true, then new adapters on what comes out",
+            )
+        ]
     wanted = {"qlora": "lora"}.get(cfg.model.train_type, cfg.model.train_type)
     if kind == wanted:
         return []

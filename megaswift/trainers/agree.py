@@ -38,7 +38,9 @@ def world_size() -> int:
 def _reduce(values: Sequence[float], operation: Any) -> list[float]:
     if not _several():
         return [float(v) for v in values]
-    tensor = torch.tensor(list(values), dtype=torch.float64)  # on the CPU: the group has gloo there, with and without GPUs
+    tensor = torch.tensor(
+        list(values), dtype=torch.float64
+    )  # on the CPU: the group has gloo there, with and without GPUs
     dist.all_reduce(tensor, op=operation)
     return tensor.tolist()
 
@@ -97,7 +99,11 @@ def on_main(work: Callable[[], T], hours: float = 0.0) -> T:
             raise
         outcome = (type(error).__name__, error.problems)
     except OSError as error:
-        problem = Problem(str(error.filename or "writing the output"), error.strerror or str(error), "free space, or another --output_dir")
+        problem = Problem(
+            str(error.filename or "writing the output"),
+            error.strerror or str(error),
+            "free space, or another --output_dir",
+        )
         outcome = (CheckpointError.__name__, [problem])
     finally:
         if _several():

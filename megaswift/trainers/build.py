@@ -59,7 +59,19 @@ TEMPLATE = "chat_template.jinja"
 REFERENCE = "reference"
 """Within a checkpoint: a reference that moves."""
 SHAPE = (
-    "family", "num_layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "tied", "experts", "topk", "expert_ffn")
+    "family",
+    "num_layers",
+    "hidden_size",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn",
+    "vocab_size",
+    "tied",
+    "experts",
+    "topk",
+    "expert_ffn",
+)
 """What a checkpoint and the model it is loaded into must agree on."""
 
 
@@ -108,18 +120,28 @@ class Build:
         """What the loader must know of this rank and its batches."""
         plan, layout = batch_plan(self.cfg.train, self.layout.dp), self.layout
         return LoaderGeometry(
-            dp_rank=self.context.coordinates.dp, dp_size=layout.dp, per_device=plan.per_device, accumulation=plan.accumulation,
-            doc_multiple=2 * layout.cp if layout.cp > 1 else 1, row_multiple=row_multiple(layout, fp8_tokens(self.cfg)),
-            uniform=layout.pp > 1, seed=data.data_seed(self.cfg.data, self.cfg.train),
-            vocabulary=0 if has_tower(self.spec.hf_config) else self.spec.vocab_size)  # towers' tokens may lie beyond
+            dp_rank=self.context.coordinates.dp,
+            dp_size=layout.dp,
+            per_device=plan.per_device,
+            accumulation=plan.accumulation,
+            doc_multiple=2 * layout.cp if layout.cp > 1 else 1,
+            row_multiple=row_multiple(layout, fp8_tokens(self.cfg)),
+            uniform=layout.pp > 1,
+            seed=data.data_seed(self.cfg.data, self.cfg.train),
+            vocabulary=0 if has_tower(self.spec.hf_config) else self.spec.vocab_size,
+        )  # towers' tokens may lie beyond
 
     def data(self) -> tuple[BatchSource, EvalSource | None]:
         """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a pipeline has stages."""
         reader = (processor_of if has_tower(self.spec.hf_config) else tokenizer_of)(self.cfg, self.folder)
         self.tokenizer = tokenizer_in(reader)
         if self.spec.scored:
-            self.spec = replace(self.spec, hf_config=with_padding(self.spec.hf_config, pad_of(self.tokenizer, self.spec.vocab_size)))
-        source, held = data.build(self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels)
+            self.spec = replace(
+                self.spec, hf_config=with_padding(self.spec.hf_config, pad_of(self.tokenizer, self.spec.vocab_size))
+            )
+        source, held = data.build(
+            self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels
+        )
         if held is not None and self.layout.pp > 1:
             held = replace(held, geometry=replace(held.geometry, accumulation=self.layout.pp))
         if isinstance(source, StreamSource):
@@ -167,8 +189,12 @@ class Build:
         if self.adapts:
             engine.keep_reference()
         with engine.reference() if self.adapts else nullcontext():
-            return {training: score_all(once, partial(scored, engine), "the data to train on" if training else "the evaluation's data")
-                    for training, once in self.sources.items()}
+            return {
+                training: score_all(
+                    once, partial(scored, engine), "the data to train on" if training else "the evaluation's data"
+                )
+                for training, once in self.sources.items()
+            }
 
     def preparation(self) -> Preparation | None:
         """What adds to batches what the task's loss reads."""
@@ -182,13 +208,26 @@ class Build:
     def hooks(self, engine: Engine, held: EvalSource | None) -> list[Hook]:
         """In the order of their work within a step: lines first, the checkpoint last."""
         train, outputs, task = self.cfg.train, self.outputs, self.task
-        hooks: list[Hook] = [Metrics(outputs.metrics, train.logging_steps, self.speed(engine), task.count), Watch(), Progress()]
+        hooks: list[Hook] = [
+            Metrics(outputs.metrics, train.logging_steps, self.speed(engine), task.count),
+            Watch(),
+            Progress(),
+        ]
         hooks += trackers(train.report_to, outputs.root, self.cfg.to_dict())
         if held is not None:
-            limit = None if train.eval_iters is None else train.eval_iters * batch_plan(train, self.layout.dp).global_batch_size
-            hooks.append(Evaluation(outputs.evaluation, partial(held.eval_batches, limit), train.eval_steps, task.count))
+            limit = (
+                None
+                if train.eval_iters is None
+                else train.eval_iters * batch_plan(train, self.layout.dp).global_batch_size
+            )
+            hooks.append(
+                Evaluation(outputs.evaluation, partial(held.eval_batches, limit), train.eval_steps, task.count)
+            )
         facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
-        facts |= {"config": self.cfg.to_dict(), "global_batch_size": batch_plan(train, self.layout.dp).global_batch_size}
+        facts |= {
+            "config": self.cfg.to_dict(),
+            "global_batch_size": batch_plan(train, self.layout.dp).global_batch_size,
+        }
         if self.adapts:
             facts["base"] = self.base
         checkpoint = Checkpoint(outputs.store, train.save_steps, train.save_total_limit, facts)
@@ -220,7 +259,9 @@ class Build:
         shape = {name: getattr(self.spec, name) for name in SHAPE}
         if not self.adapts:
             return shape
-        based = {"base_weights": self.folder} | ({"critic_weights": critic_folder(self.cfg, self.folder)} if self.cfg.task in PPO else {})
+        based = {"base_weights": self.folder} | (
+            {"critic_weights": critic_folder(self.cfg, self.folder)} if self.cfg.task in PPO else {}
+        )
         return shape | {name: agree.on_main(partial(fingerprint, folder)) for name, folder in based.items()}
 
     def speed(self, engine: Engine) -> Speed:
@@ -242,11 +283,20 @@ class Build:
         return Facts(
             title=self.task.title,
             model=f"{s.family}, {s.num_layers} layers x {s.hidden_size}, {s.heads} heads ({s.kv_heads} KV), vocabulary {s.vocab_size:,}"
-                  f"{experts}: {self.folder}{' (random weights)' if self.cfg.model.random_init else ''}",
-            parameters=engine.report(), layout=f"{layout.describe()} on {processes} ({where})", picture=grid,
-            kernels=engine.kernels, data=data_text(source.stats, 0 if held is None else len(held.data), self.task.scored), dp=layout.dp,
-            accumulation=plan.accumulation, total_steps=total_steps, rows_per_epoch=source.rows,
-            start=start, unit=self.task.unit, reference=reference_text(self.cfg, self.adapts))
+            f"{experts}: {self.folder}{' (random weights)' if self.cfg.model.random_init else ''}",
+            parameters=engine.report(),
+            layout=f"{layout.describe()} on {processes} ({where})",
+            picture=grid,
+            kernels=engine.kernels,
+            data=data_text(source.stats, 0 if held is None else len(held.data), self.task.scored),
+            dp=layout.dp,
+            accumulation=plan.accumulation,
+            total_steps=total_steps,
+            rows_per_epoch=source.rows,
+            start=start,
+            unit=self.task.unit,
+            reference=reference_text(self.cfg, self.adapts),
+        )
 
 
 def reference_text(cfg: SwiftConfig, adapts: bool) -> str:
@@ -282,7 +332,9 @@ def count_steps(cfg: SwiftConfig, source: Any) -> int:
     if cfg.train.max_steps is not None:
         return cfg.train.max_steps
     if source.rows is None:
-        raise ConfigError(Problem("--streaming", "the length of the data is not known, so epochs cannot be counted", "--max_steps N"))
+        raise ConfigError(
+            Problem("--streaming", "the length of the data is not known, so epochs cannot be counted", "--max_steps N")
+        )
     return source.steps_for(cfg.train.num_train_epochs)
 
 
@@ -293,7 +345,11 @@ def changed(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for section, values in now.items():
         before = saved.get(section)
         if isinstance(values, dict) and isinstance(before, dict):
-            found += [f"{n} {before.get(n)} -> {v}" for n, v in values.items() if n not in quiet and n in before and before[n] != v]
+            found += [
+                f"{n} {before.get(n)} -> {v}"
+                for n, v in values.items()
+                if n not in quiet and n in before and before[n] != v
+            ]
     if found and agree.rank() == 0:
         log.info("differs from the checkpoint's run: " + ", ".join(found))
     return found

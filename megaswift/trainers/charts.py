@@ -33,7 +33,7 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     size = math.ceil(len(points) / (most // 2))
     kept: Points = []
     for start in range(0, len(points), size):
-        stretch = points[start:start + size]
+        stretch = points[start : start + size]
         kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
     return sorted({points[0], *kept, points[-1]})
 
@@ -60,7 +60,9 @@ def number(value: float) -> str:
     return f"{value:.4g}" if size >= 1 else f"{value:.3g}" if size >= 1e-3 else f"{value:.2g}"
 
 
-def line_chart(title: str, series: Sequence[Series], bounds: tuple[float, float], width: int = 560, height: int = 220) -> str:
+def line_chart(
+    title: str, series: Sequence[Series], bounds: tuple[float, float], width: int = 560, height: int = 220
+) -> str:
     """An SVG of the series over the step, `bounds` on the vertical axis; points outside are cut at the frame."""
     series = [Series(s.name, thin(s.points), s.style, s.marks) for s in series]
     steps = [x for s in series for x, _ in s.points]
@@ -72,13 +74,18 @@ def line_chart(title: str, series: Sequence[Series], bounds: tuple[float, float]
 
     def place(x: float, y: float) -> tuple[float, float]:
         inside = min(max(y, y0), y1)
-        return (LEFT + (x - x0) / (x1 - x0) * (width - LEFT - RIGHT), height - BOTTOM - (inside - y0) / (y1 - y0) * (height - TOP - BOTTOM))
+        return (
+            LEFT + (x - x0) / (x1 - x0) * (width - LEFT - RIGHT),
+            height - BOTTOM - (inside - y0) / (y1 - y0) * (height - TOP - BOTTOM),
+        )
 
     parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{title}">']
     for value in ticks(y0, y1, 4):
         _, y = place(x0, value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-                     f'<text x="{LEFT - 8}" y="{y + 3.5:.1f}" text-anchor="end">{number(value)}</text>')
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text x="{LEFT - 8}" y="{y + 3.5:.1f}" text-anchor="end">{number(value)}</text>'
+        )
     for value in ticks(x0, x1, 6):
         if value == int(value):
             x, _ = place(value, y0)

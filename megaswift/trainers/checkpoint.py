@@ -62,7 +62,11 @@ class Checkpoint(Hook):
             engine.save(folder / name)
         self.beside(folder)
         agree.barrier()
-        files = {name: entry for share in agree.gather(commit.hash_share(folder, rank, ranks)) for name, entry in share.items()}
+        files = {
+            name: entry
+            for share in agree.gather(commit.hash_share(folder, rank, ranks))
+            for name, entry in share.items()
+        }
         done = agree.on_main(lambda: self.store.finish(loop.step, files, state))
         agree.on_main(lambda: self.store.rotate(self.limit))
         self.saved = loop.step
@@ -113,6 +117,13 @@ def differences(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[P
         rule = f"has format {manifest['format']}, this version reads {commit.FORMAT}"
         problems.append(Problem("checkpoint", rule, "the version that wrote it"))
     saved = manifest.get("model", {})
-    problems += [Problem(f"model's {name}", f"is {saved[name]} in the checkpoint and {model[name]} in --model", "the checkpoint's model")
-                 for name in model if name in saved and saved[name] != model[name]]
+    problems += [
+        Problem(
+            f"model's {name}",
+            f"is {saved[name]} in the checkpoint and {model[name]} in --model",
+            "the checkpoint's model",
+        )
+        for name in model
+        if name in saved and saved[name] != model[name]
+    ]
     return problems

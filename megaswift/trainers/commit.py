@@ -85,7 +85,9 @@ def verify_share(folder: Path, manifest: Mapping[str, Any], rank: int, ranks: in
         if not path.is_file():
             problems.append(Problem(str(path), "is missing"))
         elif path.stat().st_size != expected["bytes"]:
-            problems.append(Problem(str(path), f"has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"))
+            problems.append(
+                Problem(str(path), f"has {path.stat().st_size} bytes, the manifest says {expected['bytes']}")
+            )
         else:
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
@@ -119,7 +121,13 @@ class Store:
     def finish(self, step: int, files: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
         """Marks, renames, moves the pointer: in this order, each on disk before the next."""
         saving, folder = self.saving(step), self.folder(step)
-        manifest = {"format": FORMAT, "step": step, "saved_at": time.time(), **state, "files": dict(sorted(files.items()))}
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "saved_at": time.time(),
+            **state,
+            "files": dict(sorted(files.items())),
+        }
         manifest = json.loads(json.dumps(manifest, allow_nan=False))
         for directory in {p.parent for p in payload(saving)}:
             sync(directory)
@@ -210,4 +218,8 @@ def select(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
 
 def _others(output: Path) -> str:
     whole = Store(output / "checkpoints").complete()
-    return "one of " + ", ".join(str(s.path) for s in whole) if whole else "leave the option out to start from the beginning"
+    return (
+        "one of " + ", ".join(str(s.path) for s in whole)
+        if whole
+        else "leave the option out to start from the beginning"
+    )

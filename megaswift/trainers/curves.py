@@ -20,7 +20,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     out = []
     for i, value in enumerate(values):
         half = min(window // 2, i, len(values) - 1 - i)
-        near = [v for v in values[i - half:i + half + 1] if math.isfinite(v)]
+        near = [v for v in values[i - half : i + half + 1] if math.isfinite(v)]
         out.append(statistics.median(near) if math.isfinite(value) else math.nan)
     return out
 
@@ -54,6 +54,7 @@ def draw(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
     if not lines:
         return
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -97,20 +98,34 @@ def _main(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], ev
         axis.plot(steps, losses, color=RAW, linewidth=0.9, label="each line")
         axis.plot(steps, smooth(losses, window), color=MEAN, linewidth=1.8, label=f"median of {window} lines")
     else:
-        axis.plot(steps, losses, color=MEAN, linewidth=1.6, marker="o" if len(lines) < 40 else None, markersize=3, label="training")
+        axis.plot(
+            steps,
+            losses,
+            color=MEAN,
+            linewidth=1.6,
+            marker="o" if len(lines) < 40 else None,
+            markersize=3,
+            label="training",
+        )
     shown = list(losses)
     if evals:
         values = column(evals, watched)
         shown += values
-        axis.plot(column(evals, "step"), values, color=EVAL, linewidth=1.2, marker="D", markersize=4, label="evaluation")
+        axis.plot(
+            column(evals, "step"), values, color=EVAL, linewidth=1.2, marker="D", markersize=4, label="evaluation"
+        )
     bad = [line["step"] for line in lines if line.get("skipped")]
     for i, step in enumerate(bad):
         axis.axvline(step, color=BAD, linewidth=0.8, alpha=0.5, label="skipped" if i == 0 else None)
     if bounds := limits(shown):
         axis.set_ylim(*bounds)
     if evals or window > 1 or bad:
-        axis.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper right" if watched == "loss" else "lower right")
+        axis.legend(
+            frameon=False, fontsize=8, labelcolor=INK, loc="upper right" if watched == "loss" else "lower right"
+        )
     last = next(((s, v) for s, v in zip(reversed(steps), reversed(losses), strict=True) if math.isfinite(v)), None)
     if last is not None:
-        axis.annotate(f"{last[1]:.4g}", last, xytext=(6, 0), textcoords="offset points", fontsize=8, color=INK, va="center")
+        axis.annotate(
+            f"{last[1]:.4g}", last, xytext=(6, 0), textcoords="offset points", fontsize=8, color=INK, va="center"
+        )
     axis.margins(x=0.045)

@@ -23,7 +23,11 @@ SMALL, MIDDLE = 1e9, 7e9
 """Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth sharding."""
 KINDS = ("ddp", "zero2", "fsdp2")
 """From what holds most on a rank to what holds least."""
-REASONS = {"ddp": ", whole on each device", "zero2": ": gradients and optimizer states in parts", "fsdp2": ": weights in parts too"}
+REASONS = {
+    "ddp": ", whole on each device",
+    "zero2": ": gradients and optimizer states in parts",
+    "fsdp2": ": weights in parts too",
+}
 SHARE = 0.8
 """Of a process's memory that weights, gradients and optimizer may take: the rest is for activations."""
 
@@ -91,7 +95,9 @@ def for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
         return method.engines[0], f"{name} needs it"
     if kind in SHARDED and bits_of(cfg) is not None:
         return "ddp", "weights in few bits are whole on every rank"
-    return ("zero2", f"{name} cannot be split") if kind in SHARDED and method is not None and method.whole else (kind, why)
+    return (
+        ("zero2", f"{name} cannot be split") if kind in SHARDED and method is not None and method.whole else (kind, why)
+    )
 
 
 def choose(spec: ModelSpec, axes: bool, machine: Machine) -> tuple[str, str]:
@@ -103,10 +109,13 @@ def choose(spec: ModelSpec, axes: bool, machine: Machine) -> tuple[str, str]:
     if spec.family in FAMILIES and spec.experts and size > MIDDLE:
         return NATIVE, f"{text} in {spec.experts} experts a layer"
     if machine.processes == 1:
-        return "ddp", f"{text}, whole on each device" if size < SMALL else f"{text} on one process, nothing to share them with"
+        return (
+            "ddp",
+            f"{text}, whole on each device" if size < SMALL else f"{text} on one process, nothing to share them with",
+        )
     by_size = "ddp" if size < SMALL else "zero2" if size <= MIDDLE else "fsdp2"
     known = [k for k in KINDS if k != "zero2" or importlib.util.find_spec("deepspeed") is not None]
-    later = known[next(i for i, k in enumerate(known) if KINDS.index(k) >= KINDS.index(by_size)):]
+    later = known[next(i for i, k in enumerate(known) if KINDS.index(k) >= KINDS.index(by_size)) :]
     kind = next((k for k in later if machine.holds(k, size)), later[-1])
     if kind == later[0]:
         return kind, f"{text}, and deepspeed is not installed" if kind != by_size else f"{text}{REASONS[kind]}"

@@ -47,8 +47,13 @@ class Evaluation(Lines):
             window.add(step, weight_of(step, self.count))
         self.last = loop.step
         line: dict[str, Any] = {
-            "step": loop.step, "epoch": epoch, "loss": window.loss / window.weight if window.weight else math.nan,
-            "tokens": window.tokens, "label_tokens": window.label_tokens, "batches": window.steps, "seconds": time.perf_counter() - began,
+            "step": loop.step,
+            "epoch": epoch,
+            "loss": window.loss / window.weight if window.weight else math.nan,
+            "tokens": window.tokens,
+            "label_tokens": window.label_tokens,
+            "batches": window.steps,
+            "seconds": time.perf_counter() - began,
         }
         line |= {k: v / window.weights[k] for k, v in window.metrics.items() if k not in line}
         self.write(line)

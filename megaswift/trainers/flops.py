@@ -17,9 +17,23 @@ from megaswift.engine.protocol import Engine
 from megaswift.families.spec import ModelSpec
 
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-    (r"GB200", 2500.0), (r"B200", 2250.0), (r"H200", 989.4), (r"H100.*PCIe", 756.0), (r"H100 NVL", 835.0), (r"GH200|H100|H800", 989.4),
-    (r"H20\b", 148.0), (r"A100|A800", 312.0), (r"L40S", 362.0), (r"L40\b", 181.0), (r"L4\b", 121.0), (r"A10G", 70.0), (r"A10\b", 125.0),
-    (r"RTX 4090", 165.2), (r"RTX 3090", 71.0), (r"MI300X", 1307.4), (r"MI250", 383.0),
+    (r"GB200", 2500.0),
+    (r"B200", 2250.0),
+    (r"H200", 989.4),
+    (r"H100.*PCIe", 756.0),
+    (r"H100 NVL", 835.0),
+    (r"GH200|H100|H800", 989.4),
+    (r"H20\b", 148.0),
+    (r"A100|A800", 312.0),
+    (r"L40S", 362.0),
+    (r"L40\b", 181.0),
+    (r"L4\b", 121.0),
+    (r"A10G", 70.0),
+    (r"A10\b", 125.0),
+    (r"RTX 4090", 165.2),
+    (r"RTX 3090", 71.0),
+    (r"MI300X", 1307.4),
+    (r"MI250", 383.0),
 )
 """Dense bf16 TFLOP/s by the makers' data sheets; the first pattern that the device's name contains counts."""
 

@@ -38,7 +38,9 @@ class Received:
         now = time.monotonic()
         if not self.number:
             self.number, self._since = number, now
-            log.info(f"{signal.Signals(number).name} received: finishing this step and saving; send it again to stop at once")
+            log.info(
+                f"{signal.Signals(number).name} received: finishing this step and saving; send it again to stop at once"
+            )
         elif now - self._since > SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt
 

@@ -59,13 +59,15 @@ class Known:
         given, at = logprobs.detach().float().cpu()[batch.loss_weights.cpu() != 0], 0
         for place in self.places(batch, width_of(batch)):
             count = place.stop - place.start
-            self.values[place] = given[at:at + count]
+            self.values[place] = given[at : at + count]
             at += count
         assert at == len(given), f"{len(given)} labels in a batch whose rows have {at}"
 
     def of(self, batch: Batch) -> torch.Tensor:
         """float32 [b, s]: the numbers at a batch's labels, 0 elsewhere."""
-        return placed(batch, torch.cat([self.values[place] for place in self.places(batch, width_of(batch))] or [self.values[:0]]))
+        return placed(
+            batch, torch.cat([self.values[place] for place in self.places(batch, width_of(batch))] or [self.values[:0]])
+        )
 
 
 def width_of(batch: Batch) -> int:

@@ -135,7 +135,9 @@ class Loop:
             self.mistake = error
         failed = agree.largest([self.mistake is not None])[0]
         if failed and self.mistake is None:
-            self.mistake = DataError(Problem("the next batch", "another rank met a row that it cannot use; its message says which"))
+            self.mistake = DataError(
+                Problem("the next batch", "another rank met a row that it cannot use; its message says which")
+            )
         if not failed:
             return microbatches
         back()

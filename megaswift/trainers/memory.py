@@ -27,8 +27,13 @@ class OutOfMemory(UserError):
     title = "out of memory"
 
 
-SAID = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
-        "Cuda failure 2 'out of memory'")
+SAID = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",
+)
 """How torch's CPU allocator, and the libraries that allocate beside torch's, say it in a RuntimeError."""
 
 
@@ -41,7 +46,9 @@ def out_of_memory(cfg: Any, experts: int, error: BaseException) -> OutOfMemory:
     """The error for the user: what to try, cheapest first."""
     tries = "\n".join(f"         {i}. {text}" for i, text in enumerate(advice(cfg, experts), 1))
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return OutOfMemory(Problem("memory", f"{first} (peak of this rank: {peak_gib():.1f} GiB)", f"in this order\n{tries}"))
+    return OutOfMemory(
+        Problem("memory", f"{first} (peak of this rank: {peak_gib():.1f} GiB)", f"in this order\n{tries}")
+    )
 
 
 def advice(cfg: Any, experts: int) -> list[str]:
@@ -50,17 +57,34 @@ def advice(cfg: Any, experts: int) -> list[str]:
     gpu = torch.cuda.is_available()
     heads_tp = p.tensor_parallel_size * 2
     rows: list[tuple[bool, str]] = [
-        (t.per_device_train_batch_size > 1, "--per_device_train_batch_size 1, accumulating more often: the same result"),
-        (not p.distributed_optimizer, "--distributed_optimizer true: optimizer state divided by data-parallel ranks, no cost"),
-        (p.tensor_parallel_size > 1 and p.sequence_parallel is False, "--sequence_parallel true: activations divided by TP, no cost"),
+        (
+            t.per_device_train_batch_size > 1,
+            "--per_device_train_batch_size 1, accumulating more often: the same result",
+        ),
+        (
+            not p.distributed_optimizer,
+            "--distributed_optimizer true: optimizer state divided by data-parallel ranks, no cost",
+        ),
+        (
+            p.tensor_parallel_size > 1 and p.sequence_parallel is False,
+            "--sequence_parallel true: activations divided by TP, no cost",
+        ),
         (gpu and m.torch_dtype == "float32", "--torch_dtype bfloat16: half the weights and activations"),
-        (m.recompute_granularity in (None, "none"), "--recompute_granularity selective: attention's core is recomputed, cheap"),
-        (m.recompute_granularity != "full", "--recompute_granularity full: every layer's activations are recomputed, about a third slower"),
+        (
+            m.recompute_granularity in (None, "none"),
+            "--recompute_granularity selective: attention's core is recomputed, cheap",
+        ),
+        (
+            m.recompute_granularity != "full",
+            "--recompute_granularity full: every layer's activations are recomputed, about a third slower",
+        ),
         (True, f"--tp {heads_tp} (inside one machine): weights, activations and optimizer state divided by {heads_tp}"),
         (experts > 1, f"--ep {p.expert_parallel_size * 2}: experts divided over more ranks"),
         (True, f"--pp {p.pipeline_parallel_size * 2}: layers divided over more ranks"),
-        (gpu and o.optimizer == "adam" and not o.optimizer_cpu_offload and not o.precision_aware_optimizer,
-         "--optimizer_cpu_offload true: Adam's moments in host memory, slower steps"),
+        (
+            gpu and o.optimizer == "adam" and not o.optimizer_cpu_offload and not o.precision_aware_optimizer,
+            "--optimizer_cpu_offload true: Adam's moments in host memory, slower steps",
+        ),
         (d.max_length > 4096, f"--cp {p.context_parallel_size * 2}: each sequence divided over more ranks"),
         (d.max_length > 1024, f"--max_length {d.max_length // 2}: shorter sequences, other data"),
     ]

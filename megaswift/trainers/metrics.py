@@ -119,11 +119,20 @@ class Metrics(Hook):
         tflops = flops / max(w.seconds, 1e-12) / speed.devices / 1e12
         per_second = w.tokens / max(w.seconds, 1e-12)
         line = {
-            "step": step.number, "epoch": step.epoch, "loss": w.loss / w.weight if w.weight else math.nan,
-            "grad_norm": step.result.grad_norm, "learning_rate": step.learning_rate, "tokens": w.tokens, "label_tokens": w.label_tokens,
-            "step_time": w.seconds / w.steps, "data_wait": data_wait / w.steps, "tokens_per_second": per_second,
-            "tokens_per_second_per_device": per_second / speed.devices, "tflops_per_device": tflops,
-            "mfu": tflops / speed.peak_tflops if speed.peak_tflops else None, "memory_gib": memory_gib,
+            "step": step.number,
+            "epoch": step.epoch,
+            "loss": w.loss / w.weight if w.weight else math.nan,
+            "grad_norm": step.result.grad_norm,
+            "learning_rate": step.learning_rate,
+            "tokens": w.tokens,
+            "label_tokens": w.label_tokens,
+            "step_time": w.seconds / w.steps,
+            "data_wait": data_wait / w.steps,
+            "tokens_per_second": per_second,
+            "tokens_per_second_per_device": per_second / speed.devices,
+            "tflops_per_device": tflops,
+            "mfu": tflops / speed.peak_tflops if speed.peak_tflops else None,
+            "memory_gib": memory_gib,
         }
         if w.skipped:
             line["skipped"] = w.skipped

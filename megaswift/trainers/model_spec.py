@@ -18,8 +18,13 @@ def spec_of(cfg: SwiftConfig, folder: Path) -> ModelSpec:
     if cfg.task == "rm":
         return _with_known_score(with_score(spec))
     if spec.scored:
-        raise ConfigError(Problem(f"--model {cfg.model.model}", f"is a reward model, and {cfg.task} needs one that writes text",
-                                  "the language model it was made from"))
+        raise ConfigError(
+            Problem(
+                f"--model {cfg.model.model}",
+                f"is a reward model, and {cfg.task} needs one that writes text",
+                "the language model it was made from",
+            )
+        )
     return spec
 
 
@@ -28,6 +33,12 @@ def _with_known_score(spec: ModelSpec) -> ModelSpec:
 
     kind = str(spec.hf_config.get("model_type"))
     if kind not in KNOWN:
-        raise ConfigError(Problem("rm", f"transformers has no ...ForSequenceClassification of model_type {kind}, so nobody could load the "
-                                  "reward model", "a model of another family"))
+        raise ConfigError(
+            Problem(
+                "rm",
+                f"transformers has no ...ForSequenceClassification of model_type {kind}, so nobody could load the "
+                "reward model",
+                "a model of another family",
+            )
+        )
     return spec

@@ -16,8 +16,19 @@ from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.trainers import commit
 
-NAMES = ("config.yaml", "metrics.jsonl", "eval.jsonl", "completions.jsonl", "checkpoints", "hf", "adapter", "loss.png", "report.html",
-         "runs", "wandb")
+NAMES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "eval.jsonl",
+    "completions.jsonl",
+    "checkpoints",
+    "hf",
+    "adapter",
+    "loss.png",
+    "report.html",
+    "runs",
+    "wandb",
+)
 """What a run writes; nothing else in the folder is ours."""
 ASIDE = "replaced"
 HEADER = "# The resolved configuration of this run, written by megaswift.\n"
@@ -107,9 +118,13 @@ def check(cfg: SwiftConfig) -> list[Problem]:
         rule = f"lies in {train.output_dir}, which is to be replaced"
         problems.append(Problem(f"--model {cfg.model.model}", rule, "another --output_dir"))
     elif present and not own and not train.overwrite_output_dir and not problems:
-        problems.append(Problem(
-            flag, f"holds another run ({', '.join(p.name for p in present)})",
-            "another one, --resume_from_checkpoint latest to go on, or --overwrite_output_dir to start anew (the old one is moved aside)"))
+        problems.append(
+            Problem(
+                flag,
+                f"holds another run ({', '.join(p.name for p in present)})",
+                "another one, --resume_from_checkpoint latest to go on, or --overwrite_output_dir to start anew (the old one is moved aside)",
+            )
+        )
     return problems
 
 
@@ -118,11 +133,15 @@ def _other_engine(cfg: SwiftConfig, step: Path) -> list[Problem]:
     found = find_checkpoint(step)
     if found is None or found.sharded == is_native(cfg):
         return []
-    wrote, goes_on = ("native engine", "--engine megatron") if found.sharded else ("torch engine", "--engine ddp, zero2, fsdp2, ...")
+    wrote, goes_on = (
+        ("native engine", "--engine megatron") if found.sharded else ("torch engine", "--engine ddp, zero2, fsdp2, ...")
+    )
     fix = f"{goes_on} to go on with it; --model {step}, without --resume_from_checkpoint, to start from its weights"
     if (step / "adapter").is_dir():
         fix = f"{goes_on} to go on with it; --adapters {step / 'adapter'}, without --resume_from_checkpoint, to start from its adapters"
-    return [Problem(f"--resume_from_checkpoint {cfg.train.resume_from_checkpoint}", f"{step} was saved by the {wrote}", fix)]
+    return [
+        Problem(f"--resume_from_checkpoint {cfg.train.resume_from_checkpoint}", f"{step} was saved by the {wrote}", fix)
+    ]
 
 
 def _inside(path: Path, folder: Path) -> bool:

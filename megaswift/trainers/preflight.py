@@ -46,12 +46,15 @@ Check = tuple[Callable[[], Sequence[Problem]], type[UserError]]
 
 def preflight(cfg: SwiftConfig, world_size: int) -> None:
     """Raises one UserError with all problems of this run on `world_size` processes."""
-    errors = refusals([
-        (lambda: missing_transformer_engine(cfg) if is_native(cfg) else [], ConfigError),
-        (lambda: device_problems(cfg), ConfigError),
-        (lambda: model_problems(cfg, world_size), UserError),
-        (lambda: policy_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
-        *file_checks(cfg)])
+    errors = refusals(
+        [
+            (lambda: missing_transformer_engine(cfg) if is_native(cfg) else [], ConfigError),
+            (lambda: device_problems(cfg), ConfigError),
+            (lambda: model_problems(cfg, world_size), UserError),
+            (lambda: policy_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
+            *file_checks(cfg),
+        ]
+    )
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -61,6 +64,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
 def beside_options(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """What layout, data and output directory say of a configuration whose options do not go together: the part of `preflight` that
     asks little of these. Nothing of the model where none is named."""
+
     def layout() -> list[Problem]:
         if cfg.model.model is None:
             return []
@@ -72,8 +76,11 @@ def beside_options(cfg: SwiftConfig, world_size: int) -> list[Problem]:
 
 def file_checks(cfg: SwiftConfig) -> list[Check]:
     """Of data sets, the output directory and trackers."""
-    return [(lambda: data_problems(cfg), ConfigError), (lambda: outputs.check(cfg), ConfigError),
-            (lambda: tracker_problems(cfg.train.report_to), ConfigError)]
+    return [
+        (lambda: data_problems(cfg), ConfigError),
+        (lambda: outputs.check(cfg), ConfigError),
+        (lambda: tracker_problems(cfg.train.report_to), ConfigError),
+    ]
 
 
 def refusals(checks: Iterable[Check]) -> list[UserError]:
@@ -101,7 +108,9 @@ def device_problems(cfg: SwiftConfig) -> list[Problem]:
         return []
     rule = "there is no CUDA device, so the optimizer's state is in host memory anyway"
     told = [Problem("--optimizer_cpu_offload true", rule, "--optimizer_cpu_offload false")] * offload
-    return told + [Problem("--torch_dtype float16", "training in it needs a CUDA device", "--torch_dtype bfloat16")] * half
+    return (
+        told + [Problem("--torch_dtype float16", "training in it needs a CUDA device", "--torch_dtype bfloat16")] * half
+    )
 
 
 def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
@@ -128,12 +137,21 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
     problems = check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size)) + machine_problems(cfg)
     if "moe_router_score_function" not in spec.transformer:
         rule = f"is for models with experts, and model_type {spec.family} has none, or has them unlike those that are known here"
-        problems += [Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out") for name in EXPERT_OPTIONS[:2]
-                     if chosen(cfg, name) and getattr(cfg.model, name)]
+        problems += [
+            Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out")
+            for name in EXPERT_OPTIONS[:2]
+            if chosen(cfg, name) and getattr(cfg.model, name)
+        ]
     if (kind := engine_of(cfg)) in ZERO:
-        dtype = cfg.model.torch_dtype  # auto depends on the device: what the file says of it is then checked on the ranks
+        dtype = (
+            cfg.model.torch_dtype
+        )  # auto depends on the device: what the file says of it is then checked on the ranks
         problems += missing(kind)
-        problems += [p for p in zero_config(cfg, world_size, dtype, spec.hidden_size).problems if dtype != "auto" or "bf16" not in p.what]
+        problems += [
+            p
+            for p in zero_config(cfg, world_size, dtype, spec.hidden_size).problems
+            if dtype != "auto" or "bf16" not in p.what
+        ]
     problems += torch_adapter_problems(cfg, folder)
     return problems
 
@@ -167,15 +185,24 @@ def length_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     if longest is None or cfg.data.max_length <= longest:
         return []
     kind = (spec.rope.scaling or {}).get("rope_type")
-    return [Problem(f"--max_length {cfg.data.max_length}", f"is more than {longest}, from where on this model's {kind} rope takes other "
-                    "frequencies, for the whole batch with such a sequence", f"--max_length {longest}")]
+    return [
+        Problem(
+            f"--max_length {cfg.data.max_length}",
+            f"is more than {longest}, from where on this model's {kind} rope takes other "
+            "frequencies, for the whole batch with such a sequence",
+            f"--max_length {longest}",
+        )
+    ]
 
 
 def expert_options(cfg: SwiftConfig) -> list[Problem]:
     """Options for experts, given for a dense model: they would be ignored."""
     rule = "is for models with experts, and this one is dense"
-    given = [Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out") for name in EXPERT_OPTIONS
-             if chosen(cfg, name)]
+    given = [
+        Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out")
+        for name in EXPERT_OPTIONS
+        if chosen(cfg, name)
+    ]
     parts = [part for part in cfg.model.recompute_modules if part in ("moe", "moe_act")]
     given += [Problem(f"--recompute_modules {part}", rule, "core_attn or mlp") for part in parts]
     if "layernorm" in cfg.model.recompute_modules:  # Megatron-Core would recompute none, without a word
@@ -187,13 +214,19 @@ def expert_options(cfg: SwiftConfig) -> list[Problem]:
 def dense_options(cfg: SwiftConfig) -> list[Problem]:
     """Recomputing dense MLPs, asked for a model that has none."""
     idle = "mlp" in cfg.model.recompute_modules
-    return [Problem("--recompute_modules mlp", "is for dense layers, and every layer of this model has experts", "moe")] if idle else []
+    return (
+        [Problem("--recompute_modules mlp", "is for dense layers, and every layer of this model has experts", "moe")]
+        if idle
+        else []
+    )
 
 
 def data_problems(cfg: SwiftConfig) -> list[Problem]:
     """Data sets that are not there, a chat template that cannot be had; what is in them `megaswift.data` reads."""
     problems: list[Problem] = []
-    checks: list[Callable[[], object]] = [partial(resolve, name, _later) for name in (*cfg.data.dataset, *cfg.data.val_dataset)]
+    checks: list[Callable[[], object]] = [
+        partial(resolve, name, _later) for name in (*cfg.data.dataset, *cfg.data.val_dataset)
+    ]
     if cfg.data.chat_template is not None:
         checks.append(partial(read_template, cfg.data.chat_template))
     for check in checks:
@@ -211,6 +244,12 @@ def _later(name: str, subset: str | None) -> tuple[Path, ...]:
 
 def tracker_problems(report_to: Sequence[str]) -> list[Problem]:
     """Trackers that are asked for and not installed."""
-    return [Problem(f"--report_to {name}", f"the package {TRACKERS[name]} is not installed",
-                    f"pip install {TRACKERS[name]}, or leave it out of --report_to")
-            for name in report_to if name in TRACKERS and importlib.util.find_spec(TRACKERS[name]) is None]
+    return [
+        Problem(
+            f"--report_to {name}",
+            f"the package {TRACKERS[name]} is not installed",
+            f"pip install {TRACKERS[name]}, or leave it out of --report_to",
+        )
+        for name in report_to
+        if name in TRACKERS and importlib.util.find_spec(TRACKERS[name]) is None
+    ]

@@ -52,7 +52,13 @@ def chosen_first(line: Line) -> str:
 
 def short(line: Line) -> str:
     """The figures of a line that matter while one waits."""
-    loss = f"reward {line['reward']:.4f}" if "reward" in line else "loss nan" if line["loss"] is None else f"loss {line['loss']:.4f}"
+    loss = (
+        f"reward {line['reward']:.4f}"
+        if "reward" in line
+        else "loss nan"
+        if line["loss"] is None
+        else f"loss {line['loss']:.4f}"
+    )
     return f"{loss}{chosen_first(line)}  lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s"
 
 
@@ -70,7 +76,9 @@ class Progress(Hook):
         """Opens the bar where there is a terminal."""
         self._first, self._began, self._last = loop.step, time.monotonic(), float("-inf")
         if agree.rank() == 0 and self.stream.isatty():
-            self.bar = tqdm(total=loop.total_steps, initial=loop.step, bar_format=BAR, dynamic_ncols=True, file=self.stream)
+            self.bar = tqdm(
+                total=loop.total_steps, initial=loop.step, bar_format=BAR, dynamic_ncols=True, file=self.stream
+            )
 
     def on_step(self, loop: Loop, step: Step) -> None:
         """Moves the bar."""
@@ -84,14 +92,20 @@ class Progress(Hook):
         elif agree.rank() == 0 and (time.monotonic() - self._last >= self.every or line["step"] == loop.total_steps):
             self._last = time.monotonic()
             left = (self._last - self._began) / max(line["step"] - self._first, 1) * (loop.total_steps - line["step"])
-            print(f"step {line['step']}/{loop.total_steps}  {short(line)}  ETA {duration(left)}", file=self.stream, flush=True)
+            print(
+                f"step {line['step']}/{loop.total_steps}  {short(line)}  ETA {duration(left)}",
+                file=self.stream,
+                flush=True,
+            )
 
     def on_evaluate(self, loop: Loop, line: Line) -> None:
         """One line an evaluation."""
         if "reward" in line:
             tell(f"step {line['step']}: evaluation reward {line['reward']:.4f} over {line['prompts']:,} prompts")
             return
-        tell(f"step {line['step']}: evaluation loss {line['loss']:.4f}{chosen_first(line)} over {line['label_tokens']:,} label tokens")
+        tell(
+            f"step {line['step']}: evaluation loss {line['loss']:.4f}{chosen_first(line)} over {line['label_tokens']:,} label tokens"
+        )
 
     def close(self) -> None:
         """Leaves the bar as it is."""

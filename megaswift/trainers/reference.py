@@ -87,7 +87,9 @@ class Baseline(Reference):
         with engine.reference():
             own, rest = scored(engine, batches), with_field(others, "reference", scored(engine, others))
         policy = scored(engine, rest)
-        sums = [value for p, b in zip(policy, rest, strict=True) for value in _sum_and_count(log_ratios(p, b.to(p.device)))]
+        sums = [
+            value for p, b in zip(policy, rest, strict=True) for value in _sum_and_count(log_ratios(p, b.to(p.device)))
+        ]
         totals = agree.total(sums)  # replicas of a model-parallel grid count alike, in sum and number
         zeros = [max(0.0, s / n) if n else 0.0 for s, n in zip(totals[::2], totals[1::2], strict=True)]
         return with_field(with_field(batches, "reference", own), "kl", [torch.tensor(z) for z in zeros])

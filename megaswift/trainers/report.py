@@ -24,15 +24,36 @@ from megaswift.trainers.metrics import read_lines
 from megaswift.trainers.progress import duration
 from megaswift.trainers.screen import Rows
 
-PACKAGES = ("megaswift", "torch", "megatron-core", "transformer-engine", "transformers", "tokenizers", "safetensors", "datasets", "numpy")
+PACKAGES = (
+    "megaswift",
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "numpy",
+)
 
-POLICY = (("reward_std", "spread of rewards within a group"), ("kl", "divergence from the reference"),
-          ("entropy", "entropy"), ("completions/mean_length", "tokens of a completion"), ("completions/clipped_ratio", "share cut off"),
-          ("clip_ratio/region_mean", "share of clipped tokens"), ("sampling/sampling_logp_difference/mean", "sampler against trainer"))
+POLICY = (
+    ("reward_std", "spread of rewards within a group"),
+    ("kl", "divergence from the reference"),
+    ("entropy", "entropy"),
+    ("completions/mean_length", "tokens of a completion"),
+    ("completions/clipped_ratio", "share cut off"),
+    ("clip_ratio/region_mean", "share of clipped tokens"),
+    ("sampling/sampling_logp_difference/mean", "sampler against trainer"),
+)
 """Curves of reinforcement learning."""
-PREFERENCE = (("rewards/accuracies", "share of pairs with the chosen answer first"), ("accuracy", "share of pairs with the chosen first"),
-              ("rewards/margins", "reward of chosen answers less that of rejected ones"), ("margin", "score of chosen less rejected"),
-              ("rewards/chosen", "reward of chosen answers"), ("rewards/rejected", "reward of rejected answers"))
+PREFERENCE = (
+    ("rewards/accuracies", "share of pairs with the chosen answer first"),
+    ("accuracy", "share of pairs with the chosen first"),
+    ("rewards/margins", "reward of chosen answers less that of rejected ones"),
+    ("margin", "score of chosen less rejected"),
+    ("rewards/chosen", "reward of chosen answers"),
+    ("rewards/rejected", "reward of rejected answers"),
+)
 """Curves of preference learning, in training and evaluation."""
 SAMPLES = 12
 """Completions that the page shows: of the last generation."""
@@ -79,6 +100,7 @@ class Story:
 def versions() -> Rows:
     """Versions of what took part, and the machine."""
     import torch
+
     rows = [("python", f"{platform.python_version()} on {platform.platform()}")]
     for name in PACKAGES:
         try:
@@ -86,7 +108,12 @@ def versions() -> Rows:
         except importlib.metadata.PackageNotFoundError:
             continue
     if torch.cuda.is_available():
-        rows.append(("device", f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} on this machine"))
+        rows.append(
+            (
+                "device",
+                f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} on this machine",
+            )
+        )
     else:
         rows.append(("device", f"CPU ({os.cpu_count()} logical cores)"))
     return rows
@@ -105,9 +132,21 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
         found.append((f"{evals[-1][watched]:.4g}", f"evaluation {watched} at step {evals[-1]['step']:,}"))
     for name in ("rewards/accuracies", "accuracy"):
         if (rate := (evals or lines)[-1].get(name)) is not None:
-            found.append((f"{rate:.0%}", f"of pairs have the chosen answer first, in {'evaluation' if evals else 'the last line'}"))
-    found.append((f"{last['step']:,}", f"optimizer step{'s'[:last['step'] - 1]}, {amount(last['epoch'], 'epoch', '.3g')}"))
-    found.append((f"{sum(line['tokens'] for line in lines):,}", f"tokens, {sum(line['label_tokens'] for line in lines):,} with a label"))
+            found.append(
+                (
+                    f"{rate:.0%}",
+                    f"of pairs have the chosen answer first, in {'evaluation' if evals else 'the last line'}",
+                )
+            )
+    found.append(
+        (f"{last['step']:,}", f"optimizer step{'s'[: last['step'] - 1]}, {amount(last['epoch'], 'epoch', '.3g')}")
+    )
+    found.append(
+        (
+            f"{sum(line['tokens'] for line in lines):,}",
+            f"tokens, {sum(line['label_tokens'] for line in lines):,} with a label",
+        )
+    )
     if speeds:
         found.append((f"{speeds[len(speeds) // 2]:,.0f}", "tokens per second (median)"))
     flops = sorted(column(lines, "tflops_per_device"))
@@ -120,6 +159,7 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
 
 def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
     """The cards with curves."""
+
     def points(name: str, of: list[dict[str, Any]]) -> Points:
         return list(zip(column(of, "step"), column(of, name), strict=True))
 
@@ -136,8 +176,14 @@ def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
             both = [Series("training", points(name, lines), "mean")]
             both += [Series("evaluation", points(name, evals), "eval", marks=True)] if evals else []
             cards.append((title, both, limits(column(lines, name) + column(evals, name))))
-    for name, title in (("grad_norm", "gradient norm"), ("learning_rate", "learning rate"), ("tokens_per_second", "tokens per second"),
-                        ("step_time", "seconds per step"), ("memory_gib", "peak memory, GiB"), *POLICY):
+    for name, title in (
+        ("grad_norm", "gradient norm"),
+        ("learning_rate", "learning rate"),
+        ("tokens_per_second", "tokens per second"),
+        ("step_time", "seconds per step"),
+        ("memory_gib", "peak memory, GiB"),
+        *POLICY,
+    ):
         if not any(name in line for line in lines):
             continue
         cards.append((title, [Series(title, points(name, lines), "mean")], limits(column(lines, name))))
@@ -155,7 +201,7 @@ def table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozenset(), 
     html = []
     for label, text in rows:
         cell = f"<pre>{escape(text)}</pre>" if "\n" in text else escape(text)
-        html.append(f'<tr{" class=given" if label in given else ""}><td>{escape(label)}</td><td>{cell}</td></tr>')
+        html.append(f"<tr{' class=given' if label in given else ''}><td>{escape(label)}</td><td>{cell}</td></tr>")
     return f'<div class="card"><table class="{style}">{"".join(html)}</table></div>'
 
 
@@ -166,9 +212,13 @@ def samples(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     cells = []
     for row in last:
-        prompt, answer = (said if isinstance(said, str) else "\n".join(f"{m['role']}: {m['content']}" for m in said)
-                          for said in (row["prompt"], row["completion"]))
-        judged = ", ".join(f"{name.removeprefix('rewards/')} {value:.3g}" for name, value in row.items() if name.startswith("rewards/"))
+        prompt, answer = (
+            said if isinstance(said, str) else "\n".join(f"{m['role']}: {m['content']}" for m in said)
+            for said in (row["prompt"], row["completion"])
+        )
+        judged = ", ".join(
+            f"{name.removeprefix('rewards/')} {value:.3g}" for name, value in row.items() if name.startswith("rewards/")
+        )
         cells.append((f"{judged}; advantage {row['advantage']:.3g}", f"{prompt}\n→ {answer}"))
     return f"<h2>Completions of step {last[0]['step']:,}</h2>{table(cells)}"
 
@@ -176,8 +226,11 @@ def samples(rows: Sequence[Mapping[str, Any]]) -> str:
 def timings(seconds: Mapping[str, float]) -> str:
     """The parts of the wall time as bars."""
     longest = max([*seconds.values(), 1e-9])
-    rows = "".join(f'<tr><td>{escape(name)}</td><td class="right">{value:,.2f} s</td>'
-                   f'<td><div class="bar" style="width:{100 * value / longest:.1f}%"></div></td></tr>' for name, value in seconds.items())
+    rows = "".join(
+        f'<tr><td>{escape(name)}</td><td class="right">{value:,.2f} s</td>'
+        f'<td><div class="bar" style="width:{100 * value / longest:.1f}%"></div></td></tr>'
+        for name, value in seconds.items()
+    )
     return f'<div class="card"><table>{rows}</table></div>'
 
 
@@ -193,20 +246,27 @@ def configuration(cfg: SwiftConfig) -> str:
     return "".join(html)
 
 
-def page(cfg: SwiftConfig, story: Story, lines: list[dict[str, Any]], evals: list[dict[str, Any]], answers: str = "") -> str:
+def page(
+    cfg: SwiftConfig, story: Story, lines: list[dict[str, Any]], evals: list[dict[str, Any]], answers: str = ""
+) -> str:
     """The page's text; `answers`: a section of its own, HTML."""
-    figures = "".join(f'<div class="card tile"><b>{escape(v)}</b><span>{escape(w)}</span></div>'
-                      for v, w in tiles(lines, evals, sum(story.seconds.values())))
+    figures = "".join(
+        f'<div class="card tile"><b>{escape(v)}</b><span>{escape(w)}</span></div>'
+        for v, w in tiles(lines, evals, sum(story.seconds.values()))
+    )
     when = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     where = escape(str(Path(cfg.train.output_dir).resolve()))
     body = (
         f'<h1>{escape(story.title)}</h1><p class="sub">{escape(story.status)} · {when} · {where}</p>'
         f'<div class="tiles">{figures}</div><h2>Curves</h2><div class="charts">{charts(lines, evals)}</div>{answers}'
-        f'<h2>The run</h2>{table(story.rows, style="wide")}<h2>Where the time went</h2>{timings(story.seconds)}'
-        f"<h2>Configuration</h2>{configuration(cfg)}<h2>Versions</h2>{table(versions())}")
+        f"<h2>The run</h2>{table(story.rows, style='wide')}<h2>Where the time went</h2>{timings(story.seconds)}"
+        f"<h2>Configuration</h2>{configuration(cfg)}<h2>Versions</h2>{table(versions())}"
+    )
     view = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-    return (f'<!doctype html><html lang="en"><head>{view}'
-            f"<title>{escape(story.title)}</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n")
+    return (
+        f'<!doctype html><html lang="en"><head>{view}'
+        f"<title>{escape(story.title)}</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
+    )
 
 
 def write(path: Path, cfg: SwiftConfig, story: Story, logs: tuple[Path, Path, Path]) -> None:

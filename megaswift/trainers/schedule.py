@@ -39,8 +39,13 @@ def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
 def check_warmup(total_steps: int, optim: OptimConfig) -> None:
     """ConfigError for a warm-up that outlasts the run, which would never come to its learning rate."""
     if optim.warmup_steps > total_steps:
-        raise ConfigError(Problem(f"--warmup_steps {optim.warmup_steps}", f"is longer than the run of {amount(total_steps, 'step')}",
-                                  "--warmup_ratio 0.1, or a longer run (--max_steps, --num_train_epochs)"))
+        raise ConfigError(
+            Problem(
+                f"--warmup_steps {optim.warmup_steps}",
+                f"is longer than the run of {amount(total_steps, 'step')}",
+                "--warmup_ratio 0.1, or a longer run (--max_steps, --num_train_epochs)",
+            )
+        )
 
 
 def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:

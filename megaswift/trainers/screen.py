@@ -59,15 +59,24 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
     return [
         ("model", facts.model),
         *([("reference", facts.reference)] if facts.reference else []),
-        ("parameters", f"{p.parameters_total:,} in all, {p.parameters_per_rank:,} on the largest rank{trained_text(p)}"),
-        ("memory", f"weights {bytes_text(p.weight_bytes)} + gradients {bytes_text(p.gradient_bytes)} + optimizer "
-                   f"{bytes_text(p.optimizer_bytes)} = {bytes_text(state)} on the largest rank, activations not counted{host}"),
+        (
+            "parameters",
+            f"{p.parameters_total:,} in all, {p.parameters_per_rank:,} on the largest rank{trained_text(p)}",
+        ),
+        (
+            "memory",
+            f"weights {bytes_text(p.weight_bytes)} + gradients {bytes_text(p.gradient_bytes)} + optimizer "
+            f"{bytes_text(p.optimizer_bytes)} = {bytes_text(state)} on the largest rank, activations not counted{host}",
+        ),
         ("layout", layout),
         ("kernels", facts.kernels),
         ("data", facts.data),
         *facts.more,
-        ("batch", f"{train.per_device_train_batch_size} per device x {facts.accumulation} accumulation x {facts.dp} data-parallel"
-                  f" = {amount(batch, facts.unit.removesuffix('s'))} a step, at most {batch * cfg.data.max_length:,} tokens"),
+        (
+            "batch",
+            f"{train.per_device_train_batch_size} per device x {facts.accumulation} accumulation x {facts.dp} data-parallel"
+            f" = {amount(batch, facts.unit.removesuffix('s'))} a step, at most {batch * cfg.data.max_length:,} tokens",
+        ),
         ("steps", steps_text(cfg, facts)),
         ("optimizer", optimizer_text(cfg, facts.total_steps)),
         ("output", output_text(train)),
@@ -143,7 +152,9 @@ def data_text(stats: Mapping[str, Any], held: int = 0, scored: bool = False) -> 
         if name in ("fill", "padded_fill"):
             words.append(f"{label} {value:.1%}")
         elif value and name not in ("global_batch", "documents") and float(value).is_integer():
-            words.append(amount(int(value), label.removesuffix("s")) if label.endswith("s") else f"{int(value):,} {label}")
+            words.append(
+                amount(int(value), label.removesuffix("s")) if label.endswith("s") else f"{int(value):,} {label}"
+            )
         elif name == "documents" and value != stats.get("rows"):
             words.append(amount(int(value), "document"))
     return (", ".join(words) or "read as it comes") + (f"; {amount(held, 'row')} for evaluation" if held else "")

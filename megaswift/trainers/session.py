@@ -33,8 +33,23 @@ from megaswift.trainers.rl import assemble as rl
 from megaswift.trainers.schedule import check_warmup, lr_at
 from megaswift.trainers.timing import timed
 
-PARTS = ("start-up", "data", "model", "resume", "waiting for data", "weight sync", "generation", "rewards", "scoring", "critic",
-         "training steps","logging", "evaluation", "checkpoints", "export")
+PARTS = (
+    "start-up",
+    "data",
+    "model",
+    "resume",
+    "waiting for data",
+    "weight sync",
+    "generation",
+    "rewards",
+    "scoring",
+    "critic",
+    "training steps",
+    "logging",
+    "evaluation",
+    "checkpoints",
+    "export",
+)
 """Of a run's wall time, in the order of the report."""
 
 
@@ -69,8 +84,10 @@ class Session:
         cfg, b = self.cfg, self.build
         resume = b.resumed = self.resume()
         if cfg.data.max_length > self.spec.max_positions:
-            log.warn(f"--max_length {cfg.data.max_length} is more than the {self.spec.max_positions} positions that the model's "
-                     "config.json names (max_position_embeddings): it may do badly on documents longer than that")
+            log.warn(
+                f"--max_length {cfg.data.max_length} is more than the {self.spec.max_positions} positions that the model's "
+                "config.json names (max_position_embeddings): it may do badly on documents longer than that"
+            )
         with timed(self.seconds, "data"):
             source: Any
             held: Any
@@ -80,7 +97,15 @@ class Session:
         with timed(self.seconds, "model"), self.memory_advice():
             engine = b.engine(fresh=resume is None, total_steps=total)
             hooks = b.hooks(engine, None if cfg.task in RL else held)
-        loop = Loop(engine, source, b.task.loss(cfg), lambda step: lr_at(step, total, cfg.optim), total, hooks, seconds=self.seconds)
+        loop = Loop(
+            engine,
+            source,
+            b.task.loss(cfg),
+            lambda step: lr_at(step, total, cfg.optim),
+            total,
+            hooks,
+            seconds=self.seconds,
+        )
         if cfg.task in RL:
             rl.attach(b, loop, source, held)
         elif (preparation := b.preparation()) is not None:
@@ -91,7 +116,9 @@ class Session:
                 build.changed(manifest["config"], cfg.to_dict())
                 if told := other_batch(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(told)
-            if cfg.train.max_steps is None and isinstance(source, StoredSource):  # each row as often as was asked, whatever steps took
+            if cfg.train.max_steps is None and isinstance(
+                source, StoredSource
+            ):  # each row as often as was asked, whatever steps took
                 loop.total_steps = total = loop.step + source.steps_left(cfg.train.num_train_epochs)
         facts = b.facts(engine, source, None if cfg.task in RL else held, total, loop.step)
         if cfg.task in RL:
@@ -115,7 +142,9 @@ class Session:
     def train(self, loop: Loop) -> None:
         """The loop; nothing is left to do when the checkpoint is at the last step."""
         if loop.step >= loop.total_steps:
-            log.info(f"step {loop.step} of {loop.total_steps} is already done: only the export and the report are written")
+            log.info(
+                f"step {loop.step} of {loop.total_steps} is already done: only the export and the report are written"
+            )
             return
         self.status = f"failed after step {loop.step}"
         try:
@@ -124,9 +153,19 @@ class Session:
         finally:
             self.status = f"failed after step {loop.step}"
         if loop.interrupted:
-            self.status = f"interrupted after step {loop.step} of {loop.total_steps}" if loop.step else "interrupted before the first step"
-            log.info(self.status + (
-                ", saved; go on with the same command and --resume_from_checkpoint latest" if loop.step else ": there is nothing to save"))
+            self.status = (
+                f"interrupted after step {loop.step} of {loop.total_steps}"
+                if loop.step
+                else "interrupted before the first step"
+            )
+            log.info(
+                self.status
+                + (
+                    ", saved; go on with the same command and --resume_from_checkpoint latest"
+                    if loop.step
+                    else ": there is nothing to save"
+                )
+            )
             raise Interrupted(loop.interrupted)
 
     @contextmanager

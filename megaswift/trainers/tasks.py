@@ -41,8 +41,17 @@ class Task:
 def _dpo(cfg: SwiftConfig) -> Loss:
     p = cfg.preference
     settings = Settings(beta=beta_of(cfg), label_smoothing=p.label_smoothing, discopop_tau=p.discopop_tau)
-    return DPO(loss_types_of(cfg), p.loss_weights, settings, p.f_divergence_type, p.f_alpha_divergence_coef, p.ld_alpha, p.use_weighting,
-               p.rpo_alpha, p.reference_free)
+    return DPO(
+        loss_types_of(cfg),
+        p.loss_weights,
+        settings,
+        p.f_divergence_type,
+        p.f_alpha_divergence_coef,
+        p.ld_alpha,
+        p.use_weighting,
+        p.rpo_alpha,
+        p.reference_free,
+    )
 
 
 def _kto(cfg: SwiftConfig) -> Loss:
@@ -59,10 +68,19 @@ def _policy(cfg: SwiftConfig) -> Loss:
     rl = cfg.rl
     formulas = Formulas(**{f.name: getattr(rl, f.name) for f in fields(Formulas)})
     return Policy(
-        loss_type=policy_loss_of(cfg), settings=formulas, importance_sampling_level=rl.importance_sampling_level, beta=beta_of(cfg),
-        kl_in_reward=kl_in_reward_of(cfg), kl_estimator=kl_estimator_of(cfg), use_bias_correction_kl=rl.use_bias_correction_kl,
-        off_policy_mask_threshold=rl.off_policy_mask_threshold, entropy_coef=rl.entropy_coef,
-        max_completion_length=rl.max_completion_length, temperature=rl.temperature, ratio_level=rl.importance_sampling_mode.split("_")[0])
+        loss_type=policy_loss_of(cfg),
+        settings=formulas,
+        importance_sampling_level=rl.importance_sampling_level,
+        beta=beta_of(cfg),
+        kl_in_reward=kl_in_reward_of(cfg),
+        kl_estimator=kl_estimator_of(cfg),
+        use_bias_correction_kl=rl.use_bias_correction_kl,
+        off_policy_mask_threshold=rl.off_policy_mask_threshold,
+        entropy_coef=rl.entropy_coef,
+        max_completion_length=rl.max_completion_length,
+        temperature=rl.temperature,
+        ratio_level=rl.importance_sampling_mode.split("_")[0],
+    )
 
 
 TASKS: Registry[Task] = Registry("task")
@@ -71,10 +89,24 @@ for _task in (
     Task("pt", "pretraining", lambda cfg: CrossEntropy(), "label_weight", "rows"),
     Task("dpo", "direct preference optimisation", _dpo, "pairs", "pairs"),
     Task("kto", "Kahneman-Tversky optimisation", _kto, "examples", "examples"),
-    Task("orpo", "odds-ratio preference optimisation", lambda cfg: ORPO(beta_of(cfg)), "pairs", "pairs", prompt_labels=True),
+    Task(
+        "orpo",
+        "odds-ratio preference optimisation",
+        lambda cfg: ORPO(beta_of(cfg)),
+        "pairs",
+        "pairs",
+        prompt_labels=True,
+    ),
     Task("cpo", "contrastive preference optimisation", _cpo, "pairs", "pairs"),
     Task("simpo", "simple preference optimisation", _cpo, "pairs", "pairs"),
-    Task("rm", "reward model", lambda cfg: Reward(cfg.preference.center_rewards_coefficient), "pairs", "pairs", scored=True),
+    Task(
+        "rm",
+        "reward model",
+        lambda cfg: Reward(cfg.preference.center_rewards_coefficient),
+        "pairs",
+        "pairs",
+        scored=True,
+    ),
     Task("grpo", "group relative policy optimisation", _policy, "completions", "completions"),
     Task("ppo", "proximal policy optimisation", _policy, "completions", "completions"),
 ):

@@ -16,14 +16,24 @@ from megaswift.errors import Problem
 
 def machine_problems(cfg: SwiftConfig) -> list[Problem]:
     """All of them."""
-    return [*optimizer_problems(cfg), *attention_problems(cfg), *liger_problems(cfg), *compiler_problems(cfg), *butterfly_problems(cfg)]
+    return [
+        *optimizer_problems(cfg),
+        *attention_problems(cfg),
+        *liger_problems(cfg),
+        *compiler_problems(cfg),
+        *butterfly_problems(cfg),
+    ]
 
 
 def needs_package(package: str, wanted: str) -> list[Problem]:
     """Nothing where it is installed."""
     if find_spec(package) is not None:
         return []
-    return [Problem(wanted, f"needs the package {package}, which is not installed", f"pip install {package.replace('_', '-')}")]
+    return [
+        Problem(
+            wanted, f"needs the package {package}, which is not installed", f"pip install {package.replace('_', '-')}"
+        )
+    ]
 
 
 def has_gpu() -> bool:
@@ -62,7 +72,9 @@ def liger_problems(cfg: SwiftConfig) -> list[Problem]:
         return []
     problems = needs_package("liger_kernel", "--use_liger true")
     if not has_gpu():
-        problems.append(Problem("--use_liger true", "its kernels need a GPU, and there is no CUDA device", "--use_liger false"))
+        problems.append(
+            Problem("--use_liger true", "its kernels need a GPU, and there is no CUDA device", "--use_liger false")
+        )
     return problems
 
 
@@ -74,8 +86,13 @@ def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
         return needs_package("triton", "--torch_compile_backend inductor")
     if any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++", "c++")):
         return []
-    return [Problem("--torch_compile_backend inductor", "compiles C++ on a CPU, and there is no compiler (g++, clang++)",
-                    "--torch_compile_backend aot_eager, which saves no time")]
+    return [
+        Problem(
+            "--torch_compile_backend inductor",
+            "compiles C++ on a CPU, and there is no compiler (g++, clang++)",
+            "--torch_compile_backend aot_eager, which saves no time",
+        )
+    ]
 
 
 def butterfly_problems(cfg: SwiftConfig) -> list[Problem]:

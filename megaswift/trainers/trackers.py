@@ -16,9 +16,14 @@ from megaswift.trainers.hook import Hook, Line
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
+
 def numbers(prefix: str, line: Line) -> dict[str, float]:
     """The figures of a line under `prefix/name`; the step itself is the axis."""
-    return {f"{prefix}/{k}": v for k, v in line.items() if k != "step" and isinstance(v, (int, float)) and not isinstance(v, bool)}
+    return {
+        f"{prefix}/{k}": v
+        for k, v in line.items()
+        if k != "step" and isinstance(v, (int, float)) and not isinstance(v, bool)
+    }
 
 
 class TensorBoard(Hook):
@@ -32,6 +37,7 @@ class TensorBoard(Hook):
         """Opens the event file; events past the checkpoint are hidden by `purge_step`."""
         if agree.rank() == 0:
             from torch.utils.tensorboard import SummaryWriter
+
             self.writer = SummaryWriter(str(self.directory), purge_step=loop.step + 1)
 
     def on_log(self, loop: Loop, line: Line) -> None:
@@ -68,12 +74,18 @@ class WandB(Hook):
         """Opens the run, under the output directory's name; a resumed run goes on as the same one (OUT/wandb/run-id)."""
         if agree.rank() == 0:
             import wandb
+
             identity = self.directory / "wandb" / "run-id"
             if not identity.exists():
                 identity.parent.mkdir(exist_ok=True)
                 identity.write_text(secrets.token_hex(4), encoding="utf-8")
-            self.session = wandb.init(dir=str(self.directory), name=self.directory.resolve().name, config=self.config,
-                                      id=identity.read_text(encoding="utf-8"), resume="allow")
+            self.session = wandb.init(
+                dir=str(self.directory),
+                name=self.directory.resolve().name,
+                config=self.config,
+                id=identity.read_text(encoding="utf-8"),
+                resume="allow",
+            )
             self.session.define_metric("step", hidden=True)
             for prefix in ("train", "eval"):
                 self.session.define_metric(f"{prefix}/*", step_metric="step")

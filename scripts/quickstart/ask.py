@@ -28,11 +28,13 @@ def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question
     """Greedy answers to all questions in one batch."""
     chats = [[{"role": "user", "content": q}] for q in questions]
     tokenizer.padding_side = "left"
-    batch = tokenizer.apply_chat_template(chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True)
+    batch = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
     batch = batch.to(model.device)
     with torch.inference_mode():
         out = model.generate(**batch, max_new_tokens=MOST_NEW_TOKENS, do_sample=False)
-    return tokenizer.batch_decode(out[:, batch["input_ids"].shape[1]:], skip_special_tokens=True)
+    return tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def score(folder: Path, asked: list[tuple[str, str]], show: int = 0) -> int:
@@ -58,8 +60,12 @@ def main() -> None:
     asked = read(args.heldout)
     after = score(args.model, asked, args.show)
     if args.before:
-        print(f"exact answers to {len(asked)} held-out questions, before: {100 * score(args.before, asked) / len(asked):.0f}%")
-    print(f"exact answers to {len(asked)} held-out questions{', after' if args.before else ''}: {100 * after / len(asked):.0f}%")
+        print(
+            f"exact answers to {len(asked)} held-out questions, before: {100 * score(args.before, asked) / len(asked):.0f}%"
+        )
+    print(
+        f"exact answers to {len(asked)} held-out questions{', after' if args.before else ''}: {100 * after / len(asked):.0f}%"
+    )
 
 
 if __name__ == "__main__":

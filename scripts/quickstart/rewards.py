@@ -1,6 +1,6 @@
 """Mean reward of a run's completions: of the first generation, and of the last ten.
 
-    python scripts/quickstart/rewards.py completions.jsonl
+python scripts/quickstart/rewards.py completions.jsonl
 """
 
 from __future__ import annotations

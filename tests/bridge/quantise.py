@@ -63,8 +63,18 @@ def gpt_oss(folder: Path) -> Path:
     """A tiny gpt_oss with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"vocab_size": 130, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "head_dim": 16, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 100}
+    sizes = {
+        "vocab_size": 130,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 100,
+    }
     AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes)).save_pretrained(folder)
     return folder
 
@@ -80,5 +90,7 @@ def quantise_mxfp4(folder: Path) -> Path:
         else:
             out[name] = tensor.to(torch.bfloat16)
     rewrite(folder, out)
-    set_config(folder, dtype="bfloat16", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    set_config(
+        folder, dtype="bfloat16", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    )
     return folder

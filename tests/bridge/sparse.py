@@ -42,7 +42,9 @@ def write_sparse_adapter(folder: Path, base: Path, rank: int) -> int:
     family = family_of(fields)
     weights = WeightPlan(family, family.spec(fields))
     plan = AdapterPlan(weights, projections(family, weights.spec), AdapterSettings(rank), ["lm_head.weight"])
-    file = plan_file(TENSORS, {PREFIX + name: TensorMeta(shape, torch.float32) for name, shape in plan.shapes().items()})
+    file = plan_file(
+        TENSORS, {PREFIX + name: TensorMeta(shape, torch.float32) for name, shape in plan.shapes().items()}
+    )
     _write(folder, file)
     (folder / CONFIG).write_text(json.dumps(config_of(plan, str(base))))
     return file.size

@@ -39,7 +39,9 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("variant", "dtype"), [(v, d) for v in ALL for d in DTYPES if d == "bfloat16" or v in EVERY_DTYPE])
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [(v, d) for v in ALL for d in DTYPES if d == "bfloat16" or v in EVERY_DTYPE]
+)
 def test_bitwise(variant: str, dtype: str, folders: Path, tmp_path: Path) -> None:
     folder = make(variant, folders, DTYPES[dtype])
     forth(folder, tmp_path / "m", hf_to_megatron.Options(layout={"tp": 2}, file_bytes=100_000))
@@ -90,7 +92,11 @@ def test_bits_that_are_no_numbers(fresh: Callable[[str], Path], tmp_path: Path) 
 def with_prediction_layer(folder: Path) -> dict[str, Tensor]:
     """A layer for further tokens, which no model trains, added to a folder; all its tensors."""
     at = f"model.layers.{plan_of(folder).spec.num_layers}."
-    more = {"eh_proj.weight": torch.randn(4, 8), "enorm.weight": torch.randn(4).bfloat16(), "scale": torch.arange(3, dtype=torch.int64)}
+    more = {
+        "eh_proj.weight": torch.randn(4, 8),
+        "enorm.weight": torch.randn(4).bfloat16(),
+        "scale": torch.arange(3, dtype=torch.int64),
+    }
     rewrite(folder, {**tensors_of(folder), **{at + name: tensor for name, tensor in more.items()}})
     set_config(folder, num_nextn_predict_layers=1)
     return tensors_of(folder)
@@ -126,7 +132,12 @@ def test_torchs_own_reader_reads_it(variant: str, folders: Path, tmp_path: Path)
 
 def test_what_lies_in_the_folders(fresh: Callable[[str], Path], tmp_path: Path) -> None:
     folder = fresh("dense")
-    side = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "generation_config.json": '{"top_p": 0.5}', "chat_template.jinja": "hi"}
+    side = {
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": "{}",
+        "generation_config.json": '{"top_p": 0.5}',
+        "chat_template.jinja": "hi",
+    }
     for name, text in side.items():
         (folder / name).write_text(text)
     forth(folder, tmp_path / "m", hf_to_megatron.Options(layout={"tp": 4, "pp": 2}))
@@ -140,10 +151,18 @@ def test_what_lies_in_the_folders(fresh: Callable[[str], Path], tmp_path: Path) 
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize(("variant", "layout", "told"), [
-    ("dense", {"tp": 3}, "tp"), ("moe", {"ep": 3}, "ep"), ("dense", {"pp": 3}, "pp"), ("dense", {"ep": 2}, "ep"),
-])
-def test_layouts_that_the_model_does_not_allow(variant: str, layout: dict[str, int], told: str, folders: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "layout", "told"),
+    [
+        ("dense", {"tp": 3}, "tp"),
+        ("moe", {"ep": 3}, "ep"),
+        ("dense", {"pp": 3}, "pp"),
+        ("dense", {"ep": 2}, "ep"),
+    ],
+)
+def test_layouts_that_the_model_does_not_allow(
+    variant: str, layout: dict[str, int], told: str, folders: Path, tmp_path: Path
+) -> None:
     with pytest.raises(LayoutError) as caught:
         forth(make(variant, folders), tmp_path / "m", hf_to_megatron.Options(layout=layout))
     assert told in str(caught.value) and not list(tmp_path.iterdir())
@@ -170,8 +189,14 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, items: int, error: type[BaseExce
 
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
 @pytest.mark.parametrize("way", ["forth", "back"])
-def test_an_interrupted_conversion_goes_on(way: str, error: type[BaseException], fresh: Callable[[str], Path], tmp_path: Path,
-                                           monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_conversion_goes_on(
+    way: str,
+    error: type[BaseException],
+    fresh: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     folder = fresh("moe")
     if way == "back":
         forth(folder, tmp_path / "m")
@@ -193,8 +218,9 @@ def test_an_interrupted_conversion_goes_on(way: str, error: type[BaseException],
     assert not list(tmp_path.glob(".*"))
 
 
-def test_another_source_starts_anew(fresh: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                    capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_source_starts_anew(
+    fresh: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = fresh("dense")
     with monkeypatch.context() as patch:
         stop_after(patch, 5, Stop)
@@ -243,7 +269,11 @@ def test_a_full_disk_is_noticed_before(folders: Path, tmp_path: Path, monkeypatc
 def test_the_wrong_way_round(folders: Path, tmp_path: Path) -> None:
     folder = make("dense", folders)
     forth(folder, tmp_path / "m")
-    for convert, source, told in ((forth, tmp_path / "m", "a Megatron checkpoint already"), (back, folder, "a Hugging Face folder already"),
-                                  (back, tmp_path / "none", "does not exist"), (back, tmp_path, "holds no checkpoint")):
+    for convert, source, told in (
+        (forth, tmp_path / "m", "a Megatron checkpoint already"),
+        (back, folder, "a Hugging Face folder already"),
+        (back, tmp_path / "none", "does not exist"),
+        (back, tmp_path, "holds no checkpoint"),
+    ):
         with pytest.raises(UserError, match=told):
             convert(source, tmp_path / "out")

@@ -24,23 +24,30 @@ ENVIRON = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def call(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=ENVIRON, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, *map(str, words)], cwd=ROOT, env=ENVIRON, capture_output=True, text=True, timeout=300
+    )
 
 
-@pytest.mark.parametrize(("text", "value"), [("5GB", 5_000_000_000), ("512 MiB", 2**29), ("1000", 1000), ("1.5kb", 1500)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("5GB", 5_000_000_000), ("512 MiB", 2**29), ("1000", 1000), ("1.5kb", 1500)]
+)
 def test_sizes(text: str, value: int) -> None:
     assert size(text) == value
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (["hf-to-megatrom"], "did you mean hf-to-megatron?"),
-    (["hf-to-megatron", "a"], "DST"),
-    (["hf-to-megatron", "a", "b", "--pt", "2"], "did you mean"),
-    (["hf-to-megatron", "a", "b", "--tp", "0"], "whole number"),
-    (["megatron-to-hf", "a", "b", "--tp", "2"], "unrecognized arguments: --tp"),
-    (["megatron-to-hf", "a", "b", "--max_shard_size", "5 apples"], "is no size"),
-    (["megatron-to-hf", "a", "b", "--dtype", "int8"], "invalid choice"),
-])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["hf-to-megatrom"], "did you mean hf-to-megatron?"),
+        (["hf-to-megatron", "a"], "DST"),
+        (["hf-to-megatron", "a", "b", "--pt", "2"], "did you mean"),
+        (["hf-to-megatron", "a", "b", "--tp", "0"], "whole number"),
+        (["megatron-to-hf", "a", "b", "--tp", "2"], "unrecognized arguments: --tp"),
+        (["megatron-to-hf", "a", "b", "--max_shard_size", "5 apples"], "is no size"),
+        (["megatron-to-hf", "a", "b", "--dtype", "int8"], "invalid choice"),
+    ],
+)
 def test_mistakes(words: list[str], told: str) -> None:
     with pytest.raises(UserError) as caught:
         convert(words)
@@ -50,7 +57,20 @@ def test_mistakes(words: list[str], told: str) -> None:
 def test_there_and_back_with_options(folders: Path, tmp_path: Path) -> None:
     folder = make("dense", folders, torch.float32)
     assert convert(["hf-to-megatron", str(folder), str(tmp_path / "m"), "--tp", "2", "--pp", "2"]) == 0
-    assert convert(["megatron-to-hf", str(tmp_path / "m"), str(tmp_path / "hf"), "--dtype", "bf16", "--max_shard_size", "100KB"]) == 0
+    assert (
+        convert(
+            [
+                "megatron-to-hf",
+                str(tmp_path / "m"),
+                str(tmp_path / "hf"),
+                "--dtype",
+                "bf16",
+                "--max_shard_size",
+                "100KB",
+            ]
+        )
+        == 0
+    )
     want = {n: t.bfloat16() for n, t in tensors_of(folder).items()}
     got = tensors_of(tmp_path / "hf")
     assert all(torch.equal(got[n], want[n]) for n in want) and got.keys() == want.keys()
@@ -60,9 +80,11 @@ def test_there_and_back_with_options(folders: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_scripts_and_command_are_the_same(folders: Path, tmp_path: Path) -> None:
     folder = make("moe", folders, torch.bfloat16)
-    for words in (["converters/hf_to_megatron.py", folder, tmp_path / "m"],
-                  ["converters/megatron_to_hf.py", tmp_path / "m", tmp_path / "a"],
-                  ["-m", "megaswift", "convert", "megatron-to-hf", tmp_path / "m", tmp_path / "b"]):
+    for words in (
+        ["converters/hf_to_megatron.py", folder, tmp_path / "m"],
+        ["converters/megatron_to_hf.py", tmp_path / "m", tmp_path / "a"],
+        ["-m", "megaswift", "convert", "megatron-to-hf", tmp_path / "m", tmp_path / "b"],
+    ):
         done = call(*words)
         assert done.returncode == 0 and f"made {words[-1]}" in done.stderr, done.stderr
     a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in "ab")
@@ -73,17 +95,26 @@ def test_scripts_and_command_are_the_same(folders: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.process
-def test_ctrl_c_leaves_what_the_same_command_goes_on_from(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_leaves_what_the_same_command_goes_on_from(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One big tensor on a slow reader: the signal comes in the middle."""
     folder = make("dense", folders, torch.float32)
     slow = (
         "import sys, time\nfrom megaswift.bridge import hf_source\nfrom megaswift.convert import script\n"
         "plain = hf_source.HfSource.slice\n"
         "def read(*a):\n    time.sleep(0.05)\n    return plain(*a)\n"
-        "hf_source.HfSource.slice = read\nraise SystemExit(script('hf-to-megatron'))\n")
+        "hf_source.HfSource.slice = read\nraise SystemExit(script('hf-to-megatron'))\n"
+    )
     command = [sys.executable, "-c", slow, str(folder), str(tmp_path / "m")]
-    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRON, stderr=subprocess.PIPE, text=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=ENVIRON,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     end = time.monotonic() + 120
     while not list(tmp_path.glob(".m.converting")) and time.monotonic() < end:
         time.sleep(0.02)
@@ -92,7 +123,10 @@ def test_ctrl_c_leaves_what_the_same_command_goes_on_from(folders: Path, tmp_pat
     text = process.communicate(timeout=120)[1]
     assert process.returncode == 130 and "the same command goes on from there" in text and "Traceback" not in text, text
     assert not (tmp_path / "m").exists()
-    assert main(["convert", "hf-to-megatron", str(folder), str(tmp_path / "m")]) == 0 and "going on: " in capsys.readouterr().err
+    assert (
+        main(["convert", "hf-to-megatron", str(folder), str(tmp_path / "m")]) == 0
+        and "going on: " in capsys.readouterr().err
+    )
     assert main(["convert", "megatron-to-hf", str(tmp_path / "m"), str(tmp_path / "hf")]) == 0
     assert all(torch.equal(t, tensors_of(folder)[n]) for n, t in tensors_of(tmp_path / "hf").items())
 
@@ -106,7 +140,11 @@ def test_bad_sources_are_named(damage: str, folders: Path, tmp_path: Path, capsy
     elif damage == "truncated":
         shard.write_bytes(shard.read_bytes()[:-10])
     else:
-        save_file({n: t[:-1].clone() if "norm" in n else t for n, t in load_file(shard).items()}, shard, metadata={"format": "pt"})
+        save_file(
+            {n: t[:-1].clone() if "norm" in n else t for n, t in load_file(shard).items()},
+            shard,
+            metadata={"format": "pt"},
+        )
     assert main(["convert", "hf-to-megatron", str(folder), str(tmp_path / "m")]) == 2
     told = capsys.readouterr().err
     assert shard.name in told and "Traceback" not in told and not (tmp_path / "m").exists()

@@ -35,8 +35,17 @@ def weights_of(folder: Path) -> int:
 @pytest.mark.slow
 def test_a_model_beyond_the_allowed_growth(tmp_path: Path) -> None:
     """0.8 GB of weights, the largest tensor 34 MB: growth below a third of the weights, both ways."""
-    largest = write_sparse(tmp_path / "hf", 1 << 28, vocab_size=8192, hidden_size=2048, intermediate_size=8192, num_hidden_layers=6,
-                           num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    largest = write_sparse(
+        tmp_path / "hf",
+        1 << 28,
+        vocab_size=8192,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
     for way, source, target in (("forth", "hf", "m"), ("back", "m", "out")):
         before, end = peak(way, tmp_path / source, tmp_path / target)
         assert end - before <= 2 * largest + (192 << 20) < weights_of(tmp_path / "hf") / 3, (way, end - before)
@@ -44,8 +53,16 @@ def test_a_model_beyond_the_allowed_growth(tmp_path: Path) -> None:
 
 def promised(root: Path) -> int:
     """12 GB of weights below `root`, the largest tensor 0.5 GB; how many bytes a conversion may have in all."""
-    largest = write_sparse(root / "hf", vocab_size=65536, hidden_size=4096, intermediate_size=16384, num_hidden_layers=22,
-                           num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    largest = write_sparse(
+        root / "hf",
+        vocab_size=65536,
+        hidden_size=4096,
+        intermediate_size=16384,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
     allowed = (2 << 30) + 2 * largest
     assert weights_of(root / "hf") > 3 * allowed
     return allowed
@@ -66,5 +83,7 @@ def test_the_promise_of_a_merge(tmp_path: Path) -> None:
     allowed = promised(tmp_path)
     assert write_sparse_adapter(tmp_path / "adapter", tmp_path / "hf", 320) > allowed
     before, end = peak("merge", tmp_path / "hf", tmp_path / "adapter", tmp_path / "merged")
-    print(f"{end / 2**20:.0f} MiB in all, {(end - before) / 2**20:.0f} beyond the imports, allowed {allowed / 2**20:.0f}")
+    print(
+        f"{end / 2**20:.0f} MiB in all, {(end - before) / 2**20:.0f} beyond the imports, allowed {allowed / 2**20:.0f}"
+    )
     assert end <= allowed, end

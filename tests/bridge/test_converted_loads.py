@@ -56,8 +56,13 @@ def megatrons_loader(rank: int, world: int, payload: tuple[Run, Path]) -> dict[s
     return found
 
 
-@pytest.mark.parametrize(("words", "tp"), [
-    ("moe tp2 sp ep2", 4), *(pytest.param(words, 1, marks=pytest.mark.slow) for words in ("dense tp2 pp2", "dense pp2 tied"))])
+@pytest.mark.parametrize(
+    ("words", "tp"),
+    [
+        ("moe tp2 sp ep2", 4),
+        *(pytest.param(words, 1, marks=pytest.mark.slow) for words in ("dense tp2 pp2", "dense pp2 tied")),
+    ],
+)
 def test_megatrons_own_loader(words: str, tp: int, pool: Pool, made: Path) -> None:
     case = parse(words)
     folder, checkpoint = converted(case.variant, made, tp)
@@ -65,9 +70,16 @@ def test_megatrons_own_loader(words: str, tp: int, pool: Pool, made: Path) -> No
     assert_same(got, disk_tensors(folder))
 
 
-@pytest.mark.parametrize(("words", "tp"), [
-    ("moe tp2 sp ep2", 2), *(pytest.param(words, n, marks=pytest.mark.slow) for words, n in (("dense tp2 pp2", 4), ("moe ep2 dp2 do", 1)))])
-def test_training_from_a_checkpoint_is_training_from_the_folder(words: str, tp: int, pool: Pool, made: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "tp"),
+    [
+        ("moe tp2 sp ep2", 2),
+        *(pytest.param(words, n, marks=pytest.mark.slow) for words, n in (("dense tp2 pp2", 4), ("moe ep2 dp2 do", 1))),
+    ],
+)
+def test_training_from_a_checkpoint_is_training_from_the_folder(
+    words: str, tp: int, pool: Pool, made: Path, tmp_path: Path
+) -> None:
     """Two steps: losses, norms, weights and moments to the last bit; and what the run saved goes out as the same weights."""
     case = parse(words)
     folder, checkpoint = converted(case.variant, made, tp)

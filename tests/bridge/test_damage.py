@@ -46,14 +46,26 @@ HEADERS: list[tuple[str, Any, str]] = [
     ("the same bytes", {"a": A, "b": {**A}}, "overlaps tensor a"),
     ("gap", {"a": A, "b": {**B, "data_offsets": [12, 24]}}, "leaves a gap after tensor a"),
     ("gap at the start", {"b": B}, "tensor b, bytes 78 to 90, leaves a gap after the header"),
-    ("out of the file", {"a": A, "b": {**B, "shape": [300], "data_offsets": [8, 1208]}}, "for tensor b: it is truncated"),
+    (
+        "out of the file",
+        {"a": A, "b": {**B, "shape": [300], "data_offsets": [8, 1208]}},
+        "for tensor b: it is truncated",
+    ),
     ("negative", {"a": A, "b": {**B, "data_offsets": [-4, 8]}}, "tensor b: sizes and offsets should be whole numbers"),
     ("backwards", {"a": A, "b": {**B, "data_offsets": [20, 8]}}, "-12 bytes for tensor b"),
     ("fractions", {"a": A, "b": {**B, "shape": [3.0]}}, "tensor b: sizes and offsets"),
     ("truth", {"a": A, "b": {**B, "shape": [True]}}, "tensor b: sizes and offsets"),
     ("text", {"a": A, "b": {**B, "shape": "3"}}, "tensor b: sizes and offsets"),
-    ("endless", {"a": A, "b": {**B, "shape": [2**40, 2**40, 0], "data_offsets": [8, 8]}}, "tensor b: no tensor has the shape"),
-    ("beyond 64 bits", {"a": A, "b": {**B, "shape": [2**70, 0], "data_offsets": [8, 8]}}, "tensor b: sizes and offsets"),
+    (
+        "endless",
+        {"a": A, "b": {**B, "shape": [2**40, 2**40, 0], "data_offsets": [8, 8]}},
+        "tensor b: no tensor has the shape",
+    ),
+    (
+        "beyond 64 bits",
+        {"a": A, "b": {**B, "shape": [2**70, 0], "data_offsets": [8, 8]}},
+        "tensor b: sizes and offsets",
+    ),
     ("no dtype", {"a": {**A, "dtype": 4}, "b": B}, "tensor a: sizes and offsets"),
     ("list", [1, 2], "its header is no JSON object"),
     ("spaces first", b"  " + json.dumps({"a": A, "b": B}).encode(), "its header is no JSON object"),
@@ -70,7 +82,9 @@ def test_headers_that_lie(header: Any, message: str, tmp_path: Path) -> None:
 
 
 def test_the_honest_header_is_read(tmp_path: Path) -> None:
-    source = HfSource(with_header(tmp_path, {"b": B, "a": A, "none": {"dtype": "F32", "shape": [0, 5], "data_offsets": [8, 8]}}))
+    source = HfSource(
+        with_header(tmp_path, {"b": B, "a": A, "none": {"dtype": "F32", "shape": [0, 5], "data_offsets": [8, 8]}})
+    )
     assert {n: source.shape(n) for n in source.names()} == {"b": (3,), "a": (2,), "none": (0, 5)}
     assert source.slice("none").shape == (0, 5) and source.slice("a").view(torch.uint8).tolist() == [1] * 8
 
@@ -161,8 +175,20 @@ def damaged(good: bytes, draw: random.Random) -> bytes:
         elif kind == 4:
             del data[at:]
         elif kind == 5:
-            old, new = draw.choice([(b"F32", b"F16"), (b"F32", b"I4"), (b"[0,", b"[8,"), (b"shape", b"shap"), (b"8", b"9"), (b"3", b"-3"),
-                                    (b"2", b"2.0"), (b"4", b"99999999999999999999"), (b'"', b'"\\u0000'), (b":[", b":[[]")])
+            old, new = draw.choice(
+                [
+                    (b"F32", b"F16"),
+                    (b"F32", b"I4"),
+                    (b"[0,", b"[8,"),
+                    (b"shape", b"shap"),
+                    (b"8", b"9"),
+                    (b"3", b"-3"),
+                    (b"2", b"2.0"),
+                    (b"4", b"99999999999999999999"),
+                    (b'"', b'"\\u0000'),
+                    (b":[", b":[[]"),
+                ]
+            )
             data = bytearray(data.replace(old, new, draw.randint(1, 2)))
         else:
             data += bytes(draw.randint(1, 8))
@@ -178,7 +204,9 @@ def test_random_damage(tmp_path: Path) -> None:
     """What is accepted can be read to the last element, and the safetensors library accepts it too, with the same shapes."""
     draw, accepted = random.Random(11), 0
     path = tmp_path / "model.safetensors"
-    save_file({"a": torch.arange(8.0).reshape(2, 4), "b": torch.ones(3, dtype=torch.float16), "c": torch.zeros(())}, path)
+    save_file(
+        {"a": torch.arange(8.0).reshape(2, 4), "b": torch.ones(3, dtype=torch.float16), "c": torch.zeros(())}, path
+    )
     good = path.read_bytes()
     for n in range(1500):
         data = damaged(good, draw)

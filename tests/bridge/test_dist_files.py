@@ -50,7 +50,11 @@ def test_padded_rows(tmp_path: Path) -> None:
     files.write(tmp_path, [Box("x", (5, 2), (0, 0), torch.ones(5, 2), padded=True)])
     index = index_of(tmp_path)
     more, fewer = torch.full((8, 2), 7.0), torch.full((3, 2), 7.0)
-    wanted = [Box("x", (8, 2), (0, 0), more[:4], True), Box("x", (8, 2), (4, 0), more[4:], True), Box("x", (3, 2), (0, 0), fewer, True)]
+    wanted = [
+        Box("x", (8, 2), (0, 0), more[:4], True),
+        Box("x", (8, 2), (4, 0), more[4:], True),
+        Box("x", (3, 2), (0, 0), fewer, True),
+    ]
     items, problems = files.plan_reads(index, wanted)
     assert not problems
     files.read(tmp_path, index, wanted, items)
@@ -60,7 +64,11 @@ def test_padded_rows(tmp_path: Path) -> None:
 def test_problems_name_the_tensor(tmp_path: Path) -> None:
     """A missing tensor, another shape, a hole: all at once."""
     files.write(tmp_path, [Box("x", (4, 2), (0, 0), torch.ones(2, 2)), Box("y", (3,), (0,), torch.ones(3))])
-    wanted = [Box("z", (1,), (0,), torch.ones(1)), Box("y", (2,), (0,), torch.ones(2)), Box("x", (4, 2), (0, 0), torch.ones(4, 2))]
+    wanted = [
+        Box("z", (1,), (0,), torch.ones(1)),
+        Box("y", (2,), (0,), torch.ones(2)),
+        Box("x", (4, 2), (0, 0), torch.ones(4, 2)),
+    ]
     texts = [str(p) for p in files.plan_reads(index_of(tmp_path), wanted)[1]]
     assert texts[0] == "z: is not in the checkpoint"
     assert texts[1] == "y: has shape [3] in the checkpoint and [2] in this model"

@@ -34,7 +34,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def save(words: str, pool: Pool, models: Path, target: Path, steps: int = 1, **options: str) -> tuple[Path, dict[str, Tensor]]:
+def save(
+    words: str, pool: Pool, models: Path, target: Path, steps: int = 1, **options: str
+) -> tuple[Path, dict[str, Tensor]]:
     """A checkpoint of the real engine after some steps, as the trainer lays it out; the model folder, and the engine's weights."""
     case = parse(words)
     folder = build_model(case.variant, models / case.variant)
@@ -44,9 +46,16 @@ def save(words: str, pool: Pool, models: Path, target: Path, steps: int = 1, **o
     return folder, result.weights
 
 
-CASES = ["dense tp2 pp2", "dense-tied pp2", "moe ep2 tp2 sp", "phi3 tp2", *(
-    pytest.param(words, marks=pytest.mark.slow)
-    for words in ("llama-bias tp2", "dense single", "moe-tied single", "moe-mixed ep2 dp2 do", "olmo2 tp2"))]
+CASES = [
+    "dense tp2 pp2",
+    "dense-tied pp2",
+    "moe ep2 tp2 sp",
+    "phi3 tp2",
+    *(
+        pytest.param(words, marks=pytest.mark.slow)
+        for words in ("llama-bias tp2", "dense single", "moe-tied single", "moe-mixed ep2 dp2 do", "olmo2 tp2")
+    ),
+]
 
 
 @pytest.mark.parametrize("words", CASES)
@@ -98,7 +107,9 @@ def test_a_damaged_item_is_named(pool: Pool, models: Path, tmp_path: Path) -> No
     file = tmp_path / "engine" / "__0_0.distcp"
     file.write_bytes(b"\0" * file.stat().st_size)
     source = MegatronSource(Checkpoint(tmp_path / "engine", tmp_path / "model"))
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp, tensor decoder.final_layernorm.weight: cannot be read: holds no tensor"):
+    with pytest.raises(
+        CheckpointError, match=r"__0_0.distcp, tensor decoder.final_layernorm.weight: cannot be read: holds no tensor"
+    ):
         source.slice("model.norm.weight")
 
 

@@ -35,6 +35,7 @@ def matrix(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bytes_and_values_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
     from bitsandbytes import functional
+
     weight = matrix(dtype)
     packed, absmax = nf4.quantise(weight)
     theirs, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
@@ -57,18 +58,26 @@ def test_a_shard_is_quantised_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
     weight = matrix()
     packed, absmax = nf4.quantise(weight)
     monkeypatch.setitem(nf4.BAND, "cpu", 192 * 5)
-    assert torch.equal(nf4.dequantise(packed, absmax, torch.bfloat16), nf4.dequantise(packed, absmax, torch.float32).bfloat16())
+    assert torch.equal(
+        nf4.dequantise(packed, absmax, torch.bfloat16), nf4.dequantise(packed, absmax, torch.float32).bfloat16()
+    )
     for rows, columns in ((slice(7, 31), slice(0, 192)), (slice(0, 48), slice(64, 192))):
         part, scales = nf4.quantise(weight[rows, columns])
         assert torch.equal(part, packed[rows, columns.start // 2 : columns.stop // 2])
         assert torch.equal(scales, absmax[rows, columns.start // 64 : columns.stop // 64])
 
 
-@pytest.mark.parametrize("variant, left", [
-    ("llama", {"model.embed_tokens.weight", "lm_head.weight"}), ("moe-mixed", {"mlp.gate.weight"}), ("phi3", {"lm_head.weight"}),
-    ("qwen2_moe", {"mlp.gate.weight", "mlp.shared_expert_gate.weight"}), ("gpt_oss", {"mlp.router.weight"}),
-    ("deepseek_v3", {"mlp.gate.weight"}),
-])
+@pytest.mark.parametrize(
+    "variant, left",
+    [
+        ("llama", {"model.embed_tokens.weight", "lm_head.weight"}),
+        ("moe-mixed", {"mlp.gate.weight"}),
+        ("phi3", {"lm_head.weight"}),
+        ("qwen2_moe", {"mlp.gate.weight", "mlp.shared_expert_gate.weight"}),
+        ("gpt_oss", {"mlp.router.weight"}),
+        ("deepseek_v3", {"mlp.gate.weight"}),
+    ],
+)
 def test_all_linear_layers_are_held_and_nothing_else(variant: str, left: set[str]) -> None:
     plan = plan_of(variant)
     held = {name for e in plan.entries if four_bits.held(e.rule) for name in e.hf}
@@ -85,7 +94,9 @@ def unfit(variant: str, tp: int, etp: int) -> list[Problem]:
 
 def test_what_does_not_fit_is_told_once_with_numbers() -> None:
     """The tiny llama's second MLP matrix has 96 inputs; 128 inputs are 64 on each of two ranks, and 32 on each of four."""
-    assert [p.rule for p in unfit("llama", 1, 1)] == ["mlp.linear_fc2 of this model has 96 inputs, and NF4 blocks are 64 inputs of a row"]
+    assert [p.rule for p in unfit("llama", 1, 1)] == [
+        "mlp.linear_fc2 of this model has 96 inputs, and NF4 blocks are 64 inputs of a row"
+    ]
     assert not unfit("dense-nf4", 2, 1) and not unfit("moe-nf4", 2, 2)
     both = unfit("dense-nf4", 4, 1)
     assert [p.fix for p in both] == ["--tp 2"] * 2 and "leaves 32 of the 128 inputs of mlp.linear_fc2" in both[1].rule

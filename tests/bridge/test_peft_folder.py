@@ -48,20 +48,33 @@ def random_values(plan: AdapterPlan) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in plan.shapes().items()}
 
 
-GPT_OSS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "r": 4, "lora_alpha": 6,
-           "rank_pattern": {"gate_up_proj": 2}, "alpha_pattern": {"experts.down_proj": 3}}
+GPT_OSS = {
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "r": 4,
+    "lora_alpha": 6,
+    "rank_pattern": {"gate_up_proj": 2},
+    "alpha_pattern": {"experts.down_proj": 3},
+}
 
 
 def close(a: Tensor, b: Tensor) -> bool:
     return float((a - b).abs().max()) <= 1e-5 * max(1.0, float(b.abs().max()))
 
 
-@pytest.mark.parametrize("variant, targets, saved", [
-    ("dense", (ALL,), ()), ("llama", ("q_proj", "linear_fc2"), ("lm_head.weight", "model.embed_tokens.weight")),
-    ("qwen2", (r".*layers\.[12]\.self_attn\.(q|v)_proj",), ()), ("moe", (ALL,), ()), ("mixtral", (ALL,), ()),
-    ("moe", ATTENTION, ()),
-])
-def test_peft_loads_what_we_write(variant: str, targets: tuple[str, ...], saved: tuple[str, ...], folders: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "variant, targets, saved",
+    [
+        ("dense", (ALL,), ()),
+        ("llama", ("q_proj", "linear_fc2"), ("lm_head.weight", "model.embed_tokens.weight")),
+        ("qwen2", (r".*layers\.[12]\.self_attn\.(q|v)_proj",), ()),
+        ("moe", (ALL,), ()),
+        ("mixtral", (ALL,), ()),
+        ("moe", ATTENTION, ()),
+    ],
+)
+def test_peft_loads_what_we_write(
+    variant: str, targets: tuple[str, ...], saved: tuple[str, ...], folders: Path, tmp_path: Path
+) -> None:
     folder = make(variant, folders)
     weights = plan_of(folder)
     plan = AdapterPlan(weights, select(weights.family, weights.spec, targets), AdapterSettings(RANK, ALPHA), saved)
@@ -75,38 +88,77 @@ def test_peft_loads_what_we_write(variant: str, targets: tuple[str, ...], saved:
     assert all(torch.equal(t, values[name]) for name, t in again.read(plan).items())
 
 
-@pytest.mark.parametrize("options, scale", [
-    ({}, 0.5), ({"use_rslora": True}, 2.0), ({"use_dora": True, "lora_dropout": 0.25}, 0.5)], ids=str)
-def test_options_mean_what_they_mean_to_peft(options: dict[str, Any], scale: float, folders: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options, scale", [({}, 0.5), ({"use_rslora": True}, 2.0), ({"use_dora": True, "lora_dropout": 0.25}, 0.5)], ids=str
+)
+def test_options_mean_what_they_mean_to_peft(
+    options: dict[str, Any], scale: float, folders: Path, tmp_path: Path
+) -> None:
     """rank 16, alpha 8: alpha / r is 1/2, alpha / sqrt(r) is 2. PEFT reads its own scale from the folder."""
     from megaswift.config import SwiftConfig
     from megaswift.engine.megatron.lora import plan_adapters
 
     folder = make("dense", folders)
-    cfg = SwiftConfig(train_type="lora", lora_rank=16, lora_alpha=8, target_modules=["linear_qkv", "down_proj"], modules_to_save="lm_head",
-                      **options)
+    cfg = SwiftConfig(
+        train_type="lora",
+        lora_rank=16,
+        lora_alpha=8,
+        target_modules=["linear_qkv", "down_proj"],
+        modules_to_save="lm_head",
+        **options,
+    )
     plan = plan_adapters(cfg.lora, plan_of(folder))
     assert {a.scale for a in plan.adapters} == {scale} and {a.dora for a in plan.adapters} == {cfg.lora.use_dora}
     write_adapter(tmp_path / "adapter", plan, random_values(plan).items(), str(folder))
     loaded = peft.PeftModel.from_pretrained(base(folder), tmp_path / "adapter")
-    told, layers = loaded.peft_config["default"], [m for m in loaded.modules() if hasattr(m, "lora_A") and hasattr(m, "scaling")]
+    told, layers = (
+        loaded.peft_config["default"],
+        [m for m in loaded.modules() if hasattr(m, "lora_A") and hasattr(m, "scaling")],
+    )
     assert {m.scaling["default"] for m in layers} == {scale} and len(layers) == 4 * 4
     assert (told.r, told.lora_alpha, told.use_rslora, told.use_dora, told.lora_dropout) == (
-        16, 8, cfg.lora.use_rslora, cfg.lora.use_dora, cfg.lora.lora_dropout)
+        16,
+        8,
+        cfg.lora.use_rslora,
+        cfg.lora.use_dora,
+        cfg.lora.lora_dropout,
+    )
     assert not any(hasattr(m, "lora_A") for n, m in loaded.named_modules() if n.endswith(("o_proj", "up_proj")))
     assert any("modules_to_save" in n for n, _ in loaded.named_modules())
 
 
-@pytest.mark.parametrize("variant, options", [
-    ("dense", {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}),
-    ("llama", {"target_modules": ["q_proj", "up_proj"], "r": 4, "use_rslora": True, "rank_pattern": {"q_proj": 6},
-               "alpha_pattern": {"layers.1.self_attn.q_proj": 3}, "modules_to_save": ["lm_head"]}),
-    ("moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "r": 2}),
-    ("mixtral", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"], "r": 2}),
-    ("gpt_oss", {**GPT_OSS, "target_modules": "all-linear"}),
-    ("gpt_oss", {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj"], "r": 3}),
-], ids=["dense", "patterns", "stacked experts", "one stack", "gpt_oss", "one stack of gpt_oss"])
-def test_what_peft_writes_is_merged_as_by_peft(variant: str, options: dict[str, Any], folders: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "variant, options",
+    [
+        ("dense", {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}),
+        (
+            "llama",
+            {
+                "target_modules": ["q_proj", "up_proj"],
+                "r": 4,
+                "use_rslora": True,
+                "rank_pattern": {"q_proj": 6},
+                "alpha_pattern": {"layers.1.self_attn.q_proj": 3},
+                "modules_to_save": ["lm_head"],
+            },
+        ),
+        (
+            "moe",
+            {
+                "target_modules": ["q_proj"],
+                "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+                "r": 2,
+            },
+        ),
+        ("mixtral", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"], "r": 2}),
+        ("gpt_oss", {**GPT_OSS, "target_modules": "all-linear"}),
+        ("gpt_oss", {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj"], "r": 3}),
+    ],
+    ids=["dense", "patterns", "stacked experts", "one stack", "gpt_oss", "one stack of gpt_oss"],
+)
+def test_what_peft_writes_is_merged_as_by_peft(
+    variant: str, options: dict[str, Any], folders: Path, tmp_path: Path
+) -> None:
     folder = make(variant, folders)
     model = made_by_peft(folder, tmp_path / "adapter", **options)
     want = logits(model)
@@ -118,20 +170,31 @@ def test_what_peft_writes_is_merged_as_by_peft(variant: str, options: dict[str, 
     assert all(float((t - theirs[n]).abs().max()) < 1e-6 for n, t in ours.items())
 
 
-@pytest.mark.parametrize("targets, parameters", [
-    (("all-linear",), ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")), ((), ("down_proj",)),
-    (("q_proj",), (r".*layers\.[02]\.mlp\.experts\.(gate_up|down)_proj",)),
-])
-def test_stacks_of_experts_are_written_as_peft_does(targets: tuple[str, ...], parameters: tuple[str, ...], folders: Path,
-                                                    tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "targets, parameters",
+    [
+        (("all-linear",), ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
+        ((), ("down_proj",)),
+        (("q_proj",), (r".*layers\.[02]\.mlp\.experts\.(gate_up|down)_proj",)),
+    ],
+)
+def test_stacks_of_experts_are_written_as_peft_does(
+    targets: tuple[str, ...], parameters: tuple[str, ...], folders: Path, tmp_path: Path
+) -> None:
     """Names, shapes and what they do: PEFT computes the same from its own folder and from ours, and what we read comes back."""
     folder = make("gpt_oss", folders)
     weights = plan_of(folder)
     chosen = select(weights.family, weights.spec, targets, parameters)
     plan = AdapterPlan(weights, chosen, AdapterSettings(RANK, ALPHA, dropout=0.1))
     stacks = sorted({p.stack for p in chosen if p.stack})
-    theirs = made_by_peft(folder, tmp_path / "theirs", r=RANK, lora_alpha=ALPHA, target_parameters=stacks,
-                          target_modules="all-linear" if targets == (ALL,) else list(targets))
+    theirs = made_by_peft(
+        folder,
+        tmp_path / "theirs",
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_parameters=stacks,
+        target_modules="all-linear" if targets == (ALL,) else list(targets),
+    )
     values = read_adapter(tmp_path / "theirs")
     assert plan.shapes() == {name: tuple(t.shape) for name, t in values.items()}
     write_adapter(tmp_path / "ours", plan, values.items(), str(folder))
@@ -145,7 +208,9 @@ def test_dropout_on_experts_does_not_keep_peft_from_loading(folders: Path, tmp_p
     """PEFT refuses it for parameters, which Mixtral's experts become on loading."""
     folder = make("mixtral", folders)
     weights = plan_of(folder)
-    plan = AdapterPlan(weights, select(weights.family, weights.spec, ("w1", "w2", "w3")), AdapterSettings(RANK, ALPHA, dropout=0.1))
+    plan = AdapterPlan(
+        weights, select(weights.family, weights.spec, ("w1", "w2", "w3")), AdapterSettings(RANK, ALPHA, dropout=0.1)
+    )
     write_adapter(tmp_path / "a", plan, random_values(plan).items(), str(folder))
     loaded = peft.PeftModel.from_pretrained(base(folder), tmp_path / "a")
     assert not close(logits(loaded), logits(base(folder)))
@@ -159,7 +224,10 @@ def test_merging_keeps_dtypes_and_what_has_no_adapter(folders: Path, tmp_path: P
     for name, tensor in before.items():
         module = name.removesuffix(".weight")
         if f"{module}.lora_A.weight" in values:
-            exact = tensor.double() + ALPHA / RANK * values[f"{module}.lora_B.weight"].double() @ values[f"{module}.lora_A.weight"].double()
+            exact = (
+                tensor.double()
+                + ALPHA / RANK * values[f"{module}.lora_B.weight"].double() @ values[f"{module}.lora_A.weight"].double()
+            )
             assert after[name].dtype == torch.bfloat16 and not torch.equal(after[name], tensor)
             assert float((after[name].double() - exact).abs().max() / exact.abs().max()) < 2**-8
         else:

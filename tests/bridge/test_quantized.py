@@ -64,7 +64,9 @@ def packed_fp4(experts: int, rows: int, groups: int, low: int = 100, high: int =
 
 @pytest.mark.parametrize("band", [1 << 22, 64])
 @pytest.mark.parametrize("shape", [(96, 160), (3, 64, 96)])
-def test_fp8_as_transformers(shape: tuple[int, ...], band: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_as_transformers(
+    shape: tuple[int, ...], band: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(quantized_module, "BAND", band)
     weight, scale = fp8(torch.randn(shape), (32, 32))
     source = open_hf(folder_of(tmp_path / "m", {"a.weight": weight, "a.weight_scale_inv": scale}, fp8_config((32, 32))))
@@ -91,7 +93,9 @@ def test_fp8_with_scales_that_are_powers_of_two(kind: str, tmp_path: Path) -> No
     weight, _ = fp8(torch.randn(64, 96), (32, 32))
     exponents = torch.arange(119, 125, dtype=torch.uint8).reshape(2, 3)
     scale = exponents if kind == "bytes" else exponents.view(torch.float8_e8m0fnu)
-    source = open_hf(folder_of(tmp_path / "m", {"a": weight, "a_scale_inv": scale}, {**fp8_config((32, 32)), "scale_fmt": "ue8m0"}))
+    source = open_hf(
+        folder_of(tmp_path / "m", {"a": weight, "a_scale_inv": scale}, {**fp8_config((32, 32)), "scale_fmt": "ue8m0"})
+    )
     assert_same_slices(source, "a", theirs_fp8(weight, scale))
 
 
@@ -124,7 +128,9 @@ def test_mxfp4_every_byte_and_exponent(tmp_path: Path) -> None:
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(1, 256, 16, 16).contiguous()
     scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).expand(1, 256, 16).contiguous()
     source = open_hf(folder_of(tmp_path / "m", {"w_blocks": blocks, "w_scales": scales}, MXFP4))
-    assert torch.equal(source.slice("w").view(torch.int16), convert_moe_packed_tensors(blocks, scales).view(torch.int16))
+    assert torch.equal(
+        source.slice("w").view(torch.int16), convert_moe_packed_tensors(blocks, scales).view(torch.int16)
+    )
 
 
 def test_only_the_bytes_behind_a_slice_are_read(tmp_path: Path) -> None:
@@ -148,7 +154,11 @@ def test_a_model_is_what_transformers_loads(fresh: Fresh, tmp_path: Path) -> Non
     assert plan.check(source) == [] and set(source.names()) == set(theirs)
     assert all(t.dtype == torch.bfloat16 for t in theirs.values())
     assert [n for n, t in theirs.items() if not torch.equal(t, source.slice(n))] == []
-    weights = [pair for entry in plan.entries for pair in Group((entry,)).write([[entry.read(source, 2, r) for r in range(2)]]).items()]
+    weights = [
+        pair
+        for entry in plan.entries
+        for pair in Group((entry,)).write([[entry.read(source, 2, r) for r in range(2)]]).items()
+    ]
     export_hf(tmp_path / "out", plan, weights, ExportOptions(source=folder))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
@@ -160,9 +170,15 @@ def test_a_gpt_oss_folder_is_what_transformers_loads(tmp_path: Path) -> None:
     """Names, transposed experts and every bit."""
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(quantise_mxfp4(gpt_oss(tmp_path))).state_dict()  # on a CPU, transformers dequantises
+    theirs = AutoModelForCausalLM.from_pretrained(
+        quantise_mxfp4(gpt_oss(tmp_path))
+    ).state_dict()  # on a CPU, transformers dequantises
     source = open_hf(tmp_path)
-    assert set(source.names()) == set(theirs) and theirs["model.layers.1.mlp.experts.gate_up_proj"].shape == (4, 64, 192)
+    assert set(source.names()) == set(theirs) and theirs["model.layers.1.mlp.experts.gate_up_proj"].shape == (
+        4,
+        64,
+        192,
+    )
     assert [n for n, t in theirs.items() if t.dtype != source.dtype(n) or not torch.equal(t, source.slice(n))] == []
 
 
@@ -192,8 +208,16 @@ def refused(folder: Path) -> str:
 FP8_WRONG: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
     ("no scale", lambda t: t.pop("a_scale_inv"), "tensor a: is FP8, and no file holds its scale a_scale_inv"),
     ("no weight", lambda t: t.pop("a"), "tensor a_scale_inv: is a scale, and no file holds a"),
-    ("plain weight", lambda t: t.update(a=torch.zeros(64, 64)), "tensor a_scale_inv: is a scale, and a is F32, not F8_E4M3"),
-    ("shape", lambda t: t.update(a_scale_inv=torch.ones(2, 3)), "tensor a_scale_inv: has shape [2, 3]; a [64, 64] in blocks of [32, 32]"),
+    (
+        "plain weight",
+        lambda t: t.update(a=torch.zeros(64, 64)),
+        "tensor a_scale_inv: is a scale, and a is F32, not F8_E4M3",
+    ),
+    (
+        "shape",
+        lambda t: t.update(a_scale_inv=torch.ones(2, 3)),
+        "tensor a_scale_inv: has shape [2, 3]; a [64, 64] in blocks of [32, 32]",
+    ),
     ("dtype", lambda t: t.update(a_scale_inv=torch.ones(2, 2, dtype=torch.int64)), "tensor a_scale_inv: has dtype I64"),
     ("vector", lambda t: t.update(a=t["a"][0].clone()), "tensor a: is FP8, and no matrix"),
 ]

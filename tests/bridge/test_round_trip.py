@@ -18,7 +18,9 @@ from tests.parity.models import BRIDGED, VARIANTS
 
 pytestmark = pytest.mark.wide
 
-ALL = sorted({*VARIANTS, *BRIDGED, *(name for name in FAMILIES.names() if name not in {kind for kind, _ in VARIANTS.values()})})
+ALL = sorted(
+    {*VARIANTS, *BRIDGED, *(name for name in FAMILIES.names() if name not in {kind for kind, _ in VARIANTS.values()})}
+)
 ONE_A_FAMILY = sorted({kind: name for name, (kind, _) in VARIANTS.items()}.values())
 
 
@@ -60,7 +62,9 @@ def test_export_loads_in_transformers_with_equal_logits(variant: str, folders: P
     plan, source = opened(folder)
     weights = round_trip(plan, source, 2, 2).items()
     export_hf(tmp_path / "out", plan, weights, ExportOptions(source=folder, max_shard_bytes=100_000))
-    before, after = (AutoModelForCausalLM.from_pretrained(f, attn_implementation="eager") for f in (folder, tmp_path / "out"))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(f, attn_implementation="eager") for f in (folder, tmp_path / "out")
+    )
     ids = torch.arange(24).remainder(plan.spec.vocab_size)[None]
     with torch.no_grad():
         assert torch.equal(before(ids).logits, after(ids).logits)
@@ -73,7 +77,9 @@ def test_each_tensor_keeps_its_own_dtype(tmp_path: Path, fresh: Callable[[str], 
     mixed["lm_head.weight"] = mixed["lm_head.weight"].to(torch.float16)
     rewrite(folder, mixed)
     plan, source = opened(folder)
-    trained = {name: tensor.float() for name, tensor in round_trip(plan, source, 2, 1).items()}  # as fp32 main weights would be
+    trained = {
+        name: tensor.float() for name, tensor in round_trip(plan, source, 2, 1).items()
+    }  # as fp32 main weights would be
     export_hf(tmp_path / "kept", plan, trained.items(), ExportOptions(source=folder))
     kept = tensors_of(tmp_path / "kept")
     assert {n: t.dtype for n, t in kept.items()} == {n: t.dtype for n, t in mixed.items()}
@@ -113,7 +119,9 @@ def test_qkv_interleave_by_hand(fresh: Callable[[str], Path]) -> None:
 def test_padding_is_zero_and_leaves_no_trace(folders: Path) -> None:
     plan, source = opened(make("dense", folders))
     entry = plan.by_megatron["output_layer.weight"]
-    shards = [entry.read(source, 4, rank, 192) for rank in range(4)]  # 48 rows each: the third has 34 rows of 130, the last none
+    shards = [
+        entry.read(source, 4, rank, 192) for rank in range(4)
+    ]  # 48 rows each: the third has 34 rows of 130, the last none
     assert torch.count_nonzero(shards[2][34:]) == 0 and torch.count_nonzero(shards[3]) == 0
     assert torch.count_nonzero(shards[2][:34]) > 0
     shards = [s + 7 for s in shards]  # whatever the padding became in training
@@ -143,7 +151,10 @@ def test_gate_comes_before_up(variant: str, folders: Path) -> None:
         stem, mlp = f"decoder.layers.{layer}.mlp.", model.model.layers[layer].mlp
         if sparse:
             for expert in range(plan.spec.experts):
-                entry, theirs = plan.by_megatron[f"{stem}experts.{expert}.linear_fc1.weight"], mlp.experts.gate_up_proj[expert]
+                entry, theirs = (
+                    plan.by_megatron[f"{stem}experts.{expert}.linear_fc1.weight"],
+                    mlp.experts.gate_up_proj[expert],
+                )
                 if entry.rule.stacked:  # gpt-oss: [h, gate, up, gate, up, ...]
                     theirs = torch.cat([theirs[:, ::2], theirs[:, 1::2]], dim=1).t()
                 assert torch.equal(entry.read(source), theirs)  # [gate; up] in transformers' fused experts too

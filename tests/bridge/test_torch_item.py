@@ -13,7 +13,16 @@ import torch
 from megaswift.bridge.file_tensor import OpenFiles, data_of
 from megaswift.bridge.torch_item import ALIGNMENT, frame, locate
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
 SHAPES = [(), (5,), (3, 4), (2, 3, 5), (0, 4)]
 
 

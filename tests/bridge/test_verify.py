@@ -35,12 +35,18 @@ NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 @pytest.fixture
 def verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, dict[str, Any]]]:
     """(exit code, what was printed, the report) of a comparison."""
+
     def call(*words: object) -> tuple[int, str, dict[str, Any]]:
         path = tmp_path / "report.json"
         path.unlink(missing_ok=True)
         capsys.readouterr()
         code = convert(["verify", *map(str, words), "--report", str(path)])
-        return code, capsys.readouterr().out, json.loads(path.read_text(), parse_constant=lambda c: pytest.fail(f"{c} is no JSON"))
+        return (
+            code,
+            capsys.readouterr().out,
+            json.loads(path.read_text(), parse_constant=lambda c: pytest.fail(f"{c} is no JSON")),
+        )
+
     return call
 
 
@@ -71,7 +77,9 @@ def test_equal_in_other_files(verify: Any, folders: Path, fresh: Fresh) -> None:
     theirs = tensors_of(a)
     assert code == 0 and report["equal"] and rows(report) == {} and f"{len(theirs)} tensors: {len(theirs)} equal" in out
     assert UP not in out and UP in verify(a, b, "--all")[1]
-    assert {r["name"]: (r["sha256_a"], r["sha256_b"]) for r in report["tensors"]} == {n: (sha(t), sha(t)) for n, t in theirs.items()}
+    assert {r["name"]: (r["sha256_a"], r["sha256_b"]) for r in report["tensors"]} == {
+        n: (sha(t), sha(t)) for n, t in theirs.items()
+    }
 
 
 @pytest.mark.wide
@@ -85,8 +93,9 @@ def test_equal_in_other_files(verify: Any, folders: Path, fresh: Fresh) -> None:
     (lambda t: t.update(more=torch.zeros(2)), "more", "extra", "extra: not in A"),
     (lambda t: t.update({"lm_head.bias": torch.zeros(130)}), "lm_head.bias", "extra", "extra: not in A"),
 ], ids=["one bit", "nan", "inf", "dtype", "shape", "missing", "extra", "extra bias"])  # fmt: skip
-def test_every_difference(case: tuple[Any, str, str, str], verify: Any, folders: Path, fresh: Fresh,
-                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_difference(
+    case: tuple[Any, str, str, str], verify: Any, folders: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     change, name, status, told = case
     monkeypatch.setattr(conversion.bands, "__defaults__", (1000,))
     a, b = make("dense", folders), changed(fresh("dense"), change)
@@ -108,7 +117,10 @@ def test_nan_equals_the_same_nan_and_zero_is_not_minus_zero(verify: Any, fresh: 
     one, other = tmp_path / "one", tmp_path / "other"
     for folder, value in ((one, 0.0), (other, -0.0)):
         folder.mkdir()
-        save_file({"x": torch.tensor([value, 1.0]), "scalar": torch.tensor(3), "none": torch.zeros(0, 4)}, folder / "model.safetensors")
+        save_file(
+            {"x": torch.tensor([value, 1.0]), "scalar": torch.tensor(3), "none": torch.zeros(0, 4)},
+            folder / "model.safetensors",
+        )
     code, out, report = verify(one, other)
     assert code == 1 and rows(report)["x"]["different"] == 1 and rows(report)["x"]["max_abs_diff"] == 0
     assert "config.json: not compared" in out
@@ -124,7 +136,11 @@ def test_casting_both(verify: Any, fresh: Fresh, folders: Path) -> None:
 
 
 def test_what_may_lack_on_one_side(verify: Any, fresh: Fresh, folders: Path) -> None:
-    head, embedding, rope = "lm_head.weight", "model.embed_tokens.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    head, embedding, rope = (
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    )
     a, b = make("dense-tied", folders), fresh("dense-tied")
     changed(b, lambda t: t.update({head: t[embedding].clone(), rope: torch.ones(8)}))
     code, out, report = verify(a, b)
@@ -184,8 +200,13 @@ def test_an_fp8_folder_and_what_it_stands_for(verify: Any, fresh: Fresh, tmp_pat
 
     folder = quantise_fp8(fresh("llama"), (16, 32))
     stored = load_file(folder / "model.safetensors")
-    plain = {n: Fp8Dequantize(None)._dequantize_one(t, stored[f"{n}_scale_inv"], torch.bfloat16) if f"{n}_scale_inv" in stored else t
-             for n, t in stored.items() if not n.endswith("_scale_inv")}
+    plain = {
+        n: Fp8Dequantize(None)._dequantize_one(t, stored[f"{n}_scale_inv"], torch.bfloat16)
+        if f"{n}_scale_inv" in stored
+        else t
+        for n, t in stored.items()
+        if not n.endswith("_scale_inv")
+    }
     other = tmp_path / "plain"
     other.mkdir()
     save_file(plain, other / "model.safetensors", metadata={"format": "pt"})
@@ -202,7 +223,12 @@ def test_an_fp8_folder_and_what_it_stands_for(verify: Any, fresh: Fresh, tmp_pat
 def test_logits(verify: Any, folders: Path, tmp_path: Path) -> None:
     a, norm = make("moe", folders), tensors_of(make("moe", folders))[NORM]
     code, out, report = verify(a, a, "--logits")
-    assert code == 0 and len(report["prompts"]) == 6 and 0 < report["tolerance"] < 1e-4 and "sdpa and eager attention" in out
+    assert (
+        code == 0
+        and len(report["prompts"]) == 6
+        and 0 < report["tolerance"] < 1e-4
+        and "sdpa and eager attention" in out
+    )
     assert report["tolerance"] == 5 * max(r["spread"] for r in report["prompts"])
     b = Path(shutil.copytree(a, tmp_path / "b"))
     changed(b, lambda t: t["model.layers.2.self_attn.v_proj.weight"].mul_(1.001))
@@ -221,7 +247,10 @@ def test_logits_of_a_checkpoint_on_own_prompts(verify: Any, folders: Path, tmp_p
     checkpoint = hf_to_megatron(a, tmp_path / "megatron")
     prompts.write_text("[1, 2, 3]\n\n[5]\n")
     code, _, report = verify(a, checkpoint, "--logits", "--prompts", prompts)
-    assert code == 0 and [(r["prompt"], r["tokens"]) for r in report["prompts"]] == [("prompts.txt:1", 3), ("prompts.txt:2", 1)]
+    assert code == 0 and [(r["prompt"], r["tokens"]) for r in report["prompts"]] == [
+        ("prompts.txt:1", 3),
+        ("prompts.txt:2", 1),
+    ]
     assert all(r["max_abs_diff"] <= report["tolerance"] < 1e-4 < r["largest"] for r in report["prompts"])
     prompts.write_text("[1000]\n")
     with pytest.raises(UserError, match=r"prompts.txt:1: has token 1000, the model has 130"):
@@ -246,7 +275,9 @@ def test_logits_need_every_weight(fresh: Fresh, folders: Path) -> None:
 
 
 @pytest.mark.process
-def test_the_script_and_its_exit_codes(fresh: Fresh, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_and_its_exit_codes(
+    fresh: Fresh, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = make("dense", folders), changed(fresh("dense"), flip)
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "converters/verify.py", str(a), str(b)]

@@ -24,8 +24,17 @@ print(code, before, peak())
 @pytest.mark.process
 def test_models_beyond_the_allowed_growth(tmp_path: Path) -> None:
     """Twice 0.3 GB, one tensor different in one byte: growth by at most 128 MiB."""
-    write_sparse(tmp_path / "a", 1 << 28, vocab_size=8192, hidden_size=2048, intermediate_size=8192, num_hidden_layers=2,
-                 num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    write_sparse(
+        tmp_path / "a",
+        1 << 28,
+        vocab_size=8192,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     with HfSource(tmp_path / "b").file("model.embed_tokens.weight").open("r+b") as file:
         file.seek(-1, os.SEEK_END)

@@ -22,8 +22,12 @@ from megaswift.bridge.merge import merge_folders
 from megaswift.errors import CheckpointError
 
 TENSORS = {
-    "norm": torch.arange(5, dtype=torch.float32), "matrix": torch.randn(6, 4).to(torch.bfloat16), "half": torch.randn(3, 3).half(),
-    "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "bytes": torch.arange(7, dtype=torch.uint8),
+    "norm": torch.arange(5, dtype=torch.float32),
+    "matrix": torch.randn(6, 4).to(torch.bfloat16),
+    "half": torch.randn(3, 3).half(),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.zeros(0, 4),
+    "bytes": torch.arange(7, dtype=torch.uint8),
     "wide": torch.randn(2, 2).double(),
 }
 METAS = {name: TensorMeta(tuple(t.shape), t.dtype) for name, t in TENSORS.items()}
@@ -48,8 +52,12 @@ def test_the_safetensors_library_reads_them(tmp_path: Path, limit: int, backward
             assert file.metadata() == {"format": "pt"}
         length = struct.unpack("<Q", path.read_bytes()[:8])[0]
         header = json.loads(path.read_bytes()[8 : 8 + length])
-        assert length % 8 == 0  # so that tensors can be used in place, each must lie at a multiple of its element's size
-        assert all(v["data_offsets"][0] % TENSORS[k].element_size() == 0 for k, v in header.items() if k != "__metadata__")
+        assert (
+            length % 8 == 0
+        )  # so that tensors can be used in place, each must lie at a multiple of its element's size
+        assert all(
+            v["data_offsets"][0] % TENSORS[k].element_size() == 0 for k, v in header.items() if k != "__metadata__"
+        )
     assert set(found) == set(TENSORS)
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
@@ -58,7 +66,9 @@ def test_the_safetensors_library_reads_them(tmp_path: Path, limit: int, backward
 def test_shards_and_index(tmp_path: Path) -> None:
     folder = written(tmp_path / "out", 60, list(TENSORS))
     files = sorted(p.name for p in folder.glob("*.safetensors"))
-    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 1
+    assert (
+        files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 1
+    )
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in TENSORS.values())
     for name, file in index["weight_map"].items():
@@ -72,7 +82,9 @@ def test_shards_and_index(tmp_path: Path) -> None:
 
 
 def test_five_gigabytes_a_file_unless_said() -> None:
-    metas = {f"t{i}": TensorMeta((600, 1_000_000), torch.bfloat16) for i in range(9)} | {"whole": TensorMeta((3, 10**9), torch.bfloat16)}
+    metas = {f"t{i}": TensorMeta((600, 1_000_000), torch.bfloat16) for i in range(9)} | {
+        "whole": TensorMeta((3, 10**9), torch.bfloat16)
+    }
     limits = {ExportOptions().max_shard_bytes, megatron_to_hf.Options().max_shard_bytes, MAX_SHARD_BYTES}
     limits |= {inspect.signature(call).parameters["max_shard_bytes"].default for call in (HfWriter, merge_folders)}
     assert limits == {5 * 10**9}
@@ -87,17 +99,37 @@ def test_one_file_has_no_index(tmp_path: Path) -> None:
 def test_side_files_come_along(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "additional_chat_templates").mkdir(parents=True)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "merges.txt",
-                 "additional_chat_templates/tool.jinja", "README.md", "model.safetensors", "pytorch_model.bin"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "merges.txt",
+        "additional_chat_templates/tool.jinja",
+        "README.md",
+        "model.safetensors",
+        "pytorch_model.bin",
+    ):
         (source / name).write_text(name)
     (source / "config.json").write_text('{"model_type": "llama", "torch_dtype": "float32", "note": "é"}')
     writer = HfWriter(tmp_path / "out", {"a": TensorMeta((2,), torch.bfloat16)})
     writer.add("a", torch.tensor([1.0, 2.0]))
     writer.close(source)
     assert sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()) == [
-        "additional_chat_templates/tool.jinja", "chat_template.jinja", "config.json", "generation_config.json", "merges.txt",
-        "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "llama", "torch_dtype": "bfloat16", "note": "é"}
+        "additional_chat_templates/tool.jinja",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "note": "é",
+    }
 
 
 def test_nothing_appears_before_all_is_written(tmp_path: Path) -> None:
@@ -182,7 +214,9 @@ print(wrote - before, peak() - wrote)
 
 @pytest.mark.process
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    out = subprocess.run([sys.executable, "-c", STREAM, str(tmp_path / "out")], capture_output=True, text=True, check=True, timeout=120)
+    out = subprocess.run(
+        [sys.executable, "-c", STREAM, str(tmp_path / "out")], capture_output=True, text=True, check=True, timeout=120
+    )
     writing, reading = (float(x) for x in out.stdout.split())
     assert writing < 40, f"writing 480 MiB took {writing} MiB more"
     assert reading < 60, f"reading 1 MiB of slices took {reading} MiB more"

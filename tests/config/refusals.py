@@ -20,7 +20,9 @@ def problems(words: str, task: str = "sft") -> list[str]:
 def assert_idle(idle: str, used: str, task: str = "sft") -> None:
     """The first option of `idle` is refused because it would be ignored; in `used` it means something."""
     found, option = problems(idle, task), next(word for word in idle.split() if word.startswith("--"))
-    assert len(found) == 1 and found[0].startswith((f"{option} ", f"{option}:")) and "would be ignored" in found[0], found
+    assert len(found) == 1 and found[0].startswith((f"{option} ", f"{option}:")) and "would be ignored" in found[0], (
+        found
+    )
     assert problems(used, task) == []
 
 

@@ -11,27 +11,60 @@ from megaswift.errors import ConfigError
 from tests.config.test_worker import ACCELERATE, ALONE
 
 ZERO2 = ACCELERATE | {
-    "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+}
 FSDP1 = ACCELERATE | {
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_MIN_NUM_PARAMS": "100000000",
-    "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE", "FSDP_FORWARD_PREFETCH": "false", "FSDP_ACTIVATION_CHECKPOINTING": "false"}
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "1",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+    "FSDP_FORWARD_PREFETCH": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}
 FSDP2 = FSDP1 | {"FSDP_VERSION": "2"}
 
 
-@pytest.mark.parametrize("environ, options", [
-    (ZERO2, {"deepspeed": "zero2"}), (ZERO2 | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, {"deepspeed": "zero3"}),
-    (ZERO2 | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, {"deepspeed": "zero2_offload"}),
-    (ZERO2 | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/deepspeed/zero1.json"}, {"deepspeed": "configs/deepspeed/zero1.json"}),
-    (FSDP1, {"fsdp": ("full_shard",)}), (FSDP1 | {"FSDP_SHARDING_STRATEGY": "2"}, {"fsdp": ("shard_grad_op",)}),
-    (FSDP1 | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, {"fsdp": ("hybrid_shard",)}),
-    (FSDP2, {"fsdp": ("full_shard",)}), (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"fsdp": ("shard_grad_op",)}),
-    (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true", "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
-     {"fsdp": ("full_shard", "offload"), "fsdp_transformer_layer_cls_to_wrap": ("A", "B"), "recompute_granularity": "full"}),
-    (FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"}, {"fsdp": ("full_shard",), "torch_dtype": "bfloat16"}),
-    (ACCELERATE | {"ACCELERATE_MIXED_PRECISION": "fp16"}, {"torch_dtype": "float16"}),
-    (ACCELERATE, {})])
+@pytest.mark.parametrize(
+    "environ, options",
+    [
+        (ZERO2, {"deepspeed": "zero2"}),
+        (ZERO2 | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, {"deepspeed": "zero3"}),
+        (ZERO2 | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, {"deepspeed": "zero2_offload"}),
+        (
+            ZERO2 | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/deepspeed/zero1.json"},
+            {"deepspeed": "configs/deepspeed/zero1.json"},
+        ),
+        (FSDP1, {"fsdp": ("full_shard",)}),
+        (FSDP1 | {"FSDP_SHARDING_STRATEGY": "2"}, {"fsdp": ("shard_grad_op",)}),
+        (FSDP1 | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, {"fsdp": ("hybrid_shard",)}),
+        (FSDP2, {"fsdp": ("full_shard",)}),
+        (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"fsdp": ("shard_grad_op",)}),
+        (
+            FSDP2
+            | {
+                "FSDP_OFFLOAD_PARAMS": "true",
+                "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B",
+                "FSDP_ACTIVATION_CHECKPOINTING": "true",
+            },
+            {
+                "fsdp": ("full_shard", "offload"),
+                "fsdp_transformer_layer_cls_to_wrap": ("A", "B"),
+                "recompute_granularity": "full",
+            },
+        ),
+        (FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"}, {"fsdp": ("full_shard",), "torch_dtype": "bfloat16"}),
+        (ACCELERATE | {"ACCELERATE_MIXED_PRECISION": "fp16"}, {"torch_dtype": "float16"}),
+        (ACCELERATE, {}),
+    ],
+)
 def test_what_is_taken_and_said(environ: dict[str, str], options: dict[str, object]) -> None:
     cfg = load("sft", [], environ=environ)
     assert {name: cfg.value(name) for name in cfg.given} == options
@@ -50,7 +83,8 @@ def test_the_run_s_own_options_go_over_them() -> None:
     assert cfg.engine.deepspeed == "zero3" and cfg.model.torch_dtype == "float32"
     assert list(notices(environ, cfg, alone=False)) == [
         "accelerate's mixed_precision bf16 has no effect; the run's own --torch_dtype float32 counts",
-        "accelerate's deepspeed_config has no effect; the run's own --deepspeed zero3 counts"]
+        "accelerate's deepspeed_config has no effect; the run's own --deepspeed zero3 counts",
+    ]
     assert engine_of(load("sft", ["--engine", "zero2"], environ=ZERO2)) == "zero2"
     with pytest.raises(ConfigError, match="accelerate's deepspeed_config: engine is ddp"):
         load("sft", ["--engine", "ddp"], environ=ZERO2)
@@ -58,23 +92,36 @@ def test_the_run_s_own_options_go_over_them() -> None:
         load("sft", ["--engine", "ddp"], environ=FSDP2)
 
 
-@pytest.mark.parametrize("added, part", [
-    ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "--use_megatron_lm"), ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
-    ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision fp8"), ({"FSDP_IGNORED_MODULES": "a"}, "fsdp_ignored_modules"),
-    ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "fsdp_sharding_strategy NO_SHARD"),
-    (ZERO2 | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme"}, "the optimizer on nvme"),
-    (ZERO2 | {"ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "x"}, "moe_layer_cls_names")])
+@pytest.mark.parametrize(
+    "added, part",
+    [
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "--use_megatron_lm"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision fp8"),
+        ({"FSDP_IGNORED_MODULES": "a"}, "fsdp_ignored_modules"),
+        ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "fsdp_sharding_strategy NO_SHARD"),
+        (ZERO2 | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme"}, "the optimizer on nvme"),
+        (ZERO2 | {"ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "x"}, "moe_layer_cls_names"),
+    ],
+)
 def test_what_is_refused(added: dict[str, str], part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load("sft", [], environ=(ACCELERATE if "ACCELERATE_USE_DEEPSPEED" in added else FSDP1) | added)
     assert len(caught.value.problems) == 1 and part in str(caught.value) and caught.value.problems[0].fix
 
 
-@pytest.mark.parametrize("added, part", [
-    ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps 4 has no effect"),
-    ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, "gradient_clipping 0.5 has no effect; what counts is --max_grad_norm"),
-    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend inductor has no effect"),
-    ({"FSDP_FORWARD_PREFETCH": "true"}, "fsdp_forward_prefetch true has no effect")])
+@pytest.mark.parametrize(
+    "added, part",
+    [
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps 4 has no effect"),
+        (
+            {"ACCELERATE_GRADIENT_CLIPPING": "0.5"},
+            "gradient_clipping 0.5 has no effect; what counts is --max_grad_norm",
+        ),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend inductor has no effect"),
+        ({"FSDP_FORWARD_PREFETCH": "true"}, "fsdp_forward_prefetch true has no effect"),
+    ],
+)
 def test_what_has_no_effect_is_said(added: dict[str, str], part: str) -> None:
     environ = FSDP2 | added
     assert part in list(notices(environ, load("sft", [], environ=environ), alone=False))[-1]
@@ -83,7 +130,9 @@ def test_what_has_no_effect_is_said(added: dict[str, str], part: str) -> None:
 def test_one_process_that_was_not_meant() -> None:
     cfg = load("sft", [], environ=ALONE)
     assert ["accelerate started one process" in s for s in notices(ALONE, cfg, alone=True)] == [True]
-    assert not list(notices(ALONE, cfg, alone=False)) and not list(notices({"MASTER_PORT": "1"}, SwiftConfig(), alone=True))
+    assert not list(notices(ALONE, cfg, alone=False)) and not list(
+        notices({"MASTER_PORT": "1"}, SwiftConfig(), alone=True)
+    )
 
 
 @pytest.mark.parametrize("environ, engine", [(ZERO2, "zero2"), (FSDP1, "fsdp2")])

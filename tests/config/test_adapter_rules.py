@@ -13,10 +13,18 @@ from tests.config.refusals import problems
 from tests.config.test_sections import other_value
 
 CLASHING = [
-    "--train_type boft", "--train_type adalora --engine zero2", "--train_type vblora --engine fsdp2",
-    "--train_type adalora --engine ddp --target_r 12", "--train_type boft --engine ddp --boft_block_num 4 --boft_block_size 8",
-    "--quantization_bit 5 --train_type lora --engine ddp", "--quantization_bit 4", "--quantization_bit 8 --train_type qlora --engine ddp",
-    "--quantization_bit 4 --train_type lora", "--train_type qlora --engine zero3", "--train_type hra --engine ddp --quantization_bit 8"]
+    "--train_type boft",
+    "--train_type adalora --engine zero2",
+    "--train_type vblora --engine fsdp2",
+    "--train_type adalora --engine ddp --target_r 12",
+    "--train_type boft --engine ddp --boft_block_num 4 --boft_block_size 8",
+    "--quantization_bit 5 --train_type lora --engine ddp",
+    "--quantization_bit 4",
+    "--quantization_bit 8 --train_type qlora --engine ddp",
+    "--quantization_bit 4 --train_type lora",
+    "--train_type qlora --engine zero3",
+    "--train_type hra --engine ddp --quantization_bit 8",
+]
 
 
 def test_contradictions() -> None:
@@ -35,7 +43,8 @@ def test_options_that_a_method_lacks(name: str) -> None:
         value = 1 if option == "target_r" else 20 if option == "init_r" else other_value(option)
         if option in takes:
             assert SwiftConfig(engine="ddp", train_type=name, **{option: value}).value(option) == (
-                tuple(value) if isinstance(value, list) else value)
+                tuple(value) if isinstance(value, list) else value
+            )
         else:
             with pytest.raises(ConfigError) as error:
                 SwiftConfig(engine="ddp", train_type=name, **{option: value})
@@ -46,7 +55,9 @@ def test_defaults_are_those_of_the_method_and_are_written_out() -> None:
     cfg = SwiftConfig(engine="ddp", train_type="vera")
     assert cfg.lora.lora_rank == 256 and SwiftConfig(engine="ddp", train_type="vera", lora_rank=16).lora.lora_rank == 16
     written = cfg.to_dict()
-    assert written["lora"]["lora_rank"] == 256 and "lora_alpha" not in written["lora"] and "init_r" not in written["peft"]
+    assert (
+        written["lora"]["lora_rank"] == 256 and "lora_alpha" not in written["lora"] and "init_r" not in written["peft"]
+    )
     assert SwiftConfig.from_dict(written).lora.lora_rank == 256
 
 
@@ -57,12 +68,22 @@ def test_variants_of_lora_are_switches() -> None:
 
 
 def test_four_and_eight_bits() -> None:
-    assert bits_of(SwiftConfig(train_type="qlora", engine="ddp")) == 4 == bits_of(SwiftConfig(train_type="qlora", quantization_bit=4))
+    assert (
+        bits_of(SwiftConfig(train_type="qlora", engine="ddp"))
+        == 4
+        == bits_of(SwiftConfig(train_type="qlora", quantization_bit=4))
+    )
     assert bits_of(SwiftConfig(train_type="ia3", engine="ddp", quantization_bit=8)) == 8
-    assert problems("--train_type qlora --bnb_4bit_quant_type fp4")[0].startswith("--bnb_4bit_quant_type fp4: would be ignored")
-    assert problems("--train_type lora --bnb_4bit_use_double_quant --engine ddp")[0].startswith("--bnb_4bit_use_double_quant")
+    assert problems("--train_type qlora --bnb_4bit_quant_type fp4")[0].startswith(
+        "--bnb_4bit_quant_type fp4: would be ignored"
+    )
+    assert problems("--train_type lora --bnb_4bit_use_double_quant --engine ddp")[0].startswith(
+        "--bnb_4bit_use_double_quant"
+    )
     assert problems("--train_type qlora --bnb_4bit_use_double_quant --engine ddp --bnb_4bit_compute_dtype bf16") == []
 
 
 def test_several_mistakes_are_told_together() -> None:
-    assert len(problems("--train_type miss --lora_alpha 3 --use_dora --init_r 4 --quantization_bit 4 --engine zero3")) == 4
+    assert (
+        len(problems("--train_type miss --lora_alpha 3 --use_dora --init_r 4 --quantization_bit 4 --engine zero3")) == 4
+    )

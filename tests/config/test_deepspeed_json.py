@@ -22,12 +22,22 @@ TRANSFORMERS_ZERO3: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}},
     "zero_optimization": {
-        "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
         "stage3_gather_16bit_weights_on_model_save": True,
     },
-    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 100,
-    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 100,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
 }
 """The shape of file that users of transformers have."""
 
@@ -97,12 +107,20 @@ def test_contradictions_are_told(change: dict[str, Any], words: tuple[str, ...])
 @pytest.mark.parametrize("part", ["optimizer", "param"])
 def test_stage_3_may_offload_one_part(part: str) -> None:
     filled = fill({"zero_optimization": {"stage": 3, f"offload_{part}": {"device": "cpu"}}}, FACTS, LABEL)
-    assert (filled.kind, filled.problems, offloads(filled.config)) == ("zero3_offload", (), (part == "optimizer", part == "param"))
+    assert (filled.kind, filled.problems, offloads(filled.config)) == (
+        "zero3_offload",
+        (),
+        (part == "optimizer", part == "param"),
+    )
 
 
 def test_values_that_agree_are_no_mistake() -> None:
-    same = {"train_batch_size": 64, "gradient_clipping": 1, "bf16": {"enabled": True},
-            "optimizer": {"type": "Adam", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}}
+    same = {
+        "train_batch_size": 64,
+        "gradient_clipping": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    }
     assert wrong({**TRANSFORMERS_ZERO3, **same}) == ""
 
 

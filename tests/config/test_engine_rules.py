@@ -42,14 +42,21 @@ def _told(name: str, value: object) -> list[str]:
 @pytest.mark.parametrize("name", FSDP_ONLY)
 def test_options_of_fsdp(name: str) -> None:
     value = other_value(name)
-    assert SwiftConfig(engine="fsdp2", **{name: value}).value(name) == (tuple(value) if isinstance(value, list) else value)
+    assert SwiftConfig(engine="fsdp2", **{name: value}).value(name) == (
+        tuple(value) if isinstance(value, list) else value
+    )
     with pytest.raises(ConfigError, match="belongs to the engine fsdp2"):
         SwiftConfig(engine="ddp", **{name: value})
 
 
 CLASHING = [
-    "--deepspeed zero3 --engine ddp", "--use_fsdp true --engine ddp", "--fsdp full_shard,shard_grad_op",
-    "--engine ddp --recompute_granularity selective", "--torch_dtype fp16 --engine fsdp2", "--engine ddp --freeze_llm true"]
+    "--deepspeed zero3 --engine ddp",
+    "--use_fsdp true --engine ddp",
+    "--fsdp full_shard,shard_grad_op",
+    "--engine ddp --recompute_granularity selective",
+    "--torch_dtype fp16 --engine fsdp2",
+    "--engine ddp --freeze_llm true",
+]
 
 
 def test_contradictions() -> None:
@@ -60,18 +67,27 @@ def test_contradictions() -> None:
     assert all({r.option, *r.reads} <= set(OPTIONS) for r in ENGINE_IGNORED)
 
 
-@pytest.mark.parametrize(("options", "kind"), [
-    ({}, "megatron"), ({"use_fsdp": True}, "fsdp2"), ({"fsdp": "full_shard auto_wrap"}, "fsdp2"), ({"engine": "fsdp"}, "fsdp2"),
-    ({"deepspeed": "zero3"}, "zero3"),
-    ({"deepspeed": str(ROOT / "configs/deepspeed/zero3_offload.json")}, "zero3_offload"),
-    ({"engine": "native"}, "megatron")])
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "megatron"),
+        ({"use_fsdp": True}, "fsdp2"),
+        ({"fsdp": "full_shard auto_wrap"}, "fsdp2"),
+        ({"engine": "fsdp"}, "fsdp2"),
+        ({"deepspeed": "zero3"}, "zero3"),
+        ({"deepspeed": str(ROOT / "configs/deepspeed/zero3_offload.json")}, "zero3_offload"),
+        ({"engine": "native"}, "megatron"),
+    ],
+)
 def test_spellings(options: dict[str, object], kind: str) -> None:
     cfg = SwiftConfig(**options)
     assert engine_of(cfg) == kind
     assert settle(cfg, 2).engine.engine == kind
 
 
-@pytest.mark.parametrize(("word", "kind"), [("auto", "auto"), ("ddp", "ddp"), ("deepspeed", "zero2"), ("fsdp", "fsdp2")])
+@pytest.mark.parametrize(
+    ("word", "kind"), [("auto", "auto"), ("ddp", "ddp"), ("deepspeed", "zero2"), ("fsdp", "fsdp2")]
+)
 def test_distributed_strategy_in_a_file(word: str, kind: str, tmp_path: Path) -> None:
     """As other toolkits write it, in their section."""
     (tmp_path / "run.yaml").write_text(f"training:\n  distributed_strategy: {word}\n  max_steps: 3\n")
@@ -87,29 +103,64 @@ def test_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(write_model(tmp_path / "m"))
     assert settle(SwiftConfig(model=model, engine="auto"), 2).engine.engine == "ddp"
     assert "megaswift: engine ddp: 0.02 M parameters, whole on each device\n" in capsys.readouterr().err
-    assert settle(SwiftConfig(model=model, engine="auto"), 2, tell=False).engine.engine == "ddp" and not capsys.readouterr().err
+    assert (
+        settle(SwiftConfig(model=model, engine="auto"), 2, tell=False).engine.engine == "ddp"
+        and not capsys.readouterr().err
+    )
     assert settle(SwiftConfig(model=model, engine="auto", tp=2), 2).engine.engine == "megatron"
 
 
 SIZES = {  # layers, width, MLP; the published sizes of Qwen3 0.6 B, 4 B and 8 B, of Llama 3 70 B
-    "0.6": (28, 1024, 3072), "4": (36, 2560, 9728), "8": (36, 4096, 12288), "70": (80, 8192, 28672)}
+    "0.6": (28, 1024, 3072),
+    "4": (36, 2560, 9728),
+    "8": (36, 4096, 12288),
+    "70": (80, 8192, 28672),
+}
 
 
 def dense(name: str) -> ModelSpec:
     """A model of no family of about so many billions of parameters."""
     layers, width, inner = SIZES[name]
-    spec = unlisted_spec({"model_type": "new", "vocab_size": 128_000, "num_attention_heads": 32, "num_key_value_heads": 8,
-                          "head_dim": width // 32, "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner})
+    spec = unlisted_spec(
+        {
+            "model_type": "new",
+            "vocab_size": 128_000,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": width // 32,
+            "num_hidden_layers": layers,
+            "hidden_size": width,
+            "intermediate_size": inner,
+        }
+    )
     assert parameters(spec) / 1e9 == pytest.approx(float(name), rel=0.25)
     return spec
 
 
 def experts(layers: int) -> ModelSpec:
     """Qwen3-30B-A3B's layers, 48 there."""
-    raw = {"model_type": "qwen3_moe", "vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-           "num_hidden_layers": layers, "hidden_size": 2048, "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8,
-           "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "rms_norm_eps": 1e-6,
-           "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False, "max_position_embeddings": 4096}
+    raw = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151_936,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_hidden_layers": layers,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "max_position_embeddings": 4096,
+    }
     return family_of(raw).spec(raw)
 
 
@@ -141,7 +192,9 @@ MEMORY = [
 
 
 @pytest.mark.parametrize("row", CHOICES, ids=lambda row: f"{row[4]}-{row[2]}")
-def test_auto_by_axes_size_and_machine(row: tuple[ModelSpec, bool, int, bool, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_by_axes_size_and_machine(
+    row: tuple[ModelSpec, bool, int, bool, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec, axes, world, deepspeed, engine, reason = row
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if deepspeed else None)
     taken, why = choose(spec, axes, Machine(world, 1e15))

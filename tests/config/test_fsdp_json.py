@@ -15,14 +15,28 @@ from megaswift.errors import ConfigError
 from megaswift.trainers.engine_choice import settle
 
 ACCELERATE: dict[str, Any] = {
-    "fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer,Qwen3RMSNorm", "fsdp_activation_checkpointing": True,
-    "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": True, "fsdp_state_dict_type": "FULL_STATE_DICT"}
+    "fsdp_version": 2,
+    "fsdp_reshard_after_forward": False,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer,Qwen3RMSNorm",
+    "fsdp_activation_checkpointing": True,
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_offload_params": True,
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+}
 """The shape of file that `accelerate config` makes."""
 FSDP1: dict[str, Any] = {
-    "backward_prefetch": "backward_pre", "forward_prefetch": "false", "use_orig_params": True, "sync_module_states": "true",
-    "limit_all_gathers": True, "xla": False, "min_num_params": 0, "fsdp_sharding_strategy": 1,
-    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "fsdp_version": 1}
+    "backward_prefetch": "backward_pre",
+    "forward_prefetch": "false",
+    "use_orig_params": True,
+    "sync_module_states": "true",
+    "limit_all_gathers": True,
+    "xla": False,
+    "min_num_params": 0,
+    "fsdp_sharding_strategy": 1,
+    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    "fsdp_version": 1,
+}
 """What users of FSDP1 have."""
 
 
@@ -34,22 +48,36 @@ def made(folder: Path, content: Any, **more: Any) -> SwiftConfig:
 
 def test_what_is_taken() -> None:
     assert take(ACCELERATE, "f").options == {
-        "fsdp": ("shard_grad_op", "offload"), "fsdp_transformer_layer_cls_to_wrap": ("Qwen3DecoderLayer", "Qwen3RMSNorm"),
-        "recompute_granularity": "full"}
-    assert take(FSDP1, "f").options == {"fsdp": ("full_shard",), "fsdp_transformer_layer_cls_to_wrap": ("LlamaDecoderLayer",)}
+        "fsdp": ("shard_grad_op", "offload"),
+        "fsdp_transformer_layer_cls_to_wrap": ("Qwen3DecoderLayer", "Qwen3RMSNorm"),
+        "recompute_granularity": "full",
+    }
+    assert take(FSDP1, "f").options == {
+        "fsdp": ("full_shard",),
+        "fsdp_transformer_layer_cls_to_wrap": ("LlamaDecoderLayer",),
+    }
     assert take({"offload_params": True}, "f").options == {"fsdp": ("full_shard", "offload")}
     assert take({}, "f").options == {}
 
 
-@pytest.mark.parametrize(("content", "said"), [
-    ({"backward_prefetch": "no_prefetch"}, ("backward_prefetch", "would be ignored", "BACKWARD_PRE")),
-    ({"state_dict_type": "SHARDED_STATE_DICT"}, ("would be ignored", "whole tensors")),
-    ({"xla": True}, ("no XLA",)), ({"cpu_ram_efficient_loading": False}, ("never whole",)),
-    ({"mixed_precision_policy": "bf16"}, ("--torch_dtype",)), ({"reshard_after_foward": True}, ("reshard_after_forward",)),
-    ({"sharding_strategy": "NO_SHARD"}, ("--engine ddp",)), ({"offload_params": 3}, ("true or false",)),
-    ({"transformer_layer_cls_to_wrap": [1]}, ("classes of layers",)),
-    ({"reshard_after_forward": True, "sharding_strategy": "HYBRID_SHARD"}, ("full_shard and hybrid_shard", "one of the two")),
-])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"backward_prefetch": "no_prefetch"}, ("backward_prefetch", "would be ignored", "BACKWARD_PRE")),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, ("would be ignored", "whole tensors")),
+        ({"xla": True}, ("no XLA",)),
+        ({"cpu_ram_efficient_loading": False}, ("never whole",)),
+        ({"mixed_precision_policy": "bf16"}, ("--torch_dtype",)),
+        ({"reshard_after_foward": True}, ("reshard_after_forward",)),
+        ({"sharding_strategy": "NO_SHARD"}, ("--engine ddp",)),
+        ({"offload_params": 3}, ("true or false",)),
+        ({"transformer_layer_cls_to_wrap": [1]}, ("classes of layers",)),
+        (
+            {"reshard_after_forward": True, "sharding_strategy": "HYBRID_SHARD"},
+            ("full_shard and hybrid_shard", "one of the two"),
+        ),
+    ],
+)
 def test_what_is_told(content: dict[str, Any], said: tuple[str, ...]) -> None:
     text = "\n".join(str(p) for p in take(content, "f.json").problems)
     assert all(part in text for part in ("f.json", *said)), text
@@ -69,8 +97,14 @@ def test_a_run_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_contradictions_are_told_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        made(tmp_path, ACCELERATE, fsdp="full_shard", recompute_granularity="none", fsdp_transformer_layer_cls_to_wrap=["Other"],
-             learning_rate=-1)
+        made(
+            tmp_path,
+            ACCELERATE,
+            fsdp="full_shard",
+            recompute_granularity="none",
+            fsdp_transformer_layer_cls_to_wrap=["Other"],
+            learning_rate=-1,
+        )
     text = str(caught.value)
     named = "--fsdp_transformer_layer_cls_to_wrap Other"
     for part in ("--fsdp full_shard", "fsdp.json says shard_grad_op offload", named, "learning_rate"):

@@ -17,8 +17,13 @@ def test_page(task: str, width: int) -> None:
     for o in OPTIONS.values():
         for name in o.names:
             assert (f"--{name} " in page.replace("\n", " ")) == o.belongs_to(task), name
-    for words in ("--max_length 2048 tokens", "--per_device_train_batch_size 1 row", "--eval_steps STEPS", "--learning_rate 1e-05",
-                  "also --tp --tensor_model_parallel_size"):
+    for words in (
+        "--max_length 2048 tokens",
+        "--per_device_train_batch_size 1 row",
+        "--eval_steps STEPS",
+        "--learning_rate 1e-05",
+        "also --tp --tensor_model_parallel_size",
+    ):
         assert words in page
     assert "1 rows" not in page
 
@@ -28,7 +33,11 @@ def test_schema_is_complete_and_json() -> None:
     assert set(schema["properties"]) >= {*NAMES, *SECTIONS, "task"}
     assert set(schema["$defs"]["section"]["properties"]) == set(NAMES)
     assert schema["$defs"]["learning_rate"] == {
-        "description": "Highest learning rate", "type": "number", "exclusiveMinimum": 0, "default": 1e-5}
+        "description": "Highest learning rate",
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "default": 1e-5,
+    }
     assert schema["$defs"]["max_steps"]["type"] == ["integer", "null"]
 
 
@@ -39,6 +48,8 @@ def test_schema_agrees_with_the_loader() -> None:
     from megaswift.config import SwiftConfig
 
     assert validator.is_valid(SwiftConfig(dataset=["a"], columns={"a": "b"}, dtype="bf16").to_dict())
-    assert validator.is_valid({"lr": 1e-5, "parallel": {"tp": 2}, "model": "DIR", "dataset": "d.jsonl", "dtype": "bf16"})
+    assert validator.is_valid(
+        {"lr": 1e-5, "parallel": {"tp": 2}, "model": "DIR", "dataset": "d.jsonl", "dtype": "bf16"}
+    )
     for wrong in ({"lr": 0}, {"nosuch": 1}, {"parallel": {"tp": "x"}}, {"torch_dtype": "int8"}, {"max_steps": 1.5}):
         assert not validator.is_valid(wrong), wrong

@@ -47,12 +47,20 @@ def test_a_contradiction(name: str, words: str) -> None:
 def test_every_row_is_tried() -> None:
     assert [i.split()[0][2:] for i, _ in IDLE] == [r.option for r in LAUNCH_IGNORED]
     assert [name for name, _ in CLASHING] == [r.options[0] for r in LAUNCH_CLASHES]
-    assert {name for r in (*LAUNCH_IGNORED,) for name in r.reads} | {name for r in LAUNCH_CLASHES for name in r.options} <= set(OPTIONS)
+    assert {name for r in (*LAUNCH_IGNORED,) for name in r.reads} | {
+        name for r in LAUNCH_CLASHES for name in r.options
+    } <= set(OPTIONS)
 
 
-@pytest.mark.parametrize("words, environ, count", [
-    (RAY, {}, 2), (RAY, {"NPROC_PER_NODE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "1", "NODE_RANK": "0"}, 2),
-    ("--launcher ray --nproc_per_node 4 --nnodes 3", {}, 12), ("--launcher ray", {"NPROC_PER_NODE": "8"}, 8)])
+@pytest.mark.parametrize(
+    "words, environ, count",
+    [
+        (RAY, {}, 2),
+        (RAY, {"NPROC_PER_NODE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "1", "NODE_RANK": "0"}, 2),
+        ("--launcher ray --nproc_per_node 4 --nnodes 3", {}, 12),
+        ("--launcher ray", {"NPROC_PER_NODE": "8"}, 8),
+    ],
+)
 def test_how_many_processes_under_ray(words: str, environ: dict[str, str], count: int) -> None:
     launch = load("sft", words.split(), environ=environ).launch
     assert wants_processes(launch) and world_size(launch) == count

@@ -28,16 +28,45 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> str:
 
 def test_flat_sections_json_flags_and_python_agree(tmp_path: Path) -> None:
     flat = write(tmp_path, "lr: 1e-4\ntp: 4\ndataset: [a.jsonl, 'b.jsonl#5']\npacking: yes\ncolumns: {q: query}\n")
-    nested = write(tmp_path, "optim: {learning-rate: 0.0001}\nparallel:\n  tp: 4\ntraining: {packing: true}\n"
-                             "data:\n  datasets:\n  - a.jsonl\n  - b.jsonl#5\n  columns:\n    q: query\n", "nested.yml")
-    values = {"lr": 1e-4, "parallel": {"tensor_model_parallel_size": 4}, "dataset": ["a.jsonl", "b.jsonl#5"], "packing": True,
-              "columns": {"q": "query"}}
+    nested = write(
+        tmp_path,
+        "optim: {learning-rate: 0.0001}\nparallel:\n  tp: 4\ntraining: {packing: true}\n"
+        "data:\n  datasets:\n  - a.jsonl\n  - b.jsonl#5\n  columns:\n    q: query\n",
+        "nested.yml",
+    )
+    values = {
+        "lr": 1e-4,
+        "parallel": {"tensor_model_parallel_size": 4},
+        "dataset": ["a.jsonl", "b.jsonl#5"],
+        "packing": True,
+        "columns": {"q": "query"},
+    }
     as_json = write(tmp_path, json.dumps(values), "run.json")
-    flags = ["--lr=1e-4", "--tensor-parallel-size", "4", "--dataset", "a.jsonl", "b.jsonl#5", "--packing", "--columns", "q=query"]
-    configs = [load("sft", [flat]), load("sft", ["--config", nested]), load("sft", [as_json]), load("sft", flags), SwiftConfig(**values)]
+    flags = [
+        "--lr=1e-4",
+        "--tensor-parallel-size",
+        "4",
+        "--dataset",
+        "a.jsonl",
+        "b.jsonl#5",
+        "--packing",
+        "--columns",
+        "q=query",
+    ]
+    configs = [
+        load("sft", [flat]),
+        load("sft", ["--config", nested]),
+        load("sft", [as_json]),
+        load("sft", flags),
+        SwiftConfig(**values),
+    ]
     assert all(c == configs[0] and c.given == configs[0].given for c in configs)
     assert configs[0].optim.learning_rate == 1e-4 and configs[0].parallel.tensor_parallel_size == 4
-    assert configs[0].data.dataset == ("a.jsonl", "b.jsonl#5") and configs[0].data.packing and configs[0].data.columns == {"q": "query"}
+    assert (
+        configs[0].data.dataset == ("a.jsonl", "b.jsonl#5")
+        and configs[0].data.packing
+        and configs[0].data.columns == {"q": "query"}
+    )
 
 
 def test_flags_override_the_file_under_any_spelling(tmp_path: Path) -> None:
@@ -66,62 +95,103 @@ def test_a_cluster_s_stray_variables_are_no_mistake() -> None:
 
 def test_all_mistakes_at_once_each_as_written(tmp_path: Path) -> None:
     path = write(tmp_path, "tp: 0\n\nlearnin_rate: 1\noptim:\n  min_lr: 1e-6\n  lr_scheduler_type: constant\n")
-    text = refused(path, "--max-steps", "1.5", "--pp", "2", "--pipeline_parallel_size", "4", "--attn_impl", "flsh", "--packing=maybe",
-                   "--nosuch", "7", "--gbs", "7", "--micro_batch_size", "2", "stray", complete=True)
-    for part in (f"{path}:1 tp: 0: must be >= 1", f"{path}:3 learnin_rate: 1: is not an option\n    try: did you mean learning_rate?",
-                 f"{path}:5 min_lr: 1e-6: would be ignored", "--max-steps 1.5: must be a whole number\n    try: --max_steps 2",
-                 "--pipeline_parallel_size 4: --pp 2 says otherwise", "--attn_impl flsh: must be one of auto | flash",
-                 "did you mean flash?", "--packing maybe: must be true or false", "--nosuch 7: is not an option",
-                 "--gbs 7: is not a multiple of per_device_train_batch_size 2\n    try: --global_batch_size 8",
-                 "stray: belongs to no option",
-                 "--model: is missing", "--dataset: is missing"):
+    text = refused(
+        path,
+        "--max-steps",
+        "1.5",
+        "--pp",
+        "2",
+        "--pipeline_parallel_size",
+        "4",
+        "--attn_impl",
+        "flsh",
+        "--packing=maybe",
+        "--nosuch",
+        "7",
+        "--gbs",
+        "7",
+        "--micro_batch_size",
+        "2",
+        "stray",
+        complete=True,
+    )
+    for part in (
+        f"{path}:1 tp: 0: must be >= 1",
+        f"{path}:3 learnin_rate: 1: is not an option\n    try: did you mean learning_rate?",
+        f"{path}:5 min_lr: 1e-6: would be ignored",
+        "--max-steps 1.5: must be a whole number\n    try: --max_steps 2",
+        "--pipeline_parallel_size 4: --pp 2 says otherwise",
+        "--attn_impl flsh: must be one of auto | flash",
+        "did you mean flash?",
+        "--packing maybe: must be true or false",
+        "--nosuch 7: is not an option",
+        "--gbs 7: is not a multiple of per_device_train_batch_size 2\n    try: --global_batch_size 8",
+        "stray: belongs to no option",
+        "--model: is missing",
+        "--dataset: is missing",
+    ):
         assert part in text, part
     assert "(12 problems)" in text
 
 
-@pytest.mark.parametrize("argv, part", [
-    (["--lr", "abc"], "--lr abc: must be a number"),
-    (["--lr", "nan"], "must be a finite number"),
-    (["--lr", "0"], "must be > 0"),
-    (["--warmup_ratio", "1"], "must be >= 0 and < 1"),
-    (["--master_port", "70000"], "try: --master_port 65535"),
-    (["--lr"], "--lr: has no value"),
-    (["--dataset"], "--dataset: has no value"),
-    (["--lr", "1", "2"], "2: belongs to no option (--lr takes one value)"),
-    (["--lr", "1", "--lr", "2"], "--lr 2: --lr 1 says otherwise"),
-    (["--no-shuffle"], "try: --shuffle false"),
-    (["--bf16"], "try: --torch_dtype bfloat16"),
-    (["--tensor_paralel_size", "2"], "did you mean tensor_parallel_size?"),
-    (["--train_type", "longlora"], "must be one of full | lora | qlora"),
-    (["--report_to", "wandb", "wandbb"], "--report_to wandb wandbb: wandbb must be one of tensorboard | wandb\n    try: did you mean"),
-    (["--train_type", "dpo"], "but this is sft\n    try: megaswift dpo"),
-    (["--rlhf_type", "gkd"], "is not a task of this version; tasks are sft"),
-    (["--train_type", "pt"], "but this is sft\n    try: megaswift pt"),
-    (["--columns", "{q"], "is not JSON"),
-    (["--columns", "q"], "must be pairs FROM=TO"),
-    (["--config"], "--config: has no value"),
-    (["a.yaml", "--config", "b.yaml"], "no such file"),
-    (["d.jsonl", "--model", "DIR"], "d.jsonl: is no configuration (a YAML or JSON file of options)\n    try: --dataset d.jsonl"),
-    (["--model", "DIR", "d.jsonl"], "d.jsonl: belongs to no option (--model takes one value)\n    try: --dataset d.jsonl"),
-])
+@pytest.mark.parametrize(
+    "argv, part",
+    [
+        (["--lr", "abc"], "--lr abc: must be a number"),
+        (["--lr", "nan"], "must be a finite number"),
+        (["--lr", "0"], "must be > 0"),
+        (["--warmup_ratio", "1"], "must be >= 0 and < 1"),
+        (["--master_port", "70000"], "try: --master_port 65535"),
+        (["--lr"], "--lr: has no value"),
+        (["--dataset"], "--dataset: has no value"),
+        (["--lr", "1", "2"], "2: belongs to no option (--lr takes one value)"),
+        (["--lr", "1", "--lr", "2"], "--lr 2: --lr 1 says otherwise"),
+        (["--no-shuffle"], "try: --shuffle false"),
+        (["--bf16"], "try: --torch_dtype bfloat16"),
+        (["--tensor_paralel_size", "2"], "did you mean tensor_parallel_size?"),
+        (["--train_type", "longlora"], "must be one of full | lora | qlora"),
+        (
+            ["--report_to", "wandb", "wandbb"],
+            "--report_to wandb wandbb: wandbb must be one of tensorboard | wandb\n    try: did you mean",
+        ),
+        (["--train_type", "dpo"], "but this is sft\n    try: megaswift dpo"),
+        (["--rlhf_type", "gkd"], "is not a task of this version; tasks are sft"),
+        (["--train_type", "pt"], "but this is sft\n    try: megaswift pt"),
+        (["--columns", "{q"], "is not JSON"),
+        (["--columns", "q"], "must be pairs FROM=TO"),
+        (["--config"], "--config: has no value"),
+        (["a.yaml", "--config", "b.yaml"], "no such file"),
+        (
+            ["d.jsonl", "--model", "DIR"],
+            "d.jsonl: is no configuration (a YAML or JSON file of options)\n    try: --dataset d.jsonl",
+        ),
+        (
+            ["--model", "DIR", "d.jsonl"],
+            "d.jsonl: belongs to no option (--model takes one value)\n    try: --dataset d.jsonl",
+        ),
+    ],
+)
 def test_wrong_flags(argv: list[str], part: str) -> None:
     assert part in refused(*argv)
 
 
-@pytest.mark.parametrize("text, part", [
-    ("lr: 1\nlr: 2\n", ":2 lr: 2: stands twice in the file"),
-    ("lr: 1\nlearning_rate: 2\n", ":1 lr: 1 says otherwise (both set learning_rate)"),
-    ("optim: {lr: 1}\nlr: 2\n", "says otherwise"),
-    ("paralel:\n  tp: 2\n  pp: 2\n", "paralel: is no section; sections are model"),
-    ("lr: [1, 2]\n", "takes one value"),
-    ("packing: 3\n", "must be true or false"),
-    ("max_steps: true\n", "must be a number"),
-    ("lr: {a: 1}\n", "must be a number"),
-    ("- lr\n", "must hold `name: value` entries"),
-    ("lr: 'a\n", "is not YAML"),
-    ("lr: !!python/object:os.system 1\n", "is not YAML"),
-    ("task: pt\n", "task: pt: but this is sft"),
-])
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ("lr: 1\nlr: 2\n", ":2 lr: 2: stands twice in the file"),
+        ("lr: 1\nlearning_rate: 2\n", ":1 lr: 1 says otherwise (both set learning_rate)"),
+        ("optim: {lr: 1}\nlr: 2\n", "says otherwise"),
+        ("paralel:\n  tp: 2\n  pp: 2\n", "paralel: is no section; sections are model"),
+        ("lr: [1, 2]\n", "takes one value"),
+        ("packing: 3\n", "must be true or false"),
+        ("max_steps: true\n", "must be a number"),
+        ("lr: {a: 1}\n", "must be a number"),
+        ("- lr\n", "must hold `name: value` entries"),
+        ("lr: 'a\n", "is not YAML"),
+        ("lr: !!python/object:os.system 1\n", "is not YAML"),
+        ("task: pt\n", "task: pt: but this is sft"),
+    ],
+)
 def test_wrong_files(tmp_path: Path, text: str, part: str) -> None:
     assert part in refused(write(tmp_path, text))
 
@@ -154,7 +224,11 @@ def test_a_list_is_emptied_by_none_on_the_command_line_too(tmp_path: Path) -> No
     file = write(tmp_path, "target_modules: []\ntrain_type: lora\ntarget_parameters: a\n")
     want = load("sft", [file]).lora
     assert want.target_modules == () and want.target_parameters == ("a",)
-    assert load("sft", [*lora, "--target_modules", "none"]).lora == want == load("sft", [file, "--target_modules=None"]).lora
+    assert (
+        load("sft", [*lora, "--target_modules", "none"]).lora
+        == want
+        == load("sft", [file, "--target_modules=None"]).lora
+    )
 
 
 def test_numbers_as_people_write_them() -> None:
@@ -163,10 +237,24 @@ def test_numbers_as_people_write_them() -> None:
     assert SwiftConfig(dtype="BF16", lr_scheduler_type="WSD").model.torch_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"max_steps": 3, "warmup_steps": 1}, {"warmup_ratio": 0.1, "lr_scheduler_type": "wsd"}, {"optimizer": "sgd", "tp": 2},
-    {"task": "pt", "truncation_strategy": "split", "pp": 2, "vpp": 2, "val_dataset": ["v"], "eval_steps": 5},
-    {"dataset": ["a"], "columns": {"a": "b"}, "streaming": True, "max_steps": 9, "recompute_granularity": "full", "cp": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_steps": 3, "warmup_steps": 1},
+        {"warmup_ratio": 0.1, "lr_scheduler_type": "wsd"},
+        {"optimizer": "sgd", "tp": 2},
+        {"task": "pt", "truncation_strategy": "split", "pp": 2, "vpp": 2, "val_dataset": ["v"], "eval_steps": 5},
+        {
+            "dataset": ["a"],
+            "columns": {"a": "b"},
+            "streaming": True,
+            "max_steps": 9,
+            "recompute_granularity": "full",
+            "cp": 2,
+        },
+    ],
+)
 def test_a_written_configuration_repeats_the_run(tmp_path: Path, options: dict) -> None:
     cfg = SwiftConfig(**options)
     assert SwiftConfig.from_dict(cfg.to_dict()) == cfg
@@ -178,10 +266,17 @@ def test_a_written_configuration_repeats_the_run(tmp_path: Path, options: dict) 
 def test_replace_and_frozen() -> None:
     cfg = SwiftConfig(tp=2, max_steps=5)
     other = cfg.replace(lr=0.5, max_steps=None, parallel={"pp": 2})
-    assert (other.parallel.tensor_parallel_size, other.parallel.pipeline_parallel_size, other.train.max_steps) == (2, 2, None)
+    assert (other.parallel.tensor_parallel_size, other.parallel.pipeline_parallel_size, other.train.max_steps) == (
+        2,
+        2,
+        None,
+    )
     assert cfg.train.max_steps == 5 and SwiftConfig(train=other.train, optim=other.optim).optim.learning_rate == 0.5
     eight = load("sft", ["--deepspeed", "zero2"], environ={"NPROC_PER_NODE": "8"})
-    assert eight.replace(engine="zero2").launch == eight.launch and eight.replace(engine="zero2").given == {"deepspeed", "engine"}
+    assert eight.replace(engine="zero2").launch == eight.launch and eight.replace(engine="zero2").given == {
+        "deepspeed",
+        "engine",
+    }
     with pytest.raises(FrozenInstanceError):
         cfg.task = "pt"  # type: ignore[misc]
     with pytest.raises(ConfigError, match="lr='x'"):

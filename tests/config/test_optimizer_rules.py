@@ -12,16 +12,27 @@ from megaswift.trainers.engine_choice import settle
 from tests.config.refusals import assert_idle, problems
 from tests.trainers.inputs import write_model
 
-CLASHING = ["--optim adafactor", "--engine zero1 --optim adamw_8bit", "--engine fsdp2 --optim adafactor",
-            "--fsdp offload --optim paged_adamw",
-            "--engine ddp --optim galore_adamw --train_type lora"]
+CLASHING = [
+    "--optim adafactor",
+    "--engine zero1 --optim adamw_8bit",
+    "--engine fsdp2 --optim adafactor",
+    "--fsdp offload --optim paged_adamw",
+    "--engine ddp --optim galore_adamw --train_type lora",
+]
 IDLE = [
     ("--adam_beta1 0.8 --optim sgd", "--adam_beta1 0.8 --engine ddp --optim lion_8bit"),
     ("--adam_beta2 0.8 --optim sgd", "--adam_beta2 0.8"),
     ("--adam_epsilon 1e-6 --engine ddp --optim paged_lion", "--adam_epsilon 1e-6 --engine ddp --optim paged_adamw"),
-    *((f"--{name} {value} --engine ddp --optim adafactor", f"--{name} {value} --engine ddp --optim galore_adafactor") for name, value in (
-        ("galore_rank", 8), ("galore_update_proj_gap", 50), ("galore_scale", 1.0), ("galore_proj_type", "left"),
-        ("optim_target_modules", "mlp"))),
+    *(
+        (f"--{name} {value} --engine ddp --optim adafactor", f"--{name} {value} --engine ddp --optim galore_adafactor")
+        for name, value in (
+            ("galore_rank", 8),
+            ("galore_update_proj_gap", 50),
+            ("galore_scale", 1.0),
+            ("galore_proj_type", "left"),
+            ("optim_target_modules", "mlp"),
+        )
+    ),
 ]
 
 
@@ -47,8 +58,9 @@ def test_names(name: str) -> None:
     assert SwiftConfig(engine="ddp", optim=name).optim.optimizer == SPELLINGS.get(name, name)
 
 
-def test_auto_takes_an_engine_that_can(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_takes_an_engine_that_can(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("megaswift.trainers.engine_choice.SMALL", 1.0)
     model = str(write_model(tmp_path_factory.mktemp("m")))
     assert settle(SwiftConfig(model=model, engine="auto"), 2).engine.engine != "ddp"

@@ -16,13 +16,22 @@ IDLE = [
     ("dpo --offload_reference --reference_free", "dpo --offload_reference"),
     ("dpo --sync_ref_model --reference_free", "dpo --sync_ref_model"),
     ("dpo --precompute_ref_log_probs --reference_free", "dpo --precompute_ref_log_probs --ref_model r"),
-    ("dpo --offload_reference --precompute_ref_log_probs", "kto --precompute_ref_log_probs --loss_type bco --micro_batch_size 2"),
+    (
+        "dpo --offload_reference --precompute_ref_log_probs",
+        "kto --precompute_ref_log_probs --loss_type bco --micro_batch_size 2",
+    ),
     ("dpo --ref_model_mixup_alpha 0.5", "dpo --ref_model_mixup_alpha 0.5 --sync_ref_model"),
-    ("kto --ref_model_sync_steps 5 --micro_batch_size 2", "kto --ref_model_sync_steps 5 --sync_ref_model --micro_batch_size 2"),
+    (
+        "kto --ref_model_sync_steps 5 --micro_batch_size 2",
+        "kto --ref_model_sync_steps 5 --sync_ref_model --micro_batch_size 2",
+    ),
     ("dpo --offload_reference --train_type lora", "dpo --offload_reference --train_type lora --adapters a"),
     ("dpo --discopop_tau 0.1", "dpo --discopop_tau 0.1 --loss_type discopop"),
     ("dpo --f_alpha_divergence_coef 0.3", "dpo --f_alpha_divergence_coef 0.3 --f_divergence_type alpha_divergence"),
-    ("dpo --f_divergence_type forward_kl --loss_type nca_pair", "dpo --f_divergence_type forward_kl --loss_type nca_pair ipo"),
+    (
+        "dpo --f_divergence_type forward_kl --loss_type nca_pair",
+        "dpo --f_divergence_type forward_kl --loss_type nca_pair ipo",
+    ),
     ("dpo --label_smoothing 0.1 --loss_type hinge", "dpo --label_smoothing 0.1"),
     ("cpo --cpo_alpha 0.5 --loss_type alphapo", "cpo --cpo_alpha 0.5 --loss_type simpo"),
     ("cpo --simpo_gamma 0.5", "cpo --simpo_gamma 0.5 --loss_type simpo"),
@@ -69,17 +78,29 @@ def test_every_row_is_tried() -> None:
 
 def test_the_rules_know_which_losses_read_what() -> None:
     types = dpo_types.LOSS_TYPES
-    assert {n for n, t in types.items() if t.smoothing} | {n for n, t in cpo.LOSS_TYPES.items() if t.smoothing} == SMOOTHED
-    assert {n for n, t in types.items() if t.divergence} == BY_DIVERGENCE and {n for n, t in types.items() if t.sorts} == SORTS
+    assert {n for n, t in types.items() if t.smoothing} | {
+        n for n, t in cpo.LOSS_TYPES.items() if t.smoothing
+    } == SMOOTHED
+    assert {n for n, t in types.items() if t.divergence} == BY_DIVERGENCE and {
+        n for n, t in types.items() if t.sorts
+    } == SORTS
     from megaswift.config.preference import LOSSES
 
     assert set(LOSSES["dpo"]) == {*types, dpo_types.SFT} and set(LOSSES["kto"]) == set(kto.LOSS_TYPES)
     assert set(LOSSES["cpo"]) == {*cpo.LOSS_TYPES, ALPHAPO}
 
 
-@pytest.mark.parametrize("task, beta, types, likelihood, reference", [
-    ("dpo", 0.1, ("sigmoid",), 0.0, True), ("kto", 0.1, ("kto",), 0.0, True), ("cpo", 0.1, ("sigmoid",), 1.0, False),
-    ("simpo", 2.0, ("simpo",), 0.0, False), ("orpo", 0.1, (), 0.0, False), ("rm", 0.1, (), 0.0, False)])
+@pytest.mark.parametrize(
+    "task, beta, types, likelihood, reference",
+    [
+        ("dpo", 0.1, ("sigmoid",), 0.0, True),
+        ("kto", 0.1, ("kto",), 0.0, True),
+        ("cpo", 0.1, ("sigmoid",), 1.0, False),
+        ("simpo", 2.0, ("simpo",), 0.0, False),
+        ("orpo", 0.1, (), 0.0, False),
+        ("rm", 0.1, (), 0.0, False),
+    ],
+)
 def test_defaults_of_a_task(task: str, beta: float, types: tuple[str, ...], likelihood: float, reference: bool) -> None:
     cfg = load(task, ["--micro_batch_size", "2"], environ={})
     assert (beta_of(cfg), loss_types_of(cfg), needs_reference(cfg)) == (beta, types, reference)

@@ -7,39 +7,67 @@ from megaswift.config.rl_batch import GenerationPlan, generation_plan
 from megaswift.errors import ConfigError
 
 
-@pytest.mark.parametrize("task, options, dp, plan", [
-    ("grpo", {"gbs": 16}, 2, (16, 2, 8, 1, 1)),
-    ("grpo", {"gbs": 16, "num_generations": 4, "generation_batch_size": 64, "num_iterations": 3}, 2, (64, 16, 4, 4, 3)),
-    ("grpo", {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_generations": 4}, 2,
-     (16, 4, 4, 2, 1)),
-    ("ppo", {"gbs": 6, "num_ppo_epochs": 4}, 2, (6, 6, 1, 1, 4)),
-])
+@pytest.mark.parametrize(
+    "task, options, dp, plan",
+    [
+        ("grpo", {"gbs": 16}, 2, (16, 2, 8, 1, 1)),
+        (
+            "grpo",
+            {"gbs": 16, "num_generations": 4, "generation_batch_size": 64, "num_iterations": 3},
+            2,
+            (64, 16, 4, 4, 3),
+        ),
+        (
+            "grpo",
+            {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_generations": 4},
+            2,
+            (16, 4, 4, 2, 1),
+        ),
+        ("ppo", {"gbs": 6, "num_ppo_epochs": 4}, 2, (6, 6, 1, 1, 4)),
+    ],
+)
 def test_plan(task: str, options: dict, dp: int, plan: tuple[int, ...]) -> None:
     made = generation_plan(SwiftConfig(task=task, **options), dp)
     assert made == GenerationPlan(*plan) and made.steps == plan[3] * plan[4]
     assert made.prompts * made.generations == made.completions
 
 
-@pytest.mark.parametrize("options, dp, part", [
-    ({}, 4, "--global_batch_size 4: is not a multiple of num_generations 8, which is the default: prompts would lack completions\n"
-            "    try: --global_batch_size 8"),
-    ({"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_generations": 4}, 2,
-     "steps_per_generation 3: 3 passes of 2 completions are 6, which is not a multiple of the 4 completions of a global batch\n"
-     "    try: --steps_per_generation 2"),
-])
+@pytest.mark.parametrize(
+    "options, dp, part",
+    [
+        (
+            {},
+            4,
+            "--global_batch_size 4: is not a multiple of num_generations 8, which is the default: prompts would lack completions\n"
+            "    try: --global_batch_size 8",
+        ),
+        (
+            {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_generations": 4},
+            2,
+            "steps_per_generation 3: 3 passes of 2 completions are 6, which is not a multiple of the 4 completions of a global batch\n"
+            "    try: --steps_per_generation 2",
+        ),
+    ],
+)
 def test_what_only_the_number_of_ranks_tells(options: dict, dp: int, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         generation_plan(SwiftConfig(task="grpo", **options), dp)
     assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("options, part", [
-    ({"gbs": 12}, "gbs=12: is not a multiple of num_generations 8"),
-    ({"gbs": 12, "num_generations": 5}, "gbs=12: is not a multiple of num_generations 5: prompts"),
-    ({"gbs": 16, "generation_batch_size": 24}, "try: --generation_batch_size 32"),
-    ({"generation_batch_size": 20}, "try: --generation_batch_size 16"),
-    ({"dp": 2, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 5}, "try: --steps_per_generation 2"),
-])
+@pytest.mark.parametrize(
+    "options, part",
+    [
+        ({"gbs": 12}, "gbs=12: is not a multiple of num_generations 8"),
+        ({"gbs": 12, "num_generations": 5}, "gbs=12: is not a multiple of num_generations 5: prompts"),
+        ({"gbs": 16, "generation_batch_size": 24}, "try: --generation_batch_size 32"),
+        ({"generation_batch_size": 20}, "try: --generation_batch_size 16"),
+        (
+            {"dp": 2, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 5},
+            "try: --steps_per_generation 2",
+        ),
+    ],
+)
 def test_what_is_told_at_once(options: dict, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SwiftConfig(task="grpo", **options)
@@ -51,9 +79,13 @@ def test_what_is_not_known_yet_is_no_mistake() -> None:
     options = {"task": "grpo", "steps_per_generation": 3, "micro_batch_size": 4}
     made = SwiftConfig(**options)
     assert (made.rl.steps_per_generation, made.train.per_device_train_batch_size) == (3, 4)
-    assert generation_plan(made, 2) == generation_plan(SwiftConfig(**options, dp=2), 2) == GenerationPlan(24, 3, 8, 3, 1)
+    assert (
+        generation_plan(made, 2) == generation_plan(SwiftConfig(**options, dp=2), 2) == GenerationPlan(24, 3, 8, 3, 1)
+    )
     for told in (lambda: generation_plan(made, 1), lambda: SwiftConfig(**options, dp=1)):
-        with pytest.raises(ConfigError, match="3 passes of 4 completions are 12, which is not a multiple of num_generations 8"):
+        with pytest.raises(
+            ConfigError, match="3 passes of 4 completions are 12, which is not a multiple of num_generations 8"
+        ):
             told()
 
 

@@ -37,7 +37,10 @@ IDLE = [
     ("--vespo_k_neg 1", "--vespo_k_neg 1 --loss_type vespo"),
     ("--vespo_lambda_neg 1", "--vespo_lambda_neg 1 --loss_type vespo"),
     ("--scale_rewards batch --advantage_estimator rloo", "--scale_rewards batch"),
-    ("--multi_objective_aggregation normalize_then_sum --advantage_estimator rloo", "--multi_objective_aggregation normalize_then_sum"),
+    (
+        "--multi_objective_aggregation normalize_then_sum --advantage_estimator rloo",
+        "--multi_objective_aggregation normalize_then_sum",
+    ),
     ("--kl_in_reward true", "--kl_in_reward true --beta 0.1"),
     ("--kl_controller adaptive", "--kl_controller adaptive --beta 0.1"),
     ("--kl_estimator k2", "--kl_estimator k2 --beta 0.1"),
@@ -86,7 +89,10 @@ CLASHING = [
     ("importance_sampling_level", "--loss_type vespo --importance_sampling_level sequence"),
     ("importance_sampling_mode", "--loss_type vespo --use_vllm"),
     ("importance_sampling_clip_min", "--use_vllm --importance_sampling_clip_min 3"),
-    ("importance_sampling_mode", "--use_vllm --importance_sampling_clip_max none --importance_sampling_mode token_truncate"),
+    (
+        "importance_sampling_mode",
+        "--use_vllm --importance_sampling_clip_max none --importance_sampling_mode token_truncate",
+    ),
     ("async_generation", "--async_generation --offload_model"),
     ("offload_model", "--engine ddp --offload_model"),
     ("train_type", "--engine ddp --train_type boft --quantization_bit 4"),
@@ -116,30 +122,71 @@ def test_one_mistake_of_another_task_is_told_once() -> None:
 
 def settled(task: str, **options: object) -> tuple[object, ...]:
     c = SwiftConfig(task=task, **options)
-    return (generations_of(c), estimator_of(c), policy_loss_of(c), beta_of(c), needs_reference(c), kl_in_reward_of(c), kl_estimator_of(c),
-            whitens(c), corrects_sampler(c))
+    return (
+        generations_of(c),
+        estimator_of(c),
+        policy_loss_of(c),
+        beta_of(c),
+        needs_reference(c),
+        kl_in_reward_of(c),
+        kl_estimator_of(c),
+        whitens(c),
+        corrects_sampler(c),
+    )
 
 
-@pytest.mark.parametrize("task, options, expected", [
-    ("grpo", {}, (8, "grpo", "dapo", 0.0, False, False, "k3", False, False)),
-    ("ppo", {}, (1, "gae", "bnpo", 0.05, True, True, "k1", True, False)),
-    ("grpo", {"beta": 0.1, "loss_type": "cispo", "use_vllm": True}, (8, "grpo", "cispo", 0.1, True, False, "k3", False, True)),
-    ("grpo", {"kl_coef": 0.1, "advantage_estimator": "rloo"}, (8, "rloo", "rloo", 0.1, True, True, "k1", False, False)),
-    ("grpo", {"beta": 0.1, "advantage_estimator": "rloo", "kl_in_reward": False, "loss_type": "dapo", "kl_estimator": "k2",
-              "normalize_advantages": True}, (8, "rloo", "dapo", 0.1, True, False, "k2", True, False)),
-    ("ppo", {"beta": 0, "importance_sampling_correction": True, "whiten_advantages": False},
-     (1, "gae", "bnpo", 0.0, False, False, "k3", False, True)),
-])
+@pytest.mark.parametrize(
+    "task, options, expected",
+    [
+        ("grpo", {}, (8, "grpo", "dapo", 0.0, False, False, "k3", False, False)),
+        ("ppo", {}, (1, "gae", "bnpo", 0.05, True, True, "k1", True, False)),
+        (
+            "grpo",
+            {"beta": 0.1, "loss_type": "cispo", "use_vllm": True},
+            (8, "grpo", "cispo", 0.1, True, False, "k3", False, True),
+        ),
+        (
+            "grpo",
+            {"kl_coef": 0.1, "advantage_estimator": "rloo"},
+            (8, "rloo", "rloo", 0.1, True, True, "k1", False, False),
+        ),
+        (
+            "grpo",
+            {
+                "beta": 0.1,
+                "advantage_estimator": "rloo",
+                "kl_in_reward": False,
+                "loss_type": "dapo",
+                "kl_estimator": "k2",
+                "normalize_advantages": True,
+            },
+            (8, "rloo", "dapo", 0.1, True, False, "k2", True, False),
+        ),
+        (
+            "ppo",
+            {"beta": 0, "importance_sampling_correction": True, "whiten_advantages": False},
+            (1, "gae", "bnpo", 0.0, False, False, "k3", False, True),
+        ),
+    ],
+)
 def test_defaults_of_a_task(task: str, options: dict[str, object], expected: tuple[object, ...]) -> None:
     assert settled(task, **options) == expected
 
 
-@pytest.mark.parametrize("words, backend", [
-    ("--use_vllm", "vllm"), ("--use_vllm true", "vllm"), ("--use_vllm false", "transformers"), ("--vllm_mode colocate", "vllm"),
-    ("--use_vllm true --vllm_mode colocate", "vllm"), ("--vllm_mode colocate --use_vllm false", "transformers"),
-    ("--use_vllm false --vllm_mode server", "transformers"),
-    ("--use_vllm --vllm_mode server --vllm_server_base_url http://h:1 http://h:2", "vllm_server"),
-    ("--vllm_mode server --use_vllm yes --vllm_server_base_url http://h:1 http://h:2", "vllm_server")])
+@pytest.mark.parametrize(
+    "words, backend",
+    [
+        ("--use_vllm", "vllm"),
+        ("--use_vllm true", "vllm"),
+        ("--use_vllm false", "transformers"),
+        ("--vllm_mode colocate", "vllm"),
+        ("--use_vllm true --vllm_mode colocate", "vllm"),
+        ("--vllm_mode colocate --use_vllm false", "transformers"),
+        ("--use_vllm false --vllm_mode server", "transformers"),
+        ("--use_vllm --vllm_mode server --vllm_server_base_url http://h:1 http://h:2", "vllm_server"),
+        ("--vllm_mode server --use_vllm yes --vllm_server_base_url http://h:1 http://h:2", "vllm_server"),
+    ],
+)
 def test_the_two_words_for_vllm(words: str, backend: str) -> None:
     assert load("grpo", words.split(), environ={}).rl.rollout_backend == backend
 
@@ -151,7 +198,9 @@ def test_a_task_by_any_of_its_words(words: str) -> None:
 
 
 def test_two_backends_are_a_contradiction() -> None:
-    assert "says otherwise" in problems("--use_vllm --rollout_backend sglang --rollout_server_url http://h:1", "grpo")[0]
+    assert (
+        "says otherwise" in problems("--use_vllm --rollout_backend sglang --rollout_server_url http://h:1", "grpo")[0]
+    )
 
 
 def test_a_whole_run_needs_something_that_judges() -> None:
@@ -181,5 +230,9 @@ def test_what_is_left_out_of_other_tasks() -> None:
 
 def test_help_names_the_losses_of_the_task() -> None:
     pages = {task: " ".join(task_help(task, 120).split()) for task in ("grpo", "ppo", "dpo")}
-    assert f"({' | '.join(GRPO_LOSSES)})" in pages["grpo"] and "| aot |" not in pages["grpo"] and "dr_grpo" not in pages["dpo"]
+    assert (
+        f"({' | '.join(GRPO_LOSSES)})" in pages["grpo"]
+        and "| aot |" not in pages["grpo"]
+        and "dr_grpo" not in pages["dpo"]
+    )
     assert "--vf_coef 0.1" in pages["ppo"] and "--vf_coef" not in pages["grpo"] and "--loss_type" not in pages["ppo"]

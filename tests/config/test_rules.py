@@ -23,8 +23,14 @@ IDLE = [
     ("--precision_aware_optimizer --optimizer sgd", "--precision_aware_optimizer"),
     ("--fp8_recipe delayed", "--fp8_recipe delayed --fp8_format e4m3"),
     ("--recompute_method uniform", "--recompute_method uniform --recompute_granularity full"),
-    ("--recompute_num_layers 2 --recompute_granularity selective", "--recompute_num_layers 2 --recompute_granularity full"),
-    ("--recompute_modules mlp --recompute_granularity full", "--recompute_modules mlp --recompute_granularity selective"),
+    (
+        "--recompute_num_layers 2 --recompute_granularity selective",
+        "--recompute_num_layers 2 --recompute_granularity full",
+    ),
+    (
+        "--recompute_modules mlp --recompute_granularity full",
+        "--recompute_modules mlp --recompute_granularity selective",
+    ),
     ("--model_revision v1 --model /", "--model_revision v1 --model organisation/name"),
     ("--use_hf false --model /", "--use_hf false --model organisation/name"),
     ("--distributed_optimizer --optimizer sgd", "--distributed_optimizer"),
@@ -41,8 +47,14 @@ IDLE = [
     ("--data_seed 3 --shuffle false", "--data_seed 3 --shuffle false --dataset a#3"),
     ("--dataset_cache_dir d --streaming --max_steps 1", "--dataset_cache_dir d"),
     ("--dataset_num_proc 2 --streaming --max_steps 1", "--dataset_num_proc 2"),
-    ("--dataset_cache_dir d --streaming --max_steps 1", "--dataset_cache_dir d --streaming --max_steps 1 --val_dataset v"),
-    ("--dataset_num_proc 2 --streaming --max_steps 1", "--dataset_num_proc 2 --streaming --max_steps 1 --val_dataset v"),
+    (
+        "--dataset_cache_dir d --streaming --max_steps 1",
+        "--dataset_cache_dir d --streaming --max_steps 1 --val_dataset v",
+    ),
+    (
+        "--dataset_num_proc 2 --streaming --max_steps 1",
+        "--dataset_num_proc 2 --streaming --max_steps 1 --val_dataset v",
+    ),
     ("--dataloader_num_workers 2 --streaming --max_steps 1", "--dataloader_num_workers 2"),
     ("--num_train_epochs 2 --max_steps 1", "--num_train_epochs 2"),
     ("--save_total_limit 2", "--save_total_limit 2 --save_steps 3"),
@@ -82,7 +94,10 @@ CLASHING = [
     ("tp_comm_overlap", "--tp_comm_overlap --tp 2"),
     ("optimizer_cpu_offload", "--optimizer_cpu_offload --optimizer sgd"),
     ("optimizer_cpu_offload", "--optimizer_cpu_offload --precision_aware_optimizer"),
-    ("recompute_modules", "--recompute_granularity selective --recompute_modules core_attn layernorm --fp8_format e4m3"),
+    (
+        "recompute_modules",
+        "--recompute_granularity selective --recompute_modules core_attn layernorm --fp8_format e4m3",
+    ),
     ("recompute_modules", "--recompute_granularity selective --recompute_modules moe_act --moe_grouped_gemm false"),
     ("fp8_format", "--fp8_format hybrid --transformer_impl torch"),
     ("moe_grouped_gemm", "--moe_grouped_gemm --transformer_impl torch"),
@@ -104,17 +119,38 @@ def test_an_option_that_would_be_ignored(idle: str, used: str) -> None:
     assert_idle(idle, used)
 
 
-@pytest.mark.parametrize("words", [
-    "--overlap_param_gather --overlap_grad_reduce", "--recompute_granularity selective --recompute_modules layernorm",
-    "--recompute_granularity selective --recompute_modules layernorm moe_act --fp8_format e4m3 --fp8_recipe blockwise",
-    "--recompute_granularity selective --recompute_modules moe_act --moe_grouped_gemm"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--overlap_param_gather --overlap_grad_reduce",
+        "--recompute_granularity selective --recompute_modules layernorm",
+        "--recompute_granularity selective --recompute_modules layernorm moe_act --fp8_format e4m3 --fp8_recipe blockwise",
+        "--recompute_granularity selective --recompute_modules moe_act --moe_grouped_gemm",
+    ],
+)
 def test_what_goes_together(words: str) -> None:
     assert problems(words) == []
 
 
 def test_every_row_is_tried() -> None:
-    clashes = (*ENGINE_CLASHES, *LAUNCH_CLASHES, *ADAPTER_CLASHES, *PREFERENCE_CLASHES, *RL_CLASHES, *OPTIMIZER_CLASHES, *SPEED_CLASHES)
-    idle = (*ENGINE_IGNORED, *LAUNCH_IGNORED, *ADAPTER_IGNORED, *PREFERENCE_IGNORED, *RL_IGNORED, *OPTIMIZER_IGNORED, *SPEED_IGNORED)
+    clashes = (
+        *ENGINE_CLASHES,
+        *LAUNCH_CLASHES,
+        *ADAPTER_CLASHES,
+        *PREFERENCE_CLASHES,
+        *RL_CLASHES,
+        *OPTIMIZER_CLASHES,
+        *SPEED_CLASHES,
+    )
+    idle = (
+        *ENGINE_IGNORED,
+        *LAUNCH_IGNORED,
+        *ADAPTER_IGNORED,
+        *PREFERENCE_IGNORED,
+        *RL_IGNORED,
+        *OPTIMIZER_IGNORED,
+        *SPEED_IGNORED,
+    )
     own = [r for r in CLASHES if r not in clashes]
     assert {NAMES[i.split()[0][2:]] for i, _ in IDLE} == {r.option for r in IGNORED if r not in idle}
     assert [name for name, _ in CLASHING] == [r.options[0] for r in own]
@@ -127,8 +163,18 @@ def test_a_contradiction(name: str, words: str) -> None:
     assert_contradiction(name, words)
 
 
-@pytest.mark.parametrize("words", ["--vpp 1", "--sp false", "--min_lr 0 --lr_scheduler_type constant", "--warmup_ratio 0 --warmup_steps 2",
-                                   "--precision_aware_optimizer false --optimizer sgd", "--eval_steps none", "--node_rank 0"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--vpp 1",
+        "--sp false",
+        "--min_lr 0 --lr_scheduler_type constant",
+        "--warmup_ratio 0 --warmup_steps 2",
+        "--precision_aware_optimizer false --optimizer sgd",
+        "--eval_steps none",
+        "--node_rank 0",
+    ],
+)
 def test_a_value_that_says_off_is_no_mistake(words: str) -> None:
     assert problems(words) == []
 
@@ -144,13 +190,26 @@ def test_a_rule_waits_for_a_mended_value() -> None:
 
 
 def test_what_needs_transformer_engine() -> None:
-    cfg = SwiftConfig(precision_aware_optimizer=True, fp8_format="hybrid", fp8_recipe="tensorwise", moe_grouped_gemm=True,
-                      transformer_impl="te", attn_impl="flash", cp=2, cp_comm_type="a2a",
-                      recompute_granularity="selective", recompute_modules="layernorm")
+    cfg = SwiftConfig(
+        precision_aware_optimizer=True,
+        fp8_format="hybrid",
+        fp8_recipe="tensorwise",
+        moe_grouped_gemm=True,
+        transformer_impl="te",
+        attn_impl="flash",
+        cp=2,
+        cp_comm_type="a2a",
+        recompute_granularity="selective",
+        recompute_modules="layernorm",
+    )
     found = missing_transformer_engine(cfg, installed=False)
     assert len(found) == len(NEED_TRANSFORMER_ENGINE)
     assert "--precision_aware_optimizer true" in found[0].what and "Transformer Engine's fused Adam" in found[0].rule
-    assert missing_transformer_engine(cfg, installed=True) == [] == missing_transformer_engine(SwiftConfig(), installed=False)
+    assert (
+        missing_transformer_engine(cfg, installed=True)
+        == []
+        == missing_transformer_engine(SwiftConfig(), installed=False)
+    )
 
 
 def test_torch_layers_ignore_no_option_in_silence() -> None:

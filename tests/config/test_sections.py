@@ -13,11 +13,21 @@ from megaswift.config.values import show
 GOLDEN = Path(__file__).with_name("surface.txt")
 
 DESIGN = {
-    "tp": "tensor_parallel_size", "tensor_model_parallel_size": "tensor_parallel_size", "pp": "pipeline_parallel_size",
-    "vpp": "virtual_pipeline_parallel_size", "cp": "context_parallel_size", "ep": "expert_parallel_size",
-    "etp": "expert_tensor_parallel_size", "micro_batch_size": "per_device_train_batch_size", "lr": "learning_rate",
-    "train_iters": "max_steps", "clip_grad": "max_grad_norm", "tuner_type": "train_type",
-    "dtype": "torch_dtype", "dp": "data_parallel_size"}
+    "tp": "tensor_parallel_size",
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "vpp": "virtual_pipeline_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "lr": "learning_rate",
+    "train_iters": "max_steps",
+    "clip_grad": "max_grad_norm",
+    "tuner_type": "train_type",
+    "dtype": "torch_dtype",
+    "dp": "data_parallel_size",
+}
 """Spellings that the design promises."""
 
 
@@ -51,48 +61,121 @@ def other_value(name: str) -> object:
     return {"numbers": [0.5], "int": number, "float": part, "text": "x", "list": ["x"], "map": {"a": "b"}}[o.kind]
 
 
-NEEDS = {
-    "wsd_decay_ratio": {"lr_scheduler_type": "wsd"}, "sgd_momentum": {"optimizer": "sgd"}, "fp8_recipe": {"fp8_format": "hybrid"},
-    "recompute_method": {"recompute_granularity": "full"}, "recompute_num_layers": {"recompute_granularity": "full"},
-    "recompute_modules": {"recompute_granularity": "selective"}, "cp_comm_type": {"cp": 2}, "sequence_parallel": {"tp": 2},
-    "overlap_param_gather": {"overlap_grad_reduce": True}, "eval_steps": {"val_dataset": "v"}, "eval_iters": {"val_dataset": "v"},
-    "per_device_eval_batch_size": {"val_dataset": "v"}, "streaming": {"max_steps": 3}, "save_total_limit": {"save_steps": 1},
-    "node_rank": {"nnodes": 3, "master_addr": "h"}, "nnodes": {"node_rank": 1, "master_addr": "h"},
-    "master_addr": {"nnodes": 2, "node_rank": 1}, "master_port": {"nproc_per_node": 2}, "min_lr": {"lr": 0.5},
-    "overlap_p2p_comm": {"pp": 2, "vpp": 2}, "fsdp": {"engine": "fsdp2"}, "fsdp_transformer_layer_cls_to_wrap": {"engine": "fsdp2"},
-    "optimizer_cpu_offload": {}, "ref_model_mixup_alpha": {"sync_ref_model": True}, "ref_model_sync_steps": {"sync_ref_model": True},
-    "discopop_tau": {"loss_type": "discopop"}, "f_alpha_divergence_coef": {"f_divergence_type": "alpha_divergence"},
-    "simpo_gamma": {"loss_type": "simpo"}, "desirable_weight": {"micro_batch_size": 2}, "undesirable_weight": {"micro_batch_size": 2},
-    "use_liger": {"engine": "ddp"}, "torch_compile": {"engine": "ddp"},
-    "neftune_noise_alpha": {"engine": "ddp"}, "torch_compile_backend": {"engine": "ddp", "torch_compile": True},
-    "torch_compile_mode": {"engine": "ddp", "torch_compile": True}} | {
-    name: {"engine": "ddp", "optimizer": "galore_adamw"} for name in (
-        "galore_rank", "galore_update_proj_gap", "galore_scale", "galore_proj_type", "galore_target_modules")} | {
-    name: {"engine": "ddp", "freeze_aligner": False} for name in ("freeze_vit", "freeze_llm")} | {"freeze_aligner": {"engine": "ddp"}} | {
-    name: {"train_type": "lora"} for name in ("lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules",
-                                              "target_parameters", "modules_to_save", "adapters", "merge_lora", "rollout_lora")} | {
-    name: {"launcher": "ray", "num_workers": 2} for name in ("ray_address", "use_gpu", "cpus_per_worker", "placement_strategy")} | {
-    "launcher": {"num_workers": 2}, "num_workers": {"launcher": "ray"}} | {
-    name: {"train_type": owners[0], "engine": "ddp"} for name, owners in OWNERS.items()} | {
-    name: {"train_type": "qlora", "engine": "ddp"} for name in FOUR_BITS} | {
-    "init_r": {"train_type": "adalora", "engine": "ddp", "target_r": 1}, "quantization_bit": {"train_type": "lora", "engine": "ddp"},
-    "peft_config": {"train_type": "road", "engine": "ddp"}} | {
-    name: {"loss_type": "vespo"} for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")} | {
-    name: {"loss_type": "sapo"} for name in ("sapo_temperature_pos", "sapo_temperature_neg")} | {
-    name: {"beta": 0.1} for name in ("kl_in_reward", "kl_controller", "use_bias_correction_kl", "offload_reference")} | {
-    name: {"kl_controller": "adaptive", "beta": 0.1} for name in ("target_kl", "kl_horizon")} | {
-    name: {"reward_funcs": ["cosine"]} for name in NAMES if name.startswith("cosine_")} | {
-    name: {"reward_funcs": ["repetition"]} for name in ("repetition_n_grams", "repetition_max_penalty")} | {
-    "soft_max_length": {"reward_funcs": ["soft_overlong"], "soft_cache_length": 1},
-    "soft_cache_length": {"reward_funcs": ["soft_overlong"]},
-    "generation_batch_size": {"num_generations": 2}, "kl_estimator": {"beta": 0.1}} | {
-    name: {"use_vllm": True} for name in ("vllm_gpu_memory_utilization", "importance_sampling_mode",
-                                          "importance_sampling_clip_max", "importance_sampling_clip_min")} | {
-    name: {"rollout_backend": "sglang"} for name in ("rollout_server_url", "rollout_server_timeout", "rollout_sync_folder")} | {
-    name: {"reward_funcs": ["code"]} for name in ("code_timeout", "code_memory", "allow_unsafe_code")} | {
-    "whiten_advantages": {"advantage_estimator": "rloo"}, "max_resample_times": {"dynamic_sample": True},
-    "max_turns": {"environment": "e.py:E"}, "reward_weights": {"reward_funcs": ["format"]}} | {
-    name: {"pp": 2} for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")}
+NEEDS = (
+    {
+        "wsd_decay_ratio": {"lr_scheduler_type": "wsd"},
+        "sgd_momentum": {"optimizer": "sgd"},
+        "fp8_recipe": {"fp8_format": "hybrid"},
+        "recompute_method": {"recompute_granularity": "full"},
+        "recompute_num_layers": {"recompute_granularity": "full"},
+        "recompute_modules": {"recompute_granularity": "selective"},
+        "cp_comm_type": {"cp": 2},
+        "sequence_parallel": {"tp": 2},
+        "overlap_param_gather": {"overlap_grad_reduce": True},
+        "eval_steps": {"val_dataset": "v"},
+        "eval_iters": {"val_dataset": "v"},
+        "per_device_eval_batch_size": {"val_dataset": "v"},
+        "streaming": {"max_steps": 3},
+        "save_total_limit": {"save_steps": 1},
+        "node_rank": {"nnodes": 3, "master_addr": "h"},
+        "nnodes": {"node_rank": 1, "master_addr": "h"},
+        "master_addr": {"nnodes": 2, "node_rank": 1},
+        "master_port": {"nproc_per_node": 2},
+        "min_lr": {"lr": 0.5},
+        "overlap_p2p_comm": {"pp": 2, "vpp": 2},
+        "fsdp": {"engine": "fsdp2"},
+        "fsdp_transformer_layer_cls_to_wrap": {"engine": "fsdp2"},
+        "optimizer_cpu_offload": {},
+        "ref_model_mixup_alpha": {"sync_ref_model": True},
+        "ref_model_sync_steps": {"sync_ref_model": True},
+        "discopop_tau": {"loss_type": "discopop"},
+        "f_alpha_divergence_coef": {"f_divergence_type": "alpha_divergence"},
+        "simpo_gamma": {"loss_type": "simpo"},
+        "desirable_weight": {"micro_batch_size": 2},
+        "undesirable_weight": {"micro_batch_size": 2},
+        "use_liger": {"engine": "ddp"},
+        "torch_compile": {"engine": "ddp"},
+        "neftune_noise_alpha": {"engine": "ddp"},
+        "torch_compile_backend": {"engine": "ddp", "torch_compile": True},
+        "torch_compile_mode": {"engine": "ddp", "torch_compile": True},
+    }
+    | {
+        name: {"engine": "ddp", "optimizer": "galore_adamw"}
+        for name in (
+            "galore_rank",
+            "galore_update_proj_gap",
+            "galore_scale",
+            "galore_proj_type",
+            "galore_target_modules",
+        )
+    }
+    | {name: {"engine": "ddp", "freeze_aligner": False} for name in ("freeze_vit", "freeze_llm")}
+    | {"freeze_aligner": {"engine": "ddp"}}
+    | {
+        name: {"train_type": "lora"}
+        for name in (
+            "lora_rank",
+            "lora_alpha",
+            "lora_dropout",
+            "use_rslora",
+            "use_dora",
+            "target_modules",
+            "target_parameters",
+            "modules_to_save",
+            "adapters",
+            "merge_lora",
+            "rollout_lora",
+        )
+    }
+    | {
+        name: {"launcher": "ray", "num_workers": 2}
+        for name in ("ray_address", "use_gpu", "cpus_per_worker", "placement_strategy")
+    }
+    | {"launcher": {"num_workers": 2}, "num_workers": {"launcher": "ray"}}
+    | {name: {"train_type": owners[0], "engine": "ddp"} for name, owners in OWNERS.items()}
+    | {name: {"train_type": "qlora", "engine": "ddp"} for name in FOUR_BITS}
+    | {
+        "init_r": {"train_type": "adalora", "engine": "ddp", "target_r": 1},
+        "quantization_bit": {"train_type": "lora", "engine": "ddp"},
+        "peft_config": {"train_type": "road", "engine": "ddp"},
+    }
+    | {name: {"loss_type": "vespo"} for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")}
+    | {name: {"loss_type": "sapo"} for name in ("sapo_temperature_pos", "sapo_temperature_neg")}
+    | {name: {"beta": 0.1} for name in ("kl_in_reward", "kl_controller", "use_bias_correction_kl", "offload_reference")}
+    | {name: {"kl_controller": "adaptive", "beta": 0.1} for name in ("target_kl", "kl_horizon")}
+    | {name: {"reward_funcs": ["cosine"]} for name in NAMES if name.startswith("cosine_")}
+    | {name: {"reward_funcs": ["repetition"]} for name in ("repetition_n_grams", "repetition_max_penalty")}
+    | {
+        "soft_max_length": {"reward_funcs": ["soft_overlong"], "soft_cache_length": 1},
+        "soft_cache_length": {"reward_funcs": ["soft_overlong"]},
+        "generation_batch_size": {"num_generations": 2},
+        "kl_estimator": {"beta": 0.1},
+    }
+    | {
+        name: {"use_vllm": True}
+        for name in (
+            "vllm_gpu_memory_utilization",
+            "importance_sampling_mode",
+            "importance_sampling_clip_max",
+            "importance_sampling_clip_min",
+        )
+    }
+    | {
+        name: {"rollout_backend": "sglang"}
+        for name in ("rollout_server_url", "rollout_server_timeout", "rollout_sync_folder")
+    }
+    | {name: {"reward_funcs": ["code"]} for name in ("code_timeout", "code_memory", "allow_unsafe_code")}
+    | {
+        "whiten_advantages": {"advantage_estimator": "rloo"},
+        "max_resample_times": {"dynamic_sample": True},
+        "max_turns": {"environment": "e.py:E"},
+        "reward_weights": {"reward_funcs": ["format"]},
+    }
+    | {
+        name: {"pp": 2}
+        for name in ("virtual_pipeline_parallel_size", "first_stage_layers", "last_stage_layers", "pipeline_layout")
+    }
+)
 
 
 REFUSED = ("tp_comm_overlap",)

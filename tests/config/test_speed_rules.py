@@ -10,10 +10,15 @@ from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED
 from tests.config.refusals import assert_idle, problems
 
 CLASHING = [
-    "--attn_implementation flex_attention", "--attn_impl fused --engine ddp", "--attn_impl flash --engine ddp --torch_dtype fp32",
-    "--torch_compile --engine zero3", "--torch_compile_mode max-autotune --torch_compile --torch_compile_backend eager --engine ddp"]
+    "--attn_implementation flex_attention",
+    "--attn_impl fused --engine ddp",
+    "--attn_impl flash --engine ddp --torch_dtype fp32",
+    "--torch_compile --engine zero3",
+    "--torch_compile_mode max-autotune --torch_compile --torch_compile_backend eager --engine ddp",
+]
 IDLE = [
-    ("--use_liger_kernel", "--use_liger_kernel --engine ddp"), ("--torch_compile", "--torch_compile --engine zero2"),
+    ("--use_liger_kernel", "--use_liger_kernel --engine ddp"),
+    ("--torch_compile", "--torch_compile --engine zero2"),
     ("--neftune_noise_alpha 5", "--neftune_noise_alpha 5 --engine zero3"),
     ("--torch_compile_backend eager --engine ddp", "--torch_compile_backend eager --torch_compile --engine ddp"),
     ("--torch_compile_mode default --engine ddp", "--torch_compile_mode default --torch_compile --engine fsdp2"),
@@ -36,9 +41,16 @@ def test_every_row_is_tried() -> None:
     assert len(IDLE) == len(SPEED_IGNORED) and all({r.option, *r.reads} <= set(OPTIONS) for r in SPEED_IGNORED)
 
 
-@pytest.mark.parametrize("words, value", [
-    ("--gradient_checkpointing", "full"), ("--gradient_checkpointing true --tp 2", "full"), ("--gradient_checkpointing no", "none"),
-    ("--gradient_checkpointing full", "full"), ("--recompute_granularity selective", "selective")])
+@pytest.mark.parametrize(
+    "words, value",
+    [
+        ("--gradient_checkpointing", "full"),
+        ("--gradient_checkpointing true --tp 2", "full"),
+        ("--gradient_checkpointing no", "none"),
+        ("--gradient_checkpointing full", "full"),
+        ("--recompute_granularity selective", "selective"),
+    ],
+)
 def test_gradient_checkpointing_is_a_switch(words: str, value: str) -> None:
     assert load("sft", words.split(), environ={}).model.recompute_granularity == (None if value == "none" else value)
     assert SwiftConfig(gradient_checkpointing=True).model.recompute_granularity == "full"

@@ -14,13 +14,24 @@ from transformers import PreTrainedTokenizerFast
 from megaswift.config import SwiftConfig
 
 HERE = Path(__file__).parent
-TEXT = ["What is the capital of France? The capital of France is Paris.", "hello world, how are you today my friend?",
-        "<think>\nlet me think about it step by step\n</think>\n\nThe answer is forty two.",
-        '{"name": "add", "arguments": {"a": 1, "b": 2}}',
-        "def main(argv):\n    return argv[0]\n\n\n# done   ", "Zażółć gęślą jaźń 🙂🙂 日本語のテキスト"] * 3
+TEXT = [
+    "What is the capital of France? The capital of France is Paris.",
+    "hello world, how are you today my friend?",
+    "<think>\nlet me think about it step by step\n</think>\n\nThe answer is forty two.",
+    '{"name": "add", "arguments": {"a": 1, "b": 2}}',
+    "def main(argv):\n    return argv[0]\n\n\n# done   ",
+    "Zażółć gęślą jaźń 🙂🙂 日本語のテキスト",
+] * 3
 SPECIAL = {
     "qwen": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    "llama": ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+    "llama": (
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+    ),
     "mistral": ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"),
 }
 EOS = {"qwen": "<|im_end|>", "llama": "<|eot_id|>", "mistral": "</s>"}
@@ -42,26 +53,38 @@ def _backend(kind: str) -> str:
     if kind == "mistral":  # as SentencePiece models come: spaces become ▁, unknown bytes their own tokens
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first", split=False)])
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first", split=False)]
+        )
         bytes_ = [f"<0x{b:02X}>" for b in range(256)]
         alphabet: list[str] = []
     else:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # hides white space from offsets, as GPT-2's does
+        tokenizer.post_processor = processors.ByteLevel(
+            trim_offsets=True
+        )  # hides white space from offsets, as GPT-2's does
         bytes_, alphabet = [], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=[*SPECIAL[kind], *bytes_], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=[*SPECIAL[kind], *bytes_], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(TEXT, trainer)
     if kind == "qwen":
-        tokenizer.add_tokens([AddedToken(t, special=False) for t in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
+        tokenizer.add_tokens(
+            [AddedToken(t, special=False) for t in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
+        )
     return tokenizer.to_str()
 
 
 def tokenizer(kind: str, template_name: str | None = None) -> PreTrainedTokenizerFast:
     """A small tokenizer of a family's kind, with one of the templates."""
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_backend(kind)), eos_token=EOS[kind], bos_token=BOS.get(kind),
-                                   pad_token=SPECIAL[kind][0])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_backend(kind)),
+        eos_token=EOS[kind],
+        bos_token=BOS.get(kind),
+        pad_token=SPECIAL[kind][0],
+    )
     if template_name:
         made.chat_template = template(template_name)
     return made

@@ -17,10 +17,17 @@ def completed(number: int, prompt: int, own: str, silent: bool = False) -> Compl
     """`own`: a letter for each token after the prompt, x for the policy's. No token comes twice; `told` is the token, `odd` if it is."""
     written = [100 * (number + 1) + k for k in range(len(own))]
     mine = np.asarray([] if silent else [t for t, o in zip(written, own, strict=True) if o == "x"], dtype=np.float32)
-    return Completed(number, [*range(5, 5 + prompt)], written, [o == "x" for o in own], {"told": mine, "odd": mine % 2 == 1}, silent)
+    return Completed(
+        number, [*range(5, 5 + prompt)], written, [o == "x" for o in own], {"told": mine, "odd": mine % 2 == 1}, silent
+    )
 
 
-PLAIN, TOOL, SHORT, SILENT = completed(0, 3, "xxxx"), completed(1, 1, "xxttxtx"), completed(2, 4, "x"), completed(3, 2, "xxx", silent=True)
+PLAIN, TOOL, SHORT, SILENT = (
+    completed(0, 3, "xxxx"),
+    completed(1, 1, "xxttxtx"),
+    completed(2, 4, "x"),
+    completed(3, 2, "xxx", silent=True),
+)
 MICROS: list[Micro] = [[PLAIN, TOOL], [SILENT, SHORT], [None, TOOL], [SILENT, None]]
 SHAPE = Shape(4, 8)
 
@@ -74,4 +81,9 @@ def test_a_row_of_silent_completions_has_the_fields_of_all() -> None:
 def test_a_completion_of_tools_alone_counts() -> None:
     none = replace(completed(4, 2, "tt"), values={"told": np.zeros(0, np.float32)})
     (batch,) = Layout(SHAPE, False, False).batches([[none]])
-    assert none.count == 0 and batch.label_tokens == 0 and batch.fields["completions"].tolist() == [0] and not batch.fields["told"].any()
+    assert (
+        none.count == 0
+        and batch.label_tokens == 0
+        and batch.fields["completions"].tolist() == [0]
+        and not batch.fields["told"].any()
+    )

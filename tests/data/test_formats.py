@@ -18,19 +18,48 @@ GOOD: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ("messages", {"messages": [S, U, A]}, [S, U, A]),
     ("messages", {"messages": [U, A], "system": "s", "id": 7}, [S, U, A]),
     ("messages", {"messages": '[{"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}]'}, [U, A]),
-    ("messages", {"messages": [U, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]},
-     [U, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]),
+    (
+        "messages",
+        {"messages": [U, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]},
+        [U, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+    ),
     ("conversations", {"conversations": [{"from": "human", "value": "q1"}, {"from": "gpt", "value": "a1"}]}, [U, A]),
-    ("conversations", {"conversations": [{"from": "system", "value": "s"}, {"from": "user", "value": "q1"},
-                                         {"from": "assistant", "value": "a1"}]}, [S, U, A]),
+    (
+        "conversations",
+        {
+            "conversations": [
+                {"from": "system", "value": "s"},
+                {"from": "user", "value": "q1"},
+                {"from": "assistant", "value": "a1"},
+            ]
+        },
+        [S, U, A],
+    ),
     ("conversations", {"conversations": [U, A]}, [U, A]),
-    ("conversations", {"conversations": [{"from": "human", "value": "q1"},
-                                         {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
-                                         {"from": "observation", "value": "r"}]},
-     [U, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},
-      {"role": "tool", "content": "r"}]),
-    ("sharegpt", {"conversation": [{"human": "q1", "assistant": "a1"}, {"human": "q2", "assistant": "a2"}], "system": "s"},
-     [S, U, A, V, B]),
+    (
+        "conversations",
+        {
+            "conversations": [
+                {"from": "human", "value": "q1"},
+                {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+                {"from": "observation", "value": "r"},
+            ]
+        },
+        [
+            U,
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+            },
+            {"role": "tool", "content": "r"},
+        ],
+    ),
+    (
+        "sharegpt",
+        {"conversation": [{"human": "q1", "assistant": "a1"}, {"human": "q2", "assistant": "a2"}], "system": "s"},
+        [S, U, A, V, B],
+    ),
     ("sharegpt", {"conversations": [{"human": "q1", "assistant": "a1"}]}, [U, A]),
     ("query_response", {"query": "q2", "response": "a2", "history": [["q1", "a1"]], "system": "s"}, [S, U, A, V, B]),
     ("query_response", {"query": "q1", "response": "a1", "history": ""}, [U, A]),
@@ -59,11 +88,14 @@ def test_text_is_for_pretraining() -> None:
 
 
 def test_loss_flags_and_tools_travel_and_stay_out_of_the_messages() -> None:
-    sample = recognise({"messages": []}, "sft").parse({"messages": [U, A | {"loss": False}, V, B | {"loss": True}], "tools": [TOOL]})
+    sample = recognise({"messages": []}, "sft").parse(
+        {"messages": [U, A | {"loss": False}, V, B | {"loss": True}], "tools": [TOOL]}
+    )
     assert sample.loss == (None, False, None, True) and sample.tools == (TOOL,)
     assert list(sample.messages) == [U, A, V, B]
-    assert recognise({"messages": []}, "sft").parse({"messages": [U, A], "tools": '[{"type": "function", "function": {"name": "f"}}]'}
-                                                    ).tools == (TOOL,)
+    assert recognise({"messages": []}, "sft").parse(
+        {"messages": [U, A], "tools": '[{"type": "function", "function": {"name": "f"}}]'}
+    ).tools == (TOOL,)
 
 
 BAD = [
@@ -97,5 +129,10 @@ def test_a_malformed_row_names_its_column(row: dict[str, Any], column: str, said
 def test_unknown_columns_list_the_formats_with_theirs() -> None:
     with pytest.raises(RowError) as e:
         recognise({"prompt": "x", "answer": "y"}, "sft")
-    for part in ("prompt, answer", "messages: messages [tools, system]", "alpaca: instruction, output [input", "--columns"):
+    for part in (
+        "prompt, answer",
+        "messages: messages [tools, system]",
+        "alpaca: instruction, output [input",
+        "--columns",
+    ):
         assert part in str(e.value)

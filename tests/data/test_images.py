@@ -47,20 +47,31 @@ def turns(asked: Any, answer: Any = ANSWER) -> dict[str, Any]:
 def sources(processor: Processor, folder: Path, *rows: dict[str, Any], per_device: int = 1, **options: Any) -> Any:
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"dataset": [str(data)], "dataset_cache_dir": str(folder / "cache"), "shuffle": False, "engine": "ddp"} | options
+    given = {
+        "dataset": [str(data)],
+        "dataset_cache_dir": str(folder / "cache"),
+        "shuffle": False,
+        "engine": "ddp",
+    } | options
     cfg = SwiftConfig(task="sft", model="unused", **given)
     geometry = LoaderGeometry(per_device=per_device)
     return build.build(cfg.data, cfg.train, processor, geometry, "sft")[0]
 
 
 FORMS: list[dict[str, Any]] = [
-    turns(PARTS), turns([{"type": "image", "image": "images/0.png"}, vision.part(ASK)]),
+    turns(PARTS),
+    turns([{"type": "image", "image": "images/0.png"}, vision.part(ASK)]),
     turns([{"type": "image_url", "image_url": {"url": "images/0.png"}}, vision.part(ASK)]),
     turns([{"type": "image"}, vision.part(ASK)]) | {"images": ["images/0.png"]},
-    turns("<image>" + ASK) | {"images": ["images/0.png"]}, turns("<image>" + ASK) | {"images": [{"path": "images/0.png"}]},
-    turns("<image>" + ASK) | {"images": '["images/0.png"]'}, turns(ASK) | {"images": "images/0.png"},
+    turns("<image>" + ASK) | {"images": ["images/0.png"]},
+    turns("<image>" + ASK) | {"images": [{"path": "images/0.png"}]},
+    turns("<image>" + ASK) | {"images": '["images/0.png"]'},
+    turns(ASK) | {"images": "images/0.png"},
     {"query": "<image>" + ASK, "response": ANSWER, "images": ["images/0.png"]},
-    {"image": "images/0.png", "conversations": [{"from": "human", "value": "<image>" + ASK}, {"from": "gpt", "value": ANSWER}]},
+    {
+        "image": "images/0.png",
+        "conversations": [{"from": "human", "value": "<image>" + ASK}, {"from": "gpt", "value": ANSWER}],
+    },
 ]
 
 
@@ -87,7 +98,10 @@ def test_bytes_in_the_data_file(processor: Processor, folder: Path) -> None:
     content = (folder / "images" / "0.png").read_bytes()
     asked = [{"type": "image", "text": None}, {"type": "text", "text": ASK}]
     talk = [{"role": "user", "content": asked}, {"role": "assistant", "content": [{"type": "text", "text": ANSWER}]}]
-    pq.write_table(pa.Table.from_pylist([{"messages": talk, "images": [{"bytes": content, "path": None}]}]), folder / "rows.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([{"messages": talk, "images": [{"bytes": content, "path": None}]}]),
+        folder / "rows.parquet",
+    )
     url = "data:image/png;base64," + base64.b64encode(content).decode()
     rows = [turns([{"type": "image_url", "image_url": {"url": url}}, vision.part(ASK)]), turns(PARTS)]
     source = sources(processor, folder, *rows, dataset=[str(folder / "rows.parquet"), str(folder / "data.jsonl")])
@@ -102,14 +116,17 @@ def test_masks_without_marks_in_the_template(processor: Processor, folder: Path)
     rows = [turns(PARTS), turns([vision.part("so "), vision.image("1.png"), vision.part("?")]), turns("no image")]
     rows[1]["messages"] += turns([vision.part("and "), vision.image("2.png")], "b")["messages"]
     bare = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    strict = bare.replace("{% if c is string %}{{ c }}{% else %}{% for", "{% for").replace("{% endif %}{% endfor %}{% endif %}",
-                                                                                          "{% endif %}{% endfor %}")
+    strict = bare.replace("{% if c is string %}{{ c }}{% else %}{% for", "{% for").replace(
+        "{% endif %}{% endfor %}{% endif %}", "{% endif %}{% endfor %}"
+    )
     masks = []
     for text in (template, bare, strict):
         source = sources(processor, folder, *rows, chat_template=text)
         masks.append([source.data.docs.read(i) for i in range(3)])
     for other in masks[1:]:
-        assert all(np.array_equal(a, b) for x, y in zip(masks[0], other, strict=True) for a, b in zip(x, y, strict=True))
+        assert all(
+            np.array_equal(a, b) for x, y in zip(masks[0], other, strict=True) for a, b in zip(x, y, strict=True)
+        )
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -172,7 +189,10 @@ def test_a_row_without_images_goes_past_a_blank_one(processor: Processor, folder
     (text,), (other,) = source.next(), source.next()
     own = len(source.data.docs.read(0)[0])
     assert int(text.valid.sum()) == own == text.tokens and text.valid[0, :own].all()
-    assert text.extra.keys() == other.extra.keys() and text.extra["pixel_values"].shape == other.extra["pixel_values"].shape
+    assert (
+        text.extra.keys() == other.extra.keys()
+        and text.extra["pixel_values"].shape == other.extra["pixel_values"].shape
+    )
     assert text.label_tokens == int(source.data.docs.labels[0])
 
 

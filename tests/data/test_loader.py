@@ -79,7 +79,9 @@ def test_without_shuffle_global_batch_k_is_rows_k_gbs(tmp_path: Path, dp: int, p
     for k in range(5):
         steps = [s.next() for s in ranks]
         assert all(len(step) == accumulation and all(b.input_ids.shape[0] == per for b in step) for step in steps)
-        assert sorted(i for step in steps for i in ids_of(step)) == sorted(i % 17 for i in range(k * gbs, (k + 1) * gbs))
+        assert sorted(i for step in steps for i in ids_of(step)) == sorted(
+            i % 17 for i in range(k * gbs, (k + 1) * gbs)
+        )
 
 
 def test_shuffled_epochs_are_permutations_and_run_on(tmp_path: Path) -> None:
@@ -125,8 +127,11 @@ def test_resume_on_other_ranks_sees_the_rows_that_come_next(tmp_path: Path) -> N
 
 def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     s = source(tmp_path, 20, LoaderGeometry())[0]
-    for options, said in (({"max_length": 40, "truncation_strategy": "right"}, "max_length"), ({"shuffle": False}, "shuffle"),
-                          ({"data_seed": 9}, "data_seed")):
+    for options, said in (
+        ({"max_length": 40, "truncation_strategy": "right"}, "max_length"),
+        ({"shuffle": False}, "shuffle"),
+        ({"data_seed": 9}, "data_seed"),
+    ):
         with pytest.raises(DataError, match=said):
             source(tmp_path, 20, LoaderGeometry(), **options)[0].load_state_dict(s.state_dict())
 
@@ -160,7 +165,10 @@ def test_packed_epoch_holds_every_document_once_and_says_its_fill(tmp_path: Path
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_evaluation_takes_every_row_once_and_fills_up_without_weight(tmp_path: Path, packing: bool) -> None:
-    ranks = [source(tmp_path, 30, LoaderGeometry(r, 2, 2), split_dataset_ratio=0.3, packing=packing, max_length=128)[1] for r in (0, 1)]
+    ranks = [
+        source(tmp_path, 30, LoaderGeometry(r, 2, 2), split_dataset_ratio=0.3, packing=packing, max_length=128)[1]
+        for r in (0, 1)
+    ]
     taken = [list(e.eval_batches()) for e in ranks]
     assert len({len(t) for t in taken}) == 1
     ids = [i for t in taken for step in t for i in ids_of(step)]
@@ -175,14 +183,22 @@ def test_evaluation_takes_every_row_once_and_fills_up_without_weight(tmp_path: P
 @pytest.mark.parametrize("limit", [None, 5])
 def test_evaluation_takes_the_same_rows_on_every_layout(tmp_path: Path, limit: int | None) -> None:
     """Ranks, rows a micro-batch, micro-batches of a pipeline."""
+
     def held(dp: int, per_device: int, accumulation: int) -> list[int]:
         ids = []
         for rank in range(dp):
-            made = source(tmp_path, 30, LoaderGeometry(rank, dp, 2), split_dataset_ratio=0.3, per_device_eval_batch_size=per_device)[1]
+            made = source(
+                tmp_path,
+                30,
+                LoaderGeometry(rank, dp, 2),
+                split_dataset_ratio=0.3,
+                per_device_eval_batch_size=per_device,
+            )[1]
             assert made is not None
             made = replace(made, geometry=replace(made.geometry, accumulation=accumulation))
             ids += [i for step in made.eval_batches(limit) for i in ids_of(step) if i >= 0]
         return sorted(ids)
+
     one = held(1, 1, 1)
     assert len(one) == len(set(one)) == (limit or 9)
     assert one == held(2, 1, 1) == held(3, 2, 1) == held(1, 4, 2) == held(2, 3, 4)
@@ -203,7 +219,9 @@ def test_a_data_set_shorter_than_a_global_batch_is_refused(tmp_path: Path) -> No
 def test_what_is_said_of_too_few_packed_rows_is_enough(tmp_path: Path) -> None:
     with pytest.raises(DataError) as told:
         source(tmp_path, 40, LoaderGeometry(per_device=50), packing=True, max_length=256)
-    rows = re.search(r"40 rows, packed into (\d+), fewer than one global batch of 50\n.*d.jsonl#(\d+) to repeat", str(told.value))
+    rows = re.search(
+        r"40 rows, packed into (\d+), fewer than one global batch of 50\n.*d.jsonl#(\d+) to repeat", str(told.value)
+    )
     assert rows is not None and int(rows[1]) < 40 < int(rows[2])
     cfg = config(tmp_path, f"{tmp_path / 'd.jsonl'}#{rows[2]}", packing=True, max_length=256)
     made = build(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(per_device=50))[0]
@@ -212,7 +230,9 @@ def test_what_is_said_of_too_few_packed_rows_is_enough(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_streams_resume_on_any_number_of_ranks(tmp_path: Path, packing: bool, shuffle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_resume_on_any_number_of_ranks(
+    tmp_path: Path, packing: bool, shuffle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megaswift.data.stream.BLOCK", 7)
     options: dict[str, Any] = {"streaming": True, "shuffle": shuffle, "packing": packing, "max_length": 512}
     whole = source(tmp_path, 17, LoaderGeometry(0, 1, 4), **options)[0]
@@ -229,7 +249,9 @@ def test_streams_resume_on_any_number_of_ranks(tmp_path: Path, packing: bool, sh
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"packing": True, "max_length": 128}], ids=str)
-def test_a_stream_tells_the_part_of_a_pass(tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_tells_the_part_of_a_pass(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megaswift.data.stream.BLOCK", 7)
     jsonl(tmp_path / "d.jsonl", [chat(str(i), "a") for i in range(10)])  # rows of equal bytes
     s = source(tmp_path, 10, LoaderGeometry(per_device=1), streaming=True, **options)[0]
@@ -256,28 +278,36 @@ def test_the_part_of_a_pass_by_rows_bytes_and_files(tmp_path: Path) -> None:
     def parts(*sources: Source) -> list[float]:
         cursors = (cursor for _, _, cursor in read_on(sources, Cursor()))
         return [Passes(sources).at(cursor) for cursor in islice(cursors, 8)]
+
     quarters = pytest.approx([0.25 * n for n in range(1, 9)])
     assert parts(Source("", (lines,))) == quarters and parts(Source("", (columns,))) == quarters
     assert parts(Source("", (lines,), 8)) == pytest.approx([n / 8 for n in range(1, 9)])
     assert parts(Source("", (lines,), 2), Source("", (columns,), 2)) == quarters
     assert parts(Source("", (table,)))[:5] == [0, 0, 0, 0, 1]
     a, b = lines.stat().st_size, columns.stat().st_size
-    assert parts(Source("", (lines, columns))) == pytest.approx([*(n * a / 4 / (a + b) for n in range(1, 5)),
-                                                                 *((a + n * b / 4) / (a + b) for n in range(1, 5))])
+    assert parts(Source("", (lines, columns))) == pytest.approx(
+        [*(n * a / 4 / (a + b) for n in range(1, 5)), *((a + n * b / 4) / (a + b) for n in range(1, 5))]
+    )
     assert set(parts(Source("", (lines,), 2), Source("", (columns,)))) == {0, 1}
 
 
-def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "d.jsonl"
     jsonl(path, [chat(str(i), "a") for i in range(5)] + [{"messages": 3}] + [chat("x", "y")] * 3)
     s = source(tmp_path, 0, LoaderGeometry(per_device=2), streaming=True, shuffle=False)[0]
     assert [ids_of(s.next()) for _ in range(2)] == [[0, 1], [2, 3]]
     state = s.state_dict()
-    with pytest.raises(DataError, match=r"d.jsonl:6: column messages(.|\n)*try: mend the row, or --strict false(.|\n)*latest"):
+    with pytest.raises(
+        DataError, match=r"d.jsonl:6: column messages(.|\n)*try: mend the row, or --strict false(.|\n)*latest"
+    ):
         s.next()
     assert s.state_dict() == state
     jsonl(path, [chat("q", "a") | {"messages": [chat("q", "a")["messages"][0]]}, {"messages": 3}, chat("x", "y")])
-    with pytest.raises(DataError, match=r"(?s)d.jsonl:2: column messages.*mend the row, or --strict"):  # before a row of use: at once
+    with pytest.raises(
+        DataError, match=r"(?s)d.jsonl:2: column messages.*mend the row, or --strict"
+    ):  # before a row of use: at once
         source(tmp_path, 0, LoaderGeometry(), streaming=True)
     jsonl(path, [chat(str(i), "a") for i in range(5)] + [{"messages": 3}] + [chat("x", "y")] * 3)
     lenient = source(tmp_path, 0, LoaderGeometry(per_device=2), streaming=True, shuffle=False, strict=False)[0]
@@ -351,7 +381,9 @@ def test_a_run_goes_on_when_the_template_s_date_is_another(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_stream_without_a_usable_row_is_refused(tmp_path: Path, packing: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_without_a_usable_row_is_refused(
+    tmp_path: Path, packing: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     options: dict[str, Any] = {"streaming": True, "packing": packing, "shuffle": False, "truncation_strategy": "delete"}
     jsonl(tmp_path / "d.jsonl", [chat("q", "word " * 200)] * 3 + [chat("q", "a")])
     s = source(tmp_path, 0, LoaderGeometry(per_device=4), max_length=128, **options)[0]
@@ -359,7 +391,9 @@ def test_a_stream_without_a_usable_row_is_refused(tmp_path: Path, packing: bool,
     assert capsys.readouterr().err.count("deleted") == 1
     with pytest.raises(DataError, match="no row of a whole epoch.*--max_length 4 "):
         source(tmp_path, 0, LoaderGeometry(), max_length=4, **options)
-    with pytest.raises(DataError, match=r"row 1: \d+ tokens, --max_length is 128"):  # what stops it at its first row stops it now
+    with pytest.raises(
+        DataError, match=r"row 1: \d+ tokens, --max_length is 128"
+    ):  # what stops it at its first row stops it now
         source(tmp_path, 0, LoaderGeometry(), max_length=128, **options | {"truncation_strategy": "raise"})
     if packing:
         s.contents.options = replace(s.options, max_length=4)
@@ -370,9 +404,13 @@ def test_a_stream_without_a_usable_row_is_refused(tmp_path: Path, packing: bool,
 
 def test_a_stream_resumes_with_the_same_options_only(tmp_path: Path) -> None:
     state = source(tmp_path, 9, LoaderGeometry(), streaming=True)[0].state_dict()
-    for options, said in (({"data_seed": 9}, "--data_seed"), ({"shuffle": False}, "--shuffle was True in the checkpoint, now False"),
-                          ({"packing": True}, "--packing"), ({"max_length": 99}, "--max_length"),
-                          ({"truncation_strategy": "right"}, "--truncation_strategy")):
+    for options, said in (
+        ({"data_seed": 9}, "--data_seed"),
+        ({"shuffle": False}, "--shuffle was True in the checkpoint, now False"),
+        ({"packing": True}, "--packing"),
+        ({"max_length": 99}, "--max_length"),
+        ({"truncation_strategy": "right"}, "--truncation_strategy"),
+    ):
         other = source(tmp_path, 9, LoaderGeometry(), streaming=True, **options)[0]
         with pytest.raises(DataError, match=said):
             other.load_state_dict(state)
@@ -390,6 +428,9 @@ def test_warnings_and_errors_name_the_evaluation_data(tmp_path: Path, capsys: py
     val = jsonl(tmp_path / "v.jsonl", [chat("q", "word " * 200), chat("q", "a")])
     source(tmp_path, 4, LoaderGeometry(), val_dataset=[val], max_length=128, truncation_strategy="delete")
     assert "v.jsonl: 1 of 2 rows deleted" in capsys.readouterr().err
-    jsonl(tmp_path / "v.jsonl", [{"messages": [*chat("q", "a")["messages"][:1], {"role": "assistant", "content": "a", "loss": False}]}])
+    jsonl(
+        tmp_path / "v.jsonl",
+        [{"messages": [*chat("q", "a")["messages"][:1], {"role": "assistant", "content": "a", "loss": False}]}],
+    )
     with pytest.raises(DataError, match=r"v.jsonl: no token of 1 rows carries loss"):
         source(tmp_path, 4, LoaderGeometry(), val_dataset=[val])

@@ -21,17 +21,76 @@ from megaswift.data.sample import RowError
 from tests.data.makers import TEXT, config, tokenizer
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
-          r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-DEEPSEEK = (r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]"
-            r"+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]"
+    r"+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 GPT2 = ()
-PATTERNS: dict[str, tuple[str, ...]] = {"gpt2": GPT2, "qwen2": (QWEN2,), "qwen3_5": (QWEN3_5,), "llama3": (LLAMA3,), "tekken": (TEKKEN,),
-                                        "deepseek": DEEPSEEK, "both": (QWEN2, "gpt2")}
-TOKENS = ("<|end|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "<s>>", "[INST]", "[[INST]", "\t\t", " <sp>", "aa")
-HARD = [*" \n\r\t/.,'aZ5é日かß", " ", "  ", "\n\n", "\r\n", "\u00a0", "\u3000", "\u0085", "\u2028", "\u180e", "\u200d", "\u0301", "\u3099",
-        ">", "\u1100\u1161", "\u212a", "\u1fef", "🙂", "👩‍👩‍👧", "'s", "'LL", "123", "!?", "/\n", "->", "\ufeff", "\ufe0f", "<", "|>", "<|",
-        "[", "hello", " world", "the", *TOKENS]
+PATTERNS: dict[str, tuple[str, ...]] = {
+    "gpt2": GPT2,
+    "qwen2": (QWEN2,),
+    "qwen3_5": (QWEN3_5,),
+    "llama3": (LLAMA3,),
+    "tekken": (TEKKEN,),
+    "deepseek": DEEPSEEK,
+    "both": (QWEN2, "gpt2"),
+}
+TOKENS = (
+    "<|end|>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<s>",
+    "<s>>",
+    "[INST]",
+    "[[INST]",
+    "\t\t",
+    " <sp>",
+    "aa",
+)
+HARD = [
+    *" \n\r\t/.,'aZ5é日かß",
+    " ",
+    "  ",
+    "\n\n",
+    "\r\n",
+    "\u00a0",
+    "\u3000",
+    "\u0085",
+    "\u2028",
+    "\u180e",
+    "\u200d",
+    "\u0301",
+    "\u3099",
+    ">",
+    "\u1100\u1161",
+    "\u212a",
+    "\u1fef",
+    "🙂",
+    "👩‍👩‍👧",
+    "'s",
+    "'LL",
+    "123",
+    "!?",
+    "/\n",
+    "->",
+    "\ufeff",
+    "\ufe0f",
+    "<",
+    "|>",
+    "<|",
+    "[",
+    "hello",
+    " world",
+    "the",
+    *TOKENS,
+]
 
 
 @cache
@@ -43,11 +102,26 @@ def made(name: str) -> Tokenizer:
     tok.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     if name != "gpt2":
         tok.normalizer = normalizers.NFC()
-    rng = random.Random(0)  # trained on the like of the tests' own texts, so that whatever pre-tokenisation lets merge does merge
+    rng = random.Random(
+        0
+    )  # trained on the like of the tests' own texts, so that whatever pre-tokenisation lets merge does merge
     text = [*TEXT, *(hard_text(rng).text for _ in range(4000))]
-    tok.train_from_iterator(text, trainers.BpeTrainer(vocab_size=6000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                                                      special_tokens=list(TOKENS), show_progress=False))
-    tok.add_tokens([AddedToken("<think>", normalized=False), AddedToken("K2", normalized=True), AddedToken("  \n", normalized=True)])
+    tok.train_from_iterator(
+        text,
+        trainers.BpeTrainer(
+            vocab_size=6000,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=list(TOKENS),
+            show_progress=False,
+        ),
+    )
+    tok.add_tokens(
+        [
+            AddedToken("<think>", normalized=False),
+            AddedToken("K2", normalized=True),
+            AddedToken("  \n", normalized=True),
+        ]
+    )
     return tok
 
 
@@ -80,31 +154,59 @@ def test_pieces_are_whole_texts_over_hard_strings(name: str) -> None:
     texts = [hard_text(rng) for _ in range(3000)]
     for _ in range(2):  # once unknown, once known
         for i in range(0, len(texts), 500):
-            some = texts[i: i + 500]
+            some = texts[i : i + 500]
             for text, (ids, mask), whole in zip(some, ours.tokenize(some), ours._tokenize_whole(some), strict=True):
                 assert (ids.tolist(), mask.tolist()) == oracle(tok, text), repr(text)
                 assert (ids.tolist(), mask.tolist()) == (whole[0].tolist(), whole[1].tolist())
                 assert (ids.dtype, mask.dtype) == (whole[0].dtype, whole[1].dtype)
 
 
-CONTENTS = ["", " ", "\n", "  \n ", "hi", " hi ", "hello world, how are you", "🙂🙂", "日本語の テキスト\n\n次", "a\n\n\n b\n",
-            "<think>\nso\n</think>\n\nyes", "<|im_start|>assistant\nno<|im_end|>\n", "<|eot_id|>", "<|im_", "\u00e9e\u0301 \u0301",
-            "\u3000x\u00a0y", "def f(a):\n    return a/\n\n# x"]
+CONTENTS = [
+    "",
+    " ",
+    "\n",
+    "  \n ",
+    "hi",
+    " hi ",
+    "hello world, how are you",
+    "🙂🙂",
+    "日本語の テキスト\n\n次",
+    "a\n\n\n b\n",
+    "<think>\nso\n</think>\n\nyes",
+    "<|im_start|>assistant\nno<|im_end|>\n",
+    "<|eot_id|>",
+    "<|im_",
+    "\u00e9e\u0301 \u0301",
+    "\u3000x\u00a0y",
+    "def f(a):\n    return a/\n\n# x",
+]
 CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": 1, "b": "x  y\n\nz"}}}
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds  a\nb", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "adds  a\nb", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 CHATS = [("qwen", n) for n in ("qwen3", "qwen2_5", "qwen3_training", "qwen2_5_training")] + [
-    ("llama", n) for n in ("llama3", "llama3_1", "llama3_training")]
+    ("llama", n) for n in ("llama3", "llama3_1", "llama3_training")
+]
 
 
 def hard_chat(rng: random.Random) -> dict[str, Any]:
     messages: list[dict[str, Any]] = [{"role": "system", "content": rng.choice(CONTENTS)}] * rng.randint(0, 1)
     for _ in range(rng.randint(1, 3)):
-        messages += [{"role": "user", "content": rng.choice(CONTENTS)}, {"role": "assistant", "content": rng.choice(CONTENTS)}]
+        messages += [
+            {"role": "user", "content": rng.choice(CONTENTS)},
+            {"role": "assistant", "content": rng.choice(CONTENTS)},
+        ]
         if rng.random() < 0.3:
             messages[-1]["reasoning_content"] = rng.choice(CONTENTS)
         if rng.random() < 0.2:
             messages[-1]["tool_calls"] = [CALL]
-            messages += [{"role": "tool", "content": rng.choice(CONTENTS)}, {"role": "assistant", "content": rng.choice(CONTENTS)}]
+            messages += [
+                {"role": "tool", "content": rng.choice(CONTENTS)},
+                {"role": "assistant", "content": rng.choice(CONTENTS)},
+            ]
     return {"messages": messages, "tools": rng.choice([None, TOOLS])}
 
 
@@ -159,14 +261,22 @@ def test_a_refused_text_leaves_the_table_right() -> None:
 
 
 REFUSED: list[dict[str, Any]] = [
-    {"added": AddedToken("<x>", rstrip=True, normalized=False)}, {"added": AddedToken("<x>", lstrip=True, normalized=False)},
-    {"added": AddedToken("<x>", single_word=True, normalized=False)}, {"added": AddedToken("two words", normalized=False)},
-    {"added": AddedToken("Ends ", normalized=True)}, {"added": AddedToken("\nx", normalized=True)},
-    {"normalizer": normalizers.Lowercase()}, {"normalizer": normalizers.Prepend("_")},
-    {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, {"pre_tokenizer": pre_tokenizers.ByteLevel(use_regex=False)},
-    {"pre_tokenizer": pre_tokenizers.Split(Regex(r"\w+ \w+|\s+"), "isolated")}, {"pre_tokenizer": pre_tokenizers.Metaspace()},
-    {"pre_tokenizer": pre_tokenizers.Split(Regex(QWEN2), "removed")}, {"pre_tokenizer": pre_tokenizers.Split(" ", "isolated")},
-    {"pre_tokenizer": pre_tokenizers.Split(Regex(QWEN2), "isolated", invert=True)}]
+    {"added": AddedToken("<x>", rstrip=True, normalized=False)},
+    {"added": AddedToken("<x>", lstrip=True, normalized=False)},
+    {"added": AddedToken("<x>", single_word=True, normalized=False)},
+    {"added": AddedToken("two words", normalized=False)},
+    {"added": AddedToken("Ends ", normalized=True)},
+    {"added": AddedToken("\nx", normalized=True)},
+    {"normalizer": normalizers.Lowercase()},
+    {"normalizer": normalizers.Prepend("_")},
+    {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+    {"pre_tokenizer": pre_tokenizers.ByteLevel(use_regex=False)},
+    {"pre_tokenizer": pre_tokenizers.Split(Regex(r"\w+ \w+|\s+"), "isolated")},
+    {"pre_tokenizer": pre_tokenizers.Metaspace()},
+    {"pre_tokenizer": pre_tokenizers.Split(Regex(QWEN2), "removed")},
+    {"pre_tokenizer": pre_tokenizers.Split(" ", "isolated")},
+    {"pre_tokenizer": pre_tokenizers.Split(Regex(QWEN2), "isolated", invert=True)},
+]
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
@@ -195,6 +305,8 @@ def test_dropout_and_other_models_are_encoded_whole() -> None:
 
 def test_a_separator_is_found_wherever_it_stands() -> None:
     assert _separator(["<|a|>", "<b>"]) == "<|a|>"
-    assert _separator(["aa", "[INST]", "[[INST]"]) == "[[INST]"  # the first overlaps itself, the second lies in the third
+    assert (
+        _separator(["aa", "[INST]", "[[INST]"]) == "[[INST]"
+    )  # the first overlaps itself, the second lies in the third
     assert _separator(["<b>", "x<"]) == "x<"  # whose end begins the first
     assert _separator(["日"]) is None

@@ -14,7 +14,11 @@ from megaswift.data.sample import RowError, Sample
 
 S, U, V = {"role": "system", "content": "s"}, {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
 A, B, C = ({"role": "assistant", "content": c} for c in ("a1", "a2", "bad"))
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+}
 RESULT = {"role": "tool", "content": "r"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 ASK, GPT, LOST = {"from": "human", "value": "q1"}, {"from": "gpt", "value": "a1"}, {"from": "gpt", "value": "bad"}
@@ -23,17 +27,44 @@ MS, MSM, TRL = "messages + rejected_response", "messages + rejected_messages", "
 ALPACA, SHAREGPT = "alpaca preference", "sharegpt preference"
 GOOD: list[tuple[str, dict[str, Any], list[Any], list[Any], list[int], float]] = [
     (MS, {"messages": [S, U, A], "rejected_response": "bad"}, [S, U, A], [S, U, C], [2], math.nan),
-    (MS, {"messages": [U, A, V, B], "rejected_response": "bad", "margin": 2, "system": "s"}, [S, U, A, V, B], [S, U, A, V, C], [4], 2.0),
-    (MS, {"messages": [U, CALL, RESULT, A], "rejected_response": "bad"}, [U, CALL, RESULT, A], [U, CALL, RESULT, C], [3], math.nan),
+    (
+        MS,
+        {"messages": [U, A, V, B], "rejected_response": "bad", "margin": 2, "system": "s"},
+        [S, U, A, V, B],
+        [S, U, A, V, C],
+        [4],
+        2.0,
+    ),
+    (
+        MS,
+        {"messages": [U, CALL, RESULT, A], "rejected_response": "bad"},
+        [U, CALL, RESULT, A],
+        [U, CALL, RESULT, C],
+        [3],
+        math.nan,
+    ),
     (MS, {"query": "q1", "response": "a1", "rejected_response": "bad", "margin": "0.5"}, [U, A], [U, C], [1], 0.5),
     (MS, {"conversations": [ASK, GPT], "rejected_response": "bad"}, [U, A], [U, C], [1], math.nan),
     (MSM, {"messages": [S, U, A], "rejected_messages": [S, U, C]}, [S, U, A], [S, U, C], [2], math.nan),
     (MSM, {"messages": [U, A], "rejected_messages": [C]}, [U, A], [U, C], [1], math.nan),
-    (MSM, {"messages": [U, A, V, B], "rejected_messages": [CALL, RESULT, C], "system": "s"},
-     [S, U, A, V, B], [S, U, A, V, CALL, RESULT, C], [4], math.nan),
+    (
+        MSM,
+        {"messages": [U, A, V, B], "rejected_messages": [CALL, RESULT, C], "system": "s"},
+        [S, U, A, V, B],
+        [S, U, A, V, CALL, RESULT, C],
+        [4],
+        math.nan,
+    ),
     (MSM, {"messages": [U, A], "rejected_messages": [U, C], "system": "s"}, [S, U, A], [S, U, C], [2], math.nan),
     (TRL, {"prompt": [U], "chosen": [A], "rejected": [C]}, [U, A], [U, C], [1], math.nan),
-    (TRL, {"prompt": [U], "chosen": A, "rejected": '[{"role": "assistant", "content": "bad"}]', "margin": 1.5}, [U, A], [U, C], [1], 1.5),
+    (
+        TRL,
+        {"prompt": [U], "chosen": A, "rejected": '[{"role": "assistant", "content": "bad"}]', "margin": 1.5},
+        [U, A],
+        [U, C],
+        [1],
+        1.5,
+    ),
     (TRL, {"chosen": [U, A, V, B], "rejected": [U, A, V, C]}, [U, A, V, B], [U, A, V, C], [3], math.nan),
     (TRL, {"prompt": "q1", "chosen": [U, A], "rejected": [U, C], "system": "s"}, [S, U, A], [S, U, C], [2], math.nan),
     (TRL, {"prompt": "q1", "chosen": [A], "rejected": [C]}, [U, A], [U, C], [1], math.nan),
@@ -41,7 +72,14 @@ GOOD: list[tuple[str, dict[str, Any], list[Any], list[Any], list[int], float]] =
     (ALPACA, {"instruction": "q1", "input": "", "chosen": "a1", "rejected": "bad"}, [U, A], [U, C], [1], math.nan),
     (ALPACA, {"instruction": "q1", "output": ["a1", "bad"], "system": "s"}, [S, U, A], [S, U, C], [2], math.nan),
     (SHAREGPT, {"conversations": [ASK], "chosen": GPT, "rejected": LOST}, [U, A], [U, C], [1], math.nan),
-    (SHAREGPT, {"conversations": [ASK], "chosen": "a1", "rejected": [LOST], "system": "s", "margin": 1}, [S, U, A], [S, U, C], [2], 1.0),
+    (
+        SHAREGPT,
+        {"conversations": [ASK], "chosen": "a1", "rejected": [LOST], "system": "s", "margin": 1},
+        [S, U, A],
+        [S, U, C],
+        [2],
+        1.0,
+    ),
 ]
 
 
@@ -54,10 +92,12 @@ def test_pairs_become_the_conversations_they_mean(case: int, task: str) -> None:
     unit = found.parse({**row, "tools": [TOOL]})
     assert [list(s.messages) for s in unit.samples] == [chosen, rejected]
     for sample in unit.samples:
-        assert [flag for m, flag in zip(sample.messages, sample.loss, strict=True) if m["role"] != "assistant"].count(None) == len(
-            [m for m in sample.messages if m["role"] != "assistant"])
+        assert [flag for m, flag in zip(sample.messages, sample.loss, strict=True) if m["role"] != "assistant"].count(
+            None
+        ) == len([m for m in sample.messages if m["role"] != "assistant"])
         assert [i for i, flag in enumerate(sample.loss) if flag] == [
-            i for i, m in enumerate(sample.messages) if m["role"] == "assistant" and i >= begin[0]]
+            i for i, m in enumerate(sample.messages) if m["role"] == "assistant" and i >= begin[0]
+        ]
         assert sample.tools == (TOOL,)
     assert unit.value == pytest.approx(margin, nan_ok=True)
 
@@ -65,8 +105,11 @@ def test_pairs_become_the_conversations_they_mean(case: int, task: str) -> None:
 TEXTS = [
     ({"prompt": "one ", "chosen": "two", "rejected": "three"}, ("one two", "one three"), 4),
     ({"chosen": "one two", "rejected": "one three"}, ("one two", "one three"), 5),
-    ({"chosen": "\n\nHuman: x\n\nAssistant: yes", "rejected": "\n\nHuman: x\n\nAssistant: no"},
-     ("\n\nHuman: x\n\nAssistant: yes", "\n\nHuman: x\n\nAssistant: no"), 22),
+    (
+        {"chosen": "\n\nHuman: x\n\nAssistant: yes", "rejected": "\n\nHuman: x\n\nAssistant: no"},
+        ("\n\nHuman: x\n\nAssistant: yes", "\n\nHuman: x\n\nAssistant: no"),
+        22,
+    ),
 ]
 
 
@@ -82,7 +125,7 @@ def test_an_implicit_text_prompt_is_trls(row: dict[str, Any]) -> None:
 
     if "prompt" not in row:
         unit, theirs = recognise(row, "dpo").parse(row), extract_prompt(dict(row))
-        assert unit.samples[0].text[:unit.prompt] == theirs["prompt"]
+        assert unit.samples[0].text[: unit.prompt] == theirs["prompt"]
 
 
 LABELLED = [
@@ -92,7 +135,13 @@ LABELLED = [
     ("messages + label", {"conversations": [ASK, GPT], "label": 1.0, "system": "s"}, [S, U, A], [2], 1.0),
     ("messages + label", {"instruction": "q1", "output": "a1", "label": False}, [U, A], [1], 0.0),
     ("prompt, completion, label", {"prompt": [U], "completion": [A], "label": False}, [U, A], [1], 0.0),
-    ("prompt, completion, label", {"prompt": [U, A, V], "completion": [B], "label": 1, "system": "s"}, [S, U, A, V, B], [4], 1.0),
+    (
+        "prompt, completion, label",
+        {"prompt": [U, A, V], "completion": [B], "label": 1, "system": "s"},
+        [S, U, A, V, B],
+        [4],
+        1.0,
+    ),
     ("prompt, completion, label", {"prompt": [U], "completion": "a1", "label": True}, [U, A], [1], 1.0),
 ]
 
@@ -105,17 +154,26 @@ def test_labelled_answers(name: str, row: dict[str, Any], messages: list[Any], l
     (sample,) = unit.samples
     assert list(sample.messages) == messages and [i for i, flag in enumerate(sample.loss) if flag] == loss
     assert recognise({"prompt": "x", "completion": "y", "label": True}, "kto").parse(
-        {"prompt": "x", "completion": "y", "label": True}).samples == (Sample(text="xy"),)
+        {"prompt": "x", "completion": "y", "label": True}
+    ).samples == (Sample(text="xy"),)
 
 
 def test_every_registered_format_of_preferences_is_tried_above() -> None:
-    assert {f.name for f in FORMATS if set(f.tasks) & set(PREFERENCES)} == {g[0] for g in GOOD} | {row[0] for row in LABELLED}
+    assert {f.name for f in FORMATS if set(f.tasks) & set(PREFERENCES)} == {g[0] for g in GOOD} | {
+        row[0] for row in LABELLED
+    }
     assert {f.tasks for f in FORMATS if set(f.tasks) & set(PREFERENCES)} == {PAIRS, EXAMPLES}
 
 
 BAD = [
     ("dpo", {"messages": [U, A], "rejected_response": "a1"}, "rejected_response", "the same as the chosen", IDENTICAL),
-    ("dpo", {"messages": [U, A], "rejected_messages": [U, A]}, "rejected_messages", "the same as the chosen", IDENTICAL),
+    (
+        "dpo",
+        {"messages": [U, A], "rejected_messages": [U, A]},
+        "rejected_messages",
+        "the same as the chosen",
+        IDENTICAL,
+    ),
     ("dpo", {"prompt": "x", "chosen": "y", "rejected": "y"}, "rejected", "the same", IDENTICAL),
     ("dpo", {"messages": [U, A], "rejected_response": ""}, "rejected_response", "an empty answer", EMPTY),
     ("dpo", {"messages": [U, A], "rejected_response": " \n"}, "rejected_response", "an empty answer", EMPTY),
@@ -134,7 +192,13 @@ BAD = [
     ("dpo", {"messages": [U, A], "rejected_response": 3}, "rejected_response", "int 3; expected a string", None),
     ("dpo", {"messages": [U, A], "rejected_messages": "no"}, "rejected_messages", "not JSON", None),
     ("dpo", {"messages": [{"role": "bot"}], "rejected_response": "x"}, "messages[0].role", "one of system", None),
-    ("dpo", {"messages": [U, A], "rejected_response": "x", "margin": "wide"}, "margin", 'str "wide"; expected a number', None),
+    (
+        "dpo",
+        {"messages": [U, A], "rejected_response": "x", "margin": "wide"},
+        "margin",
+        'str "wide"; expected a number',
+        None,
+    ),
     ("dpo", {"messages": [U, A], "rejected_response": "x", "margin": math.inf}, "margin", "a number", None),
     ("dpo", {"prompt": "x", "chosen": "y", "rejected": "z", "system": "s"}, "system", "beside texts", None),
     ("kto", {"prompt": "x", "completion": "y", "label": 1, "tools": [TOOL]}, "tools", "beside texts", None),
@@ -149,7 +213,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("task", "row", "column", "said", "cause"), BAD)
-def test_a_row_of_no_use_names_its_column_and_cause(task: str, row: dict[str, Any], column: str, said: str, cause: str | None) -> None:
+def test_a_row_of_no_use_names_its_column_and_cause(
+    task: str, row: dict[str, Any], column: str, said: str, cause: str | None
+) -> None:
     with pytest.raises(RowError) as e:
         recognise(row, task).parse(row)
     assert e.value.column == column and said in str(e.value)
@@ -157,12 +223,24 @@ def test_a_row_of_no_use_names_its_column_and_cause(task: str, row: dict[str, An
 
 
 WRONG = [
-    ("sft", {"messages": [U, A], "rejected_response": "x"}, f"the format {MS} is for megaswift dpo, orpo, cpo, simpo, rm, not for sft"),
+    (
+        "sft",
+        {"messages": [U, A], "rejected_response": "x"},
+        f"the format {MS} is for megaswift dpo, orpo, cpo, simpo, rm, not for sft",
+    ),
     ("sft", {"prompt": "x", "chosen": "y", "rejected": "z"}, f"the format {TRL} is for megaswift dpo"),
     ("sft", {"instruction": "x", "output": ["y", "z"]}, f"the format {ALPACA} is for"),
-    ("dpo", {"messages": [U, A]}, "the format messages is for megaswift sft, grpo, ppo, not for dpo; expected a row of alpaca preference"),
+    (
+        "dpo",
+        {"messages": [U, A]},
+        "the format messages is for megaswift sft, grpo, ppo, not for dpo; expected a row of alpaca preference",
+    ),
     ("dpo", {"messages": [U, A], "label": True}, "not for dpo"),
-    ("kto", {"messages": [U, A], "rejected_response": "x"}, "not for kto; expected a row of messages + label or prompt, completion, label"),
+    (
+        "kto",
+        {"messages": [U, A], "rejected_response": "x"},
+        "not for kto; expected a row of messages + label or prompt, completion, label",
+    ),
     ("pt", {"messages": [U, A], "label": True}, "not for pt"),
     ("dpo", {"frage": "x"}, "one of alpaca preference: instruction, chosen, rejected [input"),
     ("kto", {"frage": "x"}, "messages + label: messages, label [tools, system]"),

@@ -86,13 +86,18 @@ def test_columns_are_renamed(tmp_path: Path) -> None:
     assert texts(tmp_path, path, columns={"frage": "query", "antwort": "response"}) == expected(ROWS[:1])
 
 
-def test_a_column_that_no_row_has_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_that_no_row_has_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of all data sets together; a warning where more rows follow than are looked at."""
     path = jsonl(tmp_path / "d.jsonl", [{"query": "q", "response": "a", "persona": "s"}] * 3)
     other = write(tmp_path / "e.csv", ROWS)
     wrong = {"presona": "system", "persona": "system"}
     for streaming in (False, True):
-        with pytest.raises(DataError, match=r"--columns presona=system: no row has a column presona; there are query, response, persona"):
+        with pytest.raises(
+            DataError,
+            match=r"--columns presona=system: no row has a column presona; there are query, response, persona",
+        ):
             cfg = config(tmp_path, [path, other], columns=wrong, streaming=streaming)
             build(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry())
     jsonl(tmp_path / "v.jsonl", [{"query": "q", "response": "a", "presona": "s"}])
@@ -102,7 +107,10 @@ def test_a_column_that_no_row_has_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_renamed_column_goes_before_one_of_that_name(tmp_path: Path) -> None:
-    for row in ({"query": "hello 0", "response": "x", "better": "answer 0"}, {"better": "answer 0", "response": "x", "query": "hello 0"}):
+    for row in (
+        {"query": "hello 0", "response": "x", "better": "answer 0"},
+        {"better": "answer 0", "response": "x", "query": "hello 0"},
+    ):
         path = jsonl(tmp_path / "d.jsonl", [row])
         assert texts(tmp_path, path, columns={"better": "response"}) == expected(ROWS[:1])
 
@@ -142,8 +150,11 @@ def test_malformed_rows_are_told_with_file_line_and_column(tmp_path: Path) -> No
         texts(tmp_path, str(path))
     said = str(e.value)
     assert "(3 problems)" in said and "--strict false" in said
-    for part in (f"{path}:3: character ", f"{path}:5: column messages[0].content: nothing; expected a string",
-                 f"{path}:6: line: "):
+    for part in (
+        f"{path}:3: character ",
+        f"{path}:5: column messages[0].content: nothing; expected a string",
+        f"{path}:6: line: ",
+    ):
         assert part in said
     assert texts(tmp_path, str(path), strict=False) == expected([ROWS[0], ROWS[0]])
     cfg = config(tmp_path, str(path), strict=False)
@@ -180,12 +191,24 @@ def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:
         texts(tmp_path, str(tmp_path / "d.csv"))
 
 
-@pytest.mark.parametrize(("dataset", "said"), [
-    ("nothing.jsonl", "no such file"), ("/nowhere/at/all", "no such file"), ("d.bin", "not known"), ("d.jsonl:train", "no subset"),
-    ("empty", "no data files"), ("none.jsonl", "no rows"), ("bad.json", r"bad.json:1:2: not JSON"), ("d.jsonl#0", "takes no rows"),
-    ("silent.jsonl", "carries loss"), ("d.josnl", "no such file or folder\n    try: did you mean d.jsonl?"),
-    ("d.jsonl#5k", "what follows # is no number of rows\n    try: d.jsonl#500"),
-    (".:dd", "named dd in this folder\n    try: did you mean d?"), (".:train", "try: .:bad, d, none, silent")])
+@pytest.mark.parametrize(
+    ("dataset", "said"),
+    [
+        ("nothing.jsonl", "no such file"),
+        ("/nowhere/at/all", "no such file"),
+        ("d.bin", "not known"),
+        ("d.jsonl:train", "no subset"),
+        ("empty", "no data files"),
+        ("none.jsonl", "no rows"),
+        ("bad.json", r"bad.json:1:2: not JSON"),
+        ("d.jsonl#0", "takes no rows"),
+        ("silent.jsonl", "carries loss"),
+        ("d.josnl", "no such file or folder\n    try: did you mean d.jsonl?"),
+        ("d.jsonl#5k", "what follows # is no number of rows\n    try: d.jsonl#500"),
+        (".:dd", "named dd in this folder\n    try: did you mean d?"),
+        (".:train", "try: .:bad, d, none, silent"),
+    ],
+)
 def test_wrong_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str, said: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.bin").write_text("x")
@@ -211,8 +234,14 @@ def test_a_hub_that_gives_a_data_set_is_asked_once(tmp_path: Path, monkeypatch: 
     def load_dataset(name: str, subset: str | None) -> Any:
         asked.append((name, subset))
         rows = {"train": ROWS[:4] if subset else ROWS, "test": ROWS[:1]}
-        return datasets.DatasetDict({split: datasets.Dataset.from_list(some) for split, some in rows.items() if name != "some/tests"
-                                     or split == "test"})
+        return datasets.DatasetDict(
+            {
+                split: datasets.Dataset.from_list(some)
+                for split, some in rows.items()
+                if name != "some/tests" or split == "test"
+            }
+        )
+
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert texts(tmp_path, "some/set") == expected(ROWS) and texts(tmp_path, "some/set#5") == expected(ROWS[:5])
     assert texts(tmp_path, "some/set:part#6") == expected((ROWS[:4] * 2)[:6])
@@ -231,9 +260,15 @@ def test_the_cache_is_found_again_by_content(tmp_path: Path) -> None:
     first = stores(tmp_path, path)
     stamp = (first / "tokens.bin").stat().st_mtime_ns
     os.utime(path)  # touched, not changed
-    assert stores(tmp_path, path, max_length=7, packing=True) == first and (first / "tokens.bin").stat().st_mtime_ns == stamp
-    others = [stores(tmp_path, path, loss_scale="all"), stores(tmp_path, path, system="x"),
-              stores(tmp_path, path, chat_template="{{ messages }}", loss_scale="all")]
+    assert (
+        stores(tmp_path, path, max_length=7, packing=True) == first
+        and (first / "tokens.bin").stat().st_mtime_ns == stamp
+    )
+    others = [
+        stores(tmp_path, path, loss_scale="all"),
+        stores(tmp_path, path, system="x"),
+        stores(tmp_path, path, chat_template="{{ messages }}", loss_scale="all"),
+    ]
     jsonl(tmp_path / "d.jsonl", [*ROWS[1:], ROWS[0]])  # same size, other content
     others.append(stores(tmp_path, path))
     assert len({first, *others}) == 5
@@ -259,6 +294,7 @@ def test_an_interrupted_build_leaves_nothing_that_counts(tmp_path: Path) -> None
     def broken(scratch: Path) -> None:
         (scratch / "half").write_text("x")
         raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
         cache.build_once(target, broken)
     assert [p.name for p in tmp_path.iterdir()] == ["key.lock"]
@@ -266,7 +302,9 @@ def test_an_interrupted_build_leaves_nothing_that_counts(tmp_path: Path) -> None
     assert target.is_dir()
 
 
-def test_waiting_ends_with_the_build_its_failure_or_its_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_ends_with_the_build_its_failure_or_its_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "key"
     threading.Thread(target=lambda: (time.sleep(0.3), target.mkdir())).start()
     cache.wait_for(target)
@@ -274,6 +312,7 @@ def test_waiting_ends_with_the_build_its_failure_or_its_silence(tmp_path: Path, 
 
     def fails(scratch: Path) -> None:
         raise DataError("row 7 is bad")
+
     with pytest.raises(DataError):
         cache.build_once(other, fails)
     with pytest.raises(DataError, match="row 7 is bad"):
@@ -282,6 +321,7 @@ def test_waiting_ends_with_the_build_its_failure_or_its_silence(tmp_path: Path, 
 
     def no_room(scratch: Path) -> None:
         raise OSError(28, "No space left on device")
+
     with pytest.raises(DataError, match="No space left"):
         cache.build_once(full, no_room)
     with pytest.raises(DataError, match="No space left"):

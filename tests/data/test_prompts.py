@@ -29,18 +29,29 @@ def says(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+}
 RESULT = {"role": "tool", "content": "3", "name": "add"}
 CHATS: list[tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = [
     ({"prompt": [U], "solution": "4", "level": 2}, [U], {"solution": "4", "level": 2}),
     ({"prompt": json.dumps([S, U])}, [S, U], {}),
     ({"prompt": U, "system": S["content"], "messages": "of no use"}, [S, U], {"messages": "of no use"}),
-    ({"prompt": [U, says("a"), V], "chosen": "x", "rejected": "y", "label": 1}, [U, says("a"), V],
-     {"chosen": "x", "rejected": "y", "label": 1}),
+    (
+        {"prompt": [U, says("a"), V], "chosen": "x", "rejected": "y", "label": 1},
+        [U, says("a"), V],
+        {"chosen": "x", "rejected": "y", "label": 1},
+    ),
     ({"prompt": [U, CALL, RESULT], "tools": TOOLS}, [U, CALL, RESULT], {}),
     ({"messages": [S, U, says("a1")], "id": None}, [S, U], {"id": None, "response": "a1"}),
     ({"messages": [U, says("a1"), V], "answer": [1, {"b": 0.5}]}, [U, says("a1"), V], {"answer": [1, {"b": 0.5}]}),
-    ({"messages": [U, says("a1")], "response": "mine", "rejected_response": "z"}, [U], {"response": "mine", "rejected_response": "z"}),
+    (
+        {"messages": [U, says("a1")], "response": "mine", "rejected_response": "z"},
+        [U],
+        {"response": "mine", "rejected_response": "z"},
+    ),
     ({"query": "q2", "history": [["q1", "a"]], "gold": True}, [U, says("a"), V], {"gold": True}),
     ({"query": "q1", "response": "a1"}, [U], {"response": "a1"}),
     ({"instruction": "q1", "input": ""}, [U], {}),
@@ -51,11 +62,19 @@ CHATS: list[tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = [
 
 
 def run(tmp_path: Path, dataset: str, **options: Any) -> SwiftConfig:
-    return SwiftConfig(task=options.pop("task", "grpo"), dataset=[dataset], dataset_cache_dir=str(tmp_path / "cache"), **options)
+    return SwiftConfig(
+        task=options.pop("task", "grpo"), dataset=[dataset], dataset_cache_dir=str(tmp_path / "cache"), **options
+    )
 
 
-def source(tmp_path: Path, rows: list[dict[str, Any]], size: int = 1, kind: str = "qwen", name: str | None = "qwen2_5",
-           **options: Any) -> tuple[PromptSource, list[Prompt] | None]:
+def source(
+    tmp_path: Path,
+    rows: list[dict[str, Any]],
+    size: int = 1,
+    kind: str = "qwen",
+    name: str | None = "qwen2_5",
+    **options: Any,
+) -> tuple[PromptSource, list[Prompt] | None]:
     number = options.pop("repeat", "")
     return prompts_of(run(tmp_path, jsonl(tmp_path / "d.jsonl", rows) + number, **options), tokenizer(kind, name), size)
 
@@ -74,8 +93,12 @@ def test_conversations_are_transformers_own_up_to_the_answer(tmp_path: Path, kin
     found = all_of(source(tmp_path, [row for row, _, _ in cases], kind=kind, name=name)[0])
     own = tokenizer(kind, name)
     for i, ((row, messages, columns), prompt) in enumerate(zip(cases, found, strict=True)):
-        ids = own.apply_chat_template(messages, tools=row.get("tools"), add_generation_prompt=True, return_dict=True)["input_ids"]
-        assert prompt == Prompt(i, tuple(ids), tuple(messages), columns, tuple(row["tools"]) if "tools" in row else None)
+        ids = own.apply_chat_template(messages, tools=row.get("tools"), add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        assert prompt == Prompt(
+            i, tuple(ids), tuple(messages), columns, tuple(row["tools"]) if "tools" in row else None
+        )
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -83,12 +106,15 @@ def test_texts_are_taken_as_the_tokenizer_takes_them(tmp_path: Path, begins: boo
     own, bos = tokenizer("llama"), "<|begin_of_text|>"
     if begins:
         own.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, own.convert_tokens_to_ids(bos))])
+            single=f"{bos} $A", special_tokens=[(bos, own.convert_tokens_to_ids(bos))]
+        )
     texts = ["The capital of ", "日本語 🙂", bos + "hello"]
     rows = jsonl(tmp_path / "d.jsonl", [{"prompt": t, "n": 1} for t in texts])
     found = all_of(prompts_of(run(tmp_path, rows), own, 1)[0])
     expected = [own(t)["input_ids"] for t in texts[:2]] + [own(texts[2], add_special_tokens=False)["input_ids"]]
-    assert [p.token_ids for p in found] == [tuple(e) for e in expected] and (found[0].token_ids[0] == own.bos_token_id) == begins
+    assert [p.token_ids for p in found] == [tuple(e) for e in expected] and (
+        found[0].token_ids[0] == own.bos_token_id
+    ) == begins
     assert [p.said for p in found] == texts and all(p.columns == {"n": 1} and p.tools is None for p in found)
 
 
@@ -99,7 +125,11 @@ def test_the_run_s_system_message_and_column_names(tmp_path: Path) -> None:
 
 def test_the_answer_of_a_conversation_has_the_run_s_name_too(tmp_path: Path) -> None:
     """What the message of a missing column says to do."""
-    rows = [{"messages": [U, says("a1")]}, {"query": "q1", "response": "a2"}, {"messages": [U, says("a1")], "response": "mine"}]
+    rows = [
+        {"messages": [U, says("a1")]},
+        {"query": "q1", "response": "a2"},
+        {"messages": [U, says("a1")], "response": "mine"},
+    ]
     made = source(tmp_path, rows, columns={"response": "solution"})[0]
     assert [p.columns for p in all_of(made)] == [{"solution": "a1"}, {"solution": "a2"}, {"solution": "mine"}]
 
@@ -111,11 +141,18 @@ def test_what_json_cannot_hold_is_text(tmp_path: Path) -> None:
     assert made.next()[0].columns == {"when": "2026-01-02", "tests": [{"x": 1}]}
 
 
-@pytest.mark.parametrize("row, part", [
-    ({"prompt": ""}, "column prompt: an empty prompt"), ({"prompt": 3}, "column prompt: int 3; expected a string or a list"),
-    ({"prompt": "a", "tools": TOOLS}, "column tools: beside texts"), ({"prompt": [U, says("a")]}, "ends with the assistant's message"),
-    ({"messages": [says("a")]}, "column messages: nothing before the answer"),
-    ({"question": "q"}, "prompt: prompt [tools, system]"), ({"text": "t"}, "the format text is for megaswift pt, not for grpo")])
+@pytest.mark.parametrize(
+    "row, part",
+    [
+        ({"prompt": ""}, "column prompt: an empty prompt"),
+        ({"prompt": 3}, "column prompt: int 3; expected a string or a list"),
+        ({"prompt": "a", "tools": TOOLS}, "column tools: beside texts"),
+        ({"prompt": [U, says("a")]}, "ends with the assistant's message"),
+        ({"messages": [says("a")]}, "column messages: nothing before the answer"),
+        ({"question": "q"}, "prompt: prompt [tools, system]"),
+        ({"text": "t"}, "the format text is for megaswift pt, not for grpo"),
+    ],
+)
 def test_rows_that_ask_nothing(tmp_path: Path, row: dict[str, Any], part: str) -> None:
     with pytest.raises(DataError) as caught:
         source(tmp_path, [{"prompt": [U]}, row])
@@ -143,8 +180,14 @@ def test_order_epochs_and_resume(tmp_path: Path) -> None:
     assert [p.number for p in source(tmp_path, numbered(5), 5, shuffle=False)[0].next()] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("change, part", [
-    ({"shuffle": False}, "--shuffle"), ({"data_seed": 3}, "--data_seed"), ({"rows": [{"prompt": "hello", "n": 9}]}, "the data set")])
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        ({"shuffle": False}, "--shuffle"),
+        ({"data_seed": 3}, "--data_seed"),
+        ({"rows": [{"prompt": "hello", "n": 9}]}, "the data set"),
+    ],
+)
 def test_a_position_in_other_prompts(tmp_path: Path, change: dict[str, Any], part: str) -> None:
     state = source(tmp_path, [{"prompt": "hello", "n": 0}])[0].state_dict()
     other = source(tmp_path, **{"rows": [{"prompt": "hello", "n": 0}], **change})[0]
@@ -160,7 +203,7 @@ def test_room_for_the_completion(tmp_path: Path) -> None:
     assert [p.columns["n"] for p in all_of(made)] == [0, 1, 2, 3] and made.stats["deleted"] == 2
     made = source(tmp_path, rows, truncation_strategy="left", **short)[0]
     last = all_of(made)[5]
-    assert last.token_ids == tuple(own(rows[5]["prompt"])["input_ids"][-lengths[3]:]) and last.columns == {"n": 5}
+    assert last.token_ids == tuple(own(rows[5]["prompt"])["input_ids"][-lengths[3] :]) and last.columns == {"n": 5}
     assert last.said == rows[5]["prompt"] and made.stats["truncated"] == 2
     with pytest.raises(DataError, match=rf"d.jsonl:5: {lengths[4]} tokens; --max_length {short['max_length']} less"):
         source(tmp_path, rows, truncation_strategy="raise", **short)
@@ -185,9 +228,28 @@ def test_fewer_prompts_than_a_generation(tmp_path: Path) -> None:
 
 def test_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = tokenizer("qwen", "qwen2_5")
-    words = [jsonl(tmp_path / "d.jsonl", [{"prompt": [U], "gold": "Zażółć"}] * 2), "--task", "grpo", "--model", "m", "--samples", "1",
-             "--max_completion_length", "9", "--dataset_cache_dir", str(tmp_path / "c")]
+    words = [
+        jsonl(tmp_path / "d.jsonl", [{"prompt": [U], "gold": "Zażółć"}] * 2),
+        "--task",
+        "grpo",
+        "--model",
+        "m",
+        "--samples",
+        "1",
+        "--max_completion_length",
+        "9",
+        "--dataset_cache_dir",
+        str(tmp_path / "c"),
+    ]
     assert show.main(words, lambda cfg: own) == 0
     out = capsys.readouterr().out
-    assert "--- prompt 0 (row 0): " in out and 'gold: "Zażółć"' in out and "2 prompts" in out and "tokens a prompt: 2 in all" in out
-    assert out.split("--- ")[1].replace("|", "").partition("gold")[0].endswith("<im_start>assistant⏎\n\n") and "[" not in out
+    assert (
+        "--- prompt 0 (row 0): " in out
+        and 'gold: "Zażółć"' in out
+        and "2 prompts" in out
+        and "tokens a prompt: 2 in all" in out
+    )
+    assert (
+        out.split("--- ")[1].replace("|", "").partition("gold")[0].endswith("<im_start>assistant⏎\n\n")
+        and "[" not in out
+    )

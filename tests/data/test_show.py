@@ -25,6 +25,7 @@ def test_colour_only_on_a_terminal_and_without_no_color(monkeypatch: pytest.Monk
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
+
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert show.coloured(Terminal()) and not show.coloured(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
@@ -59,8 +60,18 @@ def refused(*words: str) -> str:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, tmp_path, rows(tmp_path / "d.jsonl"), "--model", folder(tmp_path / "model"), "--samples", "2", "--first=1",
-                "--max_length", "128")
+    out = shown(
+        capsys,
+        tmp_path,
+        rows(tmp_path / "d.jsonl"),
+        "--model",
+        folder(tmp_path / "model"),
+        "--samples",
+        "2",
+        "--first=1",
+        "--max_length",
+        "128",
+    )
     assert "--- sample 1 (row 1)" in out and "--- sample 2" in out and "sample 3 " not in out and "sample 0 " not in out
     assert out.partition("[")[2].partition("]")[0].replace("|", "").startswith("Paris")
     assert "|<|im_end|>] " in out
@@ -75,7 +86,9 @@ def test_an_output_directory_as_the_model(tmp_path: Path, capsys: pytest.Capture
     assert "--- sample 0" in shown(capsys, tmp_path, rows(tmp_path / "d.jsonl"), "--model", str(run))
 
 
-def test_a_hub_id_as_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_as_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the hub's cache on disk, laid out as the client lays it out; and refused as training refuses it when it is not there."""
     commit = "0" * 40
     kept = tmp_path / "hub" / "models--some--model"
@@ -93,8 +106,14 @@ def test_a_hub_id_as_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("name", ["run.yaml", "run.json"])
 def test_a_configuration_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """It holds a whole run; what it says of training is left aside, options and data sets after it count."""
-    run = {"task": "sft", "model": folder(tmp_path / "m"), "dataset": [rows(tmp_path / "d.jsonl")], "learning_rate": 1e-5,
-           "parallel": {"tp": 2}, "max_length": 128}
+    run = {
+        "task": "sft",
+        "model": folder(tmp_path / "m"),
+        "dataset": [rows(tmp_path / "d.jsonl")],
+        "learning_rate": 1e-5,
+        "parallel": {"tp": 2},
+        "max_length": 128,
+    }
     (tmp_path / name).write_text(json.dumps(run))
     out = shown(capsys, tmp_path, str(tmp_path / name), "--split_dataset_ratio", "0.25", "--seed", "1")
     assert "packed into" in out and "rows of 128:" in out and "6 in all" in out and "for evaluation: 2 rows," in out
@@ -112,8 +131,16 @@ def test_data_in_a_json_file_are_data(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_options_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
-    text = refused(rows(tmp_path / "d.jsonl"), "--model", "m", "--lr", "1e-5", "--tp", "2", "--shuffle", "true", "--data_seed", "3")
-    for part in ("--lr 1e-5: would be ignored", "--tp 2", "--shuffle true", "files' order", "--data_seed 3: would be ignored"):
+    text = refused(
+        rows(tmp_path / "d.jsonl"), "--model", "m", "--lr", "1e-5", "--tp", "2", "--shuffle", "true", "--data_seed", "3"
+    )
+    for part in (
+        "--lr 1e-5: would be ignored",
+        "--tp 2",
+        "--shuffle true",
+        "files' order",
+        "--data_seed 3: would be ignored",
+    ):
         assert part in text
     assert "--streaming true" in refused(str(tmp_path / "d.jsonl"), "--model", "m", "--streaming", "--max_steps", "3")
 
@@ -127,7 +154,9 @@ def test_help_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "whole number" in refused(data, "--model", model, "--samples", "x")
     assert "--samples -1: must be a whole number, 0 or more" in refused(data, "--model", model, "--samples", "-1")
     assert "did you mean samples?" in refused(data, "--model", model, "--smaples", "2")
-    assert "there are 8 samples" in refused(data, "--model", model, "--first", "8", "--dataset_cache_dir", str(tmp_path / "c"))
+    assert "there are 8 samples" in refused(
+        data, "--model", model, "--first", "8", "--dataset_cache_dir", str(tmp_path / "c")
+    )
     Path(model, "tokenizer.json").write_text("{")
     assert "cannot be read" in refused(data, "--model", model)
     Path(model, "tokenizer.json").unlink()
@@ -146,7 +175,14 @@ def test_missing_files_name_a_neighbour_before_the_tokenizer_is_read(tmp_path: P
 
 def test_pairs_and_labelled_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = {**chat("hello", "Paris"), "rejected_response": "you", "margin": 2}
-    paired = ("--- pair 1 (row 1), margin 2", "chosen: ", "is|<|im_end|>]", "rejected: ", "you|<|im_end|>]", "3 pairs, 6 documents")
+    paired = (
+        "--- pair 1 (row 1), margin 2",
+        "chosen: ",
+        "is|<|im_end|>]",
+        "rejected: ",
+        "you|<|im_end|>]",
+        "3 pairs, 6 documents",
+    )
     labelled = ("--- example 1 (row 1)", "undesirable: ", "is|<|im_end|>]", "3 examples, 0 of them desirable")
     for task, row, parts in (("dpo", pair, paired), ("kto", {**chat("hello", "Paris"), "label": False}, labelled)):
         cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [row] * 3))

@@ -56,7 +56,10 @@ def test_split_texts_in_packed_rows(tmp_path: Path) -> None:
     while len(found) < len(want):
         [b] = rows.next()
         ends = b.cu_seqlens.tolist()
-        found += [b.input_ids[0, start:stop][b.valid[0, start:stop]].tolist() for start, stop in zip(ends[:-1], ends[1:], strict=True)]
+        found += [
+            b.input_ids[0, start:stop][b.valid[0, start:stop]].tolist()
+            for start, stop in zip(ends[:-1], ends[1:], strict=True)
+        ]
     assert sorted(found) == sorted(want) and len(want) > 2 * ROWS
 
 

@@ -19,11 +19,19 @@ def test_a_file_a_file_below_home_and_the_template_itself(tmp_path: Path, monkey
     assert read_template("{{ '/' }}") == "{{ '/' }}"
 
 
-@pytest.mark.parametrize(("value", "words"), [
-    ("no/such.jinja", "neither a file nor a template"), ("", "neither a file nor a template"), ("{ braces }.jinja", "neither a file"),
-    ("x" * 300, "cannot be read"), ("~no-such-user-here/t.jinja", "cannot be read"), ("plain.jinja", "holds no template"),
-    ("latin.jinja", "not UTF-8"), (".", "neither a file"),
-])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("no/such.jinja", "neither a file nor a template"),
+        ("", "neither a file nor a template"),
+        ("{ braces }.jinja", "neither a file"),
+        ("x" * 300, "cannot be read"),
+        ("~no-such-user-here/t.jinja", "cannot be read"),
+        ("plain.jinja", "holds no template"),
+        ("latin.jinja", "not UTF-8"),
+        (".", "neither a file"),
+    ],
+)
 def test_what_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("plain.jinja").write_text("You are helpful. {name}")

@@ -24,7 +24,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megaswift.data.stream.BLOCK", 7)
 
 
-def streamed(tmp_path: Path, rows: list[dict[str, Any]], geometry: LoaderGeometry, task: str = "dpo", **options: Any) -> Any:
+def streamed(
+    tmp_path: Path, rows: list[dict[str, Any]], geometry: LoaderGeometry, task: str = "dpo", **options: Any
+) -> Any:
     return source(tmp_path, rows, geometry, task, streaming=True, **options)[0]
 
 
@@ -33,29 +35,42 @@ def assert_equal(ours: list[Batch], stored: list[Batch]) -> None:
     for a, b in zip(ours, stored, strict=True):
         for name in ("input_ids", "labels", "loss_weights", "positions", "valid"):
             assert torch.equal(getattr(a, name), getattr(b, name)), name
-        assert a.fields.keys() == b.fields.keys() and all(torch.equal(t, b.fields[name]) for name, t in a.fields.items())
+        assert a.fields.keys() == b.fields.keys() and all(
+            torch.equal(t, b.fields[name]) for name, t in a.fields.items()
+        )
         assert (a.cu_seqlens is None) == (b.cu_seqlens is None) or torch.equal(a.cu_seqlens, b.cu_seqlens)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize(("task", "rows", "options"), [
-    ("dpo", PAIRS, {}), ("rm", [{**row, "margin": i} for i, row in enumerate(PAIRS)], {}), ("orpo", PAIRS, {"prompt_labels": True}),
-    ("cpo", LONG + PAIRS, {"max_length": 40, "truncation_strategy": "right"}),
-    ("simpo", LONG + PAIRS, {"max_length": 40, "truncation_strategy": "left"}), ("dpo", LONG + PAIRS, {"max_length": 40}),
-    ("kto", JUDGED, {})])
+@pytest.mark.parametrize(
+    ("task", "rows", "options"),
+    [
+        ("dpo", PAIRS, {}),
+        ("rm", [{**row, "margin": i} for i, row in enumerate(PAIRS)], {}),
+        ("orpo", PAIRS, {"prompt_labels": True}),
+        ("cpo", LONG + PAIRS, {"max_length": 40, "truncation_strategy": "right"}),
+        ("simpo", LONG + PAIRS, {"max_length": 40, "truncation_strategy": "left"}),
+        ("dpo", LONG + PAIRS, {"max_length": 40}),
+        ("kto", JUDGED, {}),
+    ],
+)
 def test_batches_are_those_of_stored_data(
-        task: str, rows: list[dict[str, Any]], options: dict[str, Any], packing: bool, tmp_path: Path) -> None:
+    task: str, rows: list[dict[str, Any]], options: dict[str, Any], packing: bool, tmp_path: Path
+) -> None:
     """Over the end of an epoch too; what is left out for its length leaves no gap."""
     geometry = LoaderGeometry(per_device=2, accumulation=2, doc_multiple=2, row_multiple=4)
     stored = source(tmp_path, rows, geometry, task, packing=packing, **options)[0]
     ours = streamed(tmp_path, rows, geometry, task, packing=packing, **options)
     for _ in range(6):
         assert_equal(ours.next(), stored.next())
-    assert {k: v for k, v in ours.stats.items() if k in ("deleted", "truncated")}.keys() == stored.data.docs.counted.keys() & {
-        "deleted", "truncated"}
+    assert {
+        k: v for k, v in ours.stats.items() if k in ("deleted", "truncated")
+    }.keys() == stored.data.docs.counted.keys() & {"deleted", "truncated"}
 
 
-def test_rows_of_no_use_are_skipped_counted_and_leave_no_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_no_use_are_skipped_counted_and_leave_no_gap(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad = [row for row, _ in USELESS if row["messages" if "messages" in row else "chosen"]]
     rows = [*PAIRS[:3], bad[0], *PAIRS[3:6], bad[1], {"messages": 3, "rejected_response": "x"}, *PAIRS[6:], bad[4]]
     geometry = LoaderGeometry(per_device=4)
@@ -67,7 +82,11 @@ def test_rows_of_no_use_are_skipped_counted_and_leave_no_gap(tmp_path: Path, cap
     told = {k: v for k, v in ours.stats.items() if k != "rows_read"}
     assert told == {"identical answers": 1, "an empty answer": 1, "malformed": 1, "two prompts": 1}
     said = capsys.readouterr().err
-    assert "d.jsonl:4: column" in said and "(1 rows skipped so far: identical answers)" in said and "d.jsonl:9: column messages" in said
+    assert (
+        "d.jsonl:4: column" in said
+        and "(1 rows skipped so far: identical answers)" in said
+        and "d.jsonl:9: column messages" in said
+    )
 
 
 def test_or_stop_the_run_with_its_position_kept(tmp_path: Path) -> None:
@@ -116,10 +135,19 @@ def test_margins_are_for_all_rows_or_none(tmp_path: Path) -> None:
 
 
 def test_data_of_no_use_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no pair of a whole epoch is of use within --max_length 2048 .*: 40 identical answers"):
+    with pytest.raises(
+        DataError, match=r"no pair of a whole epoch is of use within --max_length 2048 .*: 40 identical answers"
+    ):
         streamed(tmp_path, [pair("q", "a", "a")] * 40, LoaderGeometry(), strict=False)
     with pytest.raises(DataError, match="no row of a whole epoch is of use within --max_length 4 .*: 17 deleted"):
         streamed(tmp_path, JUDGED, LoaderGeometry(), "kto", max_length=4)
     val = jsonl(tmp_path / "v.jsonl", PAIRS[:3])
-    s, held = source(tmp_path, PAIRS, LoaderGeometry(per_device=4), streaming=True, val_dataset=[val], dataset_cache_dir=str(tmp_path))
+    s, held = source(
+        tmp_path,
+        PAIRS,
+        LoaderGeometry(per_device=4),
+        streaming=True,
+        val_dataset=[val],
+        dataset_cache_dir=str(tmp_path),
+    )
     assert held is not None and len(held.data) == 3 and s.stats["rows_read"] == 0

@@ -38,22 +38,34 @@ def pair(question: str, chosen: str, rejected: str, **more: Any) -> dict[str, An
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-CHATS = [{"prompt": [user("hello world")], "chosen": [says("The capital of France")], "rejected": [says("Paris.")]},
-         {"prompt": [S, user("a"), says("b"), user("c")], "chosen": [says("d e f")], "rejected": [says("g")]},
-         {"prompt": [user("日本語")], "chosen": [says("🙂🙂")], "rejected": [says("🙂")], "tools": json.dumps(TOOLS)}]
+CHATS = [
+    {"prompt": [user("hello world")], "chosen": [says("The capital of France")], "rejected": [says("Paris.")]},
+    {"prompt": [S, user("a"), says("b"), user("c")], "chosen": [says("d e f")], "rejected": [says("g")]},
+    {"prompt": [user("日本語")], "chosen": [says("🙂🙂")], "rejected": [says("🙂")], "tools": json.dumps(TOOLS)},
+]
 WHOLE = [{"chosen": r["prompt"] + r["chosen"], "rejected": r["prompt"] + r["rejected"]} for r in CHATS[:2]]
-PLAIN = [{"prompt": "The capital of", "chosen": " France is Paris", "rejected": " France"},
-         {"prompt": "hello", "chosen": "world", "rejected": "worlds how are you<|im_end|>"},
-         {"prompt": "hello ", "chosen": "world", "rejected": "zzz"}]  # `hello` ` world`, but `hello` ` ` `z`...
+PLAIN = [
+    {"prompt": "The capital of", "chosen": " France is Paris", "rejected": " France"},
+    {"prompt": "hello", "chosen": "world", "rejected": "worlds how are you<|im_end|>"},
+    {"prompt": "hello ", "chosen": "world", "rejected": "zzz"},
+]  # `hello` ` world`, but `hello` ` ` `z`...
 
 
-def made(tmp_path: Path, rows: list[dict[str, Any]], task: str = "dpo", kind: str = "qwen", name: str | None = "bare",
-         **options: Any) -> Any:
+def made(
+    tmp_path: Path,
+    rows: list[dict[str, Any]],
+    task: str = "dpo",
+    kind: str = "qwen",
+    name: str | None = "bare",
+    **options: Any,
+) -> Any:
     cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", rows), **options)
     return units(cfg.data, cfg.train, tokenizer(kind, name), task)[0]
 
 
-def source(tmp_path: Path, rows: list[dict[str, Any]], geometry: LoaderGeometry, task: str = "dpo", **options: Any) -> Any:
+def source(
+    tmp_path: Path, rows: list[dict[str, Any]], geometry: LoaderGeometry, task: str = "dpo", **options: Any
+) -> Any:
     prompt_labels = options.pop("prompt_labels", False)
     cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", rows), **{"shuffle": False, **options})
     return build(cfg.data, cfg.train, tokenizer("qwen", "bare"), geometry, task, prompt_labels)
@@ -61,14 +73,26 @@ def source(tmp_path: Path, rows: list[dict[str, Any]], geometry: LoaderGeometry,
 
 def theirs(trainer: Any, rows: list[dict[str, Any]], tok: Any, batch: int = 1) -> list[dict[str, Any]]:
     """TRL's prepared rows."""
-    args = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start", per_device_train_batch_size=batch)
+    args = SimpleNamespace(
+        dataset_num_proc=None, max_length=None, truncation_mode="keep_start", per_device_train_batch_size=batch
+    )
     me = SimpleNamespace(_tokenizer=tok, calculate_KL=True, desirable_weight=1.0, undesirable_weight=1.0)
     return list(trainer._prepare_dataset(me, datasets.Dataset.from_list(rows), tok, args, "train"))
 
 
-@pytest.mark.parametrize(("rows", "kind", "name"), [
-    (CHATS[:2], "qwen", "bare"), (CHATS[2:], "qwen", "bare"), (WHOLE, "qwen", "bare"), (PLAIN, "qwen", "bare"), (PLAIN, "qwen", None),
-    (PLAIN[:1], "llama", None), (PLAIN[:1], "mistral", None)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "kind", "name"),
+    [
+        (CHATS[:2], "qwen", "bare"),
+        (CHATS[2:], "qwen", "bare"),
+        (WHOLE, "qwen", "bare"),
+        (PLAIN, "qwen", "bare"),
+        (PLAIN, "qwen", None),
+        (PLAIN[:1], "llama", None),
+        (PLAIN[:1], "mistral", None),
+    ],
+    ids=str,
+)
 def test_tokens_are_trls(tmp_path: Path, rows: list[dict[str, Any]], kind: str, name: str | None) -> None:
     ours = made(tmp_path, rows, kind=kind, name=name)
     expected = theirs(DPOTrainer, rows, tokenizer(kind, name))
@@ -86,24 +110,36 @@ def test_the_text_s_own_beginning_stays(tmp_path: Path) -> None:
 
     tok = tokenizer("llama")
     tok.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", tok.convert_tokens_to_ids("<|begin_of_text|>"))])
+        single="<|begin_of_text|> $A",
+        special_tokens=[("<|begin_of_text|>", tok.convert_tokens_to_ids("<|begin_of_text|>"))],
+    )
     rows = [*PLAIN[:1], {**PLAIN[0], "prompt": "<|begin_of_text|>The capital of"}]
     cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", rows))
     ours = units(cfg.data, cfg.train, tok, "dpo")[0]
     expected = theirs(DPOTrainer, rows[:1], tok)[0]
     for i in (0, 1):
         ids, mask = ours.docs.read(2 * i)
-        assert ids.tolist() == expected["prompt_ids"] + expected["chosen_ids"] and mask.sum() == len(expected["chosen_ids"])
+        assert ids.tolist() == expected["prompt_ids"] + expected["chosen_ids"] and mask.sum() == len(
+            expected["chosen_ids"]
+        )
 
 
 def test_only_what_the_assistant_wrote_carries_loss_in_longer_completions(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": "I add."}
-    row = {"prompt": [user("add")], "chosen": [call, {"role": "tool", "content": "3"}, says("It is 3.")], "rejected": [says("no")]}
+    row = {
+        "prompt": [user("add")],
+        "chosen": [call, {"role": "tool", "content": "3"}, says("It is 3.")],
+        "rejected": [says("no")],
+    }
     ours, tok = made(tmp_path, [row]), tokenizer("qwen", "bare")
     ids, mask = ours.docs.read(0)
     runs = [tok.decode(part) for part in np.split(ids, np.flatnonzero(np.diff(mask)) + 1)]
-    assert runs == ["<|im_start|>user\nadd<|im_end|><|im_start|>assistant\n", "I add.<|im_end|>",
-                    "<|im_start|>tool\n3<|im_end|><|im_start|>assistant\n", "It is 3.<|im_end|>"]
+    assert runs == [
+        "<|im_start|>user\nadd<|im_end|><|im_start|>assistant\n",
+        "I add.<|im_end|>",
+        "<|im_start|>tool\n3<|im_end|><|im_start|>assistant\n",
+        "It is 3.<|im_end|>",
+    ]
     assert tok.decode(ours.docs.read(1)[0][ours.docs.read(1)[1] == 1]) == "no<|im_end|>"
 
 
@@ -115,11 +151,17 @@ def test_reasoning_on_one_side_only(tmp_path: Path) -> None:
     assert said == ["<think>\nwell\n</think>\n\nyes<|im_end|>", "no<|im_end|>"]
 
 
-SEES_THE_END = ("{% for m in messages %}{{ '<|im_start|>' + (messages[-1].content | length | string) }}{% if m.role == 'assistant' %}"
-                "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}")
-USELESS = [(pair("q", "a", "a"), "identical answers"), (pair("q", "a", " "), "an empty answer"),
-           (pair("q", "  a", "a "), "identical answers"), ({"chosen": [says("a")], "rejected": [says("b")]}, "no prompt"),
-           ({"chosen": [user("x"), says("a")], "rejected": [user("y"), says("b")]}, "two prompts")]
+SEES_THE_END = (
+    "{% for m in messages %}{{ '<|im_start|>' + (messages[-1].content | length | string) }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+USELESS = [
+    (pair("q", "a", "a"), "identical answers"),
+    (pair("q", "a", " "), "an empty answer"),
+    (pair("q", "  a", "a "), "identical answers"),
+    ({"chosen": [says("a")], "rejected": [says("b")]}, "no prompt"),
+    ({"chosen": [user("x"), says("a")], "rejected": [user("y"), says("b")]}, "two prompts"),
+]
 
 
 def test_rows_of_no_use_stop_the_run_with_their_place(tmp_path: Path) -> None:
@@ -129,11 +171,17 @@ def test_rows_of_no_use_stop_the_run_with_their_place(tmp_path: Path) -> None:
 
 
 def test_or_are_skipped_and_counted_by_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [row for row, _ in USELESS] + [pair("q", "a", "b"), pair("q", "a", "a"), {"messages": 3, "rejected_response": "x"}]
+    rows = [row for row, _ in USELESS] + [
+        pair("q", "a", "b"),
+        pair("q", "a", "a"),
+        {"messages": 3, "rejected_response": "x"},
+    ]
     kept = made(tmp_path, rows, strict=False, kind="mistral", name="mistral")
     assert len(kept) == 1 and kept.docs.sample.tolist() == [0, 0]
-    assert ("d.jsonl: 7 rows skipped: 1 malformed, 1 with an empty answer, 3 with identical answers, 1 with no prompt, 1 with two prompts "
-            "(--strict false)") in capsys.readouterr().err
+    assert (
+        "d.jsonl: 7 rows skipped: 1 malformed, 1 with an empty answer, 3 with identical answers, 1 with no prompt, 1 with two prompts "
+        "(--strict false)"
+    ) in capsys.readouterr().err
     with pytest.raises(DataError, match="no row is of use; 5 rows skipped"):
         made(tmp_path, rows[:5], strict=False, kind="mistral", name="mistral")
 
@@ -155,7 +203,12 @@ def test_a_system_message_goes_into_both_conversations_and_into_no_text(tmp_path
         made(tmp_path, PLAIN[:1], system="be")
 
 
-LONG = [pair("q", "a", "b"), pair("q", "a " * 30, "b"), pair("word " * 40, "a", "b"), pair("q", "same " * 40 + "a", "same " * 40 + "b")]
+LONG = [
+    pair("q", "a", "b"),
+    pair("q", "a " * 30, "b"),
+    pair("word " * 40, "a", "b"),
+    pair("q", "same " * 40 + "a", "same " * 40 + "b"),
+]
 
 
 def test_delete_takes_the_unit_when_one_side_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,10 +225,18 @@ def test_right_cuts_answers_and_left_prompts(tmp_path: Path, capsys: pytest.Capt
     assert right.docs.read(2)[0].tolist() == whole.docs.read(2)[0][:40].tolist()
     assert right.docs.read(3)[0].tolist() == whole.docs.read(3)[0].tolist()
     said = capsys.readouterr().err
-    for part in ("3 of 4 rows truncated", "1 of 4 rows skipped with the answer cut away", "1 of 4 rows skipped with ident"):
+    for part in (
+        "3 of 4 rows truncated",
+        "1 of 4 rows skipped with the answer cut away",
+        "1 of 4 rows skipped with ident",
+    ):
         assert part in said
     left = made(tmp_path, LONG, max_length=40, truncation_strategy="left")
-    assert left.docs.sample[::2].tolist() == [0, 2] and left.docs.counted == {"rows": 4, "truncated": 3, "the prompt cut away": 2}
+    assert left.docs.sample[::2].tolist() == [0, 2] and left.docs.counted == {
+        "rows": 4,
+        "truncated": 3,
+        "the prompt cut away": 2,
+    }
     assert left.docs.read(2)[0].tolist() == whole.docs.read(4)[0][-40:].tolist()
     assert left.docs.labels.tolist() == [left.docs.read(i)[1][1:].sum() for i in range(4)]
     with pytest.raises(DataError, match=r"d.jsonl:2: \d+ tokens, --max_length is 40"):
@@ -195,7 +256,7 @@ def test_truncation_is_that_of_trls_collator(tmp_path: Path, side: str) -> None:
     for i, row in enumerate((0, 2, 1, 3)):  # TRL: both chosen, then both rejected
         ids, mask = kept.docs.read(row)
         assert ids.tolist() == batch["input_ids"][i][batch["attention_mask"][i] == 1].tolist()
-        assert mask.tolist() == batch["completion_mask"][i][:len(ids)].tolist()
+        assert mask.tolist() == batch["completion_mask"][i][: len(ids)].tolist()
 
 
 def test_rows_of_a_data_set_are_units(tmp_path: Path) -> None:
@@ -216,8 +277,12 @@ def test_margins_are_for_all_rows_or_none(tmp_path: Path) -> None:
 
 def test_stores_of_tasks_are_apart_and_know_their_labels(tmp_path: Path) -> None:
     row = {"messages": [user("q"), says("a")], "label": True}
-    stores = [made(tmp_path, [row], "kto"), made(tmp_path, [{**row, "label": False}], "kto"), made(tmp_path, [pair("q", "a", "b")]),
-              made(tmp_path, [pair("q", "a", "b", margin=1.0)])]
+    stores = [
+        made(tmp_path, [row], "kto"),
+        made(tmp_path, [{**row, "label": False}], "kto"),
+        made(tmp_path, [pair("q", "a", "b")]),
+        made(tmp_path, [pair("q", "a", "b", margin=1.0)]),
+    ]
     assert len({s.docs.stores[0].folder for s in stores}) == 4
     assert len({s.docs.fingerprint for s in stores}) == 4
     assert [s.values.tolist() for s in stores[:2]] == [[1.0], [0.0]] and np.isnan(stores[2].values).all()
@@ -239,10 +304,16 @@ def test_a_batch_of_pairs_by_hand(tmp_path: Path) -> None:
     assert b.input_ids.shape == (4, length) and b.cu_seqlens is None
     for row, (ids, mask) in enumerate(docs):
         n = len(ids)
-        assert b.input_ids[row, :n].tolist() == ids.tolist() and b.valid[row].tolist() == [True] * n + [False] * (length - n)
-        assert b.labels[row, :n - 1].tolist() == ids[1:].tolist()
+        assert b.input_ids[row, :n].tolist() == ids.tolist() and b.valid[row].tolist() == [True] * n + [False] * (
+            length - n
+        )
+        assert b.labels[row, : n - 1].tolist() == ids[1:].tolist()
         assert b.loss_weights[row].tolist() == [*mask[1:].tolist(), *[0] * (length - n + 1)]
-    assert b.fields["pairs"].tolist() == [[0, 1], [2, 3]] and b.fields["pairs"].dtype == torch.int64 and set(b.fields) == {"pairs"}
+    assert (
+        b.fields["pairs"].tolist() == [[0, 1], [2, 3]]
+        and b.fields["pairs"].dtype == torch.int64
+        and set(b.fields) == {"pairs"}
+    )
     assert b.sample_ids.tolist() == [0, 0, 1, 1]
 
 
@@ -255,9 +326,9 @@ def test_packed_a_micro_batch_is_one_row(tmp_path: Path) -> None:
     starts = [sum(sizes[:i]) for i in range(4)]
     assert b.cu_seqlens.tolist() == [*starts, -(-sum(sizes) // 8) * 8] and b.input_ids.shape == (1, b.cu_seqlens[-1])
     for (ids, mask), at in zip(docs, starts, strict=True):
-        assert b.input_ids[0, at:at + len(ids)].tolist() == ids.tolist()
-        assert b.loss_weights[0, at:at + len(ids)].tolist() == [*mask[1:].tolist(), 0]
-        assert b.positions[0, at:at + len(ids)].tolist() == list(range(len(ids)))
+        assert b.input_ids[0, at : at + len(ids)].tolist() == ids.tolist()
+        assert b.loss_weights[0, at : at + len(ids)].tolist() == [*mask[1:].tolist(), 0]
+        assert b.positions[0, at : at + len(ids)].tolist() == list(range(len(ids)))
     assert b.fields["pairs"].tolist() == [[0, 1], [2, 3]] and b.sample_ids.tolist() == [0, 0, 1, 1]
     assert b.tokens == sum(len(d[0]) for d in docs) and b.label_tokens == sum(d[1].sum() for d in docs)
 
@@ -283,16 +354,25 @@ def test_labels_of_prompts_and_what_is_completion(tmp_path: Path) -> None:
     for packing in (False, True):
         geometry = LoaderGeometry(per_device=2, doc_multiple=2)
         (plain,), (orpo,) = (by_hand(packing, geometry, tmp_path, prompt_labels=p).next() for p in (False, True))
-        assert torch.equal(orpo.fields["completion"], plain.loss_weights > 0) and orpo.fields["completion"].dtype == torch.bool
+        assert (
+            torch.equal(orpo.fields["completion"], plain.loss_weights > 0)
+            and orpo.fields["completion"].dtype == torch.bool
+        )
         assert torch.equal(orpo.input_ids, plain.input_ids) and torch.equal(orpo.fields["pairs"], plain.fields["pairs"])
-        ends = torch.roll(plain.valid, -1, dims=1) & plain.valid & (torch.roll(plain.positions, -1, dims=1) > plain.positions)
+        ends = (
+            torch.roll(plain.valid, -1, dims=1)
+            & plain.valid
+            & (torch.roll(plain.positions, -1, dims=1) > plain.positions)
+        )
         assert torch.equal(orpo.loss_weights > 0, ends)
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_steps_for_pipelines_have_one_length(tmp_path: Path, packing: bool) -> None:
     rows = [pair(f"q {i}", "a " * (i + 1), "b") for i in range(8)]
-    s = source(tmp_path, rows, LoaderGeometry(per_device=2, accumulation=4, row_multiple=4, uniform=True), packing=packing)[0]
+    s = source(
+        tmp_path, rows, LoaderGeometry(per_device=2, accumulation=4, row_multiple=4, uniform=True), packing=packing
+    )[0]
     lengths = {b.input_ids.shape[1] for b in s.next()}
     assert len(lengths) == 1 and lengths.pop() % 4 == 0
 
@@ -314,9 +394,15 @@ def test_evaluation_takes_every_unit_once(tmp_path: Path, packing: bool, task: s
             assert (b.sample_ids >= 0).sum() == documents * len(b.fields[field])
             if task == "kto":
                 assert b.fields["label"].shape == (count,) and b.fields["label"].dtype == torch.bool
-                assert b.fields["label"][b.fields["examples"]].tolist() == [i % 2 == 0 for i in b.sample_ids[b.fields["examples"]].tolist()]
+                assert b.fields["label"][b.fields["examples"]].tolist() == [
+                    i % 2 == 0 for i in b.sample_ids[b.fields["examples"]].tolist()
+                ]
             if not len(b.fields[field]):
-                assert b.tokens == 0 and b.label_tokens == 0 and b.fields["pairs"].shape == (0, 2) if task == "dpo" else True
+                assert (
+                    b.tokens == 0 and b.label_tokens == 0 and b.fields["pairs"].shape == (0, 2)
+                    if task == "dpo"
+                    else True
+                )
     assert sorted(set(numbers)) == sorted(numbers[::2] if task == "dpo" else numbers) and len(set(numbers)) == 7
 
 
@@ -333,14 +419,23 @@ def test_resume_and_ranks_are_those_of_rows(tmp_path: Path) -> None:
     assert len(first) == 1
     with pytest.raises(DataError, match="10 pairs, fewer than one global batch of 12"):
         source(tmp_path, rows, LoaderGeometry(per_device=12))
-    other = source(tmp_path, [pair(f"q {i}", "a", "c") for i in range(10)], LoaderGeometry(per_device=4), shuffle=True)[0]
+    other = source(tmp_path, [pair(f"q {i}", "a", "c") for i in range(10)], LoaderGeometry(per_device=4), shuffle=True)[
+        0
+    ]
     with pytest.raises(DataError, match="the data set"):
         other.load_state_dict(state)
 
 
-KTO = [{"prompt": [user(q)], "completion": [says(a)], "label": label} for q, a, label in (
-    ("hello", "The capital", True), ("what is", "a b c d", False), ("q", "Paris", True), ("hello world how", "x", True),
-    ("z", "y z", False))]
+KTO = [
+    {"prompt": [user(q)], "completion": [says(a)], "label": label}
+    for q, a, label in (
+        ("hello", "The capital", True),
+        ("what is", "a b c d", False),
+        ("q", "Paris", True),
+        ("hello world how", "x", True),
+        ("z", "y z", False),
+    )
+]
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -348,16 +443,20 @@ KTO = [{"prompt": [user(q)], "completion": [says(a)], "label": label} for q, a, 
 def test_mismatched_is_trls_rotation(tmp_path: Path, packing: bool, size: int) -> None:
     count = len(KTO) // size * size
     expected = theirs(KTOTrainer, KTO[:count], tokenizer("qwen", "bare"), size)
-    s = source(tmp_path, KTO[:count], LoaderGeometry(per_device=size, doc_multiple=2, row_multiple=4), "kto", packing=packing)[0]
+    s = source(
+        tmp_path, KTO[:count], LoaderGeometry(per_device=size, doc_multiple=2, row_multiple=4), "kto", packing=packing
+    )[0]
     for step in range(count // size):
         batches = s.next()
         (b,) = mismatched(batches, s.shape, 64)
         assert (b.cu_seqlens is not None) == packing and b.input_ids.shape[1] % 4 == 0
-        for i, e in enumerate(expected[step * size:(step + 1) * size]):
+        for i, e in enumerate(expected[step * size : (step + 1) * size]):
             row, at = (0, int(b.cu_seqlens[i])) if packing else (i, 0)
             ids, n = e["prompt_ids"] + e["KL_completion_ids"], len(e["prompt_ids"])
-            assert b.input_ids[row, at:at + len(ids)].tolist() == ids and b.valid[row, at:at + len(ids)].all()
-            assert b.loss_weights[row, at:at + len(ids)].tolist() == [0] * (n - 1) + [1] * len(e["KL_completion_ids"]) + [0]
+            assert b.input_ids[row, at : at + len(ids)].tolist() == ids and b.valid[row, at : at + len(ids)].all()
+            assert b.loss_weights[row, at : at + len(ids)].tolist() == [0] * (n - 1) + [1] * len(
+                e["KL_completion_ids"]
+            ) + [0]
         assert b.fields["examples"].tolist() == batches[0].fields["examples"].tolist()
         assert b.sample_ids.tolist() == batches[0].sample_ids.tolist()
 
@@ -370,5 +469,7 @@ def test_mismatched_leaves_fillers_alone_cuts_and_keeps_one_length(tmp_path: Pat
     assert [b.fields["examples"].tolist() for b in again] == [[0, 1, 2, 3], [0]]
     assert again[1].label_tokens == steps[1].label_tokens  # alone, it keeps its own completion
     filler = replace(held, data=held.data, geometry=LoaderGeometry(1, 2, 4))
-    assert [mismatched(step, Shape(), 64)[0].tokens for step in filler.eval_batches()] == [held.data.docs.length[4:].sum()]
+    assert [mismatched(step, Shape(), 64)[0].tokens for step in filler.eval_batches()] == [
+        held.data.docs.length[4:].sum()
+    ]
     assert max(int(torch.diff(b.cu_seqlens).max()) for b in mismatched(steps, Shape(), 9)) == 9

@@ -32,7 +32,9 @@ def source(tmp_path: Path, answers: list[str], **options: Any) -> Any:
 @pytest.mark.parametrize("options", [{}, {"packing": True}, {"split_dataset_ratio": 0.5}], ids=str)
 def test_stored_rows_are_named_with_file_and_line(tmp_path: Path, options: dict[str, Any]) -> None:
     _, rows = grown()
-    with pytest.raises(DataError, match=rf"d.jsonl:3: token {rows} \(<extra>\) is not among the {rows} of the model's embedding"):
+    with pytest.raises(
+        DataError, match=rf"d.jsonl:3: token {rows} \(<extra>\) is not among the {rows} of the model's embedding"
+    ):
         source(tmp_path, ["a", "b", "c <extra> d", "e"], **options)
     assert source(tmp_path, ["a", "b", "c", "d"], **options) is not None
 
@@ -46,7 +48,9 @@ def test_evaluation_s_rows_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_stream_stops_at_the_row_with_its_position_kept(tmp_path: Path, packing: bool) -> None:
-    rows = source(tmp_path, ["a", "b", "c", "d <extra>"], streaming=True, shuffle=False, packing=packing, max_length=128)
+    rows = source(
+        tmp_path, ["a", "b", "c", "d <extra>"], streaming=True, shuffle=False, packing=packing, max_length=128
+    )
     before, seen = rows.state_dict(), 0
     with pytest.raises(DataError, match=r"row 4: token \d+ is not among"):
         while seen < 4:

@@ -66,7 +66,9 @@ def build(run: Run, world: int) -> tuple[Any, Any]:
     spec = family_of(hf_config).spec(hf_config)
     dropout = {"attention_dropout": run.dropout, "hidden_dropout": run.dropout}
     spec = dataclasses.replace(spec, transformer={**spec.transformer, **dropout})
-    context = ParallelContext(Layout.from_config(cfg.parallel, world), timeout_s=60, seed=11 if run.load is None else 99)
+    context = ParallelContext(
+        Layout.from_config(cfg.parallel, world), timeout_s=60, seed=11 if run.load is None else 99
+    )
     engine = MegatronEngine(spec, cfg, context)
     if run.load is None:
         engine.load_hf(run.folder)
@@ -98,7 +100,9 @@ def flat_moments(engine: Any, name: str) -> dict[int, Tensor]:
             for group in part.optimizer.param_groups:
                 for main in group["params"]:
                     found[id(main)] = part.optimizer.state[main][name]
-            for halves, mains in zip(getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []), strict=True):
+            for halves, mains in zip(
+                getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []), strict=True
+            ):
                 found.update({id(h): found[id(m)] for h, m in zip(halves, mains, strict=True)})
     return found
 

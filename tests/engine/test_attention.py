@@ -26,8 +26,13 @@ def masked(q, k, v, bounds, window, change=lambda scores: scores):
 def test_documents_and_windows(bounds, window):
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
-    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, softmax_type="vanilla",
-                             window_size=None if window is None else (window - 1, 0), features=Features())
+    config = SimpleNamespace(
+        kv_channels=8,
+        attention_dropout=0.0,
+        softmax_type="vanilla",
+        window_size=None if window is None else (window - 1, 0),
+        features=Features(),
+    )
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     rows = RowLayout(24, torch.tensor(bounds), 1, 0)
     got = module(q[:, None], k[:, None], v[:, None], packed_seq_params=rows)
@@ -35,8 +40,14 @@ def test_documents_and_windows(bounds, window):
 
 
 def test_windows_may_skip_layers():
-    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=(2, 0), window_attn_skip_freq=[1, 0],
-                             features=Features())
+    config = SimpleNamespace(
+        kv_channels=8,
+        attention_dropout=0.0,
+        softmax_type="vanilla",
+        window_size=(2, 0),
+        window_attn_skip_freq=[1, 0],
+        features=Features(),
+    )
     groups = SimpleNamespace(cp=None)
     assert TorchAttention(config, 1, pg_collection=groups).window == 3
     assert TorchAttention(config, 2, pg_collection=groups).window is None
@@ -49,13 +60,20 @@ def test_soft_cap(monkeypatch, window, bytes_kept):
     monkeypatch.setattr(softcap, "CHUNK_BYTES", bytes_kept)
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
-    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, softmax_type="vanilla",
-                             window_size=None if window is None else (window - 1, 0), features=Features(attention_softcap=0.7))
+    config = SimpleNamespace(
+        kv_channels=8,
+        attention_dropout=0.0,
+        softmax_type="vanilla",
+        window_size=None if window is None else (window - 1, 0),
+        features=Features(attention_softcap=0.7),
+    )
     module = TorchAttention(config, 1, softmax_scale=0.5, pg_collection=SimpleNamespace(cp=None))
     weights = torch.randn(24, 4, 8)
     results = []
     for compute in (
-        lambda q, k, v: module(q[:, None], k[:, None], v[:, None], packed_seq_params=RowLayout(24, torch.tensor([0, 5, 24]), 1, 0)),
+        lambda q, k, v: module(
+            q[:, None], k[:, None], v[:, None], packed_seq_params=RowLayout(24, torch.tensor([0, 5, 24]), 1, 0)
+        ),
         lambda q, k, v: masked(q, k, v, [0, 5, 24], window, lambda s: 0.7 * torch.tanh(s * 8**0.5 * 0.5 / 0.7)),
     ):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -74,7 +92,9 @@ class Written(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         if not function.is_view:
-            self.elements += sum(t.numel() for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, torch.Tensor))
+            self.elements += sum(
+                t.numel() for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, torch.Tensor)
+            )
         return out
 
 
@@ -82,7 +102,9 @@ class Written(TorchDispatchMode):
 def test_many_documents_cost_what_few_do(monkeypatch, ranks):
     """Gradients of a row are put together once: work that grows with row x documents took a third of a step of 128 short completions."""
     monkeypatch.setattr("megaswift.engine.megatron.attention.gather_sequence", lambda x, *_: torch.cat([x, x]))
-    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=None, features=Features())
+    config = SimpleNamespace(
+        kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=None, features=Features()
+    )
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     written = []
     for documents in (2, 64):

@@ -25,14 +25,20 @@ def carried(layer: int) -> dict[str, Tensor]:
     """Tensors of a layer for multi-token prediction, as DeepSeek-V3 names them."""
     torch.manual_seed(3)
     at = f"model.layers.{layer}."
-    return {at + "enorm.weight": torch.randn(64).bfloat16(), at + "eh_proj.weight": torch.randn(64, 128).bfloat16(),
-            at + "self_attn.kv_a_proj_with_mqa.weight": torch.randn(5, 7), at + "mlp.gate." + BIAS: torch.randn(8)}
+    return {
+        at + "enorm.weight": torch.randn(64).bfloat16(),
+        at + "eh_proj.weight": torch.randn(64, 128).bfloat16(),
+        at + "self_attn.kv_a_proj_with_mqa.weight": torch.randn(5, 7),
+        at + "mlp.gate." + BIAS: torch.randn(8),
+    }
 
 
 def folder_of(variant: str, root: Path) -> Path:
     """The variant in bfloat16 with biases in float32, that bfloat16 would change, and one prediction layer."""
     folder = make(variant, root, torch.bfloat16)
-    biases = {n: t.float() + 2.0**-20 * torch.arange(1, len(t) + 1) for n, t in tensors_of(folder).items() if n.endswith(BIAS)}
+    biases = {
+        n: t.float() + 2.0**-20 * torch.arange(1, len(t) + 1) for n, t in tensors_of(folder).items() if n.endswith(BIAS)
+    }
     assert biases and all(not torch.equal(t, t.bfloat16().float()) for t in biases.values())
     rewrite(folder, {**tensors_of(folder), **biases, **carried(4)})
     return folder
@@ -46,7 +52,11 @@ def test_prediction_layers_have_their_place(variant: str, tmp_path: Path) -> Non
     rewrite(folder, {**tensors_of(folder), **carried(5)})
     with pytest.raises(WeightsError, match=r"model\.layers\.5\.enorm"):
         opened(folder)
-    trained = [t for n, t in tensors_of(folder).items() if not n.endswith(BIAS) and ".layers.4." not in n and ".layers.5." not in n]
+    trained = [
+        t
+        for n, t in tensors_of(folder).items()
+        if not n.endswith(BIAS) and ".layers.4." not in n and ".layers.5." not in n
+    ]
     assert plan_of(folder).parameters == sum(t.numel() for t in trained)
 
 

@@ -47,9 +47,19 @@ def go(pool: Pool, run: Run) -> list[Result]:
 
 
 CONTINUED = [
-    ("dense dp2 do", BF16), ("moe tp2 sp ep2", {}), ("dense dp2 do", OVERLAP),
-    *(pytest.param(words, {}, marks=pytest.mark.slow) for words in (
-        "dense tp2 pp2", "dense pp2 tied dp2 do", "dense tp2 sp dp2 do", "dense pp2 vpp2", "moe ep2 dp2 do")),
+    ("dense dp2 do", BF16),
+    ("moe tp2 sp ep2", {}),
+    ("dense dp2 do", OVERLAP),
+    *(
+        pytest.param(words, {}, marks=pytest.mark.slow)
+        for words in (
+            "dense tp2 pp2",
+            "dense pp2 tied dp2 do",
+            "dense tp2 sp dp2 do",
+            "dense pp2 vpp2",
+            "moe ep2 dp2 do",
+        )
+    ),
     *(pytest.param("dense dp2", options, marks=pytest.mark.slow) for options in (BF16, {"optimizer": "sgd"})),
     pytest.param("dense dp2 do", {**BF16, "optimizer_cpu_offload": True}, marks=pytest.mark.slow),
 ]
@@ -83,8 +93,16 @@ def test_overlapped_gather_misses_no_step(pool: Pool, models: Path, tmp_path: Pa
 
 OFFLOADED = [
     ("dense dp2 do", BF16),
-    *(pytest.param(words, options, marks=pytest.mark.slow) for words, options in (
-        ("dense dp2 do", {}), ("dense dp2", BF16), ("moe tp2 sp ep2 dp2 do", BF16), ("dense pp2 vpp2", {}), ("dense dp2 do", OVERLAP))),
+    *(
+        pytest.param(words, options, marks=pytest.mark.slow)
+        for words, options in (
+            ("dense dp2 do", {}),
+            ("dense dp2", BF16),
+            ("moe tp2 sp ep2 dp2 do", BF16),
+            ("dense pp2 vpp2", {}),
+            ("dense dp2 do", OVERLAP),
+        )
+    ),
 ]
 
 
@@ -96,8 +114,10 @@ def test_moments_on_the_host(words: str, options: dict[str, Any], pool: Pool, mo
     want, got = (go(pool, run)[0] for run in (here, there))
     assert got.host_bytes > 0 == want.host_bytes
     assert got.losses == want.losses and got.norms == want.norms
-    rests = [go(pool, replace(run, load=tmp_path / folder, first=2, last=4, save=None, extra=0))[0]
-             for run, folder in ((here, "host"), (there, "device"))]
+    rests = [
+        go(pool, replace(run, load=tmp_path / folder, first=2, last=4, save=None, extra=0))[0]
+        for run, folder in ((here, "host"), (there, "device"))
+    ]
     assert all(rest.losses == want.losses[2:] and rest.step == 4 for rest in rests)
     for a, b in ((want, got), rests):
         assert_same(b.weights, a.weights)
@@ -106,13 +126,26 @@ def test_moments_on_the_host(words: str, options: dict[str, Any], pool: Pool, mo
 
 
 CHANGED = [
-    ("dense pp2 vpp2", "dense tp2 dp2 do"), ("dense tp2 tied", "dense pp2 tied do"), ("moe tp2 sp ep2 etp2 dp2 do", "moe pp2 dp2"),
-    *(pytest.param(before, after, marks=pytest.mark.slow) for before, after in (
-        ("dense single", "dense dp4 do"), ("dense tp2", "dense pp2"), ("moe ep2 dp2 do", "moe single"),
-        ("gpt_oss tp2 sp ep2 do", "gpt_oss dp2 do"), ("dense dp2 do", "dense tp2"),
-        ("olmo2 tp2 sp dp2 do", "olmo2 pp2"), ("dense cp2 do", "dense tp2 sp cp2 do"), ("moe pp2", "moe tp2 sp ep2 dp2 do"),
-        ("moe-mixed ep2 dp2", "moe-mixed tp2 sp do"), ("dense pp2 first1", "dense pp2 last1 do"),
-        ("qwen2_moe tp2 sp", "qwen2_moe ep2 dp2 do"), ("gpt_oss pp2", "gpt_oss tp2 sp dp2 ep4 do"))),
+    ("dense pp2 vpp2", "dense tp2 dp2 do"),
+    ("dense tp2 tied", "dense pp2 tied do"),
+    ("moe tp2 sp ep2 etp2 dp2 do", "moe pp2 dp2"),
+    *(
+        pytest.param(before, after, marks=pytest.mark.slow)
+        for before, after in (
+            ("dense single", "dense dp4 do"),
+            ("dense tp2", "dense pp2"),
+            ("moe ep2 dp2 do", "moe single"),
+            ("gpt_oss tp2 sp ep2 do", "gpt_oss dp2 do"),
+            ("dense dp2 do", "dense tp2"),
+            ("olmo2 tp2 sp dp2 do", "olmo2 pp2"),
+            ("dense cp2 do", "dense tp2 sp cp2 do"),
+            ("moe pp2", "moe tp2 sp ep2 dp2 do"),
+            ("moe-mixed ep2 dp2", "moe-mixed tp2 sp do"),
+            ("dense pp2 first1", "dense pp2 last1 do"),
+            ("qwen2_moe tp2 sp", "qwen2_moe ep2 dp2 do"),
+            ("gpt_oss pp2", "gpt_oss tp2 sp dp2 ep4 do"),
+        )
+    ),
 ]
 
 
@@ -131,8 +164,10 @@ def test_another_layout(before: str, after: str, pool: Pool, models: Path, tmp_p
     assert loaded.losses == pytest.approx(saved.losses[2:], rel=1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    ("dense dp2 do", "dense tp2"), pytest.param("dense tp2", "dense pp2 dp2 do", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("dense dp2 do", "dense tp2"), pytest.param("dense tp2", "dense pp2 dp2 do", marks=pytest.mark.slow)],
+)
 def test_another_layout_in_half_precision(before: str, after: str, pool: Pool, models: Path, tmp_path: Path) -> None:
     """The float32 main weights move too: a float32 run that loads the checkpoint gets them, and hands them back unrounded."""
     saved = go(pool, make(before, models, last=2, save=tmp_path / "a", options=BF16))[0]
@@ -170,11 +205,19 @@ def plain(rank: int, world: int, folder: Path) -> dict[str, Tensor]:
 
 
 LAYER = (
-    "self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight",
-    "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_proj.weight",
+    "self_attention.q_layernorm.weight",
+    "self_attention.k_layernorm.weight",
 )
 DENSE = ("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
-MOE = ("pre_mlp_layernorm.weight", "mlp.router.weight", "mlp.experts.experts.linear_fc1.weight", "mlp.experts.experts.linear_fc2.weight")
+MOE = (
+    "pre_mlp_layernorm.weight",
+    "mlp.router.weight",
+    "mlp.experts.experts.linear_fc1.weight",
+    "mlp.experts.experts.linear_fc2.weight",
+)
 
 
 @pytest.mark.parametrize(("words", "mlp"), [("dense tp2 pp2 do", DENSE), ("moe pp2 ep2 dp2 do", MOE)])
@@ -190,7 +233,9 @@ def test_the_format_is_megatrons(words: str, mlp: tuple[str, ...], pool: Pool, m
             here, there = f"{prefix}decoder.layers.{i}.", f"model.layers.{i}."
             assert torch.equal(tensors[here + LAYER[0]], want[there + "input_layernorm.weight"])
             assert torch.equal(tensors[here + LAYER[2]], want[there + "self_attn.o_proj.weight"])
-            assert torch.equal(tensors[here + LAYER[1]], grouped(*(want[f"{there}self_attn.{x}_proj.weight"] for x in "qkv")))
+            assert torch.equal(
+                tensors[here + LAYER[1]], grouped(*(want[f"{there}self_attn.{x}_proj.weight"] for x in "qkv"))
+            )
             owner = [there + "mlp."] if mlp is DENSE else [f"{there}mlp.experts.{e}." for e in range(4)]
             up = torch.stack([torch.cat([want[f"{o}{x}_proj.weight"] for x in ("gate", "up")]) for o in owner])
             down = torch.stack([want[o + "down_proj.weight"] for o in owner])
@@ -198,7 +243,9 @@ def test_the_format_is_megatrons(words: str, mlp: tuple[str, ...], pool: Pool, m
             assert torch.equal(tensors[here + fc1], up[0] if mlp is DENSE else up)
             assert torch.equal(tensors[here + fc2], down[0] if mlp is DENSE else down)
         rows = want["model.embed_tokens.weight"].shape[0]
-        assert torch.equal(tensors[prefix + "embedding.word_embeddings.weight"][:rows], want["model.embed_tokens.weight"])
+        assert torch.equal(
+            tensors[prefix + "embedding.word_embeddings.weight"][:rows], want["model.embed_tokens.weight"]
+        )
         assert torch.equal(tensors[prefix + "output_layer.weight"][:rows], want["lm_head.weight"])
 
 
@@ -221,16 +268,28 @@ def damage(folder: Path, what: str) -> None:
         (folder / "rng-00001.safetensors").write_bytes(b"\0" * 8)
 
 
-@pytest.mark.parametrize(("what", "words", "told"), [
-    ("files", "dense dp2 do", ("__1_0.distcp: is missing", "__0_0.distcp: is truncated")),
-    ("tables", "dense dp2 do", (".metadata: cannot be read", "engine.json: is missing")),
-    ("random", "dense dp2 do", ("rng-00001.safetensors: cannot be read",)),
-    ("", "moe dp2", ("model family: is qwen3 in the checkpoint", "model experts: is 0")),
-    ("", "qwen3-tiny-heads tp2", ("linear_qkv.weight: has shape [256, 64] in the checkpoint and [384, 64] in this model",
-                                  "q_layernorm.weight: has shape [16]", "more: ")),
-    ("", "dense-tied pp2", ("output_layer.weight: is in the checkpoint and not in this model",)),
-])
-def test_unfit_checkpoints(what: str, words: str, told: tuple[str, ...], pool: Pool, models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "words", "told"),
+    [
+        ("files", "dense dp2 do", ("__1_0.distcp: is missing", "__0_0.distcp: is truncated")),
+        ("tables", "dense dp2 do", (".metadata: cannot be read", "engine.json: is missing")),
+        ("random", "dense dp2 do", ("rng-00001.safetensors: cannot be read",)),
+        ("", "moe dp2", ("model family: is qwen3 in the checkpoint", "model experts: is 0")),
+        (
+            "",
+            "qwen3-tiny-heads tp2",
+            (
+                "linear_qkv.weight: has shape [256, 64] in the checkpoint and [384, 64] in this model",
+                "q_layernorm.weight: has shape [16]",
+                "more: ",
+            ),
+        ),
+        ("", "dense-tied pp2", ("output_layer.weight: is in the checkpoint and not in this model",)),
+    ],
+)
+def test_unfit_checkpoints(
+    what: str, words: str, told: tuple[str, ...], pool: Pool, models: Path, tmp_path: Path
+) -> None:
     """Every rank gets one CheckpointError with all that is wrong, before anything is loaded."""
     go(pool, make("dense dp2 do", models, last=1, save=tmp_path / "c"))
     damage(tmp_path / "c", what)

@@ -23,8 +23,12 @@ def test_every_symbol_exists_and_is_changed():
     for row in device.CONSTANTS:
         function = device.innermost(device.resolve(row.symbol)[2])
         names = strings(function.__code__)
-        assert not {n for n in names if n == "cuda" or (n.startswith("torch.cuda.") and n.endswith("Tensor"))}, row.symbol
-        assert {n for n in names if n == "cpu" or (n.startswith("torch.") and n.endswith("Tensor"))}, f"{row.symbol} is no longer needed"
+        assert not {n for n in names if n == "cuda" or (n.startswith("torch.cuda.") and n.endswith("Tensor"))}, (
+            row.symbol
+        )
+        assert {n for n in names if n == "cpu" or (n.startswith("torch.") and n.endswith("Tensor"))}, (
+            f"{row.symbol} is no longer needed"
+        )
         assert row.reason and row.versions
     for row in device.REPLACEMENTS:
         assert device.resolve(row.symbol)[2] is row.value, row.symbol
@@ -34,6 +38,7 @@ def test_constants_are_replaced_deeply():
     def function():
         def inner():
             return torch.zeros(1, device="cuda"), ("torch.cuda.FloatTensor", "cudagraph")
+
         return inner
 
     code = device._cpu_constant(function.__code__)

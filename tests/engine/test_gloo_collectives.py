@@ -46,7 +46,7 @@ def everything(rank: int, world: int, slot: int) -> dict[str, torch.Tensor]:
     dist.reduce_scatter(mine, list(of(rank, 6, 4).split([r + 1 for r in range(world)])))
     found["uneven scatter"] = mine
     buffer = of(rank, world * 2, 4)
-    mine = buffer[rank * 2:rank * 2 + 2]
+    mine = buffer[rank * 2 : rank * 2 + 2]
     handle = dist.reduce_scatter_tensor(mine, buffer, async_op=True)
     handle.wait()
     found["scatter in place"] = mine.clone()
@@ -81,9 +81,14 @@ def test_equal_what_the_ranks_sent(slot: int, pool: Pool) -> None:
         total = sum(of(r, 6, 4) for r in range(WORLD))
         assert torch.equal(seen["uneven scatter"], total.split([1, 2, 3])[rank])
         assert torch.equal(seen["scatter in place"], total.split(2)[rank])
-        rows = [of(r, sum((r + to) % 3 for to in range(WORLD)), 2).split([(r + to) % 3 for to in range(WORLD)]) for r in range(WORLD)]
+        rows = [
+            of(r, sum((r + to) % 3 for to in range(WORLD)), 2).split([(r + to) % 3 for to in range(WORLD)])
+            for r in range(WORLD)
+        ]
         assert torch.equal(seen["uneven swap"], torch.cat([parts[rank] for parts in rows]))
-        assert torch.equal(seen["swap"], torch.cat([of(r, WORLD * 2).long()[rank * 2:rank * 2 + 2] for r in range(WORLD)]))
+        assert torch.equal(
+            seen["swap"], torch.cat([of(r, WORLD * 2).long()[rank * 2 : rank * 2 + 2] for r in range(WORLD)])
+        )
         for i in range(50):
             assert torch.equal(seen[f"turn {i}"], sum(of(r + WORLD * i, 7) for r in range(WORLD)))
 

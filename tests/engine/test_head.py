@@ -41,9 +41,17 @@ def test_fields_and_gradients(monkeypatch, rows_kept, temperature, fields, scale
     weight = torch.randn(vocabulary, width, requires_grad=True)
     labels = torch.randint(0, real, (tokens,))
     names = tuple(f for f in FIELDS if f in fields)
-    out = head.VocabularyHead.apply(hidden, weight, labels, head.HeadShard(0, real, OneRank(), temperature, names, scale, cap))
-    want = reference(hidden.double(), weight.double(), labels, real, temperature,
-                     lambda logits: logits * scale if cap is None else cap * torch.tanh(logits * scale / cap))
+    out = head.VocabularyHead.apply(
+        hidden, weight, labels, head.HeadShard(0, real, OneRank(), temperature, names, scale, cap)
+    )
+    want = reference(
+        hidden.double(),
+        weight.double(),
+        labels,
+        real,
+        temperature,
+        lambda logits: logits * scale if cap is None else cap * torch.tanh(logits * scale / cap),
+    )
     mix = torch.randn(len(names), tokens)
     for i, name in enumerate(names):
         torch.testing.assert_close(out[i].double(), want[name], rtol=2e-6, atol=2e-6)
@@ -58,8 +66,9 @@ def test_fields_and_gradients(monkeypatch, rows_kept, temperature, fields, scale
 def test_no_labels_at_all():
     hidden = torch.randn(0, 8, requires_grad=True)
     weight = torch.randn(40, 8, requires_grad=True)
-    out = head.VocabularyHead.apply(hidden, weight, torch.zeros(0, dtype=torch.long), head.HeadShard(0, 40, OneRank(), 1.0, ("logprobs",)))
+    out = head.VocabularyHead.apply(
+        hidden, weight, torch.zeros(0, dtype=torch.long), head.HeadShard(0, 40, OneRank(), 1.0, ("logprobs",))
+    )
     assert out.shape == (1, 0)
     out.sum().backward()
     assert not weight.grad.any()
-

@@ -26,7 +26,9 @@ def groups_of(*sizes: tuple[int, ...]) -> list[dict[str, Any]]:
 def pair(oracle: type[torch.optim.Optimizer], **options: Any) -> tuple[torch.optim.Optimizer, HostAdam]:
     """torch's optimizer and ours over equal parameters."""
     groups = groups_of((5, 7), (130,), (3,), (40,))
-    return oracle(copy.deepcopy(groups), **SETTINGS, **options), HostAdam.instead_of(torch.optim.AdamW(groups, **SETTINGS))
+    return oracle(copy.deepcopy(groups), **SETTINGS, **options), HostAdam.instead_of(
+        torch.optim.AdamW(groups, **SETTINGS)
+    )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -103,6 +105,11 @@ def test_bytes_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     before = ours.host_bytes()
     init_state(ours)
     moments = sum(t.nbytes for s in ours.state.values() for name, t in s.items() if name != "step")
-    assert before == ours.host_bytes() == moments + sum(b.nbytes for b in ours._buffers()) == 8 * (35 + 130 + 3 + 40) + 8 * 130
+    assert (
+        before
+        == ours.host_bytes()
+        == moments + sum(b.nbytes for b in ours._buffers())
+        == 8 * (35 + 130 + 3 + 40) + 8 * 130
+    )
     monkeypatch.setattr(host_adam, "CHUNK", 32)
     assert ours.host_bytes() == moments + 8 * 32

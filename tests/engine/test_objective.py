@@ -12,7 +12,9 @@ from megaswift.engine.objective import GlobalCounts, Objective, report
 from megaswift.losses.contract import Difference, Max, Mean, Metric, Min, Sum
 from megaswift.losses.sft import CrossEntropy
 
-ALONE: Any = SimpleNamespace(layout=SimpleNamespace(dp=1, pp=1), coordinates=SimpleNamespace(pp=0), device=torch.device("cpu"), groups=None)
+ALONE: Any = SimpleNamespace(
+    layout=SimpleNamespace(dp=1, pp=1), coordinates=SimpleNamespace(pp=0), device=torch.device("cpu"), groups=None
+)
 
 
 def reported(*parts: dict[str, Metric]) -> dict[str, float]:
@@ -30,7 +32,9 @@ def test_metrics_are_reduced_by_their_kind() -> None:
 def test_a_difference_is_taken_of_reduced_means() -> None:
     """4 - 1 = 3; a mean of the micro-batches' differences would be 2.5, and the second one has none."""
     gap = Difference("a", "b")
-    found = reported({"a": Mean(6.0, 2), "b": Mean(1.0, 2), "gap": gap}, {"a": Mean(6.0, 1), "b": Mean(1.0, 0), "gap": gap})
+    found = reported(
+        {"a": Mean(6.0, 2), "b": Mean(1.0, 2), "gap": gap}, {"a": Mean(6.0, 1), "b": Mean(1.0, 0), "gap": gap}
+    )
     assert found == {"a": pytest.approx(4.0), "b": pytest.approx(1.0), "gap": pytest.approx(3.0)}
 
 

@@ -13,11 +13,16 @@ OFF: dict[str, Any] = {"overlap_grad_reduce": False}
 BOTH: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
-@pytest.mark.parametrize(("options", "on_gpu", "on_cpu"), [
-    ({}, (True, True), (False, False)), ({"distributed_optimizer": False}, (True, False), (False, False)),
-    (OFF, (False, False), (False, False)),
-    ({"overlap_param_gather": False}, (True, False), (False, False)), (BOTH, (True, True), (True, True)),
-])
+@pytest.mark.parametrize(
+    ("options", "on_gpu", "on_cpu"),
+    [
+        ({}, (True, True), (False, False)),
+        ({"distributed_optimizer": False}, (True, False), (False, False)),
+        (OFF, (False, False), (False, False)),
+        ({"overlap_param_gather": False}, (True, False), (False, False)),
+        (BOTH, (True, True), (True, True)),
+    ],
+)
 def test_defaults_and_options(options: dict[str, Any], on_gpu: tuple[bool, bool], on_cpu: tuple[bool, bool]) -> None:
     cfg = SwiftConfig(task="sft", model="m", dataset="d", tp=2, **options)
     assert (overlaps(cfg, cuda=True), overlaps(cfg, cuda=False)) == (on_gpu, on_cpu)

@@ -45,8 +45,10 @@ class Recorded:
 
     def named(self, name: str) -> Any:
         """An engine."""
-        return SimpleNamespace(offload=lambda what: self.told.append(f"{name} leaves: {' '.join(sorted(what))}"),
-                               onload=lambda: self.told.append(f"{name} is back"))
+        return SimpleNamespace(
+            offload=lambda what: self.told.append(f"{name} leaves: {' '.join(sorted(what))}"),
+            onload=lambda: self.told.append(f"{name} is back"),
+        )
 
     def synchronise(self) -> None:
         """Weights for the sampler."""
@@ -67,15 +69,28 @@ def untimed(_: str) -> Iterator[None]:
 
 def drawing_of(generation: Any, critic: bool = False) -> Drawing:
     prompts: Any = SimpleNamespace(next=lambda: ["a", "b"])
-    return Drawing(prompts, generation, 3, sleeps=True, leaves=frozenset({"optimizer", "model"}),
-                   critic=generation.named("critic") if critic else None)
+    return Drawing(
+        prompts,
+        generation,
+        3,
+        sleeps=True,
+        leaves=frozenset({"optimizer", "model"}),
+        critic=generation.named("critic") if critic else None,
+    )
 
 
 def test_the_order_on_a_shared_device() -> None:
     """Optimizer and gradients leave, the sampler wakes and gets weights, the model leaves, completions, sleep, everything back."""
     plain, with_critic = Recorded(), Recorded()
     drawing_of(plain).draw(4, False, untimed)
-    order = ["policy leaves: optimizer", "weights stream", "policy leaves: model", "generation 4 of 6", "sampler sleeps", "policy is back"]
+    order = [
+        "policy leaves: optimizer",
+        "weights stream",
+        "policy leaves: model",
+        "generation 4 of 6",
+        "sampler sleeps",
+        "policy is back",
+    ]
     assert plain.told == order
     drawing_of(with_critic, critic=True).draw(4, False, untimed)
     assert with_critic.told == ["critic leaves: model optimizer", *order, "critic is back"]

@@ -12,10 +12,23 @@ import pytest
 
 from tests.sources import ROOT
 
-CONFIG = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 4096,
-          "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 128,
-          "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16",
-          "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+CONFIG = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}
 ALONE = """
 import json, sys
 from pathlib import Path
@@ -44,7 +57,13 @@ print(json.dumps([engine.report().weight_bytes, status("VmHWM") - before]))
 def alone(kind: str) -> tuple[int, int]:
     """(bytes of weights that the engine reports, growth of the process at its peak while it is built and loaded)."""
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", ALONE, json.dumps(CONFIG), kind], capture_output=True, text=True, timeout=240, env=environ)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, json.dumps(CONFIG), kind],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environ,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     held, peak = json.loads(done.stdout.splitlines()[-1])
     return held, peak
@@ -52,7 +71,10 @@ def alone(kind: str) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc/self/clear_refs: the peak since then is Linux's to tell")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(),
+    reason="no /proc/self/clear_refs: the peak since then is Linux's to tell",
+)
 def test_the_unquantised_model_is_never_there() -> None:
     """Building and loading: below two thirds of the unquantised weights at the peak, process and all; a good quarter when done."""
     plain, _ = alone("lora")

@@ -27,7 +27,13 @@ def context() -> Iterator[ParallelContext]:
 
 def draw() -> list[float]:
     """From every generator; Gaussians leave a spare value behind."""
-    found = [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), float(torch.rand(()))]
+    found = [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        float(torch.rand(())),
+    ]
     tracker = rng_state.tensor_parallel.get_cuda_rng_tracker()
     for name in sorted(tracker.get_states()):
         with tracker.fork(name):

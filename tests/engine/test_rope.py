@@ -21,7 +21,9 @@ from tests.families.published_dense import PHI_4
 LLAMA = {**LLAMA_2_7B, "max_position_embeddings": 64}
 PHI = {**PHI_4, "max_position_embeddings": 128, "original_max_position_embeddings": 64}
 KINDS: dict[str, dict[str, Any]] = {
-    "linear": {"factor": 4.0}, "dynamic": {"factor": 4.0}, "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
     "longrope": {"short_factor": [1.0 + i / 64 for i in range(64)], "long_factor": [2.0 + i for i in range(64)]},
 }

@@ -17,12 +17,20 @@ def gate(model_type: str, **fields: Any) -> tuple[Any, Tensor, Tensor]:
     from transformers import AutoConfig
     from transformers.models import deepseek_v2, deepseek_v3, glm4_moe
 
-    classes = {"deepseek_v2": deepseek_v2.modeling_deepseek_v2.DeepseekV2TopkRouter,
-               "deepseek_v3": deepseek_v3.modeling_deepseek_v3.DeepseekV3TopkRouter,
-               "glm4_moe": glm4_moe.modeling_glm4_moe.Glm4MoeTopkRouter}
+    classes = {
+        "deepseek_v2": deepseek_v2.modeling_deepseek_v2.DeepseekV2TopkRouter,
+        "deepseek_v3": deepseek_v3.modeling_deepseek_v3.DeepseekV3TopkRouter,
+        "glm4_moe": glm4_moe.modeling_glm4_moe.Glm4MoeTopkRouter,
+    }
     torch.manual_seed(5)
-    config = AutoConfig.for_model(model_type, hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=TOPK,
-                                  num_attention_heads=2, **fields)
+    config = AutoConfig.for_model(
+        model_type,
+        hidden_size=HIDDEN,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=TOPK,
+        num_attention_heads=2,
+        **fields,
+    )
     module = classes[model_type](config)
     module.weight.data = torch.randn(EXPERTS, HIDDEN)
     if hasattr(module, "e_score_correction_bias"):
@@ -38,7 +46,9 @@ def gate(model_type: str, **fields: Any) -> tuple[Any, Tensor, Tensor]:
 def test_biased_sigmoids(model_type: str, normalised: bool, groups: int, left: int) -> None:
     from megaswift.engine.megatron.router import Choice, choose
 
-    module, hidden, want = gate(model_type, n_group=groups, topk_group=left, norm_topk_prob=normalised, routed_scaling_factor=2.5)
+    module, hidden, want = gate(
+        model_type, n_group=groups, topk_group=left, norm_topk_prob=normalised, routed_scaling_factor=2.5
+    )
     how = Choice("sigmoid", TOPK, groups, left, 2, normalised, 2.5)
     weights, chosen = choose(hidden @ module.weight.T, how, module.e_score_correction_bias)
     torch.testing.assert_close(weights, want.detach(), rtol=1e-6, atol=1e-6)
@@ -50,7 +60,9 @@ def test_softmax_in_groups(groups: int, left: int) -> None:
     from megaswift.engine.megatron.router import Choice, choose
 
     method = "group_limited_greedy"
-    module, hidden, want = gate("deepseek_v2", n_group=groups, topk_group=left, topk_method=method, routed_scaling_factor=16.0)
+    module, hidden, want = gate(
+        "deepseek_v2", n_group=groups, topk_group=left, topk_method=method, routed_scaling_factor=16.0
+    )
     weights, chosen = choose(hidden @ module.weight.T, Choice("softmax", TOPK, groups, left, 1, False, 16.0), None)
     torch.testing.assert_close(weights, want.detach(), rtol=1e-6, atol=1e-6)
     assert torch.equal(chosen, want != 0)
@@ -65,7 +77,9 @@ def test_a_choice_by_hand() -> None:
     two, _ = choose(logits, Choice("sigmoid", 1, 2, 1, 2), None)
     assert one.nonzero().tolist() == [[0, 0]] and two.nonzero().tolist() == [[0, 2]]
     biased, _ = choose(logits, Choice("sigmoid", 1), torch.tensor([0.0, 5.0, 0.0, 0.0]))
-    assert float(biased[0, 1]) == pytest.approx(float(torch.sigmoid(torch.tensor(-3.0)))) and int((biased != 0).sum()) == 1
+    assert (
+        float(biased[0, 1]) == pytest.approx(float(torch.sigmoid(torch.tensor(-3.0)))) and int((biased != 0).sum()) == 1
+    )
 
 
 def test_padding_is_not_counted() -> None:

@@ -15,7 +15,9 @@ def explicit(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, bounds: list[int], w
     """[s, heads, d]: each head's softmax over the scores seen and its sink, the sink's share thrown away."""
     s = q.shape[0]
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = (torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5).masked_fill(~seen(s, bounds, window), float("-inf"))
+    scores = (torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5).masked_fill(
+        ~seen(s, bounds, window), float("-inf")
+    )
     both = torch.cat([scores, sink[:, None, None].expand(-1, s, 1)], dim=-1)
     return torch.einsum("hqk,khd->qhd", both.softmax(-1)[..., :-1], v)
 
@@ -24,10 +26,22 @@ def explicit(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, bounds: list[int], w
 @pytest.mark.parametrize("bounds", [[0, 24], [0, 5, 6, 24]])
 def test_sinks(bounds: list[int], window: int | None) -> None:
     torch.manual_seed(0)
-    q, k, v, sink = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8), torch.tensor([-3.0, 0.0, 1.5, 6.0])
-    config = SimpleNamespace(kv_channels=8, attention_dropout=0.0, window_size=None if window is None else (window - 1, 0),
-                             softmax_type="learnable", num_attention_heads=4, tensor_model_parallel_size=1, params_dtype=torch.float32,
-                             features=Features())
+    q, k, v, sink = (
+        torch.randn(24, 4, 8),
+        torch.randn(24, 2, 8),
+        torch.randn(24, 2, 8),
+        torch.tensor([-3.0, 0.0, 1.5, 6.0]),
+    )
+    config = SimpleNamespace(
+        kv_channels=8,
+        attention_dropout=0.0,
+        window_size=None if window is None else (window - 1, 0),
+        softmax_type="learnable",
+        num_attention_heads=4,
+        tensor_model_parallel_size=1,
+        params_dtype=torch.float32,
+        features=Features(),
+    )
     module = TorchAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
     weights, results = torch.randn(24, 4, 8), []
     for ours in (True, False):

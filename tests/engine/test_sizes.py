@@ -15,12 +15,38 @@ from megaswift.engine.megatron.sizes import flop_parameters
 from megaswift.families import family_of
 from megaswift.trainers.flops import FlopRule
 
-BASE = dict(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-            intermediate_size=48, max_position_embeddings=64, tie_word_embeddings=False)
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1, mlp_only_layers=[])
-DEEPSEEK = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=2, first_k_dense_replace=1,
-                n_group=1, topk_group=1)
-LATENT = dict(num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=12, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=8, head_dim=6)
+BASE = dict(
+    vocab_size=96,
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+)
+EXPERTS = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1, mlp_only_layers=[]
+)
+DEEPSEEK = dict(
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+)
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=20,
+    kv_lora_rank=12,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=8,
+    head_dim=6,
+)
 
 
 @dataclass(frozen=True)
@@ -33,10 +59,16 @@ class Model:
 
 
 MODELS = [
-    Model("Llama"), Model("Llama", {"tie_word_embeddings": True}), Model("Qwen2"), Model("Qwen3"),
-    Model("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 4, 48), Model("Qwen3Moe", EXPERTS, 4, 24),
-    Model("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0, 3]}, 2, 24), Model("Glm4Moe", DEEPSEEK, 3, 24),
-    Model("DeepseekV3", {**DEEPSEEK, **LATENT}, 3, 24), Model("DeepseekV2", {**DEEPSEEK, **LATENT, "q_lora_rank": None}, 3, 24),
+    Model("Llama"),
+    Model("Llama", {"tie_word_embeddings": True}),
+    Model("Qwen2"),
+    Model("Qwen3"),
+    Model("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 4, 48),
+    Model("Qwen3Moe", EXPERTS, 4, 24),
+    Model("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0, 3]}, 2, 24),
+    Model("Glm4Moe", DEEPSEEK, 3, 24),
+    Model("DeepseekV3", {**DEEPSEEK, **LATENT}, 3, 24),
+    Model("DeepseekV2", {**DEEPSEEK, **LATENT, "q_lora_rank": None}, 3, 24),
 ]
 
 

@@ -29,12 +29,26 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("attention bias of qwen3", QWEN3_0_6B, {"attention_bias": True}, "attention_bias True"),
     ("pretraining_tp", LLAMA_3_1_8B, {"pretraining_tp": 2}, "pretraining_tp 2"),
     ("dynamic rope", LLAMA_3_1_8B, {"rope_scaling": {"type": "dynamic"}}, "'dynamic' needs the number factor"),
-    ("dynamic rope of another kind", LLAMA_3_1_8B, {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}}, "alpha is not"),
+    (
+        "dynamic rope of another kind",
+        LLAMA_3_1_8B,
+        {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}},
+        "alpha is not",
+    ),
     ("longrope", LLAMA_3_1_8B, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
     ("unknown rope", LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral' is not known"),
-    ("rope parameter missing", LLAMA_3_1_8B,
-     {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4}}, "low_freq_factor"),
-    ("rope parameter unknown", LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "linear", "factor": 8.0, "alpha": 1}}, "alpha"),
+    (
+        "rope parameter missing",
+        LLAMA_3_1_8B,
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4}},
+        "low_freq_factor",
+    ),
+    (
+        "rope parameter unknown",
+        LLAMA_3_1_8B,
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0, "alpha": 1}},
+        "alpha",
+    ),
     ("rope parameter without type", LLAMA_3_1_8B, {"rope_scaling": {"factor": 8.0}}, "factor"),
     ("partial rotation", LLAMA_3_1_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("quantized", LLAMA_3_1_8B, {"quantization_config": {"quant_method": "awq"}}, "awq is not"),
@@ -48,7 +62,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("no layers", LLAMA_3_1_8B, {"num_hidden_layers": 0}, "at least 1"),
     ("KV heads", LLAMA_3_1_8B, {"num_key_value_heads": 5}, "does not divide num_attention_heads 32"),
     ("odd heads", LLAMA_3_1_8B, {"head_dim": 63}, "even"),
-    ("no whole heads", LLAMA_3_1_8B, {"num_attention_heads": 24, "num_key_value_heads": 8}, "do not divide hidden_size"),
+    (
+        "no whole heads",
+        LLAMA_3_1_8B,
+        {"num_attention_heads": 24, "num_key_value_heads": 8},
+        "do not divide hidden_size",
+    ),
     ("dtype", LLAMA_3_1_8B, {"torch_dtype": "int8"}, "torch_dtype 'int8'"),
     ("layer types", QWEN2_5_7B, {"layer_types": ["chunked_attention"] * 28}, "layer_types"),
     ("window switched off", QWEN2_5_7B, {"layer_types": ["sliding_attention"] * 28}, "use_sliding_window is off"),
@@ -67,7 +86,12 @@ def test_refused(base: dict[str, Any], changes: dict[str, Any], told: str) -> No
 
 
 def test_a_reward_model_is_known_by_its_config() -> None:
-    found = spec(LLAMA_3_1_8B, architectures=["LlamaForSequenceClassification"], id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+    found = spec(
+        LLAMA_3_1_8B,
+        architectures=["LlamaForSequenceClassification"],
+        id2label={"0": "LABEL_0"},
+        label2id={"LABEL_0": 0},
+    )
     assert found.scored and not found.untied and found.hf_config["architectures"] == ["LlamaForSequenceClassification"]
     made = with_score(spec(LLAMA_3_1_8B))
     assert made == found
@@ -87,7 +111,12 @@ def test_a_field_of_another_family_is_named_with_the_nearest() -> None:
 def test_all_problems_are_told_together() -> None:
     with pytest.raises(WeightsError) as error:
         spec(LLAMA_3_1_8B, hidden_act="gelu", vocab_size=-1, alibi=True, hidden_size=...)
-    assert [p.what.split(", ")[1].split()[0] for p in error.value.problems] == ["alibi", "vocab_size", "hidden_size", "hidden_act"]
+    assert [p.what.split(", ")[1].split()[0] for p in error.value.problems] == [
+        "alibi",
+        "vocab_size",
+        "hidden_size",
+        "hidden_act",
+    ]
 
 
 def test_an_unknown_family_lists_the_known() -> None:
@@ -123,7 +152,9 @@ def test_dynamic_rope_keeps_to_its_default_frequencies() -> None:
     for base, family in ((LLAMA_2_7B, "llama"), (PHI_4, "phi3"), (GEMMA_3_1B, "gemma3_text")):
         dynamic = spec(base, rope_scaling=given)
         assert dynamic.family == family and dynamic.rope.scaling == {"rope_type": "dynamic", "factor": 2.0}
-        assert dynamic.features.longest == base["max_position_embeddings"] and dynamic.hf_config["rope_scaling"] == given
+        assert (
+            dynamic.features.longest == base["max_position_embeddings"] and dynamic.hf_config["rope_scaling"] == given
+        )
 
 
 def test_fields_that_published_folders_have_for_other_programs() -> None:
@@ -150,7 +181,13 @@ def test_null_and_absent_windows_differ() -> None:
 def test_a_mix_of_windows_is_transformers_own(base: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
-    given = {**base, "use_sliding_window": True, "sliding_window": 512, "max_window_layers": 20, "num_hidden_layers": 24}
+    given = {
+        **base,
+        "use_sliding_window": True,
+        "sliding_window": 512,
+        "max_window_layers": 20,
+        "num_hidden_layers": 24,
+    }
     fields = {k: v for k, v in given.items() if k != "model_type"}
     theirs = AutoConfig.for_model(base["model_type"], **fields).layer_types
     ours = spec(given).transformer
@@ -182,8 +219,11 @@ def test_head_width() -> None:
 
 def test_code_of_the_authors_where_transformers_has_the_model() -> None:
     phi = PUBLISHED["phi-4"][0]
-    theirs = {"AutoConfig": "microsoft/Phi-3--configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
-              "AutoTokenizer": "Xenova/gpt-4o"}
+    theirs = {
+        "AutoConfig": "microsoft/Phi-3--configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        "AutoTokenizer": "Xenova/gpt-4o",
+    }
     assert family_of(phi).spec({**phi, "auto_map": theirs}).num_layers == phi["num_hidden_layers"]
     with pytest.raises(WeightsError, match="auto_map"):
         family_of(phi).spec({**phi, "auto_map": {**theirs, "AutoModel": "modeling_mine.Mine"}})

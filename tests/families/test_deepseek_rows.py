@@ -16,9 +16,19 @@ from tests.families.specs import refusals, spec
 def test_latent_attention() -> None:
     v3, lite = spec(DEEPSEEK_V3), spec(DEEPSEEK_V2_LITE)
     assert (v3.q_rank, v3.kv_rank, v3.latent_width, v3.latent_queries, v3.latent_keys_values, v3.attention_width) == (
-        1536, 512, 576, 128 * 192, 128 * 256, 128 * 128)
+        1536,
+        512,
+        576,
+        128 * 192,
+        128 * 256,
+        128 * 128,
+    )
     assert v3.product_width == 128 * (192 + 128) // 2 and not v3.whole_queries and lite.whole_queries
-    assert v3.features.latent_pairs and lite.features.latent_pairs and not spec(DEEPSEEK_V3, rope_interleave=False).features.latent_pairs
+    assert (
+        v3.features.latent_pairs
+        and lite.features.latent_pairs
+        and not spec(DEEPSEEK_V3, rope_interleave=False).features.latent_pairs
+    )
     assert (v3.transformer["rotary_scaling_factor"], v3.transformer["mscale_all_dim"]) == (40.0, 1.0)
     assert "rotary_scaling_factor" not in spec(DEEPSEEK_V3, rope_scaling=None).transformer
 
@@ -26,8 +36,16 @@ def test_latent_attention() -> None:
 def test_routing() -> None:
     v3, v2, lite, air = spec(DEEPSEEK_V3), spec(DEEPSEEK_V2), spec(DEEPSEEK_V2_LITE), spec(GLM_4_5_AIR)
     assert (v3.experts, v3.topk, v3.expert_ffn, v3.shared_ffn, v3.moe_layers.count(False)) == (256, 8, 2048, 2048, 3)
-    assert (v3.transformer["moe_router_num_groups"], v3.transformer["moe_router_group_topk"], v3.features.router_group_best) == (8, 4, 2)
-    assert (v2.transformer["moe_router_num_groups"], v2.transformer["moe_router_group_topk"], v2.features.router_group_best) == (8, 3, 1)
+    assert (
+        v3.transformer["moe_router_num_groups"],
+        v3.transformer["moe_router_group_topk"],
+        v3.features.router_group_best,
+    ) == (8, 4, 2)
+    assert (
+        v2.transformer["moe_router_num_groups"],
+        v2.transformer["moe_router_group_topk"],
+        v2.features.router_group_best,
+    ) == (8, 3, 1)
     assert v2.transformer["moe_router_topk_scaling_factor"] == 16.0 and v2.transformer["moe_router_pre_softmax"]
     for ungrouped in (lite, air, spec(DEEPSEEK_V2, topk_method="greedy")):
         assert "moe_router_num_groups" not in ungrouped.transformer and ungrouped.features.router_group_best == 0
@@ -44,7 +62,14 @@ def test_the_factor_on_scores_is_transformers(base: dict[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {k: v for k, v in base.items() if k not in ("quantization_config", "auto_map", "model_type")}
-    small = {**fields, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 8, "vocab_size": 16}
+    small = {
+        **fields,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "hidden_size": 8,
+        "vocab_size": 16,
+    }
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(base["model_type"], **small))
     t = spec(base).transformer
@@ -53,18 +78,29 @@ def test_the_factor_on_scores_is_transformers(base: dict[str, Any]) -> None:
     assert model.model.layers[0].self_attn.scaling == pytest.approx(scale, rel=1e-12)
 
 
-@pytest.mark.parametrize(("base", "changes", "told"), [
-    (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias"), (DEEPSEEK_V3, {"q_lora_rank": ...}, "q_lora_rank"),
-    (DEEPSEEK_V3, {"head_dim": 192}, "qk_rope_head_dim 64"), (DEEPSEEK_V3, {"num_key_value_heads": 8}, "num_attention_heads 128"),
-    (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func"), (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method"),
-    (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq"), (DEEPSEEK_V3, {"n_group": 7}, "n_group"),
-    (DEEPSEEK_V3, {"topk_group": 9}, "topk_group"), (DEEPSEEK_V3, {"num_experts_per_tok": 300}, "num_experts_per_tok"),
-    (DEEPSEEK_V3, {"num_experts_per_tok": 1}, "no gradient"),
-    (DEEPSEEK_V3, {"n_shared_experts": None, "first_k_dense_replace": -1}, "at least 0"),
-    (DEEPSEEK_V3, {"auto_map": {"AutoModel": "modeling_mine.Model"}}, "auto_map"), (DEEPSEEK_V3, {"index_topk": 2048}, "index_topk"),
-    (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob"), (DEEPSEEK_V2, {"mlp_bias": True}, "mlp_bias"),
-    (GLM_4_5_AIR, {"partial_rotary_factor": 0}, "partial_rotary_factor"), (GLM_4_5_AIR, {"topk_method": "noaux_tc"}, "topk_method"),
-])
+@pytest.mark.parametrize(
+    ("base", "changes", "told"),
+    [
+        (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias"),
+        (DEEPSEEK_V3, {"q_lora_rank": ...}, "q_lora_rank"),
+        (DEEPSEEK_V3, {"head_dim": 192}, "qk_rope_head_dim 64"),
+        (DEEPSEEK_V3, {"num_key_value_heads": 8}, "num_attention_heads 128"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method"),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK_V3, {"n_group": 7}, "n_group"),
+        (DEEPSEEK_V3, {"topk_group": 9}, "topk_group"),
+        (DEEPSEEK_V3, {"num_experts_per_tok": 300}, "num_experts_per_tok"),
+        (DEEPSEEK_V3, {"num_experts_per_tok": 1}, "no gradient"),
+        (DEEPSEEK_V3, {"n_shared_experts": None, "first_k_dense_replace": -1}, "at least 0"),
+        (DEEPSEEK_V3, {"auto_map": {"AutoModel": "modeling_mine.Model"}}, "auto_map"),
+        (DEEPSEEK_V3, {"index_topk": 2048}, "index_topk"),
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob"),
+        (DEEPSEEK_V2, {"mlp_bias": True}, "mlp_bias"),
+        (GLM_4_5_AIR, {"partial_rotary_factor": 0}, "partial_rotary_factor"),
+        (GLM_4_5_AIR, {"topk_method": "noaux_tc"}, "topk_method"),
+    ],
+)
 def test_refused(base: dict[str, Any], changes: dict[str, Any], told: str) -> None:
     assert any(told in problem for problem in refusals(base, **changes))
 

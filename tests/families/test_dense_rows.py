@@ -29,8 +29,18 @@ LONG = {"type": "longrope", **FACTORS}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("phi3 embedding dropout", PHI_4, {"embd_pdrop": 0.1}, "embd_pdrop 0.1"),
     ("phi3 head bias", PHI_4, {"lm_head_bias": True}, "lm_head_bias True"),
-    ("phi3 proportional rope", PHI_4, {"rope_scaling": {"type": "proportional", "factor": 2.0}}, "'proportional' is not supported"),
-    ("longrope without factors", PHI_4, {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64}}, "needs the list long_factor"),
+    (
+        "phi3 proportional rope",
+        PHI_4,
+        {"rope_scaling": {"type": "proportional", "factor": 2.0}},
+        "'proportional' is not supported",
+    ),
+    (
+        "longrope without factors",
+        PHI_4,
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64}},
+        "needs the list long_factor",
+    ),
     ("longrope parameter", PHI_4, {"rope_scaling": {**LONG, "beta": 1}}, "beta is not a parameter"),
     ("longrope rotation", PHI_4, {"rope_scaling": LONG, "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
     ("gemma activation", GEMMA_2_2B, {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
@@ -40,13 +50,32 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dropout under a cap", GEMMA_2_2B, {"attention_dropout": 0.1}, "attention with a soft cap has no dropout"),
     ("cap of 0", GEMMA_2_2B, {"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0"),
     ("gemma layer types", GEMMA_2_2B, {"layer_types": ["full_attention"]}, "layer_types"),
-    ("gemma local scaling", GEMMA_3_1B, {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-     "scaling of sliding_attention"),
-    ("gemma kind of layer", GEMMA_3_1B, {"rope_parameters": {"chunked_attention": {}}}, "chunked_attention is no kind of layer"),
+    (
+        "gemma local scaling",
+        GEMMA_3_1B,
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "scaling of sliding_attention",
+    ),
+    (
+        "gemma kind of layer",
+        GEMMA_3_1B,
+        {"rope_parameters": {"chunked_attention": {}}},
+        "chunked_attention is no kind of layer",
+    ),
     ("gemma pattern", GEMMA_3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern 0"),
     ("gemma without a pattern", GEMMA_3_1B, {"sliding_window_pattern": None}, "sliding_window_pattern None"),
-    ("gemma pattern that nobody reads", GEMMA_3_1B, {"_sliding_window_pattern": 4}, "it takes 6 from sliding_window_pattern"),
-    ("exaone pattern", EXAONE_4_1B, {"sliding_window": 64, "sliding_window_pattern": "LLLG", "layer_types": ...}, "sliding_window_pattern"),
+    (
+        "gemma pattern that nobody reads",
+        GEMMA_3_1B,
+        {"_sliding_window_pattern": 4},
+        "it takes 6 from sliding_window_pattern",
+    ),
+    (
+        "exaone pattern",
+        EXAONE_4_1B,
+        {"sliding_window": 64, "sliding_window_pattern": "LLLG", "layer_types": ...},
+        "sliding_window_pattern",
+    ),
     ("olmo2 bias", OLMO_2_7B, {"attention_bias": True}, "attention_bias True"),
     ("granite divisor", GRANITE_3_2B, {"logits_scaling": 0}, "logits_scaling 0"),
     ("seed_oss biases", SEED_OSS_36B, {"mlp_bias": True}, "mlp_bias True"),
@@ -79,24 +108,44 @@ def test_gemma() -> None:
     assert two.tied and three.tied and two.transformer["softmax_scale"] == 0.0625
     assert two.features.embedding_scale == 48.0 and three.features.embedding_scale == math.sqrt(1152)
     assert two.features.embedding_scale_rounded and two.transformer["layernorm_zero_centered_gamma"]
-    assert spec(GEMMA_2_2B, sliding_window_size=4096).transformer == two.transformer  # the 9B and 27B have it beside sliding_window
+    assert (
+        spec(GEMMA_2_2B, sliding_window_size=4096).transformer == two.transformer
+    )  # the 9B and 27B have it beside sliding_window
     assert (three.rope, three.features.rope_local) == (RopeSpec(1e6), RopeSpec(1e4))
     scaled = spec(GEMMA_3_1B, rope_scaling={"rope_type": "linear", "factor": 8.0})
     assert scaled.rope.scaling == {"rope_type": "linear", "factor": 8.0} and scaled.features.rope_local == RopeSpec(1e4)
 
 
 GEMMA_PATTERNS: list[dict[str, Any]] = [
-    {"sliding_window_pattern": ...}, {"sliding_window_pattern": 4}, {"sliding_window_pattern": 4, "_sliding_window_pattern": 4},
+    {"sliding_window_pattern": ...},
+    {"sliding_window_pattern": 4},
+    {"sliding_window_pattern": 4, "_sliding_window_pattern": 4},
     {"sliding_window_pattern": ..., "_sliding_window_pattern": 6},
-    {"sliding_window_pattern": 4, "_sliding_window_pattern": 3, "layer_types": ["sliding_attention", "full_attention"] * 13},
-    {"sliding_window_pattern": ..., "_sliding_window_pattern": 3, "layer_types": ["full_attention", "sliding_attention"] * 13},
+    {
+        "sliding_window_pattern": 4,
+        "_sliding_window_pattern": 3,
+        "layer_types": ["sliding_attention", "full_attention"] * 13,
+    },
+    {
+        "sliding_window_pattern": ...,
+        "_sliding_window_pattern": 3,
+        "layer_types": ["full_attention", "sliding_attention"] * 13,
+    },
 ]
 """As releases of transformers have written it, by layer or by number, and where both stand."""
 
 
-@pytest.mark.parametrize(("base", "changes"), [(GEMMA_2_2B, {}), (GEMMA_3_1B, {}), *((GEMMA_3_1B, changes) for changes in GEMMA_PATTERNS),
-                                               (OLMO_3_7B, {}), (OLMO_3_7B, {"layer_types": None}),
-                                               (EXAONE_4_1B, {"sliding_window": 64, "sliding_window_pattern": 4, "layer_types": None})])
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        (GEMMA_2_2B, {}),
+        (GEMMA_3_1B, {}),
+        *((GEMMA_3_1B, changes) for changes in GEMMA_PATTERNS),
+        (OLMO_3_7B, {}),
+        (OLMO_3_7B, {"layer_types": None}),
+        (EXAONE_4_1B, {"sliding_window": 64, "sliding_window_pattern": 4, "layer_types": None}),
+    ],
+)
 def test_windows_are_transformers_own(base: dict[str, Any], changes: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
@@ -115,8 +164,13 @@ def test_layers_without_rotary_embedding_are_transformers_own() -> None:
     theirs = AutoConfig.for_model("smollm3", **fields)
     ours = spec({"model_type": "smollm3", **fields})
     assert ours.transformer["no_rope_freq"] == [1 - r for r in theirs.no_rope_layers]
-    assert ours.transformer["window_attn_skip_freq"] == [int(kind == "sliding_attention") for kind in theirs.layer_types]
-    assert spec(SMOLLM3_3B).transformer["no_rope_freq"] == [0, 0, 0, 1] * 9 and "window_size" not in spec(SMOLLM3_3B).transformer
+    assert ours.transformer["window_attn_skip_freq"] == [
+        int(kind == "sliding_attention") for kind in theirs.layer_types
+    ]
+    assert (
+        spec(SMOLLM3_3B).transformer["no_rope_freq"] == [0, 0, 0, 1] * 9
+        and "window_size" not in spec(SMOLLM3_3B).transformer
+    )
 
 
 def test_olmo3_and_exaone() -> None:
@@ -124,16 +178,31 @@ def test_olmo3_and_exaone() -> None:
     assert olmo.features.rope_local == RopeSpec(5e5) and olmo.rope.base == 5e5
     assert olmo.rope.scaling is not None and olmo.rope.scaling["rope_type"] == "yarn"
     assert "no_rope_freq" not in exaone.transformer and "window_size" not in exaone.transformer
-    hybrid = spec(EXAONE_4_1B, sliding_window=64, sliding_window_pattern="LLLG",
-                  layer_types=["sliding_attention", "full_attention"] * 15)
-    assert hybrid.transformer["no_rope_freq"] == [0, 1] * 15 and hybrid.transformer["window_attn_skip_freq"] == [1, 0] * 15
+    hybrid = spec(
+        EXAONE_4_1B,
+        sliding_window=64,
+        sliding_window_pattern="LLLG",
+        layer_types=["sliding_attention", "full_attention"] * 15,
+    )
+    assert (
+        hybrid.transformer["no_rope_freq"] == [0, 1] * 15 and hybrid.transformer["window_attn_skip_freq"] == [1, 0] * 15
+    )
 
 
 def test_the_rest() -> None:
     granite, glm, olmo = spec(GRANITE_3_2B), spec(GLM_4_9B), spec(OLMO_2_7B)
-    assert (granite.features.embedding_scale, granite.features.residual_scale, granite.features.logit_scale) == (12.0, 0.22, 0.125)
+    assert (granite.features.embedding_scale, granite.features.residual_scale, granite.features.logit_scale) == (
+        12.0,
+        0.22,
+        0.125,
+    )
     assert granite.transformer["softmax_scale"] == 0.015625 and not granite.features.embedding_scale_rounded
-    assert glm.rope == RopeSpec(10000.0, None, 0.5) and glm.qkv_bias and not glm.linear_bias and glm.transformer["rotary_interleaved"]
+    assert (
+        glm.rope == RopeSpec(10000.0, None, 0.5)
+        and glm.qkv_bias
+        and not glm.linear_bias
+        and glm.transformer["rotary_interleaved"]
+    )
     assert spec(GLM_4_9B, attention_bias=False, partial_rotary_factor=...).rope.partial == 0.5
     assert [s.features.padding_token for s in (granite, glm, olmo)] == [0, 151329, 100277]
     assert [spec(PHI_4, pad_token_id=given).features.padding_token for given in (None, 5, -1)] == [None, 5, 100351]
@@ -141,6 +210,10 @@ def test_the_rest() -> None:
     for beyond in (100352, -100353):
         assert f"is {beyond}, beyond the 100352 tokens" in refusals(PHI_4, pad_token_id=beyond)[0]
     seed = spec(SEED_OSS_36B)
-    assert seed.qkv_bias and not seed.linear_bias and seed.transformer["hidden_dropout"] == seed.transformer["attention_dropout"] == 0.1
+    assert (
+        seed.qkv_bias
+        and not seed.linear_bias
+        and seed.transformer["hidden_dropout"] == seed.transformer["attention_dropout"] == 0.1
+    )
     assert spec(PHI_4, resid_pdrop=0.05).transformer["hidden_dropout"] == 0.05
     assert olmo.features.qk_norm_width == "all" and olmo.features.post_norm and not olmo.features.pre_norm

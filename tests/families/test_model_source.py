@@ -25,8 +25,15 @@ def test_a_broken_tokenizer_is_the_user_s_mistake(tmp_path: Path, text: str) -> 
         tokenizer_of(SwiftConfig(), tmp_path)
 
 
-@pytest.mark.parametrize("change", [
-    {"model": {"type": "Nope"}}, {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}, {"added_tokens": 5}, None])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"type": "Nope"}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}},
+        {"added_tokens": 5},
+        None,
+    ],
+)
 def test_a_tokenizer_json_that_the_library_cannot_parse(tmp_path: Path, change: dict | None) -> None:
     """tokenizers raises plain `Exception` for the first two."""
     folder = write_model(tmp_path / "model")
@@ -37,7 +44,9 @@ def test_a_tokenizer_json_that_the_library_cannot_parse(tmp_path: Path, change: 
         tokenizer_of(SwiftConfig(), folder)
 
 
-def test_the_template_of_the_configuration_is_read_as_the_data_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_template_of_the_configuration_is_read_as_the_data_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_model(tmp_path / "model")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "other.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -47,15 +56,23 @@ def test_the_template_of_the_configuration_is_read_as_the_data_read_it(tmp_path:
         assert made.chat_template == (tmp_path / "other.jinja").read_text()
 
 
-@pytest.mark.parametrize(("model", "name"), [
-    ("Qwen/Qwen3-8B", "Qwen3-8B"), ("/data/runs/helpful/hf", "helpful"), ("out/checkpoints/step-20", "step-20"), ("mine/model/", "mine")])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen3-8B"),
+        ("/data/runs/helpful/hf", "helpful"),
+        ("out/checkpoints/step-20", "step-20"),
+        ("mine/model/", "mine"),
+    ],
+)
 def test_a_model_is_called_by_what_tells_it_from_others(model: str, name: str) -> None:
     assert short_name(model) == name
 
 
 @pytest.mark.parametrize(("package", "options"), [("huggingface_hub", {}), ("modelscope", {"use_hf": False})])
-def test_a_model_s_id_is_asked_of_the_hub_that_was_named(package: str, options: dict, tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_s_id_is_asked_of_the_hub_that_was_named(
+    package: str, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stand-ins for both clients: which of them is asked, for what, and what is said when it gives nothing."""
     asked: list[tuple[str, str, str | None, bool]] = []
 

@@ -52,8 +52,13 @@ def test_fields_of_gpt_oss() -> None:
     assert (oss.experts, oss.topk, oss.expert_ffn, oss.head_dim, oss.linear_bias) == (32, 4, 2880, 64, True)
     assert oss.transformer["window_size"] == (127, 0) and oss.transformer["window_attn_skip_freq"] == [1, 0] * 12
     assert oss.rope.base == 150000.0 and oss.rope.scaling is not None and oss.rope.scaling["truncate"] is False
-    want = {"activation_func": "quick_gelu", "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0, "softmax_type": "learnable",
-            "moe_router_pre_softmax": False}
+    want = {
+        "activation_func": "quick_gelu",
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+        "moe_router_pre_softmax": False,
+    }
     assert {name: oss.transformer[name] for name in want} == want
     assert spec(GPT_OSS_20B, layer_types=...).transformer == oss.transformer
 
@@ -63,13 +68,16 @@ def test_the_auxiliary_loss_of_gpt_oss_is_off_unless_asked_for() -> None:
     assert spec(GPT_OSS_20B, output_router_logits=True).transformer["moe_aux_loss_coeff"] == 0.9
 
 
-@pytest.mark.parametrize(("changes", "told"), [
-    ({"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
-    ({"attention_bias": False}, "attention_bias False"),
-    ({"rope_scaling": None}, "rope_scaling None: is missing"),
-    ({"layer_types": ["sliding_attention", "full_attention"]}, "24 times"),
-    ({"sliding_window": None}, "sliding_window is not given"),
-])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
+        ({"attention_bias": False}, "attention_bias False"),
+        ({"rope_scaling": None}, "rope_scaling None: is missing"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "24 times"),
+        ({"sliding_window": None}, "sliding_window is not given"),
+    ],
+)
 def test_gpt_oss_refuses(changes: dict[str, Any], told: str) -> None:
     (only,) = refusals(GPT_OSS_20B, **changes)
     assert told in only
@@ -87,23 +95,29 @@ def test_fields_of_olmoe() -> None:
 def test_fields_of_minimax_m2() -> None:
     m2 = spec(MINIMAX_M2)
     assert (m2.experts, m2.topk, m2.expert_ffn, m2.rope.base, m2.rope.partial) == (256, 8, 1536, 5000000.0, 0.5)
-    assert (m2.transformer["moe_router_score_function"], m2.transformer["moe_router_enable_expert_bias"]) == ("sigmoid", True)
+    assert (m2.transformer["moe_router_score_function"], m2.transformer["moe_router_enable_expert_bias"]) == (
+        "sigmoid",
+        True,
+    )
     assert m2.features.router_normalised and m2.features.qk_norm_width == "all"
     assert spec(MINIMAX_M2, rotary_dim=..., rope_theta=...).rope.partial == 1.0
     assert spec(MINIMAX_M2, rotary_dim=..., partial_rotary_factor=0.25).rope.partial == 0.25
 
 
-@pytest.mark.parametrize(("changes", "told"), [
-    ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
-    ({"use_routing_bias": False}, "use_routing_bias False"),
-    ({"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
-    ({"shared_intermediate_size": 1024}, "shared_intermediate_size 1024"),
-    ({"attn_type_list": [0, 1] * 31}, "attn_type_list"),
-    ({"sliding_window": 4096}, "sliding_window 4096"),
-    ({"rotary_dim": 256}, "partial_rotary_factor should be a number above 0, at most 1"),
-    ({"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta 2.0"),
-    ({"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
-])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ({"use_routing_bias": False}, "use_routing_bias False"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
+        ({"shared_intermediate_size": 1024}, "shared_intermediate_size 1024"),
+        ({"attn_type_list": [0, 1] * 31}, "attn_type_list"),
+        ({"sliding_window": 4096}, "sliding_window 4096"),
+        ({"rotary_dim": 256}, "partial_rotary_factor should be a number above 0, at most 1"),
+        ({"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta 2.0"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+    ],
+)
 def test_minimax_m2_refuses(changes: dict[str, Any], told: str) -> None:
     (only,) = refusals(MINIMAX_M2, **changes)
     assert told in only

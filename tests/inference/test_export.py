@@ -26,7 +26,9 @@ def logits(loaded: torch.nn.Module) -> torch.Tensor:
 def test_merged_as_peft_merges(model: Path, tmp_path: Path) -> None:
     adapter = adapters(tmp_path / "adapter", model)
     out = tmp_path / "merged"
-    assert main(["--model", str(model), "--adapters", str(adapter), "--merge_lora", "true", "--output_dir", str(out)]) == 0
+    assert (
+        main(["--model", str(model), "--adapters", str(adapter), "--merge_lora", "true", "--output_dir", str(out)]) == 0
+    )
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
     want, found = logits(theirs), logits(AutoModelForCausalLM.from_pretrained(out))
     assert float((want - found).abs().max()) < 1e-5 * max(1.0, float(want.abs().max()))
@@ -38,8 +40,11 @@ def test_merged_as_peft_merges(model: Path, tmp_path: Path) -> None:
 def test_quantised_as_transformers_quantises(model: Path, tmp_path: Path, bits: int) -> None:
     out = tmp_path / "small"
     assert main(["--model", str(model), "--quantization_bit", str(bits), "--output_dir", str(out)]) == 0
-    config = BitsAndBytesConfig(load_in_8bit=True) if bits == 8 else BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    config = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if bits == 8
+        else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    )
     theirs = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, device_map="cpu")
     loaded = AutoModelForCausalLM.from_pretrained(out, device_map="cpu")
     assert torch.equal(logits(loaded), logits(theirs))

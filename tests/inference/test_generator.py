@@ -60,12 +60,14 @@ def test_drawn_tokens_follow_the_seed_as_in_transformers(ours: Generator, theirs
 def test_logprobs_are_the_log_softmax_of_the_models_logits(ours: Generator, theirs: tuple[Any, Any]) -> None:
     """Also under a penalty and a temperature: they are the model's, not those of the draw."""
     prompts = ids(ours)
-    found = ours.generate([Request(p, NEW, logprobs=3) for p in prompts], Sampling(temperature=0.7, repetition_penalty=1.3, seed=1))
+    found = ours.generate(
+        [Request(p, NEW, logprobs=3) for p in prompts], Sampling(temperature=0.7, repetition_penalty=1.3, seed=1)
+    )
     for prompt, completion in zip(prompts, found, strict=True):
         tokens = [t.token for t in completion.logprobs]
         assert len(tokens) >= completion.tokens - 1
         with torch.no_grad():
-            scores = theirs[0](torch.tensor([[*prompt, *tokens]])).logits[0].log_softmax(-1)[len(prompt) - 1:]
+            scores = theirs[0](torch.tensor([[*prompt, *tokens]])).logits[0].log_softmax(-1)[len(prompt) - 1 :]
         for position, told in enumerate(completion.logprobs):
             best = scores[position].topk(3)
             assert told.logprob == pytest.approx(float(scores[position, told.token]), abs=2e-5)
@@ -77,8 +79,10 @@ def test_each_row_has_its_own_length_stop_texts_and_listener(ours: Generator) ->
     whole = [c.text for c in ours.generate([Request(p, NEW) for p in prompts], Sampling())]
     stop = whole[1][4:7]
     heard: dict[int, list[str]] = {i: [] for i in range(len(prompts))}
-    wanted = [Request(p, NEW - i, (stop,) if i == 1 else (), 0, lambda text, told, i=i: heard[i].append(text))
-              for i, p in enumerate(prompts)]
+    wanted = [
+        Request(p, NEW - i, (stop,) if i == 1 else (), 0, lambda text, told, i=i: heard[i].append(text))
+        for i, p in enumerate(prompts)
+    ]
     found = ours.generate(wanted, Sampling())
     assert found[1].text == whole[1][: whole[1].index(stop)] and found[1].reason == "stop"
     for i, completion in enumerate(found):

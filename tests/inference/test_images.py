@@ -46,8 +46,12 @@ def shown(number: int) -> dict[str, str]:
 
 
 CONVERSATIONS = [
-    ask(shown(0), "what is it?"), ask(shown(1), "what is it?"), ask("a ", shown(2), " and a longer question, b ", shown(0), "?"),
-    ask("no image at all?"), [*ask(shown(3), "ab"), {"role": "assistant", "content": [vision.part("cd")]}, *ask("and ", shown(1))]]
+    ask(shown(0), "what is it?"),
+    ask(shown(1), "what is it?"),
+    ask("a ", shown(2), " and a longer question, b ", shown(0), "?"),
+    ask("no image at all?"),
+    [*ask(shown(3), "ab"), {"role": "assistant", "content": [vision.part("cd")]}, *ask("and ", shown(1))],
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,22 +72,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Opened]:
             weights.save_pretrained(folder)
             kept[kind] = folder, *opened(folder)
         return kept[kind]
+
     return make
 
 
-def told(folder: Path, conversation: list[dict[str, Any]], prepared: Prepared, model: Any = None) -> tuple[str, list[float]]:
+def told(
+    folder: Path, conversation: list[dict[str, Any]], prepared: Prepared, model: Any = None
+) -> tuple[str, list[float]]:
     """transformers alone: its answer, and the log-probability of each token."""
     assert isinstance(prepared.reader, Processor)
     processor, asked = prepared.reader.inner, copy.deepcopy(conversation)
     for part in [p for m in asked for p in m["content"] if "path" in p]:
         part["path"] = str(folder.parent / part["path"])
-    made = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    made = processor.apply_chat_template(
+        asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
     if "pixel_values" not in made:
         made = {k: made[k] for k in ("input_ids", "attention_mask")}
     out = (model or AutoModelForImageTextToText.from_pretrained(folder)).generate(
-        **made, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    ids = out.sequences[0, made["input_ids"].shape[1]:]
-    scores = [float(step[0].log_softmax(-1)[token]) for step, token in zip(out.logits, ids, strict=True) if token != END]
+        **made, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    ids = out.sequences[0, made["input_ids"].shape[1] :]
+    scores = [
+        float(step[0].log_softmax(-1)[token]) for step, token in zip(out.logits, ids, strict=True) if token != END
+    ]
     return prepared.tokenizer.decode(ids, skip_special_tokens=True), scores
 
 
@@ -94,19 +106,25 @@ def theirs(folder: Path, conversation: list[dict[str, Any]], prepared: Prepared)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [CHEAP, "llava"])
 @pytest.mark.parametrize("how", ["adapters", "disk"])
-def test_with_adapters_and_with_weights_on_disk(kind: str, how: str, model: Callable[[str], Opened], tmp_path: Path) -> None:
+def test_with_adapters_and_with_weights_on_disk(
+    kind: str, how: str, model: Callable[[str], Opened], tmp_path: Path
+) -> None:
     folder, prepared, _ = model(kind)
     weights, adapter = AutoModelForImageTextToText.from_pretrained(folder), None
     if how == "adapters":
         torch.manual_seed(1)
-        config = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         weights, adapter = peft.get_peft_model(weights, config), tmp_path / "adapter"
         weights.save_pretrained(adapter)
     room = {"max_memory": "cpu:90KiB", "offload_folder": str(tmp_path / "off")} if how == "disk" else {}
     _, generator = opened(folder, adapter, **room)
     assert any(p.is_meta for p in generator.model.parameters()) == (how == "disk")
     prompts = Prompts(prepared, None, Home(folder.parent))
-    found = generator.generate([prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], Sampling())
+    found = generator.generate(
+        [prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], Sampling()
+    )
     want, scores = zip(*(told(folder, c, prepared, weights) for c in CONVERSATIONS), strict=True)
     assert [c.text for c in found] == [*want] and generator._tried[True]
     assert [[t.logprob for t in c.logprobs] for c in found] == [pytest.approx(s, abs=2e-5) for s in scores]
@@ -114,34 +132,49 @@ def test_with_adapters_and_with_weights_on_disk(kind: str, how: str, model: Call
 
 
 def url(folder: Path, number: int) -> str:
-    return "data:image/png;base64," + base64.b64encode((folder.parent / "images" / f"{number}.png").read_bytes()).decode()
+    return (
+        "data:image/png;base64," + base64.b64encode((folder.parent / "images" / f"{number}.png").read_bytes()).decode()
+    )
 
 
-@pytest.mark.parametrize("kind", [CHEAP, *(pytest.param(k, marks=pytest.mark.slow) for k in vision.KINDS if k != CHEAP)])
+@pytest.mark.parametrize(
+    "kind", [CHEAP, *(pytest.param(k, marks=pytest.mark.slow) for k in vision.KINDS if k != CHEAP)]
+)
 def test_a_batch_with_and_without_images(kind: str, model: Callable[[str], Opened]) -> None:
     folder, prepared, generator = model(kind)
     prompts = Prompts(prepared, None, Home(folder.parent))
     want, scores = zip(*(told(folder, c, prepared) for c in CONVERSATIONS), strict=True)
-    found = generator.generate([prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], Sampling())
+    found = generator.generate(
+        [prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], Sampling()
+    )
     assert [c.text for c in found] == [*want] and want[0] != want[1] and len(set(want)) > 2
     assert [[t.logprob for t in c.logprobs] for c in found] == [pytest.approx(s, abs=2e-5) for s in scores]
     assert generator._tried[True], "they go in one batch"
-    again = generator.generate([prompts.request(prompts.of_chat(CONVERSATIONS[3]), NEW, ())], Sampling())  # nothing of the images is left
+    again = generator.generate(
+        [prompts.request(prompts.of_chat(CONVERSATIONS[3]), NEW, ())], Sampling()
+    )  # nothing of the images is left
     assert again[0].text == want[3]
 
 
 @pytest.mark.parametrize("kind", [CHEAP, pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_a_file_of_rows(kind: str, model: Callable[[str], Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_rows(
+    kind: str, model: Callable[[str], Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the forms in which training reads them, by paths and in the file."""
     folder, prepared, _ = model(kind)
-    rows = [{"id": 0, "messages": CONVERSATIONS[0]}, {"query": "<image>what is it?", "images": ["images/1.png"]},
-            {"messages": ask({"type": "image_url", "image_url": {"url": url(folder, 0)}}, "what is it?")},
-            {"messages": [*ask("no image at all?"), {"role": "assistant", "content": [vision.part("b")]}]},
-            {"messages": [{"role": "user", "content": "what is it?"}], "images": [str(folder.parent / "images" / "1.png")]}]
+    rows = [
+        {"id": 0, "messages": CONVERSATIONS[0]},
+        {"query": "<image>what is it?", "images": ["images/1.png"]},
+        {"messages": ask({"type": "image_url", "image_url": {"url": url(folder, 0)}}, "what is it?")},
+        {"messages": [*ask("no image at all?"), {"role": "assistant", "content": [vision.part("b")]}]},
+        {"messages": [{"role": "user", "content": "what is it?"}], "images": [str(folder.parent / "images" / "1.png")]},
+    ]
     data = folder.parent / "rows.jsonl"
     data.write_text("".join(json.dumps(r) + "\n" for r in rows))
     looked: list[Any] = []
-    monkeypatch.setattr("megaswift.inference.prompts.open_image", lambda image, sent: looked.append(sent) or images.open_image(image))
+    monkeypatch.setattr(
+        "megaswift.inference.prompts.open_image", lambda image, sent: looked.append(sent) or images.open_image(image)
+    )
     words = ["--model", str(folder), "--dataset", str(data), "--max_new_tokens", str(NEW), "--batch_size", "3"]
     assert main([*words, "--result_path", str(tmp_path / "a.jsonl")]) == 0
     found = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
@@ -168,15 +201,26 @@ def test_an_image_that_went_before_its_turn_is_told(model: Callable[[str], Opene
 def test_rows_that_cannot_be_asked(model: Callable[[str], Opened], tmp_path: Path) -> None:
     folder, _, _ = model(CHEAP)
     (tmp_path / "broken.png").write_bytes(b"no image")
-    rows = [ask({"type": "image", "path": "9.png"}), ask({"type": "image", "url": "http://host/a.png"}),
-            ask({"type": "image", "path": "broken.png"}), ask({"type": "video", "video": "a.mp4"})]
+    rows = [
+        ask({"type": "image", "path": "9.png"}),
+        ask({"type": "image", "url": "http://host/a.png"}),
+        ask({"type": "image", "path": "broken.png"}),
+        ask({"type": "video", "video": "a.mp4"}),
+    ]
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"messages": r}) + "\n" for r in rows) + '{"text": "a", "images": ["broken.png"]}\n')
+    data.write_text(
+        "".join(json.dumps({"messages": r}) + "\n" for r in rows) + '{"text": "a", "images": ["broken.png"]}\n'
+    )
     with pytest.raises(DataError) as caught:
         main(["--model", str(folder), "--dataset", str(data), "--result_path", str(tmp_path / "a.jsonl")])
-    for part in ("rows.jsonl:1: images: no such file", "rows.jsonl:2: images: http://host/a.png: images are not fetched",
-                 "rows.jsonl:3: images: ", "format is none that is known", "rows.jsonl:4: messages[0].content: a part of type 'video'",
-                 "rows.jsonl:5: images are not read: a text is continued without"):
+    for part in (
+        "rows.jsonl:1: images: no such file",
+        "rows.jsonl:2: images: http://host/a.png: images are not fetched",
+        "rows.jsonl:3: images: ",
+        "format is none that is known",
+        "rows.jsonl:4: messages[0].content: a part of type 'video'",
+        "rows.jsonl:5: images are not read: a text is continued without",
+    ):
         assert part in str(caught.value), caught.value
 
 
@@ -188,7 +232,9 @@ class Clients:
         from starlette.testclient import TestClient
 
         line = Line.before(generator, 4, 8)
-        served = Served("sees", Prompts(prepared, None), line, GenerationOptions(), prepared.generation, int(time.time()))
+        served = Served(
+            "sees", Prompts(prepared, None), line, GenerationOptions(), prepared.generation, int(time.time())
+        )
         http = TestClient(app_of(served, None))
         self.client = openai.OpenAI(base_url="http://testserver/v1", api_key="x", max_retries=0, http_client=http)
         self.served = served
@@ -227,14 +273,20 @@ def test_the_server_answers_about_images(clients: Clients, model: Callable[[str]
 
 
 def test_the_server_reads_what_it_was_sent_and_nothing_else(
-        clients: Clients, model: Callable[[str], Opened], monkeypatch: pytest.MonkeyPatch) -> None:
+    clients: Clients, model: Callable[[str], Opened], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No file of its machine, no address; no format that Pillow hands to other programs, no image that fills the memory."""
     from PIL import Image
 
     folder = model(CHEAP)[0]
     local = str(folder.parent / "images" / "0.png")
-    for part in (sent(local), sent(f"file://{local}"), {"type": "image", "path": local}, {"type": "image", "image": "/etc/passwd"},
-                 {"type": "image", "image": "/nowhere"}):
+    for part in (
+        sent(local),
+        sent(f"file://{local}"),
+        {"type": "image", "path": local},
+        {"type": "image", "image": "/etc/passwd"},
+        {"type": "image", "image": "/nowhere"},
+    ):
         assert "files of this machine are not read for others; expected data:image/png" in clients.refused(part, "x")
     assert "images are not fetched" in clients.refused(sent("https://host/a.png"), "x")
     assert "is not base64" in clients.refused(sent("data:image/png;base64,?"), "x")

@@ -43,7 +43,10 @@ def test_weights_on_disk_give_the_same_answers(model: Path, tmp_path: Path, caps
     said = capsys.readouterr().err
     assert "model.layers.1-2" in said and "disk" in said
     where = {name: p.device.type for name, p in generator.model.named_parameters()}
-    assert where["lm_head.weight"] == where["model.layers.2.mlp.up_proj.weight"] == "meta" and where["model.embed_tokens.weight"] == "cpu"
+    assert (
+        where["lm_head.weight"] == where["model.layers.2.mlp.up_proj.weight"] == "meta"
+        and where["model.embed_tokens.weight"] == "cpu"
+    )
     assert answers(generator) == expected(model)
 
 
@@ -86,8 +89,11 @@ def test_quantised_as_bitsandbytes_does(model: Path, bits: int) -> None:
     _, generator = opened(model, quantization_bit=bits, device_map="cpu")
     kinds = {type(m).__name__ for m in generator.model.modules()}
     assert f"Linear{'4bit' if bits == 4 else '8bitLt'}" in kinds
-    config = BitsAndBytesConfig(load_in_8bit=True) if bits == 8 else BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    config = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if bits == 8
+        else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    )
     theirs = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, device_map="cpu")
     prompt = generator.tokenizer(PROMPTS[2], return_tensors="pt")["input_ids"]
     with torch.no_grad():

@@ -37,8 +37,10 @@ def made(name: str, model: Path, path: Path) -> Path:
     torch.manual_seed(5)
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), CONFIGS[name]).save_pretrained(path)
     tensors = load_file(path / "adapter_model.safetensors")
-    moved = {n: t if n.endswith(("vera_A", "vera_B")) or not t.is_floating_point() else t + 0.5 * torch.randn_like(t)
-             for n, t in tensors.items()}
+    moved = {
+        n: t if n.endswith(("vera_A", "vera_B")) or not t.is_floating_point() else t + 0.5 * torch.randn_like(t)
+        for n, t in tensors.items()
+    }
     save_file(moved, path / "adapter_model.safetensors")
     return path
 
@@ -49,16 +51,33 @@ def test_answers_are_pefts_own(name: str, model: Path, tmp_path: Path) -> None:
     want = expected(model, peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter))
     assert want != expected(model)
     assert answers(opened(model, adapter)[1]) == want
-    assert main(["export", "--model", str(model), "--adapters", str(adapter), "--merge_lora", "true",
-                 "--output_dir", str(tmp_path / "merged")]) == 0
+    assert (
+        main(
+            [
+                "export",
+                "--model",
+                str(model),
+                "--adapters",
+                str(adapter),
+                "--merge_lora",
+                "true",
+                "--output_dir",
+                str(tmp_path / "merged"),
+            ]
+        )
+        == 0
+    )
     assert answers(opened(tmp_path / "merged")[1]) == want
     assert answers(opened(model, adapter, merge=True)[1]) == want
 
 
 def test_a_package_that_quantised_weights_need_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = served_quantization.importlib.util.find_spec
-    monkeypatch.setattr(served_quantization.importlib.util, "find_spec",
-                        lambda name: None if name in ("gptqmodel", "optimum") else real(name))
+    monkeypatch.setattr(
+        served_quantization.importlib.util,
+        "find_spec",
+        lambda name: None if name in ("gptqmodel", "optimum") else real(name),
+    )
     set_config(folder(tmp_path / "model"), quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(UserError, match="pip install gptqmodel optimum"):
         prepare(WeightsOptions(model=str(tmp_path / "model")), None)

@@ -20,10 +20,23 @@ from tests.trainers.inputs import write_model
 pytestmark = pytest.mark.wide
 NEW = 8
 QUICK = ("bloom", "rwkv")
-ROOM = {"jetmoe": 150, "granitemoe": 150, "llama4_text": 250, "jamba": 150, "falcon_h1": 100, "lfm2": 150, "openai-gpt": 230,
-        "granitemoehybrid": 800, "qwen3_next": 1500}
+ROOM = {
+    "jetmoe": 150,
+    "granitemoe": 150,
+    "llama4_text": 250,
+    "jamba": 150,
+    "falcon_h1": 100,
+    "lfm2": 150,
+    "openai-gpt": 230,
+    "granitemoehybrid": 800,
+    "qwen3_next": 1500,
+}
 """KiB for those whose layers are larger."""
-REFUSED = {"bert": "accelerate finds no map", "roberta": "accelerate finds no map", "jetmoe": "uses weights past their module's call"}
+REFUSED = {
+    "bert": "accelerate finds no map",
+    "roberta": "accelerate finds no map",
+    "jetmoe": "uses weights past their module's call",
+}
 """What cannot be on the disk, and what is said of it."""
 
 
@@ -40,7 +53,9 @@ def folder(kind: str, root: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in KINDS if k not in ENCODERS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in KINDS if k not in ENCODERS]
+)
 @pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_greedy_answers_of_a_batch(kind: str, offload: bool, tmp_path: Path) -> None:
     made = folder(kind, tmp_path)
@@ -59,7 +74,8 @@ def test_greedy_answers_of_a_batch(kind: str, offload: bool, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("kind", "together"), [("trocr", False), ("rwkv", False), ("bloom", True)])
 def test_prompts_go_together_where_the_model_looks_at_the_mask(
-        kind: str, together: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kind: str, together: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Found by asking the model; transformers pads for all of them."""
     made = folder(kind, tmp_path)
     _, generator = opened(made)
@@ -69,7 +85,9 @@ def test_prompts_go_together_where_the_model_looks_at_the_mask(
     for _ in range(2):
         assert [c.text for c in generator.generate([Request(tuple(p), NEW) for p in prompts], Sampling())] == want
     assert generator._tried == {False: together}
-    assert capsys.readouterr().err.count("of several lengths otherwise together than alone") == int(not together), "told once"
+    assert capsys.readouterr().err.count("of several lengths otherwise together than alone") == int(not together), (
+        "told once"
+    )
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -90,10 +108,14 @@ def test_layers_stay_whole(kind: str, room: int) -> None:
     assert not [name for name in placed if re.search(r"\.\d+\.", name)], placed
 
 
-@pytest.mark.parametrize("kind", ["llava", *(pytest.param(k, marks=pytest.mark.slow) for k in vision.KINDS if k != "llava")])
+@pytest.mark.parametrize(
+    "kind", ["llava", *(pytest.param(k, marks=pytest.mark.slow) for k in vision.KINDS if k != "llava")]
+)
 def test_vision_language_models_answer_text(kind: str, tmp_path: Path) -> None:
     made = vision.write_model(kind, tmp_path / kind)
     _, generator = opened(made)
     prompts = [generator.tokenizer(text)["input_ids"] for text in PROMPTS]
     found = [c.text for c in generator.generate([Request(tuple(p), NEW) for p in prompts], Sampling())]
-    assert found == plain(AutoModelForImageTextToText.from_pretrained(made), generator.tokenizer, prompts, NEW, do_sample=False)
+    assert found == plain(
+        AutoModelForImageTextToText.from_pretrained(made), generator.tokenizer, prompts, NEW, do_sample=False
+    )

@@ -17,8 +17,16 @@ FLAG = "--device_map map.json"
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    config = Qwen3Config(vocab_size=100, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                         num_hidden_layers=12, tie_word_embeddings=False)
+    config = Qwen3Config(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_hidden_layers=12,
+        tie_word_embeddings=False,
+    )
     with torch.device("meta"):
         return Qwen3ForCausalLM(config)
 
@@ -32,7 +40,10 @@ def refused(model: Any, given: dict[str, Any]) -> str:
 def test_a_file_s_map_names_every_module_once(model: Any) -> None:
     given = {"": "cpu", "model.layers.1": "disk", "model.layers.10": "disk"}
     full = check(Sizes(model), given, FLAG)
-    assert full["model.layers.1"] == full["model.layers.10"] == "disk" and full["model.layers.11"] == full["lm_head"] == "cpu"
+    assert (
+        full["model.layers.1"] == full["model.layers.10"] == "disk"
+        and full["model.layers.11"] == full["lm_head"] == "cpu"
+    )
     names = [n for n, _ in model.named_parameters()]
     assert all(sum(n == m or n.startswith(m + ".") for m in full) == 1 for n in names)
 
@@ -81,9 +92,16 @@ def test_two_gpus_are_shared_as_accelerate_shares_them(how: str, model: Any, mon
         assert max(held.values()) < 0.65 * total
 
 
-@pytest.mark.parametrize(("stored", "bits"), [
-    (None, None), ({"quant_method": "gptq", "bits": 4}, 4), ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
-    ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, 8), ({"quant_method": "fp8"}, None)])
+@pytest.mark.parametrize(
+    ("stored", "bits"),
+    [
+        (None, None),
+        ({"quant_method": "gptq", "bits": 4}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, 8),
+        ({"quant_method": "fp8"}, None),
+    ],
+)
 def test_bits_of_a_quantised_checkpoint(stored: dict[str, Any] | None, bits: int | None) -> None:
     config = Qwen3Config(**({} if stored is None else {"quantization_config": stored}))
     assert stored_bits(config) == bits

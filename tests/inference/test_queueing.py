@@ -26,7 +26,9 @@ class Model:
         assert self.go.wait(20)
         if any(r.prompt == (666,) for r in requests):
             raise RuntimeError("the model broke")
-        return [Completion(f"{len(self.calls)}:{r.prompt[0]}", 1, "cancelled" if r.cancelled else "stop") for r in requests]
+        return [
+            Completion(f"{len(self.calls)}:{r.prompt[0]}", 1, "cancelled" if r.cancelled else "stop") for r in requests
+        ]
 
 
 def ticket(token: int, sampling: Sampling = GREEDY, count: int = 1) -> Ticket:

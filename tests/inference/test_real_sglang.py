@@ -33,12 +33,23 @@ from tests.inference.real_servers import (
 )
 from tests.inference.test_rollout_transformers import weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.process,
-              pytest.mark.skipif(util.find_spec("sglang") is None, reason="SGLang is not installed (pip install sglang)")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.skipif(util.find_spec("sglang") is None, reason="SGLang is not installed (pip install sglang)"),
+]
 
 GAP, TOKEN, ROOM = 1e-5, "a-token-of-the-tests", 94
-BESIDE = ("--dtype", "float32", "--context-length", str(ROOM + 2), "--max-total-tokens", "4096", "--enable-deterministic-inference",
-          *os.environ.get("SGLANG_FLAGS", "--attention-backend triton").split())
+BESIDE = (
+    "--dtype",
+    "float32",
+    "--context-length",
+    str(ROOM + 2),
+    "--max-total-tokens",
+    "4096",
+    "--enable-deterministic-inference",
+    *os.environ.get("SGLANG_FLAGS", "--attention-backend triton").split(),
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +70,27 @@ def plain_server(model: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def lora_server(model: Path) -> Iterator[str]:
     """The same for adapters alone, for those who have a token."""
-    command = ("sglang.launch_server", "--model-path", str(model), *BESIDE, "--enable-lora", "--max-lora-rank", "8",
-               "--lora-target-modules", "all", "--api-key", TOKEN)
+    command = (
+        "sglang.launch_server",
+        "--model-path",
+        str(model),
+        *BESIDE,
+        "--enable-lora",
+        "--max-lora-rank",
+        "8",
+        "--lora-target-modules",
+        "all",
+        "--api-key",
+        TOKEN,
+    )
     with running(command, free_port(), model.parent / "lora.log") as url:
         yield url
 
 
 def test_a_server_takes_weights(plain_server: str, model: Path, tmp_path: Path) -> None:
-    made = make_sampler("sglang", model, Options(base_urls=(plain_server,), sync_folder=tmp_path / "sync", max_length=ROOM))
+    made = make_sampler(
+        "sglang", model, Options(base_urls=(plain_server,), sync_folder=tmp_path / "sync", max_length=ROOM)
+    )
     assert_takes_weights(made, model, GAP)
     long = [3, *[9] * 80]
     [cold] = made.generate([long], Sampling(ROOM - len(long), temperature=0), [1])
@@ -80,8 +104,11 @@ def test_tokens_do_not_depend_on_their_company(plain_server: str, model: Path, t
     """Seeds of 63 bits, filters, and stop tokens at the end of what is finished and nowhere else."""
     made = make_sampler("sglang", model, Options(base_urls=(plain_server,), sync_folder=tmp_path / "sync"))
     made.update_weights(weights(model))
-    prompts, seeds = PROMPTS * 8, range(2 ** 63 - 24, 2 ** 63)
-    for how in (Sampling(16, stop_token_ids=(1, 7, 9)), Sampling(16, temperature=0.7, top_k=9, top_p=0.9, stop_token_ids=(1, 7, 9))):
+    prompts, seeds = PROMPTS * 8, range(2**63 - 24, 2**63)
+    for how in (
+        Sampling(16, stop_token_ids=(1, 7, 9)),
+        Sampling(16, temperature=0.7, top_k=9, top_p=0.9, stop_token_ids=(1, 7, 9)),
+    ):
         found = made.generate(prompts, how, seeds)
         alone = [made.generate([p], how, [s])[0] for p, s in zip(prompts[:6], seeds, strict=False)]
         assert [c.token_ids for c in found[:6]] == [c.token_ids for c in alone]
@@ -107,18 +134,34 @@ def test_a_run_is_sampled_with_all_weights(plain_server: str, model: Path, tmp_p
     assert_on_policy(grpo(model, tmp_path, *run), GAP)
 
 
-def test_a_server_takes_adapters_alone(lora_server: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_takes_adapters_alone(
+    lora_server: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ServerError, match=f"answers 401.*\n    try: {KEY}="):
         make_sampler("sglang", model, Options(base_urls=(lora_server,), lora_rank=4))
     monkeypatch.setenv(KEY, TOKEN)
-    made, alone = make_sampler("sglang", model, Options(base_urls=(lora_server,), lora_rank=4)), build(model, Options(lora_rank=4))
+    made, alone = (
+        make_sampler("sglang", model, Options(base_urls=(lora_server,), lora_rank=4)),
+        build(model, Options(lora_rank=4)),
+    )
     for seed in (5, 6):
         for sampler in (made, alone):
             sampler.update_adapter(adapters(tmp_path / f"{seed}", model, seed))
         assert_same(made, alone, GAP)
 
 
-def test_a_run_is_sampled_with_adapters_alone(lora_server: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_sampled_with_adapters_alone(
+    lora_server: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(KEY, TOKEN)
-    run = ("--rollout_backend", "sglang", "--rollout_server_url", lora_server, "--train_type", "lora", "--rollout_lora", "true")
+    run = (
+        "--rollout_backend",
+        "sglang",
+        "--rollout_server_url",
+        lora_server,
+        "--train_type",
+        "lora",
+        "--rollout_lora",
+        "true",
+    )
     assert_on_policy(grpo(model, tmp_path, *run), GAP)

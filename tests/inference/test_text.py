@@ -39,9 +39,16 @@ def test_a_special_token_between_does_not_eat_the_space_of_the_next(tmp_path: An
     assert "".join([stream.add(i) for i in ids] + [stream.finish()]) == decode(tokens, ids)
 
 
-@pytest.mark.parametrize(("stop", "want"), [
-    (("the answer",), "Say "), (("zzz",), "Say the answer is 42 now"), (("42", "is"), "Say the answer "),
-    (("now!",), "Say the answer is 42 now"), (("now",), "Say the answer is 42 ")])
+@pytest.mark.parametrize(
+    ("stop", "want"),
+    [
+        (("the answer",), "Say "),
+        (("zzz",), "Say the answer is 42 now"),
+        (("42", "is"), "Say the answer "),
+        (("now!",), "Say the answer is 42 now"),
+        (("now",), "Say the answer is 42 "),
+    ],
+)
 def test_nothing_of_a_stop_text_is_given_out(stop: tuple[str, ...], want: str) -> None:
     pieces, stream = streamed(tokenizer("qwen", "qwen2_5"), "Say the answer is 42 now", stop)
     assert "".join(pieces) == stream.text == want and stream.stopped == (want != "Say the answer is 42 now")

@@ -20,8 +20,19 @@ def scores(rows: int = 40, size: int = 97, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [
-    (0, 1.0, 0.0), (5, 1.0, 0.0), (500, 1.0, 0.0), (0, 0.8, 0.0), (0, 0.01, 0.0), (0, 1.0, 0.1), (20, 0.7, 0.0), (20, 0.9, 0.05)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (0, 1.0, 0.0),
+        (5, 1.0, 0.0),
+        (500, 1.0, 0.0),
+        (0, 0.8, 0.0),
+        (0, 0.01, 0.0),
+        (0, 1.0, 0.1),
+        (20, 0.7, 0.0),
+        (20, 0.9, 0.05),
+    ],
+)
 def test_filters_leave_what_transformers_leaves(top_k: int, top_p: float, min_p: float) -> None:
     warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
     warpers += [TopKLogitsWarper(top_k)] if top_k else []

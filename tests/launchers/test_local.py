@@ -29,22 +29,51 @@ def words(argv: str, **environ: str) -> list[str]:
 
 def test_one_machine() -> None:
     alone = ["--nproc-per-node", "4", "--standalone", "--local-addr", "127.0.0.1"]
-    assert words("--nproc_per_node 4") == words("", NPROC_PER_NODE="4") == words("--nproc-per-node=4", NPROC_PER_NODE="8") == alone
+    assert (
+        words("--nproc_per_node 4")
+        == words("", NPROC_PER_NODE="4")
+        == words("--nproc-per-node=4", NPROC_PER_NODE="8")
+        == alone
+    )
     assert words("", NPROC_PER_NODE="4", MASTER_ADDR="elsewhere", NODE_RANK="0") == alone
     assert words("--master_port 1234", NPROC_PER_NODE="2")[2:] == [
-        "--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "1234"]
+        "--nnodes",
+        "1",
+        "--node-rank",
+        "0",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        "1234",
+    ]
 
 
 def test_several_machines() -> None:
     made = words("--node_rank 1", NPROC_PER_NODE="8", NNODES="2", NODE_RANK="0", MASTER_ADDR="head", MASTER_PORT="77")
-    assert made == ["--nproc-per-node", "8", "--nnodes", "2", "--node-rank", "1", "--master-addr", "head", "--master-port", "77"]
+    assert made == [
+        "--nproc-per-node",
+        "8",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--master-addr",
+        "head",
+        "--master-port",
+        "77",
+    ]
     assert words("", NNODES="2", NODE_RANK="0", MASTER_ADDR="head")[-1] == "29500"
 
 
 def test_no_number_given_is_this_very_process() -> None:
     launch = load("sft", [], environ={"MASTER_ADDR": "h", "MASTER_PORT": "1"}).launch
     assert not wants_processes(launch) and world_size(launch) == 1
-    assert world_size(load("sft", [], environ={"NPROC_PER_NODE": "4", "NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "h"}).launch) == 12
+    assert (
+        world_size(
+            load("sft", [], environ={"NPROC_PER_NODE": "4", "NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "h"}).launch
+        )
+        == 12
+    )
 
 
 def test_threads_are_shared_out_unless_said() -> None:
@@ -60,7 +89,9 @@ def test_torchrun_gives_workers_the_time_to_save() -> None:
 
 
 @pytest.mark.parametrize("engine", ["--engine auto", "--use_fsdp true", "--deepspeed zero2", "--engine ddp"])
-def test_every_way_to_name_an_engine_starts_the_processes(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_way_to_name_an_engine_starts_the_processes(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The number of processes comes from the environment, and the engine is settled in between."""
     seen: list[str] = []
     monkeypatch.setattr(local, "start", lambda made, environ: seen.extend(made) or 0)

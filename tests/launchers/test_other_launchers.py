@@ -36,16 +36,36 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def environment(folder: Path) -> dict[str, str]:
     """Of no launcher, on a CPU; no accelerate configuration of the user's is read."""
-    launched = (*IDENTITY, *(n for names in COUNTS.values() for n in names), "NPROC_PER_NODE", "NNODES", "MASTER_ADDR", "MASTER_PORT")
+    launched = (
+        *IDENTITY,
+        *(n for names in COUNTS.values() for n in names),
+        "NPROC_PER_NODE",
+        "NNODES",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     clean = {k: v for k, v in os.environ.items() if k not in launched}
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HOME": str(folder),
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
     return clean | own
 
 
 def start(words: list[str], folder: Path, **environ: str) -> tuple[int, str]:
     """Exit code and what was printed; nothing of it lives on."""
-    process = subprocess.Popen([sys.executable, *words], env=environment(folder) | environ, cwd=folder, text=True, start_new_session=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        env=environment(folder) | environ,
+        cwd=folder,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         text = process.communicate(timeout=240)[0]
     finally:
@@ -58,7 +78,9 @@ def losses(words: list[str], folder: Path, processes: int = 2) -> list[float]:
     """Of the run's two steps, after a look at the first screen."""
     code, text = start([*words, "--max_steps", "2", "--output_dir", str(folder / "out")], folder)
     assert code == 0, text[-3000:]
-    assert f"DP{processes} on {processes} process" in text and text.count("megaswift: supervised fine-tuning") == 1, text
+    assert f"DP{processes} on {processes} process" in text and text.count("megaswift: supervised fine-tuning") == 1, (
+        text
+    )
     lines = read_lines(folder / "out/metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     return [line["loss"] for line in lines]
@@ -86,7 +108,19 @@ def reference(file: str) -> float:
 @pytest.mark.process
 def test_run_distributed(file: str, tmp_path: Path) -> None:
     """The first step's loss is Hugging Face's over the first eight rows: both processes had their half of them."""
-    words = [SCRIPT, "--nproc_per_node", "2", "--nnodes", "1", "--config", file, "--algorithm", "sft", "--shuffle", "false"]
+    words = [
+        SCRIPT,
+        "--nproc_per_node",
+        "2",
+        "--nnodes",
+        "1",
+        "--config",
+        file,
+        "--algorithm",
+        "sft",
+        "--shuffle",
+        "false",
+    ]
     assert losses(words, tmp_path)[0] == pytest.approx(reference(file), rel=1e-5)
 
 
@@ -99,7 +133,17 @@ def test_every_launcher_starts_the_same_run(launcher: str, file: str, tmp_path: 
     words = {
         "torchrun": [SCRIPT, "--use_torchrun", "--nproc-per-node", "2", "--config", file, "--algorithm", "sft"],
         "accelerate": [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", port, SFT, file],
-        "accelerate-module": [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", port, "-m", "megaswift.sft", file],
+        "accelerate-module": [
+            *ACCELERATE,
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "--main_process_port",
+            port,
+            "-m",
+            "megaswift.sft",
+            file,
+        ],
         "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port, SFT, file],
     }[launcher]
     if launcher == "deepspeed":
@@ -112,8 +156,28 @@ def test_every_launcher_starts_the_same_run(launcher: str, file: str, tmp_path: 
 @pytest.mark.parametrize("torchrun", [["--use_torchrun"], []], ids=["use_torchrun", "checked"])
 def test_two_machines_are_two_commands(torchrun: list[str], file: str, tmp_path: Path) -> None:
     """Both on this one, as machine 0 and 1 with a process each."""
-    words = [SCRIPT, *torchrun, "--nproc_per_node", "1", "--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port()),
-             "--config", file, "--algorithm", "sft", "--shuffle", "false", "--max_steps", "2", "--output_dir", str(tmp_path / "out")]
+    words = [
+        SCRIPT,
+        *torchrun,
+        "--nproc_per_node",
+        "1",
+        "--nnodes",
+        "2",
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        str(free_port()),
+        "--config",
+        file,
+        "--algorithm",
+        "sft",
+        "--shuffle",
+        "false",
+        "--max_steps",
+        "2",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda rank: start([*words, "--node_rank", rank], tmp_path), ["0", "1"])
     assert first[0] == second[0] == 0, first[1][-2000:] + second[1][-2000:]
@@ -132,21 +196,54 @@ def test_a_configuration_file_of_accelerate_s_is_followed(name: str, file: str, 
     del own["engine"]
     Path(tmp_path, "run.json").write_text(json.dumps(own))
     zero3 = str(ROOT / "configs/deepspeed/zero3.json")
-    fsdp = {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}
+    fsdp = {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer",
+    }
     kind, section, says = {
-        "fsdp": ("FSDP", {"fsdp_config": fsdp},
-                 "--fsdp shard_grad_op --fsdp_transformer_layer_cls_to_wrap Qwen3DecoderLayer"),
-        "fsdp1": ("FSDP", {"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": True}},
-                  "--fsdp full_shard offload"),
-        "deepspeed": ("DEEPSPEED", {"deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"}}, "--deepspeed zero2_offload"),
+        "fsdp": (
+            "FSDP",
+            {"fsdp_config": fsdp},
+            "--fsdp shard_grad_op --fsdp_transformer_layer_cls_to_wrap Qwen3DecoderLayer",
+        ),
+        "fsdp1": (
+            "FSDP",
+            {"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": True}},
+            "--fsdp full_shard offload",
+        ),
+        "deepspeed": (
+            "DEEPSPEED",
+            {"deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"}},
+            "--deepspeed zero2_offload",
+        ),
         "deepspeed-file": ("DEEPSPEED", {"deepspeed_config": {"deepspeed_config_file": zero3}}, f"--deepspeed {zero3}"),
     }[name]
-    settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind, "num_machines": 1, "machine_rank": 0, "num_processes": 2,
-                "mixed_precision": "no", "use_cpu": False, "main_process_port": free_port()} | section
+    settings = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": kind,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "num_processes": 2,
+        "mixed_precision": "no",
+        "use_cpu": False,
+        "main_process_port": free_port(),
+    } | section
     Path(tmp_path, "accelerate.yaml").write_text(json.dumps(settings))
-    words = [*ACCELERATE[:3], "--config_file", str(tmp_path / "accelerate.yaml"), SFT, "run.json", "--shuffle", "false", "--max_steps", "1",
-             "--output_dir", "out"]
+    words = [
+        *ACCELERATE[:3],
+        "--config_file",
+        str(tmp_path / "accelerate.yaml"),
+        SFT,
+        "run.json",
+        "--shuffle",
+        "false",
+        "--max_steps",
+        "1",
+        "--output_dir",
+        "out",
+    ]
     code, text = start(words, tmp_path)
     assert code == 0, text[-3000:]
     assert text.count(f"from accelerate's settings: {says}\n") == 1, text

@@ -33,7 +33,10 @@ def ray_folder() -> Any:
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        yield {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN": secrets.token_hex(16)}  # else Ray writes one into the home folder
+        yield {
+            "RAY_TMPDIR": folder,
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        }  # else Ray writes one into the home folder
 
 
 @pytest.mark.process
@@ -47,7 +50,9 @@ def test_the_run_is_that_of_torchrun(engine: list[str], file: str, tmp_path: Pat
         words = ["-m", "megaswift", "sft", file, *RAY, "--num_workers", "2"]
     code, text = start([*words, *engine, *SHORT, "--output_dir", str(one)], tmp_path, **ray_folder)
     assert code == 0, text[-3000:]
-    assert text.count("megaswift: supervised fine-tuning") == 1 and "on 2 processes" in text and "pid=" not in text, text
+    assert text.count("megaswift: supervised fine-tuning") == 1 and "on 2 processes" in text and "pid=" not in text, (
+        text
+    )
     code, torchrun = start([SFT, file, "--nproc_per_node", "2", *engine, *SHORT, "--output_dir", str(other)], tmp_path)
     assert code == 0, torchrun[-3000:]
     mine, theirs = values(one), values(other)
@@ -67,20 +72,40 @@ def files(out: Path) -> set[str]:
 def test_a_mistake_that_a_worker_finds_is_told_once(file: str, tmp_path: Path, ray_folder: dict[str, str]) -> None:  # noqa: F811
     """The data is read by the run's processes only."""
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
-    words = [SFT, file, *RAY, "--num_workers", "2", "--dataset", str(tmp_path / "bad.jsonl"), "--output_dir", str(tmp_path / "out")]
+    words = [
+        SFT,
+        file,
+        *RAY,
+        "--num_workers",
+        "2",
+        "--dataset",
+        str(tmp_path / "bad.jsonl"),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     code, text = start(words, tmp_path, **ray_folder)
-    assert code == 1 and text.count("bad.jsonl") == 1 and "failed with exit code 2" in text and "Traceback" not in text, text
+    assert (
+        code == 1 and text.count("bad.jsonl") == 1 and "failed with exit code 2" in text and "Traceback" not in text
+    ), text
 
 
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_the_state_and_the_run_goes_on_from_it(
-        number: signal.Signals, file: str, tmp_path: Path, ray_folder: dict[str, str]) -> None:  # noqa: F811
+    number: signal.Signals, file: str, tmp_path: Path, ray_folder: dict[str, str]
+) -> None:  # noqa: F811
     out = tmp_path / "out"
     words = [SFT, file, *RAY, "--num_workers", "2", "--output_dir", str(out), "--logging_steps", "1", "--max_steps"]
-    process = subprocess.Popen([sys.executable, *words, "5000"], env=environment(tmp_path) | ray_folder, cwd=tmp_path, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, *words, "5000"],
+        env=environment(tmp_path) | ray_folder,
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         end = time.monotonic() + 240
         while not ((out / "metrics.jsonl").exists() and read_lines(out / "metrics.jsonl")) and time.monotonic() < end:
@@ -110,6 +135,7 @@ def test_a_cluster_that_is_too_small_or_absent(file: str, tmp_path: Path, ray_fo
 
 # ---- without Ray
 
+
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = load("sft", [*RAY, "--num_workers", "2"], environ={}).launch
     monkeypatch.setattr(util, "find_spec", lambda name: None)
@@ -124,13 +150,21 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not missing(launch)
 
 
-@pytest.mark.parametrize("words, parts", [
-    (["--launcher", "ray"], ["--launcher ray: needs the number of processes", "--num_workers 8"]),
-    ([*RAY, "--num_workers", "2", "--lr", "x"], ["--lr x"]),
-    ([*RAY, "--num_workers", "2", "--master_port", "1"], ["--master_port 1: would be ignored: Ray places the processes"]),
-    (["--launcher", "rai", "--num_workers", "2"], ["--launcher rai", "ray"])])
+@pytest.mark.parametrize(
+    "words, parts",
+    [
+        (["--launcher", "ray"], ["--launcher ray: needs the number of processes", "--num_workers 8"]),
+        ([*RAY, "--num_workers", "2", "--lr", "x"], ["--lr x"]),
+        (
+            [*RAY, "--num_workers", "2", "--master_port", "1"],
+            ["--master_port 1: would be ignored: Ray places the processes"],
+        ),
+        (["--launcher", "rai", "--num_workers", "2"], ["--launcher rai", "ray"]),
+    ],
+)
 def test_mistakes_end_with_2_before_ray_starts(
-        words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NPROC_PER_NODE", "NNODES"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit) as left:

@@ -26,15 +26,24 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("run.yaml").write_text(FILE)
 
 
-@pytest.mark.parametrize("line, parts", [
-    ("--config run.yaml", [f"--algorithm: is missing; {KNOWN}"]),
-    ("--config run.yaml --algorithm sfft", [f"--algorithm sfft: is not a task; {KNOWN}", "did you mean sft?"]),
-    ("--algorithm nosuch", ["(2 problems)", f"--algorithm nosuch: is not a task; {KNOWN}", "--config: is missing"]),
-    ("--config none.yaml --algorithm sft --use_torchrun", ["none.yaml: no such file"]),
-    ("--config none.yaml --algorithm sft", ["none.yaml: no such file"]),
-    ("--config run.yaml --algorithm sft --use_torchrun --launcher ray --num_workers 2", ["--use_torchrun: the launcher is ray"]),
-    ("--config run.yaml --algorithm sft --use_torchrun --lr x --nnodes 0", ["(2 problems)", "--lr x", "--nnodes 0"]),
-])
+@pytest.mark.parametrize(
+    "line, parts",
+    [
+        ("--config run.yaml", [f"--algorithm: is missing; {KNOWN}"]),
+        ("--config run.yaml --algorithm sfft", [f"--algorithm sfft: is not a task; {KNOWN}", "did you mean sft?"]),
+        ("--algorithm nosuch", ["(2 problems)", f"--algorithm nosuch: is not a task; {KNOWN}", "--config: is missing"]),
+        ("--config none.yaml --algorithm sft --use_torchrun", ["none.yaml: no such file"]),
+        ("--config none.yaml --algorithm sft", ["none.yaml: no such file"]),
+        (
+            "--config run.yaml --algorithm sft --use_torchrun --launcher ray --num_workers 2",
+            ["--use_torchrun: the launcher is ray"],
+        ),
+        (
+            "--config run.yaml --algorithm sft --use_torchrun --lr x --nnodes 0",
+            ["(2 problems)", "--lr x", "--nnodes 0"],
+        ),
+    ],
+)
 def test_mistakes_end_with_2(line: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = run_distributed.main(line.split())
@@ -68,7 +77,17 @@ def test_every_task_has_what_launchers_start(task: str, monkeypatch: pytest.Monk
     """torchrun takes the file, Ray's workers the module of that name."""
     seen = []
     monkeypatch.setattr(local, "start", lambda command, environ: seen.append(command) or 0)
-    words = ["--use_torchrun", "--nproc_per_node", "2", "--config", "run.yaml", "--algorithm", task, "--per_device_train_batch_size", "4"]
+    words = [
+        "--use_torchrun",
+        "--nproc_per_node",
+        "2",
+        "--config",
+        "run.yaml",
+        "--algorithm",
+        task,
+        "--per_device_train_batch_size",
+        "4",
+    ]
     words += ["--reward_funcs", "format"] * (task in RL)
     assert run_distributed.main(words) == 0
     script = Path(next(word for word in seen[0] if word.endswith(".py")))

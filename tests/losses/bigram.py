@@ -68,12 +68,21 @@ def fields(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """What a head computes of logits [.., v] and labels [..], under TRL's names."""
     logp = logits.log_softmax(-1)
     return {
-        "log_probs": logp.gather(-1, labels[..., None])[..., 0], "entropy": -(logp.exp() * logp).sum(-1), "mean_logits": logits.mean(-1),
-        "is_top1": logits.argmax(-1) == labels, "log_sum_sq_probs": (2 * logp).logsumexp(-1),
+        "log_probs": logp.gather(-1, labels[..., None])[..., 0],
+        "entropy": -(logp.exp() * logp).sum(-1),
+        "mean_logits": logits.mean(-1),
+        "is_top1": logits.argmax(-1) == labels,
+        "log_sum_sq_probs": (2 * logp).logsumexp(-1),
     }
 
 
-NAMES = {"logprobs": "log_probs", "entropy": "entropy", "correct": "is_top1", "mean_logit": "mean_logits", "log_sum_sq": "log_sum_sq_probs"}
+NAMES = {
+    "logprobs": "log_probs",
+    "entropy": "entropy",
+    "correct": "is_top1",
+    "mean_logit": "mean_logits",
+    "log_sum_sq": "log_sum_sq_probs",
+}
 
 
 def outputs(model: Bigram, batch: Batch, needs: Needs) -> Outputs:
@@ -111,10 +120,15 @@ def pairs(docs: Sequence[Doc], packed: bool, every: bool = False) -> Batch:
 def padded(docs: Sequence[Doc], pad: int) -> dict[str, Tensor]:
     """TRL's padded rows."""
     width = max(len(d.ids) for d in docs)
+
     def rows(values: list[list[int]], fill: int) -> Tensor:
         return torch.tensor([v + [fill] * (width - len(v)) for v in values])
-    return {"input_ids": rows([d.ids for d in docs], pad), "attention_mask": rows([[1] * len(d.ids) for d in docs], 0),
-            "completion_mask": rows([d.mask for d in docs], 0)}
+
+    return {
+        "input_ids": rows([d.ids for d in docs], pad),
+        "attention_mask": rows([[1] * len(d.ids) for d in docs], 0),
+        "completion_mask": rows([d.mask for d in docs], 0),
+    }
 
 
 def reduced(parts: Sequence[dict[str, Metric]]) -> dict[str, float]:

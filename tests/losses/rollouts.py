@@ -37,10 +37,16 @@ class Rollouts:
         made = bigram.batch(self.docs, packed)
         labelled = made.loss_weights != 0
         learnt = self._spread(labelled, self.learnt, torch.zeros(labelled.shape, dtype=torch.bool))
-        found = {name: self._spread(labelled, values, torch.zeros(labelled.shape, dtype=torch.bool if name == "keep" else torch.float64))
-                 for name, values in self.known.items()}
+        found = {
+            name: self._spread(
+                labelled, values, torch.zeros(labelled.shape, dtype=torch.bool if name == "keep" else torch.float64)
+            )
+            for name, values in self.known.items()
+        }
         found = {name: x * learnt for name, x in found.items()}
-        return replace(made, loss_weights=made.loss_weights * learnt, fields={**found, "completions": torch.arange(len(self.docs))})
+        return replace(
+            made, loss_weights=made.loss_weights * learnt, fields={**found, "completions": torch.arange(len(self.docs))}
+        )
 
     def _spread(self, labelled: Tensor, values: list[Tensor], into: Tensor) -> Tensor:
         if values:
@@ -49,16 +55,28 @@ class Rollouts:
 
     def layouts(self) -> list[list[Batch]]:
         """Padded, packed, and in micro-batches with fillers."""
-        return [[self.batch(False)], [self.batch(True)],
-                [self.part(slice(0, 3)).batch(True), self.part(slice(0, 0)).batch(True), self.part(slice(3, 7)).batch(False),
-                 self.part(slice(0, 0)).batch(False), self.part(slice(7, None)).batch(True)]]
+        return [
+            [self.batch(False)],
+            [self.batch(True)],
+            [
+                self.part(slice(0, 3)).batch(True),
+                self.part(slice(0, 0)).batch(True),
+                self.part(slice(3, 7)).batch(False),
+                self.part(slice(0, 0)).batch(False),
+                self.part(slice(7, None)).batch(True),
+            ],
+        ]
 
     def rows(self, pad: int) -> dict[str, Tensor]:
         """TRL's inputs."""
         wide = max(d.begin for d in self.docs)
         prompts = [d.ids[: d.begin] for d in self.docs]
         answers = [torch.tensor(d.ids[d.begin :]) for d in self.docs]
-        names = {"old": "old_per_token_logps", "sampled": "sampling_per_token_logps", "reference": "ref_per_token_logps"}
+        names = {
+            "old": "old_per_token_logps",
+            "sampled": "sampling_per_token_logps",
+            "reference": "ref_per_token_logps",
+        }
         learnt = right(self.learnt, 0)
         return {
             "prompt_ids": torch.tensor([[pad] * (wide - len(p)) + p for p in prompts]),
@@ -85,15 +103,25 @@ def rollouts(policy: Bigram, reference: Bigram, masked: bool = True, distance: f
     """Completions of an old policy not far from this one; `masked`: with tokens of a tool, and one truncated completion."""
     g = torch.Generator().manual_seed(5)
     logprobs = label_fields(policy, DOCS)["log_probs"]
+
     def near(values: list[Tensor], by: float) -> list[Tensor]:
         return [v + by * torch.randn(v.shape, generator=g, dtype=torch.float64) for v in values]
+
     old = near(logprobs, distance)
     learnt = [torch.ones(len(v), dtype=torch.bool) for v in old]
     if masked:
         learnt[4][:] = False
         learnt[6][2:5] = False
-    return Rollouts(DOCS, {"advantages": [torch.full_like(v, a) for v, a in zip(old, ADVANTAGES, strict=True)], "old": old,
-                           "sampled": near(old, 0.2), "reference": label_fields(reference, DOCS)["log_probs"]}, learnt)
+    return Rollouts(
+        DOCS,
+        {
+            "advantages": [torch.full_like(v, a) for v, a in zip(old, ADVANTAGES, strict=True)],
+            "old": old,
+            "sampled": near(old, 0.2),
+            "reference": label_fields(reference, DOCS)["log_probs"],
+        },
+        learnt,
+    )
 
 
 def models(seed: int = 1) -> tuple[Bigram, Bigram]:

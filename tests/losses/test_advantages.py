@@ -97,8 +97,11 @@ def test_groups_without_spread() -> None:
 
 
 def test_a_group_of_one_teaches_nothing() -> None:
-    for found in (group_advantages(torch.tensor([3.0, 4.0]), 1), rloo(torch.tensor([3.0, 4.0]), 1),
-                  group_advantages(torch.tensor([N, N, 1.0, 2.0]), 2, "none")[:2]):
+    for found in (
+        group_advantages(torch.tensor([3.0, 4.0]), 1),
+        rloo(torch.tensor([3.0, 4.0]), 1),
+        group_advantages(torch.tensor([N, N, 1.0, 2.0]), 2, "none")[:2],
+    ):
         assert found.tolist() == [0, 0]
 
 
@@ -112,7 +115,9 @@ def test_reinforce_plus_plus_by_hand() -> None:
 
 def test_estimates_of_the_kl() -> None:
     """k1 and k3 over the whole vocabulary, each token by its probability, are the KL itself; k2 is a half squared difference."""
-    p, q = (torch.randn(50, generator=torch.Generator().manual_seed(i), dtype=torch.float64).log_softmax(-1) for i in (0, 1))
+    p, q = (
+        torch.randn(50, generator=torch.Generator().manual_seed(i), dtype=torch.float64).log_softmax(-1) for i in (0, 1)
+    )
     kl = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum")
     for kind in ("k1", "k3"):
         torch.testing.assert_close((p.exp() * kl_estimate(p, q, kind)).sum(), kl)
@@ -134,7 +139,9 @@ def test_gae_is_its_definition(gamma: float, lam: float) -> None:
     """Padded and packed, tokens of a tool left out."""
     data = rollouts(*models())
     r, v = data.known["old"], data.known["sampled"]
-    expected = [by_definition(a[m].tolist(), b[m].tolist(), gamma, lam) for a, b, m in zip(r, v, data.learnt, strict=True)]
+    expected = [
+        by_definition(a[m].tolist(), b[m].tolist(), gamma, lam) for a, b, m in zip(r, v, data.learnt, strict=True)
+    ]
     flat = torch.tensor([x for e in expected for x in e], dtype=torch.float64)
     for packed in (False, True):
         b = data.batch(packed)
@@ -177,7 +184,11 @@ def test_whitening() -> None:
     x = 3 + 2 * torch.randn(6, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mask = torch.rand(6, 40, generator=torch.Generator().manual_seed(1)) > 0.4
     whole = whiten(x, mask)
-    assert abs(whole[mask].mean().item()) < 1e-12 and abs(whole[mask].var().item() - 1) < 1e-7 and whole[~mask].abs().max() == 0
+    assert (
+        abs(whole[mask].mean().item()) < 1e-12
+        and abs(whole[mask].var().item() - 1) < 1e-7
+        and whole[~mask].abs().max() == 0
+    )
     total = moments(x[:2], mask[:2]) + moments(x[2:], mask[2:])
     torch.testing.assert_close(torch.cat([whiten(x[:2], mask[:2], total), whiten(x[2:], mask[2:], total)]), whole)
     assert abs(whiten(x, mask, shift_mean=False)[mask].mean().item() - x[mask].mean().item()) < 1e-12
@@ -193,9 +204,10 @@ def test_the_controller_of_the_kl() -> None:
 
 
 def test_unknown_names_are_ours_to_prevent() -> None:
-    for call in (lambda: group_advantages(torch.ones(2), 2, "all"), lambda: aggregated(torch.ones(2, 1), torch.ones(1), 2, "sum"),
-                 lambda: kl_estimate(torch.ones(1), torch.ones(1), "k4")):
+    for call in (
+        lambda: group_advantages(torch.ones(2), 2, "all"),
+        lambda: aggregated(torch.ones(2, 1), torch.ones(1), 2, "sum"),
+        lambda: kl_estimate(torch.ones(1), torch.ones(1), "k4"),
+    ):
         with pytest.raises(AssertionError):
             call()
-
-

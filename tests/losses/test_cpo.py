@@ -51,7 +51,11 @@ def test_value_gradient_and_metrics_are_trl_s(trl: Any, case: str) -> None:
     expected = trainers.differentiated(value, model.weight)
     # TRL means its logits over prompts and padding too; here they are the answers', as in its DPO.
     without = ("logits/chosen", "logits/rejected", *([] if loss.cpo_alpha else ["nll_loss"]))
-    for microbatches in ([pairs(DOCS, False)], [pairs(DOCS, True)], [pairs(DOCS[:2], True), pairs([], True), pairs(DOCS[2:], False)]):
+    for microbatches in (
+        [pairs(DOCS, False)],
+        [pairs(DOCS, True)],
+        [pairs(DOCS[:2], True), pairs([], True), pairs(DOCS[2:], False)],
+    ):
         value, gradient, metrics = run(loss, model, microbatches)
         assert_same((value, gradient), expected)
         assert_same_metrics(metrics, noted, without)
@@ -61,10 +65,13 @@ def test_alphapo_is_trl_s_name_for_settings(tmp_path: Path) -> None:
     """Its default margin is 0.5, ours that of SimPO's authors."""
     from trl.experimental.cpo import CPOConfig
 
-    theirs = CPOConfig(str(tmp_path), loss_type="alphapo", alpha=-0.25, beta=2.0, simpo_gamma=0.7, use_cpu=True, bf16=False)
+    theirs = CPOConfig(
+        str(tmp_path), loss_type="alphapo", alpha=-0.25, beta=2.0, simpo_gamma=0.7, use_cpu=True, bf16=False
+    )
     words = ["--loss_type", "alphapo", "--alpha", "-0.25", "--beta", "2", "--simpo_gamma", "0.7"]
     assert TASKS.get("cpo").loss(load("cpo", words, environ={})) == CPO(
-        theirs.loss_type, theirs.beta, theirs.label_smoothing, theirs.cpo_alpha, theirs.simpo_gamma, theirs.alpha)
+        theirs.loss_type, theirs.beta, theirs.label_smoothing, theirs.cpo_alpha, theirs.simpo_gamma, theirs.alpha
+    )
 
 
 def test_logits_are_those_of_answers() -> None:

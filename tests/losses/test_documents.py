@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from megaswift.losses.contract import Batch
-from megaswift.losses.documents import document_count, document_counts, document_index, document_places, document_sums, tokens_of
+from megaswift.losses.documents import (
+    document_count,
+    document_counts,
+    document_index,
+    document_places,
+    document_sums,
+    tokens_of,
+)
 from tests.losses.bigram import batch, documents
 
 DOCS = documents([(3, 5), (1, 1), (6, 2), (2, 7)])

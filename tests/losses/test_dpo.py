@@ -12,7 +12,17 @@ import torch
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_types import LOSS_TYPES, SFT, Settings
 from tests.losses import trainers
-from tests.losses.bigram import Bigram, Doc, assert_same, assert_same_metrics, documents, padded, pairs, reference_of, run
+from tests.losses.bigram import (
+    Bigram,
+    Doc,
+    assert_same,
+    assert_same_metrics,
+    documents,
+    padded,
+    pairs,
+    reference_of,
+    run,
+)
 
 DOCS = documents([(3, 5), (3, 2), (1, 1), (1, 7), (6, 4), (6, 4), (2, 9), (2, 3), (4, 1), (4, 2)])
 """Five pairs: the chosen answer longer, much shorter, as long, ..."""
@@ -62,9 +72,16 @@ def models(docs: list[Doc], dtype: torch.dtype = torch.float64) -> tuple[Bigram,
 def theirs(trl: Any, loss: DPO, models: tuple[Bigram, Bigram], docs: list[Doc]) -> tuple[float, torch.Tensor]:
     """TRL's loss of all pairs in one batch, chosen rows before rejected ones."""
     names = [*loss.loss_types, *([] if loss.rpo_alpha is None else ["sft"])]
-    weights = [*(loss.loss_weights or [1.0] * len(loss.loss_types)), *([] if loss.rpo_alpha is None else [loss.rpo_alpha])]
+    weights = [
+        *(loss.loss_weights or [1.0] * len(loss.loss_types)),
+        *([] if loss.rpo_alpha is None else [loss.rpo_alpha]),
+    ]
     trl.loss_types, trl.loss_weights = ["aot_unpaired" if n == "aot_pair" else n for n in names], weights
-    trl.beta, trl.label_smoothing, trl.args.discopop_tau = loss.settings.beta, loss.settings.label_smoothing, loss.settings.discopop_tau
+    trl.beta, trl.label_smoothing, trl.args.discopop_tau = (
+        loss.settings.beta,
+        loss.settings.label_smoothing,
+        loss.settings.discopop_tau,
+    )
     trl.f_divergence_type, trl.f_alpha_divergence_coef = loss.f_divergence, loss.f_alpha
     trl.ld_alpha, trl.use_weighting = loss.ld_alpha, loss.use_weighting
     trl.model, trl.ref_model = models
@@ -105,7 +122,9 @@ def test_alpha_divergence_at_0_is_forward_kl(trl: Any) -> None:
     """(t^-1 - 1) / -1 = 1 - 1/t, which TRL has in float64."""
     both = models(DOCS)
     expected = theirs(trl, DPO(f_divergence="forward_kl"), both, DOCS)
-    value, gradient, _ = run(DPO(f_divergence="alpha_divergence", f_alpha=0.0), both[0], [reference_of(both[1], pairs(DOCS, True))])
+    value, gradient, _ = run(
+        DPO(f_divergence="alpha_divergence", f_alpha=0.0), both[0], [reference_of(both[1], pairs(DOCS, True))]
+    )
     assert_same((value, gradient), expected)
 
 

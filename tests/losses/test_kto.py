@@ -39,7 +39,9 @@ def models() -> tuple[Bigram, Bigram]:
     return policy, reference
 
 
-def theirs(trl: Any, loss: KTO, models: tuple[Bigram, Bigram], docs: list[Doc], labels: list[bool]) -> tuple[float, torch.Tensor]:
+def theirs(
+    trl: Any, loss: KTO, models: tuple[Bigram, Bigram], docs: list[Doc], labels: list[bool]
+) -> tuple[float, torch.Tensor]:
     """TRL's loss of a batch made by its own collator, answers turned round as its data preparation does."""
     from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
@@ -47,8 +49,10 @@ def theirs(trl: Any, loss: KTO, models: tuple[Bigram, Bigram], docs: list[Doc], 
     trl.desirable_weight, trl.undesirable_weight = loss.desirable_weight, loss.undesirable_weight
     trl.model, trl.ref_model = models
     answers = [d.ids[d.begin :] for d in docs]
-    rows = [{"prompt_ids": d.ids[: d.begin], "completion_ids": a, "KL_completion_ids": k, "label": good}
-            for d, a, k, good in zip(docs, answers, [answers[-1], *answers[:-1]], labels, strict=True)]
+    rows = [
+        {"prompt_ids": d.ids[: d.begin], "completion_ids": a, "KL_completion_ids": k, "label": good}
+        for d, a, k, good in zip(docs, answers, [answers[-1], *answers[:-1]], labels, strict=True)
+    ]
     inputs = DataCollatorForUnpairedPreference(pad_token_id=TOKENS)(rows)
     return trainers.differentiated(trl.compute_loss(trl.model, inputs), trl.model.weight)
 
@@ -102,7 +106,10 @@ def test_micro_batches_have_their_own_z0_and_one_normaliser(trl: Any, models: tu
 def test_margins_need_both_sides(models: tuple[Bigram, Bigram]) -> None:
     """As TRL: no margin, and no mean of nothing, where every example is desirable."""
     _, _, metrics = run(KTO(), models[0], prepared([examples(DOCS[:2], [True, True], True)], models))
-    assert "rewards/chosen" in metrics and not {"rewards/margins", "rewards/rejected", "logps/rejected", "logits/rejected"} & metrics.keys()
+    assert (
+        "rewards/chosen" in metrics
+        and not {"rewards/margins", "rewards/rejected", "logps/rejected", "logits/rejected"} & metrics.keys()
+    )
 
 
 def test_fillers_alone_have_no_loss(models: tuple[Bigram, Bigram]) -> None:
@@ -124,12 +131,16 @@ def test_bco_by_hand(models: tuple[Bigram, Bigram]) -> None:
     loss = KTO("bco", beta=0.2, undesirable_weight=0.5)
     (whole,) = prepared([examples(DOCS, LABELS, True)], models)
     delta = 0.35
-    value, gradient, metrics = run(loss, models[0], [replace(whole, fields={**whole.fields, "delta": torch.tensor([delta])})])
+    value, gradient, metrics = run(
+        loss, models[0], [replace(whole, fields={**whole.fields, "delta": torch.tensor([delta])})]
+    )
     policy, reference = (m.weight.log_softmax(-1) for m in models)
     losses = []
     for d, good in zip(DOCS, LABELS, strict=True):
         steps = list(zip(d.ids[d.begin - 1 :], d.ids[d.begin :], strict=False))
         reward = 0.2 * (sum(policy[a, b] for a, b in steps) - sum(reference[a, b].detach() for a, b in steps))
-        losses.append(torch.log1p(torch.exp(-(reward - delta))) if good else 0.5 * torch.log1p(torch.exp(reward - delta)))
+        losses.append(
+            torch.log1p(torch.exp(-(reward - delta))) if good else 0.5 * torch.log1p(torch.exp(reward - delta))
+        )
     assert_same((value, gradient), trainers.differentiated(sum(losses) / 7, models[0].weight))
     assert metrics["delta"] == pytest.approx(delta)

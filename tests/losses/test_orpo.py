@@ -40,7 +40,9 @@ def test_without_a_completion_field_the_likelihood_is_the_answers() -> None:
     only = pairs(DOCS, True)
     both = pairs(DOCS, True, every=True)
     a, b = run(ORPO(), model, [only]), run(ORPO(), model, [both])
-    assert a[2]["log_odds_ratio"] == pytest.approx(b[2]["log_odds_ratio"]) and a[2]["nll_loss"] != pytest.approx(b[2]["nll_loss"])
+    assert a[2]["log_odds_ratio"] == pytest.approx(b[2]["log_odds_ratio"]) and a[2]["nll_loss"] != pytest.approx(
+        b[2]["nll_loss"]
+    )
     logp = model.weight.log_softmax(-1)
     steps = [(x, y) for d in DOCS[::2] for x, y in zip(d.ids[d.begin - 1 :], d.ids[d.begin :], strict=False)]
     assert a[2]["nll_loss"] == pytest.approx(-sum(logp[x, y].item() for x, y in steps) / len(steps))

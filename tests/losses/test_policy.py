@@ -58,8 +58,10 @@ def known_to(loss: Policy, names: set[str], data: Rollouts, policy: Bigram) -> R
     made = dict(data.known)
     if "ratio" in names:
         correction = Correction(f"{loss.ratio_level}_truncate", clip_max=1.2, clip_min=0.85)
-        made["ratio"] = [correction.bound(gap.sum().expand_as(gap) if loss.ratio_level == "sequence" else gap)
-                         for gap in ((o - s) * m for o, s, m in zip(made["old"], made["sampled"], data.learnt, strict=True))]
+        made["ratio"] = [
+            correction.bound(gap.sum().expand_as(gap) if loss.ratio_level == "sequence" else gap)
+            for gap in ((o - s) * m for o, s, m in zip(made["old"], made["sampled"], data.learnt, strict=True))
+        ]
     if "keep" in names:
         entropies = label_fields(policy, data.docs)["entropy"]
         least = entropy_threshold(torch.cat(entropies)[torch.cat(data.learnt)], SHARE)
@@ -70,9 +72,17 @@ def known_to(loss: Policy, names: set[str], data: Rollouts, policy: Bigram) -> R
 def theirs(trl: Any, loss: Policy, data: Rollouts, both: tuple[Bigram, Bigram]) -> tuple[float, torch.Tensor]:
     """TRL's loss of all completions in one batch."""
     s = loss.settings
-    trl.model, trl.loss_type, trl.importance_sampling_level, trl.beta = both[0], loss.loss_type, loss.importance_sampling_level, loss.beta
+    trl.model, trl.loss_type, trl.importance_sampling_level, trl.beta = (
+        both[0],
+        loss.loss_type,
+        loss.importance_sampling_level,
+        loss.beta,
+    )
     trl.epsilon_low, trl.epsilon_high, trl.max_completion_length = s.epsilon, s.high, loss.max_completion_length
-    trl.off_policy_mask_threshold, trl.args.use_bias_correction_kl = loss.off_policy_mask_threshold, loss.use_bias_correction_kl
+    trl.off_policy_mask_threshold, trl.args.use_bias_correction_kl = (
+        loss.off_policy_mask_threshold,
+        loss.use_bias_correction_kl,
+    )
     for name in {f.name for f in fields(Settings)} - {"epsilon", "epsilon_high"}:
         setattr(trl.args, name, getattr(s, name))
     trl._entropy_bonus_enabled, trl.entropy_coef = loss.entropy_coef != 0, loss.entropy_coef
@@ -126,7 +136,12 @@ def test_a_completion_without_labels_is_no_extreme(trl: Any) -> None:
     data = replace(data, known={**data.known, "old": old, "advantages": [-torch.ones_like(v) for v in old]})
     loss = Policy("dapo", beta=0.1)  # clipped weights have no gradient; the KL has one
     assert assert_agree(trl, loss, data.without("sampled"), both)["clip_ratio/low_min"] == 1
-    assert assert_agree(trl, replace(loss, importance_sampling_level="sequence"), data.without("sampled"), both)["clip_ratio/low_min"] == 0
+    assert (
+        assert_agree(trl, replace(loss, importance_sampling_level="sequence"), data.without("sampled"), both)[
+            "clip_ratio/low_min"
+        ]
+        == 0
+    )
 
 
 def test_every_type_of_the_installed_trainer_is_here(trl: Any) -> None:
@@ -188,13 +203,17 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
     """At weight 1 every type's gradient is minus the advantage times that of the log-probability, under its own normaliser."""
     both = models()
     data = rollouts(*both).without("old", "sampled")
-    value, gradient, _ = run(Policy(name, max_completion_length=7, settings=Settings(epsilon_high=2.0)), both[0], [data.batch(True)])
+    value, gradient, _ = run(
+        Policy(name, max_completion_length=7, settings=Settings(epsilon_high=2.0)), both[0], [data.batch(True)]
+    )
     logp, expected, kind = both[0].weight.log_softmax(-1), torch.zeros(()), LOSS_TYPES[name]
     tokens = sum(int(m.sum()) for m in data.learnt)
     for d, a, m in zip(data.docs, data.known["advantages"], data.learnt, strict=True):
         mine = logp[d.ids[d.begin - 1 : -1], d.ids[d.begin :]][m].sum() * a[0]
         places = int(m.sum()) or 1
-        by = {"completions": 8.0, "completion_tokens": float(tokens)}[kind.denominator] * (places if kind.token_mean else 1)
+        by = {"completions": 8.0, "completion_tokens": float(tokens)}[kind.denominator] * (
+            places if kind.token_mean else 1
+        )
         by *= 7 if kind.per_place else 1
         by /= places if kind.weighs_whole else 1  # a sum of log-probabilities has as many terms as tokens
         expected = expected - mine / by
@@ -227,8 +246,13 @@ def test_a_loss_of_nan_at_a_token_that_is_not_learnt_stays_away() -> None:
     """Unscored tokens of a sampler: no NaN in the loss."""
     both = models()
     data = rollouts(*both)
-    known = {**data.known, "sampled": [torch.where(torch.arange(len(v)) == 0, torch.nan, v) for v in data.known["sampled"]]}
-    value, gradient, metrics = run(Policy(off_policy_mask_threshold=0.1), both[0], [replace(data, known=known).batch(True)])
+    known = {
+        **data.known,
+        "sampled": [torch.where(torch.arange(len(v)) == 0, torch.nan, v) for v in data.known["sampled"]],
+    }
+    value, gradient, metrics = run(
+        Policy(off_policy_mask_threshold=0.1), both[0], [replace(data, known=known).batch(True)]
+    )
     assert value == value and gradient.isfinite().all() and all(m == m for m in metrics.values())
 
 

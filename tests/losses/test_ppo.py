@@ -40,14 +40,21 @@ class Told:
     target: float = 0.0
 
 
-def told(policy: Bigram, reference: Bigram, values: Tensor, learnt: list[Tensor],
-         of_tokens: Mapping[int, Sequence[float]] | None = None) -> list[Told]:
+def told(
+    policy: Bigram,
+    reference: Bigram,
+    values: Tensor,
+    learnt: list[Tensor],
+    of_tokens: Mapping[int, Sequence[float]] | None = None,
+) -> list[Told]:
     """Rewards, lambda-returns and normalised advantages of all tokens; `of_tokens`: documents with a reward a token for their score."""
     logp, ref = policy.weight.detach().log_softmax(-1), reference.weight.detach().log_softmax(-1)
     found: list[Told] = []
     for number, (doc, score, counts) in enumerate(zip(DOCS, SCORES, learnt, strict=True)):
         steps = [(doc.ids[i - 1], doc.ids[i]) for i in range(doc.begin, len(doc.ids)) if counts[i - doc.begin]]
-        mine = [Told(a, b, logp[a, b].item(), values[a].item(), -KL * (logp[a, b] - ref[a, b]).item()) for a, b in steps]
+        mine = [
+            Told(a, b, logp[a, b].item(), values[a].item(), -KL * (logp[a, b] - ref[a, b]).item()) for a, b in steps
+        ]
         if of_tokens is not None and number in of_tokens:
             for step, reward in zip(mine, of_tokens[number], strict=True):
                 step.reward += reward
@@ -83,9 +90,12 @@ def losses_by_loops(policy: Tensor, values: Tensor, tokens: list[Told]) -> tuple
 
 def prepared(data: Rollouts, reference: Bigram, values: Tensor, layout: int) -> list[Batch]:
     """Batches with advantages and returns, as a trainer makes them: scores, KL, GAE, whitening over all micro-batches."""
-    known = {"old": data.known["old"], "reference": label_fields(reference, DOCS)["log_probs"],
-             "values": [values[torch.tensor(d.ids[d.begin - 1 : -1])] for d in DOCS],
-             "score": [torch.full_like(o, s) for o, s in zip(data.known["old"], SCORES, strict=True)]}
+    known = {
+        "old": data.known["old"],
+        "reference": label_fields(reference, DOCS)["log_probs"],
+        "values": [values[torch.tensor(d.ids[d.begin - 1 : -1])] for d in DOCS],
+        "score": [torch.full_like(o, s) for o, s in zip(data.known["old"], SCORES, strict=True)],
+    }
     made = []
     for b in replace(data, known=known).layouts()[layout]:
         mask, documents = b.loss_weights != 0, document_index(b)
@@ -95,7 +105,10 @@ def prepared(data: Rollouts, reference: Bigram, values: Tensor, layout: int) -> 
         advantages, returns = gae(rewards, b.fields["values"], mask, GAMMA, LAM, documents)
         made.append(replace(b, fields={**b.fields, "advantages": advantages, "returns": returns}))
     total = torch.stack([moments(b.fields["advantages"], b.loss_weights != 0) for b in made]).sum(0)
-    return [replace(b, fields={**b.fields, "advantages": whiten(b.fields["advantages"], b.loss_weights != 0, total)}) for b in made]
+    return [
+        replace(b, fields={**b.fields, "advantages": whiten(b.fields["advantages"], b.loss_weights != 0, total)})
+        for b in made
+    ]
 
 
 def value_loss(weight: Tensor, microbatches: list[Batch]) -> Tensor:
@@ -128,7 +141,12 @@ def test_four_updates_of_policy_and_critic(layout: int) -> None:
         bigram.assert_same((found.item(), slope), (squares.item(), gradients[1]))
         clipped = max(clipped, metrics["clip_ratio/region_mean"])
         with torch.no_grad():
-            for parameter, step in ((theirs, gradients[0]), (their_critic, gradients[1]), (ours.weight, gradient), (our_critic, slope)):
+            for parameter, step in (
+                (theirs, gradients[0]),
+                (their_critic, gradients[1]),
+                (ours.weight, gradient),
+                (our_critic, slope),
+            ):
                 parameter -= RATE * step
     assert clipped > 0.1, "a clip that proves nothing"
     assert (ours.weight - theirs).abs().max() < 1e-12 and (our_critic - their_critic).abs().max() < 1e-12
@@ -140,11 +158,18 @@ def test_the_surrogate_by_hand() -> None:
     policy, reference = models()
     data = rollouts(policy, reference, masked=False).part(slice(5, 6))
     weights = torch.tensor([1.5, 1.5, 0.5, 0.5], dtype=torch.float64)
-    known = {"old": [label_fields(policy, data.docs)["log_probs"][0] - weights.log()],
-             "advantages": [torch.tensor([2.0, -2, 2, -2], dtype=torch.float64)]}
-    value, gradient, metrics = bigram.run(Policy("dapo", Settings(0.2)), policy, [replace(data, known=known).batch(True)])
+    known = {
+        "old": [label_fields(policy, data.docs)["log_probs"][0] - weights.log()],
+        "advantages": [torch.tensor([2.0, -2, 2, -2], dtype=torch.float64)],
+    }
+    value, gradient, metrics = bigram.run(
+        Policy("dapo", Settings(0.2)), policy, [replace(data, known=known).batch(True)]
+    )
     assert value == pytest.approx(-(2.4 - 3 + 1 - 1.6) / 4)
-    assert metrics["clip_ratio/low_mean"] == metrics["clip_ratio/high_mean"] == 0.25 and metrics["clip_ratio/region_mean"] == 0.5
+    assert (
+        metrics["clip_ratio/low_mean"] == metrics["clip_ratio/high_mean"] == 0.25
+        and metrics["clip_ratio/region_mean"] == 0.5
+    )
     ids = data.docs[0].ids
     rows = [gradient[i].abs().sum().item() > 0 for i in ids[data.docs[0].begin - 1 : -1]]
     assert rows == [False, True, True, False], "held weights have no gradient"

@@ -25,7 +25,9 @@ class Scores(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(TOKENS + 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
+        self.weight = nn.Parameter(
+            torch.randn(TOKENS + 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> SimpleNamespace:
         """[b, 1], as a sequence classifier with one label."""
@@ -43,7 +45,9 @@ def batch(numbers: list[int], packed: bool, margin: bool) -> Batch:
     made = scored_at_last_token(pairs(docs, packed))
     marked = made.input_ids[made.loss_weights != 0]
     assert marked.tolist() == [d.ids[-1] for d in docs]
-    return replace(made, fields={**made.fields, **({"margin": torch.tensor([MARGIN[n] for n in numbers])} if margin else {})})
+    return replace(
+        made, fields={**made.fields, **({"margin": torch.tensor([MARGIN[n] for n in numbers])} if margin else {})}
+    )
 
 
 def run(loss: Reward, model: Scores, microbatches: list[Batch]) -> tuple[float, Tensor, dict[str, float]]:
@@ -58,7 +62,9 @@ def run(loss: Reward, model: Scores, microbatches: list[Batch]) -> tuple[float, 
     return total.item(), gradient, reduced(parts)
 
 
-@pytest.mark.parametrize(("centring", "margin", "sign"), [(None, False, 1), (None, True, -1), (0.01, False, -1), (0.4, True, 1)])
+@pytest.mark.parametrize(
+    ("centring", "margin", "sign"), [(None, False, 1), (None, True, -1), (0.01, False, -1), (0.4, True, 1)]
+)
 def test_value_gradient_and_metrics_are_trl_s(trl: Any, centring: float | None, margin: bool, sign: int) -> None:
     """`sign` turns the scores round, so that the smallest is once a chosen, once a rejected document's."""
     model = Scores()

@@ -35,11 +35,21 @@ def data(unknown: bool = False) -> Rollouts:
 @pytest.mark.parametrize("unknown", [False, True])
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_and_metrics_are_trl_s(trl: Any, mode: str, bounds: tuple[float | None, float | None], unknown: bool) -> None:
+def test_weights_and_metrics_are_trl_s(
+    trl: Any, mode: str, bounds: tuple[float | None, float | None], unknown: bool
+) -> None:
     d, correction = data(unknown), Correction(mode, *bounds)
     settings = {"correction": True, "mode": mode, "clip_max": bounds[0], "clip_min": bounds[1]}
-    theirs = trainers.scored(trl, models(), d, torch.ones(len(d.docs), 1), use_vllm=True, num_generations=4, reward_weights=torch.ones(1),
-                             **{f"vllm_importance_sampling_{n}": v for n, v in settings.items()})["importance_sampling_ratio"]
+    theirs = trainers.scored(
+        trl,
+        models(),
+        d,
+        torch.ones(len(d.docs), 1),
+        use_vllm=True,
+        num_generations=4,
+        reward_weights=torch.ones(1),
+        **{f"vllm_importance_sampling_{n}": v for n, v in settings.items()},
+    )["importance_sampling_ratio"]
     noted = {n: v for n, v in trainers.metrics(trl).items() if n.startswith("sampling/")}
     mask = right(d.learnt, 0).bool()
     expected = theirs.expand_as(mask)[mask]
@@ -57,8 +67,12 @@ def test_weights_and_metrics_are_trl_s(trl: Any, mode: str, bounds: tuple[float 
 def test_the_cases_truncate_and_mask() -> None:
     """Every bound holds something back, tokens and completions."""
     for mode in MODES:
-        free, bound = (torch.cat([Correction(mode, *c).weights(b.fields["old"], b)[b.loss_weights != 0] for b in data().layouts()[1]])
-                       for c in ((None, None), (1.2, 0.85)))
+        free, bound = (
+            torch.cat(
+                [Correction(mode, *c).weights(b.fields["old"], b)[b.loss_weights != 0] for b in data().layouts()[1]]
+            )
+            for c in ((None, None), (1.2, 0.85))
+        )
         assert ((free > 1.2) & (bound != free)).any() and ((free < 0.85) & (bound != free)).any(), mode
 
 
@@ -80,7 +94,10 @@ def test_a_sampler_that_agrees_is_not_corrected() -> None:
     for mode in MODES:
         assert torch.equal(Correction(mode).weights(b.fields["old"].float(), b), torch.ones_like(b.loss_weights))
     assert reduced([dict(gap_metrics(b.fields["old"].float(), b))]) == {
-        "sampling/sampling_logp_difference/mean": 0, "sampling/sampling_logp_difference/max": 0, "sampling/token_mult_prob_error": 1}
+        "sampling/sampling_logp_difference/mean": 0,
+        "sampling/sampling_logp_difference/max": 0,
+        "sampling/token_mult_prob_error": 1,
+    }
 
 
 def test_an_unknown_mode_is_ours_to_prevent() -> None:

@@ -33,9 +33,14 @@ def critic() -> Tensor:
 
 def data(weight: Tensor) -> Rollouts:
     made, g = rollouts(*models()), torch.Generator().manual_seed(4)
+
     def near(by: float) -> list[Tensor]:
-        return [weight.detach()[torch.tensor(d.ids[d.begin - 1 : -1])] + by * torch.randn(len(d.ids) - d.begin, generator=g).double()
-                for d in made.docs]
+        return [
+            weight.detach()[torch.tensor(d.ids[d.begin - 1 : -1])]
+            + by * torch.randn(len(d.ids) - d.begin, generator=g).double()
+            for d in made.docs
+        ]
+
     return replace(made, known={"values": near(0.4), "returns": near(1.0)})
 
 
@@ -59,7 +64,9 @@ def test_value_and_gradient_are_plain_torch_s(clip: float | None) -> None:
     for microbatches in d.layouts():
         value, found, metrics = run(Value(clip), weight, microbatches)
         assert_same((value, found), expected)
-        assert metrics["vf_loss"] == pytest.approx(expected[0]) and metrics["vf_clip_ratio"] == pytest.approx(held / len(losses))
+        assert metrics["vf_loss"] == pytest.approx(expected[0]) and metrics["vf_clip_ratio"] == pytest.approx(
+            held / len(losses)
+        )
         mask, returns = torch.cat(d.learnt), torch.cat(d.known["returns"])
         left = returns - torch.cat([weight.detach()[torch.tensor(x.ids[x.begin - 1 : -1])] for x in d.docs])
         assert explained_variance(metrics) == pytest.approx((1 - left[mask].var() / returns[mask].var()).item())

@@ -30,8 +30,16 @@ def test_heads_are_refused_where_megatron_refuses(megatron):
         if heads % kv:
             continue
         try:
-            TransformerConfig(num_layers=2, hidden_size=96, num_attention_heads=heads, num_query_groups=kv, kv_channels=8,
-                              tensor_model_parallel_size=tp, use_cpu_initialization=True, pipeline_dtype=torch.float32)
+            TransformerConfig(
+                num_layers=2,
+                hidden_size=96,
+                num_attention_heads=heads,
+                num_query_groups=kv,
+                kv_channels=8,
+                tensor_model_parallel_size=tp,
+                use_cpu_initialization=True,
+                pipeline_dtype=torch.float32,
+            )
             fine = (heads + 2 * kv) * 8 % tp == 0  # ColumnParallelLinear of linear_qkv divides these rows
         except ValueError:
             fine = False
@@ -60,34 +68,78 @@ def test_expert_and_sequence_parallel_rules_are_megatrons(megatron):
 
 
 REFUSED = [
-    (DENSE, dict(world_size=8, tp=3), ["--tp 3: need 3 processes or a multiple; there are 8", "8 attention heads are not divisible by 3"]),
-    (DENSE, dict(world_size=1, tp=2), ["--tp 2: need 2 processes or a multiple; there are 1", "2 processes (--nproc_per_node)"]),
+    (
+        DENSE,
+        dict(world_size=8, tp=3),
+        ["--tp 3: need 3 processes or a multiple; there are 8", "8 attention heads are not divisible by 3"],
+    ),
+    (
+        DENSE,
+        dict(world_size=1, tp=2),
+        ["--tp 2: need 2 processes or a multiple; there are 1", "2 processes (--nproc_per_node)"],
+    ),
     (DENSE, dict(world_size=16, tp=16), ["8 attention heads are not divisible by 16", "--tp 8"]),
-    (replace(DENSE, heads=12, kv_heads=6), dict(world_size=4, tp=4),
-     ["6 key/value heads are neither a multiple nor a divisor of 4", "--tp 2"]),
-    (replace(DENSE, heads=12, kv_heads=1, head_dim=1), dict(world_size=4, tp=4), ["the 14 rows of queries, keys and values"]),
-    (replace(DENSE, whole_kv=True), dict(world_size=8, tp=8),
-     ["norm over all 4 key/value heads together", "--tp 4", "nearest layout that works on 8 processes: --tp 4"]),
+    (
+        replace(DENSE, heads=12, kv_heads=6),
+        dict(world_size=4, tp=4),
+        ["6 key/value heads are neither a multiple nor a divisor of 4", "--tp 2"],
+    ),
+    (
+        replace(DENSE, heads=12, kv_heads=1, head_dim=1),
+        dict(world_size=4, tp=4),
+        ["the 14 rows of queries, keys and values"],
+    ),
+    (
+        replace(DENSE, whole_kv=True),
+        dict(world_size=8, tp=8),
+        ["norm over all 4 key/value heads together", "--tp 4", "nearest layout that works on 8 processes: --tp 4"],
+    ),
     (replace(DENSE, ffn=97), dict(world_size=2, tp=2), ["inner width of 97 is not divisible by 2", "--tp 1"]),
     (MOE, dict(world_size=16, etp=16), ["an expert's inner width of 24 is not divisible by 16", "--etp 8"]),
-    (DENSE, dict(world_size=8, pp=8),
-     ["12 layers are not divisible by 8 stages", "--pp 6", "nearest layout that works on 8 processes: --pp 4"]),
+    (
+        DENSE,
+        dict(world_size=8, pp=8),
+        ["12 layers are not divisible by 8 stages", "--pp 6", "nearest layout that works on 8 processes: --pp 4"],
+    ),
     (DENSE, dict(world_size=16, pp=16), ["12 layers are fewer than 16 stages"]),
     (DENSE, dict(world_size=4, pp=4, vpp=2), ["12 layers are not divisible by 4 x 2 = 8 chunks", "--vpp 3"]),
     (DENSE, dict(world_size=4, vpp=2), ["--vpp 2: model chunks need a pipeline, and --pp is 1"]),
-    (DENSE, dict(world_size=4, pp=4, split=Split(first=2)),
-     ["the other 10 of 12 layers are not divisible by 3 stages", "--first_stage_layers 3"]),
-    (DENSE, dict(world_size=2, cp=2, max_length=1022), ["--max_length 1022", "2 x --cp 2 = 4", "--max_length 1024, or --max_length 1020"]),
-    (DENSE, dict(world_size=8, cp=8, cp_comm_type="a2a", max_length=1024), ["8 heads and 4 key/value heads", "divisible by 8"]),
+    (
+        DENSE,
+        dict(world_size=4, pp=4, split=Split(first=2)),
+        ["the other 10 of 12 layers are not divisible by 3 stages", "--first_stage_layers 3"],
+    ),
+    (
+        DENSE,
+        dict(world_size=2, cp=2, max_length=1022),
+        ["--max_length 1022", "2 x --cp 2 = 4", "--max_length 1024, or --max_length 1020"],
+    ),
+    (
+        DENSE,
+        dict(world_size=8, cp=8, cp_comm_type="a2a", max_length=1024),
+        ["8 heads and 4 key/value heads", "divisible by 8"],
+    ),
     (DENSE, dict(world_size=4, ep=2), ["--ep 2: splits experts, and this model is dense", "no --ep"]),
     (DENSE, dict(world_size=4, etp=2), ["--etp 2: splits experts"]),
-    (replace(MOE, expert_bias=True), dict(world_size=4, etp=2), ["--etp 2: this model's experts have biases", "--etp 1, and --ep 4"]),
+    (
+        replace(MOE, expert_bias=True),
+        dict(world_size=4, etp=2),
+        ["--etp 2: this model's experts have biases", "--etp 1, and --ep 4"],
+    ),
     (MOE, dict(world_size=12, ep=3), ["8 experts are not divisible by 3 expert-parallel ranks", "--ep 4, or --ep 2"]),
     (MOE, dict(world_size=16, ep=16), ["8 experts are fewer than 16", "--ep 8"]),
     (MOE, dict(world_size=4, ep=2, pp=4), ["--ep 2 --pp 4: need 2 x 4 = 8 processes or a multiple; there are 4"]),
-    (MOE, dict(world_size=2, tp=2, sequence_parallel=False), ["--sequence_parallel false", "only with sequence parallelism"]),
+    (
+        MOE,
+        dict(world_size=2, tp=2, sequence_parallel=False),
+        ["--sequence_parallel false", "only with sequence parallelism"],
+    ),
     (DENSE, dict(world_size=2, sequence_parallel=True), ["--sequence_parallel true", "--tp is 1"]),
-    (DENSE, dict(world_size=8, tp=2, dp=8), ["--dp 8: 8 processes / (tp 2 x pp 1 x cp 1) = 4", "--dp 4, no --dp, or 16 processes"]),
+    (
+        DENSE,
+        dict(world_size=8, tp=2, dp=8),
+        ["--dp 8: 8 processes / (tp 2 x pp 1 x cp 1) = 4", "--dp 4, no --dp, or 16 processes"],
+    ),
 ]
 
 
@@ -103,18 +155,27 @@ def test_refusals_name_flag_numbers_and_a_way_out(shape, asked, says):
 def test_all_mistakes_at_once():
     problems = check_layout(MOE, Asked(8, tp=3, pp=5, ep=6, cp=2, max_length=1023, dp=3))
     text = "\n".join(map(str, problems))
-    for part in ("--tp 3 --cp 2 --pp 5: need 3 x 2 x 5 = 30", "--ep 6 --pp 5", "8 attention heads",
-                 "12 layers", "--max_length 1023", "8 experts"):
+    for part in (
+        "--tp 3 --cp 2 --pp 5: need 3 x 2 x 5 = 30",
+        "--ep 6 --pp 5",
+        "8 attention heads",
+        "12 layers",
+        "--max_length 1023",
+        "8 experts",
+    ):
         assert part in text
     assert text.count("nearest layout that works") == 1
 
 
-@pytest.mark.parametrize(("options", "world", "says"), [
-    (dict(pp=2, vpp=2), 2, ["--vpp 2", "multiples of --pp 2; a step has 1", "--gradient_accumulation_steps 2"]),
-    (dict(pp=2, vpp=2, gbs=6), 4, ["a step has 3", "--global_batch_size 8, or --global_batch_size 4"]),
-    (dict(gbs=6), 4, ["global_batch_size 6", "is not a multiple of", "4 data-parallel ranks = 4"]),
-    (dict(tp=2, pp=2, gbs=6, gradient_accumulation_steps=2), 8, ["three numbers disagree"]),
-])
+@pytest.mark.parametrize(
+    ("options", "world", "says"),
+    [
+        (dict(pp=2, vpp=2), 2, ["--vpp 2", "multiples of --pp 2; a step has 1", "--gradient_accumulation_steps 2"]),
+        (dict(pp=2, vpp=2, gbs=6), 4, ["a step has 3", "--global_batch_size 8, or --global_batch_size 4"]),
+        (dict(gbs=6), 4, ["global_batch_size 6", "is not a multiple of", "4 data-parallel ranks = 4"]),
+        (dict(tp=2, pp=2, gbs=6, gradient_accumulation_steps=2), 8, ["three numbers disagree"]),
+    ],
+)
 def test_batches(options, world, says):
     with pytest.raises(LayoutError) as error:
         layout_for(config(**options), DENSE, world)
@@ -135,10 +196,21 @@ def test_more_tensor_parallel_ranks_than_kv_heads_is_megatrons_to_split():
     assert check_layout(DENSE, Asked(8, tp=8)) == []
 
 
-@pytest.mark.parametrize("asked", [
-    Asked(8, tp=3), Asked(8, tp=3, pp=5), Asked(8, pp=8, ep=3), Asked(8, cp=4, max_length=12), Asked(8, vpp=2), Asked(8, pp=8, vpp=2),
-    Asked(6, tp=4, pp=2), Asked(8, tp=2, ep=8, etp=2), Asked(7, tp=2), Asked(8, tp=2, sequence_parallel=False, ep=16),
-])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asked(8, tp=3),
+        Asked(8, tp=3, pp=5),
+        Asked(8, pp=8, ep=3),
+        Asked(8, cp=4, max_length=12),
+        Asked(8, vpp=2),
+        Asked(8, pp=8, vpp=2),
+        Asked(6, tp=4, pp=2),
+        Asked(8, tp=2, ep=8, etp=2),
+        Asked(7, tp=2),
+        Asked(8, tp=2, sequence_parallel=False, ep=16),
+    ],
+)
 def test_the_nearest_layout_works_and_none_is_nearer(asked):
     near = nearest_layout(MOE, asked)
     assert list(broken(MOE, near)) == []
@@ -178,11 +250,20 @@ def test_a_large_world_is_searched_quickly():
 
 
 def test_shape_of_a_spec():
-    transformer = dict(num_layers=12, num_attention_heads=8, num_query_groups=4, kv_channels=8, ffn_hidden_size=96, num_moe_experts=8,
-                       moe_ffn_hidden_size=24)
+    transformer = dict(
+        num_layers=12,
+        num_attention_heads=8,
+        num_query_groups=4,
+        kv_channels=8,
+        ffn_hidden_size=96,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=24,
+    )
     narrow, wide = (SimpleNamespace(qk_norm_width=width) for width in ("head", "all"))
     spec = SimpleNamespace(transformer=transformer, moe_layers=MOE.moe_layers, features=narrow)
     assert ModelShape.of(spec) == MOE and (MOE.dense_layers, DENSE.dense_layers) == (1, 12)
-    dense = SimpleNamespace(transformer={**transformer, "num_moe_experts": None}, moe_layers=(False,) * 12, features=narrow)
+    dense = SimpleNamespace(
+        transformer={**transformer, "num_moe_experts": None}, moe_layers=(False,) * 12, features=narrow
+    )
     assert ModelShape.of(dense) == DENSE
     assert ModelShape.of(SimpleNamespace(**{**vars(dense), "features": wide})) == replace(DENSE, whole_kv=True)

@@ -67,14 +67,17 @@ def test_neighbours_share_a_tensor_parallel_group():
     assert layout.groups("pp")[0] == [0, 8]
 
 
-@pytest.mark.parametrize(("world", "sizes", "text"), [
-    (8, {"tp": 3}, ["--tp 3: need 3 processes or a multiple; there are 8", "6 or 9 processes"]),
-    (4, {"tp": 2, "pp": 4}, ["--tp 2 --pp 4", "2 x 4 = 8", "8 processes"]),
-    (8, {"ep": 3}, ["--ep 3"]),
-    (8, {"vpp": 2}, ["--vpp 2", "--pp is 1"]),
-    (8, {"tp": 0, "cp": -1}, ["--tp 0", "--cp -1"]),
-    (8, {"tp": 3, "ep": 5}, ["--tp 3", "--ep 5"]),
-])
+@pytest.mark.parametrize(
+    ("world", "sizes", "text"),
+    [
+        (8, {"tp": 3}, ["--tp 3: need 3 processes or a multiple; there are 8", "6 or 9 processes"]),
+        (4, {"tp": 2, "pp": 4}, ["--tp 2 --pp 4", "2 x 4 = 8", "8 processes"]),
+        (8, {"ep": 3}, ["--ep 3"]),
+        (8, {"vpp": 2}, ["--vpp 2", "--pp is 1"]),
+        (8, {"tp": 0, "cp": -1}, ["--tp 0", "--cp -1"]),
+        (8, {"tp": 3, "ep": 5}, ["--tp 3", "--ep 5"]),
+    ],
+)
 def test_impossible_sizes_are_refused_with_numbers(world, sizes, text):
     with pytest.raises(LayoutError) as error:
         Layout(world, **sizes)
@@ -83,8 +86,16 @@ def test_impossible_sizes_are_refused_with_numbers(world, sizes, text):
 
 
 def config(**given):
-    names = dict(tensor_parallel_size=1, pipeline_parallel_size=1, virtual_pipeline_parallel_size=None, context_parallel_size=1,
-                 expert_parallel_size=1, expert_tensor_parallel_size=1, sequence_parallel=None, pipeline_layout=None)
+    names = dict(
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        virtual_pipeline_parallel_size=None,
+        context_parallel_size=1,
+        expert_parallel_size=1,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=None,
+        pipeline_layout=None,
+    )
     return SimpleNamespace(**{**names, **given})
 
 

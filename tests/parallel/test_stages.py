@@ -26,10 +26,17 @@ def megatrons_config(layers, pp, vpp, split):
     from megatron.core.transformer import TransformerConfig
 
     return TransformerConfig(
-        num_layers=layers, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True, pipeline_dtype=torch.float32,
-        pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        num_layers_in_first_pipeline_stage=split.first, num_layers_in_last_pipeline_stage=split.last,
-        pipeline_model_parallel_layout=split.custom)
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=split.first,
+        num_layers_in_last_pipeline_stage=split.last,
+        pipeline_model_parallel_layout=split.custom,
+    )
 
 
 def megatrons_layers(config, layers, pp, vpp):
@@ -82,7 +89,16 @@ def test_megatron_still_fails_with_both_ends_interleaved_over_two_stages(megatro
         stage_chunks(8, pipeline(2, 2), split)
 
 
-CUSTOM = ["Et*3|(t|)*4tL", "Ettt|(tt|)*2,tL", "E|t*8|t,t|L", "Ett|tt|tt|ttL", "E(t|t)*3L", "(Et|)*1tL", "Et|t|t|t|t|t|t|tL", "E,tt|ttL"]
+CUSTOM = [
+    "Et*3|(t|)*4tL",
+    "Ettt|(tt|)*2,tL",
+    "E|t*8|t,t|L",
+    "Ett|tt|tt|ttL",
+    "E(t|t)*3L",
+    "(Et|)*1tL",
+    "Et|t|t|t|t|t|t|tL",
+    "E,tt|ttL",
+]
 
 
 @pytest.mark.parametrize("text", CUSTOM)
@@ -109,15 +125,18 @@ def test_layout_strings_are_megatrons(megatron, text):
         assert flat == list(range(layers))
 
 
-@pytest.mark.parametrize(("text", "pp", "layers", "says"), [
-    ("Ett|tL", 2, 4, "has 3 layers (t), the model has 4"),
-    ("tt|ttL", 2, 4, "must begin with the embedding E"),
-    ("Ett|L|tt", 3, 4, "end with the loss L"),
-    ("Ett|x|ttL", 3, 4, "has 'x'"),
-    ("Et|t|ttL", 2, 4, "has 3 stages, which --pp 2 does not divide"),
-    ("Ett||ttL", 3, 4, "stage 1 of 3 holds nothing"),
-    ("Ett|ttm|L", 3, 4, "multi-token-prediction"),
-])
+@pytest.mark.parametrize(
+    ("text", "pp", "layers", "says"),
+    [
+        ("Ett|tL", 2, 4, "has 3 layers (t), the model has 4"),
+        ("tt|ttL", 2, 4, "must begin with the embedding E"),
+        ("Ett|L|tt", 3, 4, "end with the loss L"),
+        ("Ett|x|ttL", 3, 4, "has 'x'"),
+        ("Et|t|ttL", 2, 4, "has 3 stages, which --pp 2 does not divide"),
+        ("Ett||ttL", 3, 4, "stage 1 of 3 holds nothing"),
+        ("Ett|ttm|L", 3, 4, "multi-token-prediction"),
+    ],
+)
 def test_wrong_layout_strings(text, pp, layers, says):
     problems = split_problems(layers, pp, 1, Split(custom=text))
     assert any(says in str(problem) for problem in problems), problems

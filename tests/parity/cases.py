@@ -94,9 +94,15 @@ class Case:
     def config(self, **more: Any) -> dict[str, Any]:
         """The flat options of SwiftConfig for this case."""
         options: dict[str, Any] = {
-            "tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp, "context_parallel_size": self.cp,
-            "expert_parallel_size": self.ep, "expert_tensor_parallel_size": self.etp, "sequence_parallel": self.sp,
-            "distributed_optimizer": self.do, "packing": self.packed, "torch_dtype": "float32",
+            "tensor_parallel_size": self.tp,
+            "pipeline_parallel_size": self.pp,
+            "context_parallel_size": self.cp,
+            "expert_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+            "sequence_parallel": self.sp,
+            "distributed_optimizer": self.do,
+            "packing": self.packed,
+            "torch_dtype": "float32",
         }
         if self.vpp > 1:
             options["virtual_pipeline_parallel_size"] = self.vpp
@@ -125,9 +131,11 @@ def parse(text: str, **defaults: Any) -> Case:
         elif word.startswith("recompute="):
             values["recompute"] = word.partition("=")[2]
         elif stem in SIZES and stem != word:
-            values[stem] = int(word[len(stem):])
+            values[stem] = int(word[len(stem) :])
         elif word != "single":
-            raise ValueError(f"unknown word {word!r} in case {text!r}; known: {SIZES}, {tuple(FLAGS)}, recompute=, a model")
+            raise ValueError(
+                f"unknown word {word!r} in case {text!r}; known: {SIZES}, {tuple(FLAGS)}, recompute=, a model"
+            )
     return Case(**values)
 
 
@@ -175,7 +183,11 @@ def documents(total: int, step: int, seed: int = 0) -> list[list[Document]]:
 def rows(docs: Sequence[Document], length: int = ROW) -> Batch:
     """A document a row, padded on the right; [b, length]."""
     shape = (len(docs), length)
-    ids, labels, weights = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+    ids, labels, weights = (
+        torch.zeros(shape, dtype=torch.long),
+        torch.zeros(shape, dtype=torch.long),
+        torch.zeros(shape),
+    )
     valid = torch.zeros(shape, dtype=torch.bool)
     for r, d in enumerate(docs):
         n = len(d.ids)
@@ -197,7 +209,10 @@ def packed(docs: Sequence[Document], multiple: int, length: int) -> Batch:
     if bounds[-1] < length:
         parts.append(rows([EMPTY], length - bounds[-1]))
         bounds.append(length)
-    joined = [torch.cat([getattr(p, k) for p in parts], 1) for k in ("input_ids", "labels", "loss_weights", "positions", "valid")]
+    joined = [
+        torch.cat([getattr(p, k) for p in parts], 1)
+        for k in ("input_ids", "labels", "loss_weights", "positions", "valid")
+    ]
     return Batch(*joined, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
@@ -218,4 +233,4 @@ def global_batch(case: Case, step: int) -> list[Batch]:
 def own(batches: Sequence[T], dp: int, rank: int) -> list[T]:
     """The part of one data-parallel rank, of micro-batches or of what belongs to them."""
     n = len(batches) // dp
-    return list(batches[rank * n:(rank + 1) * n])
+    return list(batches[rank * n : (rank + 1) * n])

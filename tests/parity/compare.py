@@ -31,7 +31,9 @@ class Difference:
         return not self.error <= self.limit
 
     def __str__(self) -> str:
-        return f"{'FAIL' if self.bad else 'ok  '} {self.error:9.2e} (limit {self.limit:.0e})  {self.name}  {self.detail}"
+        return (
+            f"{'FAIL' if self.bad else 'ok  '} {self.error:9.2e} (limit {self.limit:.0e})  {self.name}  {self.detail}"
+        )
 
 
 def number(name: str, got: float | None, want: float, limit: float) -> Difference:
@@ -44,7 +46,9 @@ def number(name: str, got: float | None, want: float, limit: float) -> Differenc
 def tensors(kind: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor], limit: float) -> list[Difference]:
     """Per tensor the largest difference over the wanted tensor's largest value (absolute where that is all zero)."""
     out = [Difference(f"{kind} {n}", math.inf, limit, "missing") for n in sorted(want.keys() - got.keys())]
-    out += [Difference(f"{kind} {n}", math.inf, limit, "unknown to Hugging Face") for n in sorted(got.keys() - want.keys())]
+    out += [
+        Difference(f"{kind} {n}", math.inf, limit, "unknown to Hugging Face") for n in sorted(got.keys() - want.keys())
+    ]
     for name in sorted(want.keys() & got.keys()):
         a, b = got[name], want[name]
         if a.shape != b.shape:
@@ -52,7 +56,9 @@ def tensors(kind: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor], li
             continue
         scale = float(b.abs().max())
         ratio = float(a.double().norm() / b.double().norm()) if scale else math.nan
-        out.append(Difference(f"{kind} {name}", float((a - b).abs().max()) / (scale or 1.0), limit, f"norm ratio {ratio:.6f}"))
+        out.append(
+            Difference(f"{kind} {name}", float((a - b).abs().max()) / (scale or 1.0), limit, f"norm ratio {ratio:.6f}")
+        )
     return out
 
 
@@ -74,7 +80,9 @@ def table(title: str, differences: Iterable[Difference], most: int = 14) -> str:
     """Numbers first, then the worst tensors by how far they pass their limits."""
     rows = list(differences)
     singles = [d for d in rows if not d.name.startswith(("gradient ", "weight "))]
-    by_excess = sorted((d for d in rows if d not in singles), key=lambda d: -d.error / d.limit if d.error == d.error else -math.inf)
+    by_excess = sorted(
+        (d for d in rows if d not in singles), key=lambda d: -d.error / d.limit if d.error == d.error else -math.inf
+    )
     failed = sum(d.bad for d in rows)
     lines = [f"{title}: {failed} of {len(rows)} comparisons fail", *(f"  {d}" for d in singles)]
     return "\n".join([*lines, "  worst tensors:", *(f"  {d}" for d in by_excess[:most])])

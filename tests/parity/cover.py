@@ -17,14 +17,46 @@ HEADS, KV_HEADS, LAYERS, EXPERTS = 8, 4, 4, 4
 """Of the models `dense` and `moe`."""
 POWERS = (1, 2, 4, 8)
 SWITCHES: dict[str, tuple[object, ...]] = {
-    "do": (True, False), "recompute": ("none", "full", "selective"), "packed": (False, True), "tied": (False, True),
+    "do": (True, False),
+    "recompute": ("none", "full", "selective"),
+    "packed": (False, True),
+    "tied": (False, True),
 }
 MOE_SWITCHES: dict[str, tuple[object, ...]] = {**SWITCHES, "allgather": (False, True)}
 SMALL = {
-    "dense": ("single", "tp2", "tp2 sp", "pp2", "pp2 vpp2", "cp2", "cp2 packed", "dp2", "dp2 do", "pp2 tied", "tp2 packed",
-              "pp3 first2", "dp3", "recompute=block", "recompute=mlp", "tp8 sp", "cp8 packed recompute=full", "dp8 do"),
-    "moe": ("single", "dp2 ep2 do", "tp8 etp8 sp", "tp2 sp", "pp2 packed", "cp2", "tp2 sp ep2", "pp2 last1", "recompute=moe",
-            "cp8 ep4 etp2 packed", "dp8 ep2 etp4 do"),
+    "dense": (
+        "single",
+        "tp2",
+        "tp2 sp",
+        "pp2",
+        "pp2 vpp2",
+        "cp2",
+        "cp2 packed",
+        "dp2",
+        "dp2 do",
+        "pp2 tied",
+        "tp2 packed",
+        "pp3 first2",
+        "dp3",
+        "recompute=block",
+        "recompute=mlp",
+        "tp8 sp",
+        "cp8 packed recompute=full",
+        "dp8 do",
+    ),
+    "moe": (
+        "single",
+        "dp2 ep2 do",
+        "tp8 etp8 sp",
+        "tp2 sp",
+        "pp2 packed",
+        "cp2",
+        "tp2 sp ep2",
+        "pp2 last1",
+        "recompute=moe",
+        "cp8 ep4 etp2 packed",
+        "dp8 ep2 etp4 do",
+    ),
 }
 """One axis at a time on few ranks, uneven stages, sizes that are no power of two: what to look at first when others fail."""
 AXES = ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")

@@ -36,7 +36,9 @@ def adapted(shapes: Mapping[str, Sequence[int]], leaves: Sequence[str]) -> Itera
 
 def disk_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Every tensor of a Hugging Face folder with its shape."""
-    return {name: tuple(t.shape) for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    return {
+        name: tuple(t.shape) for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()
+    }
 
 
 def make_adapter(model: Path, folder: Path, leaves: Sequence[str], saved: Sequence[str] = (), **config: Any) -> Path:
@@ -48,13 +50,24 @@ def make_adapter(model: Path, folder: Path, leaves: Sequence[str], saved: Sequen
         tensors[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * 0.2
         if config.get("use_dora"):
             lengths = disk_tensors(model)[module + ".weight"].float().norm(dim=1)
-            tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = lengths * (0.75 + 0.5 * torch.rand(out, generator=generator))
+            tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = lengths * (
+                0.75 + 0.5 * torch.rand(out, generator=generator)
+            )
     for name in saved:
         tensors[PREFIX + name] = torch.randn(disk_shapes(model)[name], generator=generator) * 0.15
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    whole = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(leaves), "bias": "none",
-             "modules_to_save": [name.removesuffix(".weight") for name in saved] or None, "base_model_name_or_path": str(model), **config}
+    whole = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": list(leaves),
+        "bias": "none",
+        "modules_to_save": [name.removesuffix(".weight") for name in saved] or None,
+        "base_model_name_or_path": str(model),
+        **config,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(whole))
     return folder
 
@@ -87,7 +100,9 @@ class Adapted:
         if a is None or b is None:
             return base
         changed, m = base + self.scale * (b @ a), self.tensors.get(f"{module}.lora_magnitude_vector")
-        return changed if m is None else changed * (m / changed.detach().norm(dim=1))[:, None]  # DoRA, section 4.3: the length is constant
+        return (
+            changed if m is None else changed * (m / changed.detach().norm(dim=1))[:, None]
+        )  # DoRA, section 4.3: the length is constant
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter by its name in memory: experts joined again in the order in which `by_disk_name` takes them apart."""
@@ -149,7 +164,9 @@ class LoraOracle(Oracle):
 
     def gradients(self) -> dict[str, Tensor]:
         """By name in the adapter's folder."""
-        return {n: torch.zeros_like(t).float() if t.grad is None else t.grad.float() for n, t in self.model.tensors.items()}
+        return {
+            n: torch.zeros_like(t).float() if t.grad is None else t.grad.float() for n, t in self.model.tensors.items()
+        }
 
     def weights(self) -> dict[str, Tensor]:
         """By name in the adapter's folder."""
@@ -165,7 +182,11 @@ class PeftOracle(Oracle):
         super().__init__(folder, recipe)
         self.model.set_experts_implementation("eager")
         self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True).double().train()
-        self.tensors = {n.removeprefix(PREFIX).replace(".default", ""): p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.tensors = {
+            n.removeprefix(PREFIX).replace(".default", ""): p
+            for n, p in self.model.named_parameters()
+            if p.requires_grad
+        }
         self.optimizer = adamw(self.tensors.items(), recipe)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -192,7 +213,12 @@ def made_by_peft(model: Path, folder: Path, **options: Any) -> Any:
     return made
 
 
-def reference(folder: Path, recipe: Recipe, adapter: Path, steps: Sequence[Sequence[Batch]],
-              kind: type[LoraOracle | PeftOracle] = LoraOracle) -> Reference:
+def reference(
+    folder: Path,
+    recipe: Recipe,
+    adapter: Path,
+    steps: Sequence[Sequence[Batch]],
+    kind: type[LoraOracle | PeftOracle] = LoraOracle,
+) -> Reference:
     """What the model with the adapters computes."""
     return kind(folder, recipe, adapter).trajectory(steps)

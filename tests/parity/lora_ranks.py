@@ -57,7 +57,9 @@ def adapted(rank: int, world: int, task: Task) -> Adapted:
     buffers = [b for c in engine.chunks for b in c.buffers + c.expert_parallel_buffers]
     trained = sum(math.prod(p.shape) for b in buffers for p in b.params)
     expected = sum(p.tensor.numel() for p in engine.lora.placed)
-    found = Adapted(engine.report(), trained, expected, engine.lora.plan.parameters, on, off, again, full(engine.hf_weights()))
+    found = Adapted(
+        engine.report(), trained, expected, engine.lora.plan.parameters, on, off, again, full(engine.hf_weights())
+    )
     torch.distributed.barrier()
     context.close()
     return found
@@ -107,7 +109,9 @@ def held(rank: int, world: int, task: Task) -> Held:
     linear = [(n, t) for n, t in tensors if "linear_" in n and ".weight" in n and ".lora." not in n and "norm" not in n]
     other = [t for n, t in tensors if n not in {m for m, _ in linear} and isinstance(t, torch.nn.Parameter)]
     sizes = [t.numel() * (2 if t.dtype == torch.uint8 else 1) for n, t in linear if not n.endswith("absmax")]
-    found = Held(sum(sizes), sum(t.nbytes for _, t in linear), sum(t.nbytes for t in other), engine.report().weight_bytes)
+    found = Held(
+        sum(sizes), sum(t.nbytes for _, t in linear), sum(t.nbytes for t in other), engine.report().weight_bytes
+    )
     torch.distributed.barrier()
     context.close()
     return found

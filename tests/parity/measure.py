@@ -96,8 +96,12 @@ def build(case: Case, folder: Path, world: int, **options: Any) -> tuple[Any, An
 def recipe_options(recipe: Recipe, moe: bool) -> dict[str, Any]:
     """The same optimizer as flat options."""
     options = {
-        "learning_rate": recipe.lr, "weight_decay": recipe.weight_decay, "adam_beta1": recipe.betas[0],
-        "adam_beta2": recipe.betas[1], "adam_epsilon": recipe.eps, "max_grad_norm": recipe.max_grad_norm,
+        "learning_rate": recipe.lr,
+        "weight_decay": recipe.weight_decay,
+        "adam_beta1": recipe.betas[0],
+        "adam_beta2": recipe.betas[1],
+        "adam_epsilon": recipe.eps,
+        "max_grad_norm": recipe.max_grad_norm,
     }
     if moe:
         options |= {"moe_aux_loss_coeff": recipe.aux_coeff, "moe_z_loss_coeff": recipe.z_coeff}
@@ -123,7 +127,10 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     case = task.case
     engine, context = build(case, task.folder, world, **recipe_options(task.recipe, case.moe), **task.options)
     loss: Loss = ScaledLoss(1.00002) if task.fault == "scale" else CrossEntropy()
-    mine = [own(spoil(global_batch(case, k), task.fault), case.dp, context.layout.coordinates(rank).dp) for k in range(task.steps)]
+    mine = [
+        own(spoil(global_batch(case, k), task.fault), case.dp, context.layout.coordinates(rank).dp)
+        for k in range(task.steps)
+    ]
     out = Reference()
     result = engine.accumulate(mine[0], loss)
     out.loss = result.loss
@@ -134,7 +141,9 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
         out.norms.append(result.grad_norm)
         out.aux_steps.append(result.metrics.get("aux_loss", 0.0))
         out.z_steps.append(result.metrics.get("z_loss", 0.0))
-    out.weights = full(engine.hf_weights() if task.options.get("train_type", "full") == "full" else engine.adapter_weights())
+    out.weights = full(
+        engine.hf_weights() if task.options.get("train_type", "full") == "full" else engine.adapter_weights()
+    )
     torch.distributed.barrier()
     context.close()
     return out if rank == 0 else None

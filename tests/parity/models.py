@@ -19,30 +19,69 @@ from torch import Tensor
 VOCAB = 130
 """Not a multiple of anything: TP has to pad it, and the padding must leave no trace."""
 BASE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 16, "intermediate_size": 96, "max_position_embeddings": 256, "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
 }
 MOE: dict[str, Any] = {
-    **BASE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1,
-    "norm_topk_prob": True, "mlp_only_layers": [], "router_aux_loss_coef": 0.02,
+    **BASE,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "router_aux_loss_coef": 0.02,
 }
 MIXTRAL: dict[str, Any] = {
-    **{k: v for k, v in BASE.items() if k != "intermediate_size"}, "intermediate_size": 48, "num_local_experts": 4,
-    "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "sliding_window": None,
+    **{k: v for k, v in BASE.items() if k != "intermediate_size"},
+    "intermediate_size": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
 }
 QWEN2_MOE: dict[str, Any] = {
-    **{k: v for k, v in MOE.items() if k != "head_dim"}, "shared_expert_intermediate_size": 80, "norm_topk_prob": False,
-    "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3,
+    **{k: v for k, v in MOE.items() if k != "head_dim"},
+    "shared_expert_intermediate_size": 80,
+    "norm_topk_prob": False,
+    "mlp_only_layers": [1],
+    "use_sliding_window": True,
+    "sliding_window": 7,
+    "max_window_layers": 3,
 }
 
 DEEPSEEK_MOE: dict[str, Any] = {
-    **BASE, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2,
-    "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 4, "topk_group": 2,
+    **BASE,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "n_group": 4,
+    "topk_group": 2,
 }
 LATENT: dict[str, Any] = {
-    "num_key_value_heads": 8, "q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-    "head_dim": 8, "rms_norm_eps": 1e-4,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-4,
 }
 """Unequal widths; an epsilon that the norms of compressed queries and keys do not share."""
 
@@ -54,8 +93,10 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
 LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=0.5)
 GPT_OSS: dict[str, Any] = {
-    **MIXTRAL, **_rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=1.0, truncate=False),
-    "sliding_window": 7, "swiglu_limit": 0.6,
+    **MIXTRAL,
+    **_rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=1.0, truncate=False),
+    "sliding_window": 7,
+    "swiglu_limit": 0.6,
 }
 LATENT_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.5)
 EXPERT_TYPES = ("mixtral",)
@@ -80,14 +121,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tiny-heads": ("qwen3", {**BASE, "head_dim": 24}),
     "mixtral": ("mixtral", MIXTRAL),
     "glm4_moe": ("glm4_moe", {**DEEPSEEK_MOE, "attention_bias": True, "use_qk_norm": True}),
-    "deepseek_v2": ("deepseek_v2", {
-        **DEEPSEEK_MOE, **LATENT, **LATENT_YARN, "norm_topk_prob": False, "topk_method": "group_limited_greedy"}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**DEEPSEEK_MOE, **LATENT, **LATENT_YARN, "norm_topk_prob": False, "topk_method": "group_limited_greedy"},
+    ),
     "deepseek_v2-greedy": ("deepseek_v2", {**DEEPSEEK_MOE, **LATENT, "q_lora_rank": None, "norm_topk_prob": False}),
     "deepseek_v3": ("deepseek_v3", {**DEEPSEEK_MOE, **LATENT, **LATENT_YARN}),
-    "deepseek_v3-plain": ("deepseek_v3", {
-        **DEEPSEEK_MOE, **LATENT, "q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "deepseek_v3-plain": (
+        "deepseek_v3",
+        {
+            **DEEPSEEK_MOE,
+            **LATENT,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+        },
+    ),
     "deepseek_v3-dense": ("deepseek_v3", {**DEEPSEEK_MOE, **LATENT, "first_k_dense_replace": 4}),
-    "glm4_moe-plain": ("glm4_moe", {**DEEPSEEK_MOE, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "norm_topk_prob": False}),
+    "glm4_moe-plain": (
+        "glm4_moe",
+        {**DEEPSEEK_MOE, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "norm_topk_prob": False},
+    ),
     "mixtral-window": ("mixtral", {**MIXTRAL, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "gpt_oss": ("gpt_oss", GPT_OSS),
@@ -98,38 +154,98 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 DENSE = {k: v for k, v in NO_HEAD_DIM.items() if k != "tie_word_embeddings"}
 VARIANTS |= {
     "phi3": ("phi3", {**DENSE, "sliding_window": 7, "partial_rotary_factor": 0.5}),
-    "phi3-longrope": ("phi3", {**DENSE, "original_max_position_embeddings": 32, "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.4, 2.0], "long_factor": [2.0, 3.0, 5.0, 8.0]}}),
-    "gemma2": ("gemma2", {**BASE, "tie_word_embeddings": True, "sliding_window": 7, "query_pre_attn_scalar": 24,
-                          "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
-    "gemma3_text": ("gemma3_text", {
-        **BASE, "sliding_window": 7, "query_pre_attn_scalar": 24, "final_logit_softcapping": 4.0,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
-        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 20000.0},
-                            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            **DENSE,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.4, 2.0],
+                "long_factor": [2.0, 3.0, 5.0, 8.0],
+            },
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {
+            **BASE,
+            "tie_word_embeddings": True,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            **BASE,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 4.0,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 20000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
     "olmo2": ("olmo2", DENSE),
-    "olmo3": ("olmo3", {
-        **DENSE, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
-        "rope_parameters": {"full_attention": {**YARN["rope_parameters"]},
-                            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+    "olmo3": (
+        "olmo3",
+        {
+            **DENSE,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {**YARN["rope_parameters"]},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
     "exaone4": ("exaone4", {**BASE, "sliding_window": 7, "sliding_window_pattern": 2, **LLAMA3}),
     "glm4": ("glm4", {**BASE, "attention_bias": True, "partial_rotary_factor": 0.5}),
-    "granite": ("granite", {**DENSE, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
-                            "logits_scaling": 1.7, "tie_word_embeddings": True}),
+    "granite": (
+        "granite",
+        {
+            **DENSE,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 1.7,
+            "tie_word_embeddings": True,
+        },
+    ),
     "seed_oss": ("seed_oss", {**BASE, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": ("smollm3", {**DENSE, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 7}),
 }
 VARIANTS |= {  # rows of whole blocks of 64, on two ranks too
-    "dense-nf4": ("qwen3", {**BASE, "intermediate_size": 128}), "moe-nf4": ("qwen3_moe", {**MOE, "moe_intermediate_size": 128}),
+    "dense-nf4": ("qwen3", {**BASE, "intermediate_size": 128}),
+    "moe-nf4": ("qwen3_moe", {**MOE, "moe_intermediate_size": 128}),
     "gpt_oss-nf4": ("gpt_oss", {**GPT_OSS, "intermediate_size": 128}),
-    "mla-nf4": ("deepseek_v3", {**DEEPSEEK_MOE, **LATENT, "intermediate_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 64,
-                                "kv_lora_rank": 64, "v_head_dim": 16}),
+    "mla-nf4": (
+        "deepseek_v3",
+        {
+            **DEEPSEEK_MOE,
+            **LATENT,
+            "intermediate_size": 128,
+            "moe_intermediate_size": 128,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "v_head_dim": 16,
+        },
+    ),
 }
 BRIDGED: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (VARIANTS[base][0], {**VARIANTS[base][1], **changes}) for name, base, changes in (
+    name: (VARIANTS[base][0], {**VARIANTS[base][1], **changes})
+    for name, base, changes in (
         *((f"{base}-tied", base, {"tie_word_embeddings": True}) for base in ("llama", "mistral", "qwen2", "mixtral")),
-        ("llama-wide-heads", "llama", {"head_dim": 40}), ("mixtral-wide-heads", "mixtral", {"head_dim": 24}),
-        ("llama-mha", "llama", {"num_key_value_heads": 8}), ("qwen3-yarn-mha", "qwen3-yarn", {"num_key_value_heads": 8}),
+        ("llama-wide-heads", "llama", {"head_dim": 40}),
+        ("mixtral-wide-heads", "mixtral", {"head_dim": 24}),
+        ("llama-mha", "llama", {"num_key_value_heads": 8}),
+        ("qwen3-yarn-mha", "qwen3-yarn", {"num_key_value_heads": 8}),
     )
 }
 """Shapes that only the bridge's tests make."""

@@ -23,7 +23,9 @@ BLOCK = 64
 
 def through(weight: Tensor) -> Tensor:
     """What is left of a weight [out, in] after NF4, no double quantisation; float32."""
-    packed, state = bitsandbytes.functional.quantize_4bit(weight.float().contiguous(), blocksize=BLOCK, quant_type="nf4")
+    packed, state = bitsandbytes.functional.quantize_4bit(
+        weight.float().contiguous(), blocksize=BLOCK, quant_type="nf4"
+    )
     return bitsandbytes.functional.dequantize_4bit(packed, state)
 
 
@@ -52,10 +54,20 @@ class PeftOracle(Oracle):
         for name, module in list(self.model.named_modules()):
             if isinstance(module, torch.nn.Linear) and LINEAR.fullmatch(name + ".weight"):
                 four = bitsandbytes.nn.Linear4bit(
-                    module.in_features, module.out_features, bias=module.bias is not None, compute_dtype=torch.float32,
-                    compress_statistics=False, quant_type="nf4")
+                    module.in_features,
+                    module.out_features,
+                    bias=module.bias is not None,
+                    compute_dtype=torch.float32,
+                    compress_statistics=False,
+                    quant_type="nf4",
+                )
                 four.weight = bitsandbytes.nn.Params4bit(
-                    module.weight.data, requires_grad=False, blocksize=BLOCK, compress_statistics=False, quant_type="nf4")
+                    module.weight.data,
+                    requires_grad=False,
+                    blocksize=BLOCK,
+                    compress_statistics=False,
+                    quant_type="nf4",
+                )
                 four.bias = module.bias
                 self.model.set_submodule(name, four.to("cpu"))
         self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True)
@@ -64,4 +76,6 @@ class PeftOracle(Oracle):
     def gradients(self) -> dict[str, Tensor]:
         """By name in the adapter's folder."""
         named: Any = self.model.named_parameters()
-        return {n.removeprefix(lora.PREFIX).replace(".default", ""): p.grad.clone() for n, p in named if p.grad is not None}
+        return {
+            n.removeprefix(lora.PREFIX).replace(".default", ""): p.grad.clone() for n, p in named if p.grad is not None
+        }

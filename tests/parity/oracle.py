@@ -61,8 +61,8 @@ def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, tu
             if n == 0:
                 continue
             part = slice(start, start + n)
-            assert bool(batch.valid[row, part].all()) and not bool(batch.loss_weights[row, start + n:end].any())
-            ids, labels, weights = (t[row:row + 1, part] for t in (batch.input_ids, batch.labels, batch.loss_weights))
+            assert bool(batch.valid[row, part].all()) and not bool(batch.loss_weights[row, start + n : end].any())
+            ids, labels, weights = (t[row : row + 1, part] for t in (batch.input_ids, batch.labels, batch.loss_weights))
             yield ids, labels, weights, torch.arange(n)[None], (row, start)
 
 
@@ -74,7 +74,11 @@ def router_logits(model: torch.nn.Module) -> Iterator[dict[int, list[tuple[Tenso
     for name, module in model.named_modules():
         if name.endswith(("mlp.gate", "mlp.router")):
             layer = int(name.split("layers.")[1].split(".")[0])
-            handles.append(module.register_forward_hook(lambda _m, _i, out, n=layer: seen.setdefault(n, []).append((out[0], out[-1]))))
+            handles.append(
+                module.register_forward_hook(
+                    lambda _m, _i, out, n=layer: seen.setdefault(n, []).append((out[0], out[-1]))
+                )
+            )
     try:
         yield seen
     finally:
@@ -145,7 +149,9 @@ class Oracle:
         if AutoConfig.from_pretrained(folder).model_type in EAGER:
             attention = "eager"
         self.recipe = recipe
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attention
+        )
         self.model.train()
         self.largest = 0.0
         self.sigmoid = self.model.config.model_type in SIGMOID
@@ -166,7 +172,7 @@ class Oracle:
                 self.largest = max(self.largest, float(logits.abs().max()))
                 for name, values in fields(logits, labels, temperature).items():
                     out = result.setdefault(name, torch.zeros_like(batch.loss_weights))
-                    out[row, start:start + n] = torch.where(weights[0] != 0, values[0], 0.0)
+                    out[row, start : start + n] = torch.where(weights[0] != 0, values[0], 0.0)
         return result
 
     def greedy(self, batch: Batch) -> Batch:
@@ -174,7 +180,7 @@ class Oracle:
         chosen = batch.labels.clone()
         with torch.no_grad():
             for logits, labels, _, (row, start) in self.logits(batch):
-                chosen[row, start:start + labels.shape[1]] = logits.argmax(-1)
+                chosen[row, start : start + labels.shape[1]] = logits.argmax(-1)
         third = torch.arange(batch.labels.shape[1]) % 3 == 0
         return replace(batch, labels=torch.where(third, chosen, batch.labels))
 

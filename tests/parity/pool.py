@@ -30,9 +30,21 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch", "megaswift.engine.megatron.engine", "tests.parity.measure",
-           "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.tokenization_auto", "megaswift.trainers.session",
-           "megaswift.trainers.curves", "matplotlib.pyplot", "tensorboard", "pyarrow")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "safetensors.torch",
+    "megaswift.engine.megatron.engine",
+    "tests.parity.measure",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.auto.tokenization_auto",
+    "megaswift.trainers.session",
+    "megaswift.trainers.curves",
+    "matplotlib.pyplot",
+    "tensorboard",
+    "pyarrow",
+)
 """torch's first optimizer imports torch._dynamo: 4 s of processor time that every rank would spend by itself."""
 GRACE = 5.0
 """Seconds that the other ranks get to end, or fail by themselves, after the first failure."""
@@ -61,7 +73,10 @@ class Pool:
     def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="ranks-")
         address = str(Path(self._scratch.name) / "server")
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
         with Listener(address, "AF_UNIX") as listener:
             command = [sys.executable, "-m", "tests.parity.pool", address, *preload]
             self._server = subprocess.Popen(command, cwd=ROOT, env=environment)
@@ -152,8 +167,12 @@ def _rank(job: Job, rank: int, port: int) -> None:
         os.dup2(log, 2)
         faulthandler.register(signal.SIGUSR1, all_threads=False, chain=False)
         os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.ranks), "LOCAL_WORLD_SIZE": str(job.ranks),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(job.ranks),
+            "LOCAL_WORLD_SIZE": str(job.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
         }
         import torch
 

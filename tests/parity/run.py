@@ -21,7 +21,9 @@ from tests.parity.references import References
 
 def options() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.parity.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.parity.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", help="cases, one in quotes each")
     parser.add_argument("--model", default="dense", help="variant of the cases that name none")
     parser.add_argument("--cover", default="", help="the default run's cases of dense or moe")
@@ -37,13 +39,16 @@ def chosen(args: argparse.Namespace) -> list[Case]:
     """The cases that the command line names."""
     from tests.parity import cover
 
-    cases = [parse(text, **({} if any(w in text.split() for w in ("dense", "moe")) else {"model": args.model})) for text in args.cases]
+    cases = [
+        parse(text, **({} if any(w in text.split() for w in ("dense", "moe")) else {"model": args.model}))
+        for text in args.cases
+    ]
     if args.cover:
         cases += cover.default(args.cover)
     if args.all:
         cases += cover.every(args.all)
     k, n = map(int, args.part.split("/"))
-    return cases[k - 1::n]
+    return cases[k - 1 :: n]
 
 
 def main() -> int:

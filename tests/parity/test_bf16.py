@@ -22,9 +22,13 @@ SPREAD = 1.5
 
 def half(rank: int, world: int, task: Task) -> Reference | None:
     """Loss and gradients in bfloat16 (on the ranks)."""
-    engine, context = build(task.case, task.folder, world, torch_dtype="bfloat16", moe_aux_loss_coeff=0.0 if task.case.moe else None)
+    engine, context = build(
+        task.case, task.folder, world, torch_dtype="bfloat16", moe_aux_loss_coeff=0.0 if task.case.moe else None
+    )
     out = Reference()
-    result = engine.accumulate(own(global_batch(task.case, 2), task.case.dp, context.layout.coordinates(rank).dp), CrossEntropy())
+    result = engine.accumulate(
+        own(global_batch(task.case, 2), task.case.dp, context.layout.coordinates(rank).dp), CrossEntropy()
+    )
     out.loss, out.gradients = result.loss, full(engine.hf_gradients())
     torch.distributed.barrier()
     context.close()

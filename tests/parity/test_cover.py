@@ -23,12 +23,15 @@ KEYS = {"dense": (*cover.AXES, *cover.SWITCHES), "moe": (*cover.AXES, *cover.MOE
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_every_pair_occurs(model: str) -> None:
     """Any two choices that some legal case combines are combined in a case of the default run."""
+
     def pairs(cases: object) -> set[object]:
         return {(a, getattr(c, a), b, getattr(c, b)) for c in cases for a, b in combinations(KEYS[model], 2)}  # type: ignore[attr-defined]
 
     assert pairs(cover.default(model)) >= pairs(cover.paired(model))
     for axis in cover.AXES:
-        assert {getattr(c, axis) for c in cover.default(model)} >= {getattr(c, axis) for c in cover.layouts(model)}, axis
+        assert {getattr(c, axis) for c in cover.default(model)} >= {getattr(c, axis) for c in cover.layouts(model)}, (
+            axis
+        )
 
 
 @pytest.mark.parametrize("model", ["dense", "moe"])
@@ -64,6 +67,8 @@ def test_the_checks_agree_with_the_rule_by_hand(model: str) -> None:
     hf_config = config(model).to_dict()
     shape = ModelShape.of(family_of(hf_config).spec(hf_config))
     for case in every_product(model):
-        asked = Asked(case.world, case.tp, case.pp, case.vpp, case.cp, case.ep, case.etp, sequence_parallel=case.sp, max_length=64)
+        asked = Asked(
+            case.world, case.tp, case.pp, case.vpp, case.cp, case.ep, case.etp, sequence_parallel=case.sp, max_length=64
+        )
         problems = list(broken(shape, asked))
         assert (not problems) == cover.legal(case), f"{case}: {[str(p) for p in problems]}"

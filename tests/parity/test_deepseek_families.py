@@ -11,12 +11,33 @@ from tests.parity.test_parity import check
 
 pytestmark = pytest.mark.process
 DEFAULT = (
-    "deepseek_v3 tp2 sp pp2", "deepseek_v3 tp2 sp ep2", "deepseek_v3-plain tp2 sp cp2 packed", "deepseek_v3-dense tp2",
-    "deepseek_v2 tp2 sp pp2", "glm4_moe tp2 sp pp2", "glm4_moe-plain packed cp2",
+    "deepseek_v3 tp2 sp pp2",
+    "deepseek_v3 tp2 sp ep2",
+    "deepseek_v3-plain tp2 sp cp2 packed",
+    "deepseek_v3-dense tp2",
+    "deepseek_v2 tp2 sp pp2",
+    "glm4_moe tp2 sp pp2",
+    "glm4_moe-plain packed cp2",
 )
-VARIANTS = ("deepseek_v3", "deepseek_v3-plain", "deepseek_v3-dense", "deepseek_v2", "deepseek_v2-greedy", "glm4_moe", "glm4_moe-plain")
-LAYOUTS = ("single", "tp2 sp pp2", "packed cp2", "dp2 ep2", "tp2 sp ep2", "tp2 pp2 sp vpp2",
-           "pp2 packed recompute=full", "cp2 recompute=selective")
+VARIANTS = (
+    "deepseek_v3",
+    "deepseek_v3-plain",
+    "deepseek_v3-dense",
+    "deepseek_v2",
+    "deepseek_v2-greedy",
+    "glm4_moe",
+    "glm4_moe-plain",
+)
+LAYOUTS = (
+    "single",
+    "tp2 sp pp2",
+    "packed cp2",
+    "dp2 ep2",
+    "tp2 sp ep2",
+    "tp2 pp2 sp vpp2",
+    "pp2 packed recompute=full",
+    "cp2 recompute=selective",
+)
 
 
 def rest() -> list[Case]:

@@ -17,7 +17,19 @@ pytestmark = pytest.mark.process
 LATER = ("single", "tp4", "tp2 pp2 vpp2 recompute=full", "cp2 recompute=selective packed", "dp2 do")
 PACKED = ("gemma3_text", "glm4", "phi3-longrope")
 STAGED = ("gemma3_text", "granite", "smollm3", "olmo3", "exaone4")
-VARIANTS = ("phi3", "phi3-longrope", "gemma2", "gemma3_text", "olmo2", "glm4", "granite", "smollm3", "seed_oss", "olmo3", "exaone4")
+VARIANTS = (
+    "phi3",
+    "phi3-longrope",
+    "gemma2",
+    "gemma3_text",
+    "olmo2",
+    "glm4",
+    "granite",
+    "smollm3",
+    "seed_oss",
+    "olmo3",
+    "exaone4",
+)
 
 
 @pytest.mark.parametrize(("variant", "text"), variant_cases(VARIANTS, PACKED, STAGED, LATER))

@@ -23,10 +23,33 @@ from tests.parity.pool import Pool
 from tests.parity.references import References
 
 M = ".lora_magnitude_vector"
-ALL = (*lora.ATTENTION, *lora.MLP, "qkv_proj", "gate_up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-SLOW = ["dense single", "dense tp2", "dense tp2 sp", "dense pp2", "dense dp2 do", "qwen2 tp2", "dense tp4", "gemma2 tp2 sp", "phi3 tp2 sp",
-        "granite tp2", "dense tp2 sp pp2 recompute=full do", "qwen3-tiny-heads tp4 sp", "deepseek_v3-dense tp2 sp", "dense pp2 vpp2",
-        "dense cp2 packed"]
+ALL = (
+    *lora.ATTENTION,
+    *lora.MLP,
+    "qkv_proj",
+    "gate_up_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+)
+SLOW = [
+    "dense single",
+    "dense tp2",
+    "dense tp2 sp",
+    "dense pp2",
+    "dense dp2 do",
+    "qwen2 tp2",
+    "dense tp4",
+    "gemma2 tp2 sp",
+    "phi3 tp2 sp",
+    "granite tp2",
+    "dense tp2 sp pp2 recompute=full do",
+    "qwen3-tiny-heads tp4 sp",
+    "deepseek_v3-dense tp2 sp",
+    "dense pp2 vpp2",
+    "dense cp2 packed",
+]
 LAYOUTS = ["qwen2 tp2 sp", "gemma2 tp2", *(pytest.param(text, marks=pytest.mark.slow) for text in SLOW)]
 """qwen2: biases in the product; gemma2: a norm after it, before which the rows are scaled."""
 
@@ -56,18 +79,29 @@ def test_layout(text: str, pool: Pool, references: References, tmp_path: Path) -
 
 
 @pytest.mark.process
-def test_updated_magnitudes_are_gathered_before_they_are_used(pool: Pool, references: References, tmp_path: Path) -> None:
+def test_updated_magnitudes_are_gathered_before_they_are_used(
+    pool: Pool, references: References, tmp_path: Path
+) -> None:
     task, want = prepared("dense dp2 do", references, tmp_path)
-    check(replace(task, options={**task.options, "overlap_grad_reduce": True, "overlap_param_gather": True}), want, pool)
+    check(
+        replace(task, options={**task.options, "overlap_grad_reduce": True, "overlap_param_gather": True}), want, pool
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("text, leaves", [
-    ("dense tp2 sp", ("v_proj", "up_proj")), ("qwen2 tp2", ("layers.1.self_attn.k_proj",)), ("moe tp2 sp dp2 ep2", lora.ATTENTION),
-    ("qwen2_moe tp2 sp", (*lora.ATTENTION, "shared_expert.up_proj")),
-])
-def test_part_of_the_model(text: str, leaves: tuple[str, ...], pool: Pool, references: References, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text, leaves",
+    [
+        ("dense tp2 sp", ("v_proj", "up_proj")),
+        ("qwen2 tp2", ("layers.1.self_attn.k_proj",)),
+        ("moe tp2 sp dp2 ep2", lora.ATTENTION),
+        ("qwen2_moe tp2 sp", (*lora.ATTENTION, "shared_expert.up_proj")),
+    ],
+)
+def test_part_of_the_model(
+    text: str, leaves: tuple[str, ...], pool: Pool, references: References, tmp_path: Path
+) -> None:
     """Rows of a joined layer without an adapter keep their length."""
     check(*prepared(text, references, tmp_path, leaves), pool)
 
@@ -77,6 +111,7 @@ def test_part_of_the_model(text: str, leaves: tuple[str, ...], pool: Pool, refer
 def test_the_oracle_is_peft(variant: str, references: References, tmp_path: Path) -> None:
     """Loss and gradients of the oracle's changed weights are those of PEFT's own DoRA, and its merge is ours."""
     import peft
+
     task, _ = prepared(f"{variant} single", references, tmp_path)
     batches, adapter = global_batch(task.case, 2), Path(task.options["adapters"])
     ours = lora.LoraOracle(task.folder, task.recipe, adapter)
@@ -85,8 +120,11 @@ def test_the_oracle_is_peft(variant: str, references: References, tmp_path: Path
     base = AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32)
     theirs.model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).double().train()
     assert loss == pytest.approx(theirs.accumulate(batches)[0], rel=1e-6)
-    gradients = {n.removeprefix(lora.PREFIX).replace(".default", "").replace(M + ".weight", M): p.grad.float()
-                 for n, p in theirs.model.named_parameters() if p.requires_grad}
+    gradients = {
+        n.removeprefix(lora.PREFIX).replace(".default", "").replace(M + ".weight", M): p.grad.float()
+        for n, p in theirs.model.named_parameters()
+        if p.requires_grad
+    }
     assert not any(d.bad for d in tensors("gradient", ours.gradients(), gradients, GRADIENT))
     merge_folders(task.folder, adapter, tmp_path / "merged")
     want, got = theirs.model.merge_and_unload().state_dict(), disk_tensors(tmp_path / "merged")
@@ -97,8 +135,11 @@ def test_the_oracle_is_peft(variant: str, references: References, tmp_path: Path
 def test_new_adapters_change_nothing_and_load_in_peft(pool: Pool, references: References, tmp_path: Path) -> None:
     """m is the length of W's rows, those of split rows too; what is written, PEFT reads."""
     import peft
+
     case = parse("dense tp2 sp")
-    task = Task(case, references.model(case.variant), references.recipe, options={"train_type": "lora", "use_dora": True})
+    task = Task(
+        case, references.model(case.variant), references.recipe, options={"train_type": "lora", "use_dora": True}
+    )
     plain = pool.run("tests.parity.lora_ranks:fresh", replace(task, options={"train_type": "lora"}), case.world)[0]
     loss, values, merged = pool.run("tests.parity.lora_ranks:fresh", task, case.world)[0]
     base = disk_tensors(task.folder)
@@ -106,7 +147,9 @@ def test_new_adapters_change_nothing_and_load_in_peft(pool: Pool, references: Re
     assert all(torch.allclose(merged[name], t, rtol=1e-5, atol=1e-7) for name, t in base.items())
     lengths = {name: t for name, t in values.items() if name.endswith(M)}
     assert len(lengths) == len(values) // 3
-    assert all(torch.allclose(t, base[name.removesuffix(M) + ".weight"].norm(dim=1), rtol=1e-6) for name, t in lengths.items())
+    assert all(
+        torch.allclose(t, base[name.removesuffix(M) + ".weight"].norm(dim=1), rtol=1e-6) for name, t in lengths.items()
+    )
     adapter = lora.make_adapter(task.folder, tmp_path / "a", ALL, use_dora=True)
     plan = PeftFolder(adapter).plan(plan_of(task.folder))
     write_adapter(tmp_path / "b", plan, lora.read_adapter(adapter).items(), str(task.folder))

@@ -22,8 +22,18 @@ from tests.parity.test_parity import check
 
 pytestmark = pytest.mark.process
 LAYOUTS = ("single", "tp2 sp", "pp2", "packed cp2")
-VARIANTS = ("llama3-rope", "llama-linear", "llama-bias", "qwen3-yarn", "mistral-window", "qwen2-window", "mixtral-window",
-            "moe-mixed", "qwen3-tiny-heads", "dense-tied")
+VARIANTS = (
+    "llama3-rope",
+    "llama-linear",
+    "llama-bias",
+    "qwen3-yarn",
+    "mistral-window",
+    "qwen2-window",
+    "mixtral-window",
+    "moe-mixed",
+    "qwen3-tiny-heads",
+    "dense-tied",
+)
 
 
 EXPERTS = ("deepseek_v3", "gpt_oss")
@@ -33,15 +43,24 @@ EXPERTS = ("deepseek_v3", "gpt_oss")
 def family_cases() -> list[Case]:
     """Each family under each layout, experts also under EP."""
     names = FAMILIES.names()
-    return [Case(**{**parse(text).to_dict(), "model": n}) for n in names for text in (*LAYOUTS, *(("dp2 ep2",) if is_moe(n) else ()))]
+    return [
+        Case(**{**parse(text).to_dict(), "model": n})
+        for n in names
+        for text in (*LAYOUTS, *(("dp2 ep2",) if is_moe(n) else ()))
+    ]
 
 
 def by_tier(cases: list[Case]) -> list[Any]:
     """By default one layout a family, that of expert parallelism of some, and all of two families; the others are the slow tier's."""
     first, experts = (str(parse(text, model="")) for text in ("tp2 sp", "dp2 ep2"))
     whole = {case.model: {first} | ({experts} if case.model in EXPERTS else set()) for case in cases}
-    later = [case.model not in ("qwen3", "qwen3_moe") and str(replace(case, model="")) not in whole[case.model] for case in cases]
-    return [pytest.param(case, marks=pytest.mark.slow) if slow else case for case, slow in zip(cases, later, strict=True)]
+    later = [
+        case.model not in ("qwen3", "qwen3_moe") and str(replace(case, model="")) not in whole[case.model]
+        for case in cases
+    ]
+    return [
+        pytest.param(case, marks=pytest.mark.slow) if slow else case for case, slow in zip(cases, later, strict=True)
+    ]
 
 
 def score(case: Case, folder: Path, pool: Pool) -> list[Scored]:
@@ -51,14 +70,18 @@ def score(case: Case, folder: Path, pool: Pool) -> list[Scored]:
     """
     oracle = Oracle(folder, Recipe())
     batches = [oracle.greedy(b) for b in global_batch(case, 2)]
-    ranks: list[Scored] = pool.run("tests.parity.measure:score", Task(case, folder, Recipe(), batches=batches), case.world)
+    ranks: list[Scored] = pool.run(
+        "tests.parity.measure:score", Task(case, folder, Recipe(), batches=batches), case.world
+    )
     want = [oracle.outputs(b) for b in batches]
     limit = 1e-5 * max(1.0, oracle.largest)
     for n, rank in enumerate(ranks):
         for m, (got, expected) in enumerate(zip(rank.outputs, own(want, case.dp, rank.dp), strict=True)):
             for name, tensor in expected.items():
                 worst = float((getattr(got, name) - tensor).abs().max())
-                assert worst <= limit, f"{case}: {name} of rank {n}, micro-batch {m}: off by {worst:.2e}, limit {limit:.2e}"
+                assert worst <= limit, (
+                    f"{case}: {name} of rank {n}, micro-batch {m}: off by {worst:.2e}, limit {limit:.2e}"
+                )
     count = sum(float(b.loss_weights.sum()) for b in batches)
     loss = -sum(float((w["logprobs"] * b.loss_weights).sum()) for w, b in zip(want, batches, strict=True)) / count
     accuracy = sum(float(w["correct"].sum()) for w in want) / sum(b.label_tokens for b in batches)
@@ -96,7 +119,9 @@ STAGED = ("qwen2-window", "moe-mixed", "dense-tied")
 """Those that it sees on pipeline stages: layers that differ by number, tied heads."""
 
 
-def variant_cases(variants: Sequence[str], packed: Sequence[str], staged: Sequence[str], slow: Sequence[str]) -> list[Any]:
+def variant_cases(
+    variants: Sequence[str], packed: Sequence[str], staged: Sequence[str], slow: Sequence[str]
+) -> list[Any]:
     """(variant, layout): by default one layout a variant, of some also packed CP; the others are the slow tier's."""
     later = pytest.mark.slow
     found: list[Any] = [(variant, "tp2 sp pp2" if variant in staged else "tp2 sp") for variant in variants]
@@ -111,8 +136,17 @@ def test_variant_trains(variant: str, text: str, pool: Pool, references: Referen
     check(parse(text, model=variant), pool, references)
 
 
-@pytest.mark.parametrize("text", ["dense tp2 sp pp2", "moe tp2 sp ep2", *(pytest.param(text, marks=pytest.mark.slow) for text in (
-    "dense single", "dense tp2 sp pp2 cp2", "dense tp4 packed tied", "gemma2 tp2 sp pp2"))])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dense tp2 sp pp2",
+        "moe tp2 sp ep2",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in ("dense single", "dense tp2 sp pp2 cp2", "dense tp4 packed tied", "gemma2 tp2 sp pp2")
+        ),
+    ],
+)
 def test_gradients_of_every_output(text: str, pool: Pool, references: References) -> None:
     """Entropy, logsumexp, mean logit, log sum of squares, at a temperature: what reinforcement learning differentiates."""
     case = parse(text)
@@ -120,14 +154,20 @@ def test_gradients_of_every_output(text: str, pool: Pool, references: References
     oracle = Oracle(folder, recipe)
     loss, _, _ = oracle.accumulate(
         global_batch(replace(case, packed=False), 2),
-        lambda logits, labels: sum(w * fields(logits, labels, TEMPERATURE)[name] for name, w in MIX.items()))
+        lambda logits, labels: sum(w * fields(logits, labels, TEMPERATURE)[name] for name, w in MIX.items()),
+    )
     got = pool.run("tests.parity.measure:mixed", Task(case, folder, recipe), case.world)[0]
-    differences = [number("loss", got.loss, loss, LOSS), *tensors("gradient", got.gradients, oracle.gradients(), GRADIENT)]
+    differences = [
+        number("loss", got.loss, loss, LOSS),
+        *tensors("gradient", got.gradients, oracle.gradients(), GRADIENT),
+    ]
     assert not any(d.bad for d in differences), "\n" + table(text, differences)
 
 
-@pytest.mark.parametrize("text", [
-    "moe tp2 sp ep2", *(pytest.param(text, marks=pytest.mark.slow) for text in ("dense single", "dense tp2 pp2"))])
+@pytest.mark.parametrize(
+    "text",
+    ["moe tp2 sp ep2", *(pytest.param(text, marks=pytest.mark.slow) for text in ("dense single", "dense tp2 pp2"))],
+)
 def test_bf16_checkpoint_comes_back(text: str, pool: Pool, models: Path) -> None:
     """A bfloat16 folder, computed in float32, is exported as the very same bfloat16 tensors."""
     case = parse(text)

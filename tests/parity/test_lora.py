@@ -17,16 +17,50 @@ from tests.parity.oracle import Reference
 from tests.parity.pool import Pool
 from tests.parity.references import References
 
-ALL = (*lora.ATTENTION, *lora.MLP, "qkv_proj", "gate_up_proj", "w1", "w2", "w3",
-       "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+ALL = (
+    *lora.ATTENTION,
+    *lora.MLP,
+    "qkv_proj",
+    "gate_up_proj",
+    "w1",
+    "w2",
+    "w3",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+)
 LAYOUTS = [
-    "dense single", "dense pp2 vpp2", "dense cp2 packed", "dense tp2 sp pp2 recompute=full do",
-    "moe tp2 sp dp2 ep2 etp2 do", "moe tp2 sp etp2 recompute=moe",
+    "dense single",
+    "dense pp2 vpp2",
+    "dense cp2 packed",
+    "dense tp2 sp pp2 recompute=full do",
+    "moe tp2 sp dp2 ep2 etp2 do",
+    "moe tp2 sp etp2 recompute=moe",
 ]
-LATER = ["dense tp2 sp", "dense pp2", "dense dp2 do", "dense tp4", "dense tp2 sp recompute=full", "moe dp2 ep2", "gemma2 tp2 sp",
-         "olmo2 pp2", "dense tp2", "dense cp2", "qwen3-tiny-heads tp4 sp", "dense tied pp2", "moe single", "moe tp2 sp",
-         "mixtral tp2 ep2 sp",
-         "moe tp2 sp dp2 ep2", "phi3 tp2", "granite pp2", "granite tp2", "glm4_moe dp2 ep2", "deepseek_v2 tp2 sp"]
+LATER = [
+    "dense tp2 sp",
+    "dense pp2",
+    "dense dp2 do",
+    "dense tp4",
+    "dense tp2 sp recompute=full",
+    "moe dp2 ep2",
+    "gemma2 tp2 sp",
+    "olmo2 pp2",
+    "dense tp2",
+    "dense cp2",
+    "qwen3-tiny-heads tp4 sp",
+    "dense tied pp2",
+    "moe single",
+    "moe tp2 sp",
+    "mixtral tp2 ep2 sp",
+    "moe tp2 sp dp2 ep2",
+    "phi3 tp2",
+    "granite pp2",
+    "granite tp2",
+    "glm4_moe dp2 ep2",
+    "deepseek_v2 tp2 sp",
+]
 FAMILIES = ["qwen2_moe tp2 sp", "deepseek_v3-dense tp2"]
 """Shared experts, latent attention. (Fused tensors on disk: `test_fused_projections`.)"""
 
@@ -86,15 +120,25 @@ def test_fused_projections(pool: Pool, adapters: Adapters) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("text, leaves, saved", [
-    pytest.param("dense pp2 do recompute=full", ("layers.3.self_attn.k_proj",), (), marks=pytest.mark.slow),
-    ("dense pp2 vpp2", ("layers.2.mlp.down_proj",), ()),
-    pytest.param("dense tp2 sp", ("v_proj", "up_proj"), ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"),
-                 marks=pytest.mark.slow),
-    ("dense tp2 pp2 do", ("q_proj",), ("lm_head.weight", "model.layers.1.self_attn.q_norm.weight")),
-    ("moe tp2 sp dp2 ep2", ("experts.1.gate_proj", "experts.2.down_proj"), ("model.layers.0.mlp.gate.weight",)),
-], ids=str)
-def test_part_of_the_model(text: str, leaves: tuple[str, ...], saved: tuple[str, ...], pool: Pool, adapters: Adapters) -> None:
+@pytest.mark.parametrize(
+    "text, leaves, saved",
+    [
+        pytest.param("dense pp2 do recompute=full", ("layers.3.self_attn.k_proj",), (), marks=pytest.mark.slow),
+        ("dense pp2 vpp2", ("layers.2.mlp.down_proj",), ()),
+        pytest.param(
+            "dense tp2 sp",
+            ("v_proj", "up_proj"),
+            ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"),
+            marks=pytest.mark.slow,
+        ),
+        ("dense tp2 pp2 do", ("q_proj",), ("lm_head.weight", "model.layers.1.self_attn.q_norm.weight")),
+        ("moe tp2 sp dp2 ep2", ("experts.1.gate_proj", "experts.2.down_proj"), ("model.layers.0.mlp.gate.weight",)),
+    ],
+    ids=str,
+)
+def test_part_of_the_model(
+    text: str, leaves: tuple[str, ...], saved: tuple[str, ...], pool: Pool, adapters: Adapters
+) -> None:
     """Stages and layers without an adapter, some of the modules that Megatron joins, single experts, modules that train fully."""
     check(*adapters.of(parse(text), leaves, saved), pool)
 
@@ -108,7 +152,10 @@ def test_only_adapters_cost_gradients_and_moments(text: str, pool: Pool, adapter
     found = pool.run("tests.parity.lora_ranks:adapted", task, task.case.world)
     for facts, (full, base) in zip(found, plain, strict=True):
         assert facts.trained == facts.expected
-        assert facts.report.gradient_bytes < full.gradient_bytes / 4 and facts.report.optimizer_bytes < full.optimizer_bytes / 4
+        assert (
+            facts.report.gradient_bytes < full.gradient_bytes / 4
+            and facts.report.optimizer_bytes < full.optimizer_bytes / 4
+        )
         assert facts.report.parameters_trained == facts.whole < facts.report.parameters_total / 4
         assert facts.reference == base != facts.adapted == facts.again
     want = merged(task)
@@ -141,8 +188,11 @@ def test_the_oracle_is_peft(references: References, adapters: Adapters) -> None:
     base = AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32)
     theirs.model = peft.PeftModel.from_pretrained(base, task.options["adapters"], is_trainable=True).train()
     assert loss == pytest.approx(theirs.accumulate(batches)[0], rel=1e-6)
-    gradients = {n.removeprefix(lora.PREFIX).replace(".default", "").replace(".modules_to_save", ""): p.grad
-                 for n, p in theirs.model.named_parameters() if p.requires_grad}
+    gradients = {
+        n.removeprefix(lora.PREFIX).replace(".default", "").replace(".modules_to_save", ""): p.grad
+        for n, p in theirs.model.named_parameters()
+        if p.requires_grad
+    }
     assert not any(d.bad for d in tensors("gradient", ours.gradients(), gradients, GRADIENT))
 
 
@@ -154,7 +204,8 @@ DROPPED = ["dense single", "dense tp2", "dense tp2 sp", "moe tp2 sp dp2 ep2 etp2
 def test_dropout_is_drawn_alike_where_ranks_share_an_input(text: str, pool: Pool, adapters: Adapters) -> None:
     """Evaluation drops nothing; in training the loss moves a little, and what tensor-parallel ranks both hold stays the same on both."""
     task, want = adapters.of(parse(text))
-    quiet, loss, alike = pool.run("tests.parity.lora_ranks:dropped", replace(task, options={**task.options, "lora_dropout": 0.2}),
-                                  task.case.world)[0]
+    quiet, loss, alike = pool.run(
+        "tests.parity.lora_ranks:dropped", replace(task, options={**task.options, "lora_dropout": 0.2}), task.case.world
+    )[0]
     assert quiet == pytest.approx(want.loss, rel=1e-6)
     assert 1e-5 < abs(loss - want.loss) / want.loss < 0.1 and alike

@@ -19,17 +19,41 @@ from tests.parity.references import References
 
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 LAYOUTS = ["tp2 sp dp2 ep2 do"]
-LATER = ["single", "pp2 ep2 dp2 recompute=full", "tp2 sp ep2", "dp2 ep4 tp2 sp", "dp2 do", "pp2 vpp2", "tp2 sp pp2",
-         "packed cp2", "tp2 sp cp2 packed", "pp2 ep2 dp2 do", "ep2 dp2 recompute=moe", "dp2 ep2 allgather"]
+LATER = [
+    "single",
+    "pp2 ep2 dp2 recompute=full",
+    "tp2 sp ep2",
+    "dp2 ep4 tp2 sp",
+    "dp2 do",
+    "pp2 vpp2",
+    "tp2 sp pp2",
+    "packed cp2",
+    "tp2 sp cp2 packed",
+    "pp2 ep2 dp2 do",
+    "ep2 dp2 recompute=moe",
+    "dp2 ep2 allgather",
+]
 
 
-def prepared(text: str, references: References, folder: Path, modules: str | list[str] = "all-linear",
-             parameters: tuple[str, ...] = BOTH, variant: str = "gpt_oss") -> tuple[Task, Reference]:
+def prepared(
+    text: str,
+    references: References,
+    folder: Path,
+    modules: str | list[str] = "all-linear",
+    parameters: tuple[str, ...] = BOTH,
+    variant: str = "gpt_oss",
+) -> tuple[Task, Reference]:
     """(what the ranks get, what PEFT finds)."""
     case = parse(text, model=variant)
     model, recipe = references.model(case.variant), references.recipe
-    lora.made_by_peft(model, folder / "adapter", r=lora.RANK, lora_alpha=lora.ALPHA, target_modules=modules,
-                      target_parameters=list(parameters))
+    lora.made_by_peft(
+        model,
+        folder / "adapter",
+        r=lora.RANK,
+        lora_alpha=lora.ALPHA,
+        target_modules=modules,
+        target_parameters=list(parameters),
+    )
     task = Task(case, model, recipe, options={"train_type": "lora", "adapters": str(folder / "adapter")})
     base = model if variant == "gpt_oss" else nf4.round_trip(model, folder / "rounded")
     steps = [global_batch(replace(case, packed=False), k) for k in range(STEPS)]
@@ -53,10 +77,16 @@ def test_layout(text: str, pool: Pool, references: References, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("text, parameters", [
-    ("tp2 sp dp2 ep2", ("layers.2.mlp.experts.gate_up_proj",)), ("pp2 do dp2 ep2", ("mlp.experts.down_proj",)),
-])
-def test_part_of_the_experts(text: str, parameters: tuple[str, ...], pool: Pool, references: References, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text, parameters",
+    [
+        ("tp2 sp dp2 ep2", ("layers.2.mlp.experts.gate_up_proj",)),
+        ("pp2 do dp2 ep2", ("mlp.experts.down_proj",)),
+    ],
+)
+def test_part_of_the_experts(
+    text: str, parameters: tuple[str, ...], pool: Pool, references: References, tmp_path: Path
+) -> None:
     """One of the two parameters, one layer; nothing else."""
     check(*prepared(text, references, tmp_path, [], parameters), pool)
 
@@ -89,4 +119,6 @@ def test_new_adapters_start_as_peft_starts_them(pool: Pool, references: Referenc
     for name, t in experts.items():
         bound = t.shape[1] ** -0.5
         wanted = (0.0, 0.0) if "lora_B" in name else (bound, bound / 3**0.5)
-        assert float(t.abs().max()) == pytest.approx(wanted[0], rel=0.02) and float(t.std()) == pytest.approx(wanted[1], rel=0.1), name
+        assert float(t.abs().max()) == pytest.approx(wanted[0], rel=0.02) and float(t.std()) == pytest.approx(
+            wanted[1], rel=0.1
+        ), name

@@ -11,8 +11,20 @@ from tests.parity.test_parity import check
 
 pytestmark = pytest.mark.process
 FAMILIES = ("qwen2_moe", "gpt_oss", "olmoe", "minimax_m2")
-LAYOUTS = ("tp2 sp ep2", *(pytest.param(text, marks=pytest.mark.slow) for text in (
-    "single", "tp2 sp pp2", "packed cp2", "dp2 ep2 do", "tp2 sp cp2 packed recompute=selective", "pp2 vpp2 recompute=moe")))
+LAYOUTS = (
+    "tp2 sp ep2",
+    *(
+        pytest.param(text, marks=pytest.mark.slow)
+        for text in (
+            "single",
+            "tp2 sp pp2",
+            "packed cp2",
+            "dp2 ep2 do",
+            "tp2 sp cp2 packed recompute=selective",
+            "pp2 vpp2 recompute=moe",
+        )
+    ),
+)
 
 
 @pytest.mark.parametrize("text", LAYOUTS)

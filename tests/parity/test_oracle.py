@@ -94,7 +94,9 @@ def test_balancing_loss_is_the_libraries() -> None:
     probs = logits.softmax(-1)
     counts = torch.bincount(probs.topk(2).indices.flatten(), minlength=4)
     fields = {"total_num_tokens": 11, "topk": 2, "num_experts": 4, "moe_aux_loss_coeff": 1.0}
-    assert float(load_balancing(logits, 2)) == pytest.approx(float(switch_load_balancing_loss_func(probs, counts, **fields)))
+    assert float(load_balancing(logits, 2)) == pytest.approx(
+        float(switch_load_balancing_loss_func(probs, counts, **fields))
+    )
     assert float(load_balancing(logits, 2)) * 2 == pytest.approx(float(load_balancing_loss_func((logits,), 4, 2)))
     assert float(z_loss(logits)) == pytest.approx(float(z_loss_func(logits, 1.0)))
 

@@ -51,9 +51,15 @@ def test_without_auxiliary_losses(text: str, pool: Pool, references: References)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("text", [
-    "dense dp2 filler", "dense pp2 dp2 packed filler", "moe dp2 ep2 filler", "moe tp2 dp2 sp ep2 packed filler",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dense dp2 filler",
+        "dense pp2 dp2 packed filler",
+        "moe dp2 ep2 filler",
+        "moe tp2 dp2 sp ep2 packed filler",
+    ],
+)
 def test_a_microbatch_of_padding_only(text: str, pool: Pool, references: References) -> None:
     """Ranks are filled up with empty micro-batches at the end of the data: they add nothing, and divide nothing by zero."""
     check(parse(text), pool, references)
@@ -64,7 +70,9 @@ OTHER = Recipe(lr=2e-3, weight_decay=0.5, betas=(0.6, 0.7), eps=1e-5, max_grad_n
 
 @pytest.mark.process
 @pytest.mark.parametrize(("text", "options"), [("dense dp2 do", {}), ("dense dp2", {"engine": "ddp"})], ids=str)
-def test_the_optimizer_takes_what_it_is_told(text: str, options: dict[str, str], pool: Pool, references: References) -> None:
+def test_the_optimizer_takes_what_it_is_told(
+    text: str, options: dict[str, str], pool: Pool, references: References
+) -> None:
     """Everything otherwise than by default: an option that does not arrive would go unseen in the other tests."""
     assert all(SwiftConfig().value(name) != value for name, value in recipe_options(OTHER, False).items())
     mine = References(references.folder)
@@ -77,16 +85,24 @@ def test_the_optimizer_takes_what_it_is_told(text: str, options: dict[str, str],
 
 
 STRINGS = [("dense pp2", "Et|t*3L"), ("dense pp2 vpp2 tied do", "E|tt|t*2|L"), ("moe pp2 dp2 ep2 packed", "Et*3|tL")]
-MORE = [("dense tp2 sp pp4", "E|tt|tt|L"), ("moe tp2 sp pp2 vpp2", "Et|(t|)*2tL"), ("dense pp2 recompute=full", "E|t*4L")]
+MORE = [
+    ("dense tp2 sp pp4", "E|tt|tt|L"),
+    ("moe tp2 sp pp2 vpp2", "Et|(t|)*2tL"),
+    ("dense pp2 recompute=full", "E|t*4L"),
+]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("text", "layout"), [*STRINGS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
+@pytest.mark.parametrize(
+    ("text", "layout"), [*STRINGS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
 def test_stages_by_a_layout_string(text: str, layout: str, pool: Pool, references: References) -> None:
     """Uneven stages, and some that hold the embedding or the loss alone."""
     case = parse(text)
     folder, recipe, want = references.of(case)
-    got = pool.run("tests.parity.measure:train", Task(case, folder, recipe, options={"pipeline_layout": layout}), case.world)[0]
+    got = pool.run(
+        "tests.parity.measure:train", Task(case, folder, recipe, options={"pipeline_layout": layout}), case.world
+    )[0]
     differences = compare(got, want, recipe)
     assert not any(d.bad for d in differences), "\n" + table(f"{case} {layout}", differences)
 

@@ -17,7 +17,9 @@ from tests.parity.references import References
 
 LEAVES = (*lora.ATTENTION, *lora.MLP)
 LAYOUTS = [
-    "dense-nf4 single", "dense-nf4 tp2 sp", "dense-nf4 tp2 pp2 vpp2 recompute=full",
+    "dense-nf4 single",
+    "dense-nf4 tp2 sp",
+    "dense-nf4 tp2 pp2 vpp2 recompute=full",
     "moe-nf4 tp2 sp dp2 ep2 etp2 do",
 ]
 LATER = ["dense-nf4 cp2 packed", "mla-nf4 tp2 sp dp2 ep2", "dense-nf4 pp2", "moe-nf4 dp2 ep2", "moe-nf4 tp2 sp"]
@@ -35,7 +37,10 @@ class Quantised:
     def of(self, case: Case) -> tuple[Task, Reference]:
         """(what the ranks get: the unquantised folder; what they have to find)."""
         recipe = self.references.recipe if case.moe else replace(self.references.recipe, aux_coeff=0.0, z_coeff=0.0)
-        model, adapter, dequantised = self.references.model(case.variant), *(self.folder / f"{case.variant}{n}" for n in ("-a", "-d"))
+        model, adapter, dequantised = (
+            self.references.model(case.variant),
+            *(self.folder / f"{case.variant}{n}" for n in ("-a", "-d")),
+        )
         if not adapter.exists():
             lora.make_adapter(model, adapter, LEAVES)
             nf4.round_trip(model, dequantised)
@@ -68,13 +73,20 @@ def test_the_reference_is_what_peft_computes_on_four_bits(quantised: Quantised) 
     oracle = nf4.PeftOracle(task.folder, task.recipe, Path(task.options["adapters"]))
     loss, _, _ = oracle.accumulate(global_batch(task.case, 0))
     assert oracle.quantised == 7 * 4
-    differences = [number("loss", want.loss, loss, LOSS), *tensors("gradient", want.gradients, oracle.gradients(), PEFT)]
+    differences = [
+        number("loss", want.loss, loss, LOSS),
+        *tensors("gradient", want.gradients, oracle.gradients(), PEFT),
+    ]
     assert not any(d.bad for d in differences), "\n" + table("PEFT", differences)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("text, dtype, width", [("dense-nf4 single", "float32", 4), ("moe-nf4 tp2 sp dp2 ep2 etp2", "bfloat16", 2)])
-def test_a_linear_weight_takes_four_and_a_half_bits(text: str, dtype: str, width: int, pool: Pool, quantised: Quantised) -> None:
+@pytest.mark.parametrize(
+    "text, dtype, width", [("dense-nf4 single", "float32", 4), ("moe-nf4 tp2 sp dp2 ep2 etp2", "bfloat16", 2)]
+)
+def test_a_linear_weight_takes_four_and_a_half_bits(
+    text: str, dtype: str, width: int, pool: Pool, quantised: Quantised
+) -> None:
     """4 bits and its part of 32 for each block of 64, scales in float32 in every precision; the rest as in a plain LoRA run."""
     task, _ = quantised.of(parse(text))
     task = replace(task, options={**task.options, "torch_dtype": dtype})

@@ -28,8 +28,14 @@ def dequantised(folder: Path, target: Path) -> Path:
     stored, one = tensors_of(folder), Fp8Dequantize(None)._dequantize_one
     scales = {name: f"{name}_scale_inv" for name in stored if f"{name}_scale_inv" in stored}
     assert scales
-    rewrite(target, {n: one(t, stored[scales[n]], torch.bfloat16) if n in scales else t
-                     for n, t in stored.items() if n not in scales.values()})
+    rewrite(
+        target,
+        {
+            n: one(t, stored[scales[n]], torch.bfloat16) if n in scales else t
+            for n, t in stored.items()
+            if n not in scales.values()
+        },
+    )
     set_config(target, quantization_config=None)
     return target
 
@@ -57,17 +63,28 @@ def unpacked(folder: Path, target: Path) -> Path:
     stored = tensors_of(folder)
     packed = {name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")}
     assert packed
-    rewrite(target, {n: t for n, t in stored.items() if not n.endswith(("_blocks", "_scales"))}
-            | {n: convert_moe_packed_tensors(stored[f"{n}_blocks"], stored[f"{n}_scales"]).contiguous() for n in packed})
+    rewrite(
+        target,
+        {n: t for n, t in stored.items() if not n.endswith(("_blocks", "_scales"))}
+        | {n: convert_moe_packed_tensors(stored[f"{n}_blocks"], stored[f"{n}_scales"]).contiguous() for n in packed},
+    )
     set_config(target, quantization_config=None)
     return target
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("model, layout", [
-    ("dense-nf4", "single"), ("gpt_oss-nf4", "single"), pytest.param("gpt_oss-nf4", "tp2 sp ep2", marks=pytest.mark.slow),
-    pytest.param("moe-nf4", "tp2 sp dp2 ep2 etp2", marks=pytest.mark.slow)])
-def test_adapters_in_four_bits_on_a_quantised_folder(model: str, layout: str, pool: Pool, references: References, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model, layout",
+    [
+        ("dense-nf4", "single"),
+        ("gpt_oss-nf4", "single"),
+        pytest.param("gpt_oss-nf4", "tp2 sp ep2", marks=pytest.mark.slow),
+        pytest.param("moe-nf4", "tp2 sp dp2 ep2 etp2", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_in_four_bits_on_a_quantised_folder(
+    model: str, layout: str, pool: Pool, references: References, tmp_path: Path
+) -> None:
     """FP8, or MXFP4 where experts are stacked, to NF4: the oracle's weights go through transformers, then through bitsandbytes."""
     case, stacked = parse(layout, model=model), model.startswith("gpt_oss")
     torch.manual_seed(0)
@@ -77,11 +94,19 @@ def test_adapters_in_four_bits_on_a_quantised_folder(model: str, layout: str, po
     recipe = references.recipe if case.moe else replace(references.recipe, aux_coeff=0.0, z_coeff=0.0)
     adapter, kind = tmp_path / "adapter", lora.PeftOracle if stacked else lora.LoraOracle
     if stacked:
-        lora.made_by_peft(plain, adapter, target_modules="all-linear", r=lora.RANK, lora_alpha=lora.ALPHA,
-                          target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+        lora.made_by_peft(
+            plain,
+            adapter,
+            target_modules="all-linear",
+            r=lora.RANK,
+            lora_alpha=lora.ALPHA,
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        )
     else:
         lora.make_adapter(plain, adapter, (*lora.ATTENTION, *lora.MLP))
-    want = lora.reference(nf4.round_trip(plain, tmp_path / "b"), recipe, adapter, [global_batch(case, k) for k in range(STEPS)], kind)
+    want = lora.reference(
+        nf4.round_trip(plain, tmp_path / "b"), recipe, adapter, [global_batch(case, k) for k in range(STEPS)], kind
+    )
     task = Task(case, folder, recipe, options={"train_type": "qlora", "adapters": str(adapter)})
     differences = compare(pool.run("tests.parity.measure:train", task, case.world)[0], want, recipe)
     assert not any(d.bad for d in differences), "\n" + table(str(case), differences)

@@ -79,16 +79,30 @@ def plainly(rank: int, world: int, task: Task) -> float:
 
 
 def same(a: list[Outputs], b: list[Outputs]) -> bool:
-    return all(torch.equal(x.logprobs, y.logprobs) for x, y in zip(a, b, strict=True) if x.logprobs is not None and y.logprobs is not None)
+    return all(
+        torch.equal(x.logprobs, y.logprobs)
+        for x, y in zip(a, b, strict=True)
+        if x.logprobs is not None and y.logprobs is not None
+    )
 
 
 SLOW = pytest.mark.slow
 CASES: list[Any] = [
-    ("dense tp2 sp pp2", {}), ("dense dp2", {"engine": "fsdp2"}),
-    *(pytest.param(text, options, marks=SLOW) for text, options in (
-        ("moe dp2 ep2 do", {}), ("dense dp2 do", {"torch_dtype": "bfloat16"}), ("dense tp2 cp2 packed", {}), ("deepseek_v3 tp2 sp", {}),
-        ("dense dp2", {"engine": "ddp"}), ("dense dp2", {"engine": "fsdp2", "fsdp": ("shard_grad_op",)}),
-        ("dense dp2 packed", {"engine": "fsdp2", "torch_dtype": "bfloat16"}), *(("dense dp2", {"engine": kind}) for kind in ZERO))),
+    ("dense tp2 sp pp2", {}),
+    ("dense dp2", {"engine": "fsdp2"}),
+    *(
+        pytest.param(text, options, marks=SLOW)
+        for text, options in (
+            ("moe dp2 ep2 do", {}),
+            ("dense dp2 do", {"torch_dtype": "bfloat16"}),
+            ("dense tp2 cp2 packed", {}),
+            ("deepseek_v3 tp2 sp", {}),
+            ("dense dp2", {"engine": "ddp"}),
+            ("dense dp2", {"engine": "fsdp2", "fsdp": ("shard_grad_op",)}),
+            ("dense dp2 packed", {"engine": "fsdp2", "torch_dtype": "bfloat16"}),
+            *(("dense dp2", {"engine": kind}) for kind in ZERO),
+        )
+    ),
 ]
 
 
@@ -112,12 +126,23 @@ def test_a_reference_stays_what_it_was(text: str, options: dict[str, Any], pool:
         assert float((tensor - expected).abs().max()) <= limit * max(1.0, float(expected.abs().max())), name
 
 
-ADAPTERS: list[Any] = [("dense tp2", {}), *(pytest.param(text, options, marks=SLOW) for text, options in (
-    ("dense dp2", {"engine": "ddp"}), ("dense dp2", {"engine": "fsdp2"}), ("dense pp2", {"use_dora": True})))]
+ADAPTERS: list[Any] = [
+    ("dense tp2", {}),
+    *(
+        pytest.param(text, options, marks=SLOW)
+        for text, options in (
+            ("dense dp2", {"engine": "ddp"}),
+            ("dense dp2", {"engine": "fsdp2"}),
+            ("dense pp2", {"use_dora": True}),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("text", "options"), ADAPTERS)
-def test_new_adapters_are_off_in_the_reference(text: str, options: dict[str, Any], pool: Pool, references: References) -> None:
+def test_new_adapters_are_off_in_the_reference(
+    text: str, options: dict[str, Any], pool: Pool, references: References
+) -> None:
     case = parse(text)
     task = Task(case, references.model(case.variant), Recipe(), options={**options, "train_type": "lora"})
     seen: Seen = pool.run("tests.parity.test_reference:use", task, case.world)[0]

@@ -54,7 +54,9 @@ def measure(rank: int, world: int, task: Task) -> tuple[float, dict[str, Tensor]
     engine: Any = make_engine(cfg, with_score(load_spec(task.folder)), task.folder, context)
     engine.load_hf(task.folder)
     weights = full(engine.hf_weights())
-    loss = engine.accumulate(own(global_batch(task.case, 2), task.case.dp, context.layout.coordinates(rank).dp), Squares()).loss
+    loss = engine.accumulate(
+        own(global_batch(task.case, 2), task.case.dp, context.layout.coordinates(rank).dp), Squares()
+    ).loss
     gradients = full(engine.hf_gradients())
     if "engine" not in task.options:
         engine.export(task.folder.parent / f"export-{task.case.variant}", task.folder)
@@ -75,7 +77,9 @@ def expected(folder: Path, batches: list[Batch]) -> tuple[float, dict[str, Tenso
     total = torch.zeros(())
     for batch in batches:
         for ids, _, weights, positions, _ in documents(batch):
-            values = model.score(model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state)[..., 0]
+            values = model.score(model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state)[
+                ..., 0
+            ]
             total = total + ((values - 1).square() * weights).sum() / count
     total.backward()
     gradients = by_disk_name(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
@@ -84,11 +88,22 @@ def expected(folder: Path, batches: list[Batch]) -> tuple[float, dict[str, Tenso
 
 SLOW = pytest.mark.slow
 CASES: list[Any] = [
-    ("dense tp2 sp pp2", {}), ("moe dp2", {"engine": "fsdp2", "moe_aux_loss_coeff": 0.0}),
-    *(pytest.param(text, options, marks=SLOW) for text, options in (
-        ("dense single", {}), ("dense tp2", {}), ("dense tp2 tied", {}), ("dense pp2 tied", {}), ("dense cp2 packed", {}),
-        ("moe dp2 ep2 do", {"moe_aux_loss_coeff": 0.0}),
-        ("gemma2 tp2 sp", {}), ("dense dp2", {"engine": "ddp"}), ("dense dp2 tied", {"engine": "zero3"}))),
+    ("dense tp2 sp pp2", {}),
+    ("moe dp2", {"engine": "fsdp2", "moe_aux_loss_coeff": 0.0}),
+    *(
+        pytest.param(text, options, marks=SLOW)
+        for text, options in (
+            ("dense single", {}),
+            ("dense tp2", {}),
+            ("dense tp2 tied", {}),
+            ("dense pp2 tied", {}),
+            ("dense cp2 packed", {}),
+            ("moe dp2 ep2 do", {"moe_aux_loss_coeff": 0.0}),
+            ("gemma2 tp2 sp", {}),
+            ("dense dp2", {"engine": "ddp"}),
+            ("dense dp2 tied", {"engine": "zero3"}),
+        )
+    ),
 ]
 
 
@@ -96,13 +111,16 @@ CASES: list[Any] = [
 def test_values_and_gradients(text: str, options: dict[str, Any], pool: Pool, references: References) -> None:
     case = parse(text)
     folder = references.model(case.variant)
-    got_loss, got_gradients, got_weights = pool.run("tests.parity.test_scalar_head:measure", Task(case, folder, Recipe(), options=options),
-                                                    case.world)[0]
+    got_loss, got_gradients, got_weights = pool.run(
+        "tests.parity.test_scalar_head:measure", Task(case, folder, Recipe(), options=options), case.world
+    )[0]
     loss, gradients, weights = expected(folder, global_batch(case, 2))
     assert "score.weight" in gradients and "lm_head.weight" not in gradients
     differences = [number("loss", got_loss, loss, LOSS), *tensors("gradient", got_gradients, gradients, GRADIENT)]
     assert not any(d.bad for d in differences), table(str(case), differences)
-    assert got_weights.keys() == weights.keys() and all(torch.equal(got_weights[n], weights[n].float()) for n in weights)
+    assert got_weights.keys() == weights.keys() and all(
+        torch.equal(got_weights[n], weights[n].float()) for n in weights
+    )
     if "engine" not in options:
         _reload(folder.parent / f"export-{case.variant}", weights)
 
@@ -110,6 +128,13 @@ def test_values_and_gradients(text: str, options: dict[str, Any], pool: Pool, re
 def _reload(folder: Path, weights: dict[str, Tensor]) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    model, info = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")) and model.config.num_labels == 1
-    torch.testing.assert_close(model.score.weight.detach(), weights["score.weight"], atol=2e-3, rtol=0)  # bfloat16 on disk
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert (
+        not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        and model.config.num_labels == 1
+    )
+    torch.testing.assert_close(
+        model.score.weight.detach(), weights["score.weight"], atol=2e-3, rtol=0
+    )  # bfloat16 on disk

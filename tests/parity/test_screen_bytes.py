@@ -35,21 +35,34 @@ def held(rank: int, world: int, task: Task) -> tuple[tuple[Any, ...], tuple[int,
     parameters = [p for chunk in engine.plain for p in chunk.parameters()]
     states: list[Tensor] = []
     for part in optim.parts(engine.optimizer):
-        states += [t for state in part.optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()]
+        states += [
+            t for state in part.optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()
+        ]
         if engine.config.bf16:
             states += [p for group in part.optimizer.param_groups for p in group["params"]]
     assert all(t.dtype == torch.float32 for t in states)
-    found = (sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters), storages([p.main_grad for p in parameters]),
-             sum(t.nbytes for t in states))
+    found = (
+        sum(p.numel() for p in parameters),
+        sum(p.nbytes for p in parameters),
+        storages([p.main_grad for p in parameters]),
+        sum(t.nbytes for t in states),
+    )
     torch.distributed.barrier()
     context.close()
     return told, found
 
 
-@pytest.mark.parametrize(("text", "options"), [
-    ("dense tp2 pp2", {}), ("moe tp2 sp dp2 ep2 do", {"torch_dtype": "bfloat16"}), ("dense dp2 do", {"optimizer": "adam"}),
-    ("dense single", {"optimizer": "sgd", "torch_dtype": "bfloat16"}), ("dense single", {"optimizer": "sgd", "sgd_momentum": 0.0}),
-], ids=str)
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("dense tp2 pp2", {}),
+        ("moe tp2 sp dp2 ep2 do", {"torch_dtype": "bfloat16"}),
+        ("dense dp2 do", {"optimizer": "adam"}),
+        ("dense single", {"optimizer": "sgd", "torch_dtype": "bfloat16"}),
+        ("dense single", {"optimizer": "sgd", "sgd_momentum": 0.0}),
+    ],
+    ids=str,
+)
 def test_what_the_screen_tells_is_there(text: str, options: dict[str, Any], pool: Pool, references: References) -> None:
     case = parse(text)
     task = Task(case, references.model(case.variant), Recipe(), options=options)

@@ -20,7 +20,9 @@ MOMENTUM, DECAY = 0.8, 0.1
 
 def trained(rank: int, world: int, task: Task) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]] | None:
     """Weights and gradients before each step, and weights after the last (on the ranks)."""
-    engine, context = build(task.case, task.folder, world, optimizer="sgd", sgd_momentum=MOMENTUM, weight_decay=DECAY, max_grad_norm=0.0)
+    engine, context = build(
+        task.case, task.folder, world, optimizer="sgd", sgd_momentum=MOMENTUM, weight_decay=DECAY, max_grad_norm=0.0
+    )
     found = []
     for k, rate in enumerate(RATES):
         mine = own(global_batch(task.case, k), task.case.dp, context.layout.coordinates(rank).dp)
@@ -35,7 +37,9 @@ def trained(rank: int, world: int, task: Task) -> list[tuple[dict[str, Tensor], 
 
 def test_sgd_is_torchs_own(pool: Pool, references: References) -> None:
     case = parse("dense tp2 dp2")
-    steps = pool.run("tests.parity.test_sgd:trained", Task(case, references.model(case.variant), Recipe()), case.world)[0]
+    steps = pool.run("tests.parity.test_sgd:trained", Task(case, references.model(case.variant), Recipe()), case.world)[
+        0
+    ]
     weights = {name: torch.nn.Parameter(t.clone()) for name, t in steps[0][0].items()}
     matrices, vectors = ([w for w in weights.values() if (w.dim() > 1) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -46,5 +50,7 @@ def test_sgd_is_torchs_own(pool: Pool, references: References) -> None:
         for name, w in weights.items():
             w.grad = gradients[name]
         optimizer.step()
-        assert max(float((after[n] - w.detach()).abs().max() / w.detach().abs().max()) for n, w in weights.items()) < 1e-6
+        assert (
+            max(float((after[n] - w.detach()).abs().max() / w.detach().abs().max()) for n, w in weights.items()) < 1e-6
+        )
     assert not torch.equal(steps[0][0]["model.norm.weight"], steps[-1][0]["model.norm.weight"])

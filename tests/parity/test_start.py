@@ -32,7 +32,9 @@ def frozen(rank: int, world: int, task: Task) -> tuple[dict[str, Tensor], dict[s
     """Weights before and after a step without the MLPs, and what a pattern that matches nothing is told (on the ranks)."""
     engine, context = build(task.case, task.folder, world, freeze_parameters=("mlp", "embed_tokens"))
     before = full(engine.hf_weights())
-    engine.train_batch(own(global_batch(task.case, 2), task.case.dp, context.layout.coordinates(rank).dp), CrossEntropy(), 1e-3)
+    engine.train_batch(
+        own(global_batch(task.case, 2), task.case.dp, context.layout.coordinates(rank).dp), CrossEntropy(), 1e-3
+    )
     after = full(engine.hf_weights())
     told = ""
     try:
@@ -47,8 +49,12 @@ def frozen(rank: int, world: int, task: Task) -> tuple[dict[str, Tensor], dict[s
 @pytest.mark.parametrize("text", ["dense tp2 sp pp2 tied", "moe dp2 ep2", "moe tp2 sp etp2"])
 def test_random_weights_are_the_layouts_affair_in_nothing(text: str, pool: Pool, references: References) -> None:
     case = parse(text)
-    alone = pool.run("tests.parity.test_start:drawn", Task(parse(case.model), references.model(case.variant), Recipe()), 1)[0]
-    spread = pool.run("tests.parity.test_start:drawn", Task(case, references.model(case.variant), Recipe()), case.world)[0]
+    alone = pool.run(
+        "tests.parity.test_start:drawn", Task(parse(case.model), references.model(case.variant), Recipe()), 1
+    )[0]
+    spread = pool.run(
+        "tests.parity.test_start:drawn", Task(case, references.model(case.variant), Recipe()), case.world
+    )[0]
     assert alone.keys() == spread.keys()
     assert [n for n in alone if not torch.equal(alone[n], spread[n])] == []
     std = config(case.variant).initializer_range
@@ -56,13 +62,17 @@ def test_random_weights_are_the_layouts_affair_in_nothing(text: str, pool: Pool,
     assert padding is None or not alone["model.embed_tokens.weight"][padding].any()
     matrices = [w for n, w in alone.items() if w.dim() == 2]
     assert all(abs(float(w.std()) / std - 1) < 0.1 and abs(float(w.mean())) < 0.2 * std for w in matrices)
-    assert not torch.equal(matrices[-1], matrices[-2]) and all(bool((w == 1).all()) for n, w in alone.items() if "norm" in n)
+    assert not torch.equal(matrices[-1], matrices[-2]) and all(
+        bool((w == 1).all()) for n, w in alone.items() if "norm" in n
+    )
 
 
 @pytest.mark.parametrize("text", ["dense tp2 pp2", "dense dp2 do"])
 def test_frozen_weights_stay(text: str, pool: Pool, references: References) -> None:
     case = parse(text)
-    before, after, told = pool.run("tests.parity.test_start:frozen", Task(case, references.model(case.variant), Recipe()), case.world)[0]
+    before, after, told = pool.run(
+        "tests.parity.test_start:frozen", Task(case, references.model(case.variant), Recipe()), case.world
+    )[0]
     moved = {n for n in before if not torch.equal(before[n], after[n])}
     assert moved == {n for n in before if "mlp" not in n and "embed_tokens" not in n}
     assert "--freeze_parameters no_such_weight" in told and "model.embed_tokens.weight" in told

@@ -16,13 +16,40 @@ from tests.parity.references import References
 pytestmark = pytest.mark.process
 
 CASES = [
-    ("ddp", "dense dp3"), ("fsdp2", "dense dp2 packed"), ("fsdp2", "moe dp2"),
+    ("ddp", "dense dp3"),
+    ("fsdp2", "dense dp2 packed"),
+    ("fsdp2", "moe dp2"),
     *(pytest.param(engine, "moe dp2", marks=pytest.mark.slow) for engine in ZERO),
-    *(pytest.param(engine, text, marks=pytest.mark.slow) for engine in ("ddp", "fsdp2") for text in (
-        "dense single", "dense dp2", "dense dp4 packed", "dense dp2 tied", "moe dp2 packed", "moe dp4", "qwen2 dp2", "gemma2 dp2 packed",
-        "gpt_oss dp2", "qwen2_moe dp2 packed", "deepseek_v3 dp2")),
-    *(pytest.param("ddp", f"{text} dp2", marks=pytest.mark.slow) for text in (
-        "mixtral", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v2-greedy", "minimax_m2", "moe filler", "moe-mixed packed")),
+    *(
+        pytest.param(engine, text, marks=pytest.mark.slow)
+        for engine in ("ddp", "fsdp2")
+        for text in (
+            "dense single",
+            "dense dp2",
+            "dense dp4 packed",
+            "dense dp2 tied",
+            "moe dp2 packed",
+            "moe dp4",
+            "qwen2 dp2",
+            "gemma2 dp2 packed",
+            "gpt_oss dp2",
+            "qwen2_moe dp2 packed",
+            "deepseek_v3 dp2",
+        )
+    ),
+    *(
+        pytest.param("ddp", f"{text} dp2", marks=pytest.mark.slow)
+        for text in (
+            "mixtral",
+            "olmoe",
+            "glm4_moe",
+            "deepseek_v2",
+            "deepseek_v2-greedy",
+            "minimax_m2",
+            "moe filler",
+            "moe-mixed packed",
+        )
+    ),
 ]
 
 
@@ -30,9 +57,13 @@ CASES = [
 def test_equals_hugging_face(engine: str, text: str, pool: Pool, references: References) -> None:
     case: Case = parse(text)
     folder, recipe, want = references.of(case)
-    task = Task(case, folder, recipe, options={"engine": engine, "recompute_granularity": "full" if case.tied else None})
+    task = Task(
+        case, folder, recipe, options={"engine": engine, "recompute_granularity": "full" if case.tied else None}
+    )
     got = pool.run("tests.parity.measure:train", task, case.world)[0]
-    trained = {n: g for n, g in want.gradients.items() if n in got.gradients or bool(g.any())}  # buffers have none here, zero there
+    trained = {
+        n: g for n, g in want.gradients.items() if n in got.gradients or bool(g.any())
+    }  # buffers have none here, zero there
     differences = compare(got, replace(want, gradients=trained), recipe)
     assert not any(d.bad for d in differences), table(f"{engine}, {case}", differences)
 

@@ -25,10 +25,18 @@ ONCE = GALORE | {"galore_update_proj_gap": 200}
 """Directions are taken once: singular vectors have no sign of their own, and moments meet the next ones with either."""
 TRIED: dict[str, dict[str, Any]] = {"adafactor": {}}
 WIDER: dict[str, dict[str, Any]] = {
-    "adamw_8bit": {}, "sgd": {}, "lion_32bit": {}, "lion_8bit": {}, **{name: {} for name in PAGED},
-    "galore_adamw": ONCE, "galore_adamw/refreshed": GALORE, "galore_adafactor": ONCE | {"galore_proj_type": "full"},
-    "galore_adamw_8bit": ONCE, "galore_adamw/left": ONCE | {"galore_proj_type": "left", "galore_target_modules": ["self_attn"]},
-    "galore_adamw/reverse": ONCE | {"galore_proj_type": "reverse_std"}}
+    "adamw_8bit": {},
+    "sgd": {},
+    "lion_32bit": {},
+    "lion_8bit": {},
+    **{name: {} for name in PAGED},
+    "galore_adamw": ONCE,
+    "galore_adamw/refreshed": GALORE,
+    "galore_adafactor": ONCE | {"galore_proj_type": "full"},
+    "galore_adamw_8bit": ONCE,
+    "galore_adamw/left": ONCE | {"galore_proj_type": "left", "galore_target_modules": ["self_attn"]},
+    "galore_adamw/reverse": ONCE | {"galore_proj_type": "reverse_std"},
+}
 """Paged ones run on a CPU without paging; users are told that it is no use there."""
 
 
@@ -53,9 +61,21 @@ def go(rank: int, world: int, runs: Runs) -> dict[str, Any]:
     context: Any = None
     for key, more in runs.optimizers.items():
         name = key.partition("/")[0]
-        without = ("adam_epsilon",) if name in LIONS else () if name in BETAS else ("adam_epsilon", "adam_beta1", "adam_beta2")
+        without = (
+            ("adam_epsilon",)
+            if name in LIONS
+            else ()
+            if name in BETAS
+            else ("adam_epsilon", "adam_beta1", "adam_beta2")
+        )
         options = {k: v for k, v in recipe_options(RECIPE, False).items() if k not in without}
-        cfg = SwiftConfig(task="sft", model=str(runs.folder), engine=runs.engine, optimizer=name, **runs.case.config(**options, **more))
+        cfg = SwiftConfig(
+            task="sft",
+            model=str(runs.folder),
+            engine=runs.engine,
+            optimizer=name,
+            **runs.case.config(**options, **more),
+        )
         context = context or start_context(cfg, Layout.from_config(cfg.parallel, world))
         engines = []
         for first, last in ((0, 2), (2, 3)):
@@ -72,7 +92,9 @@ def go(rank: int, world: int, runs: Runs) -> dict[str, Any]:
                 engine.train_batch(own(global_batch(runs.case, 2), runs.case.dp, rank), CrossEntropy(), RECIPE.lr)
             engines.append(engine)
         strategy = engines[0].strategy
-        kept = sum(t.nbytes for n in strategy.trained() for t in held(strategy.optimizer, strategy.parameters[n]).values())
+        kept = sum(
+            t.nbytes for n in strategy.trained() for t in held(strategy.optimizer, strategy.parameters[n]).values()
+        )
         local = {n: p.detach().clone() for n, p in strategy.parameters.items()} if runs.engine == "ddp" else {}
         found[key] = (*(full(e.hf_weights()) for e in engines), local, promised, kept)
     torch.distributed.barrier()
@@ -82,6 +104,7 @@ def go(rank: int, world: int, runs: Runs) -> dict[str, Any]:
 
 def reference(name: str, more: dict[str, Any], model: Any) -> Any:
     """The library's own optimizer on a whole model."""
+
     def groups(parameters: Any) -> list[dict[str, Any]]:
         every = list(parameters)
         parts = [([p for p in every if p.dim() > 1], RECIPE.weight_decay), ([p for p in every if p.dim() == 1], 0.0)]
@@ -103,16 +126,24 @@ def reference(name: str, more: dict[str, Any], model: Any) -> Any:
             return bitsandbytes.optim.Lion(groups(parameters), lr=lr, betas=RECIPE.betas, optim_bits=bits)
         return bitsandbytes.optim.AdamW(groups(parameters), lr=lr, betas=RECIPE.betas, eps=RECIPE.eps, optim_bits=bits)
 
-    return PlainGaLore(matrices(model, more), model.parameters(), plain, more) if name.startswith("galore") else plain(model.parameters())
+    return (
+        PlainGaLore(matrices(model, more), model.parameters(), plain, more)
+        if name.startswith("galore")
+        else plain(model.parameters())
+    )
 
 
 def matrices(model: Any, more: dict[str, Any]) -> list[Any]:
     """Those that are projected, by name."""
     words = more.get("galore_target_modules", ["layers"])
-    return [p for n, p in model.named_parameters() if p.dim() == 2 and any(w in n for w in words) and min(p.shape) > RANK]
+    return [
+        p for n, p in model.named_parameters() if p.dim() == 2 and any(w in n for w in words) and min(p.shape) > RANK
+    ]
 
 
-def compare(tried: dict[str, dict[str, Any]], pool: Pool, references: References, scratch: Path, engine: str = "ddp") -> None:
+def compare(
+    tried: dict[str, dict[str, Any]], pool: Pool, references: References, scratch: Path, engine: str = "ddp"
+) -> None:
     case = parse("dense dp2")
     folder = references.model(case.variant)
     got = pool.run(f"{__name__}:go", Runs(case, folder, tried, scratch, engine), 2)
@@ -120,7 +151,9 @@ def compare(tried: dict[str, dict[str, Any]], pool: Pool, references: References
     for key, more in tried.items():
         weights, resumed, local, promised, kept = got[0][key]
         assert all(torch.equal(t, resumed[n]) for n, t in weights.items()), f"{key} is another run after its checkpoint"
-        assert engine != "ddp" or all(torch.equal(t, got[1][key][2][n]) for n, t in local.items()), f"{key}: ranks differ"
+        assert engine != "ddp" or all(torch.equal(t, got[1][key][2][n]) for n, t in local.items()), (
+            f"{key}: ranks differ"
+        )
         assert promised == kept, key
         if key.endswith("refreshed"):
             continue
@@ -129,7 +162,9 @@ def compare(tried: dict[str, dict[str, Any]], pool: Pool, references: References
         want = oracle.trajectory(steps).weights
         far = {n: (weights[n] - t).abs().flatten() / t.abs().max() for n, t in want.items()}
         every, worst = torch.cat(list(far.values())), max(far, key=lambda n: float(far[n].max()))
-        if "lion" in key or "8bit" in key:  # where a gradient is nothing but rounding, another sign; at the border of two codes, another
+        if (
+            "lion" in key or "8bit" in key
+        ):  # where a gradient is nothing but rounding, another sign; at the border of two codes, another
             assert float((every > 1e-4).float().mean()) < 1e-3 and float(every.max()) < 0.02, key
         else:
             assert float(every.max()) < 1e-4, f"{key}: {worst} is off by {float(every.max()):.1e}"

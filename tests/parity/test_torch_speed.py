@@ -64,16 +64,34 @@ def test_evaluation_and_scores_have_no_noise(pool: Pool, references: References)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("engine", "text", "options"), [
-    ("ddp", "dense dp2 packed", {"attn_impl": "unfused", **FULL}),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("fsdp2", "dense dp2 packed", {"attn_impl": "unfused", **EAGER, **FULL}),
-        ("ddp", "dense dp2 packed", {"attn_impl": "sdpa"}), ("ddp", "gemma2 dp2 packed", {"attn_impl": "eager"}),
-        ("ddp", "dense dp2", {"attn_impl": "unfused"}), ("ddp", "dense dp2", AOT), ("ddp", "dense dp2 packed", INDUCTOR),
-        ("ddp", "dense dp2", INDUCTOR | FULL), ("fsdp2", "dense dp2 packed", AOT | FULL), ("fsdp2", "dense dp2", INDUCTOR | FULL),
-        ("ddp", "moe dp2", AOT), ("fsdp2", "moe dp2", EAGER | FULL), ("zero0", "dense dp2", AOT), ("zero1", "dense dp2", AOT),
-        ("zero2", "dense dp2", AOT | FULL)))])
-def test_equals_hugging_face(engine: str, text: str, options: dict[str, Any], pool: Pool, references: References) -> None:
+@pytest.mark.parametrize(
+    ("engine", "text", "options"),
+    [
+        ("ddp", "dense dp2 packed", {"attn_impl": "unfused", **FULL}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("fsdp2", "dense dp2 packed", {"attn_impl": "unfused", **EAGER, **FULL}),
+                ("ddp", "dense dp2 packed", {"attn_impl": "sdpa"}),
+                ("ddp", "gemma2 dp2 packed", {"attn_impl": "eager"}),
+                ("ddp", "dense dp2", {"attn_impl": "unfused"}),
+                ("ddp", "dense dp2", AOT),
+                ("ddp", "dense dp2 packed", INDUCTOR),
+                ("ddp", "dense dp2", INDUCTOR | FULL),
+                ("fsdp2", "dense dp2 packed", AOT | FULL),
+                ("fsdp2", "dense dp2", INDUCTOR | FULL),
+                ("ddp", "moe dp2", AOT),
+                ("fsdp2", "moe dp2", EAGER | FULL),
+                ("zero0", "dense dp2", AOT),
+                ("zero1", "dense dp2", AOT),
+                ("zero2", "dense dp2", AOT | FULL),
+            )
+        ),
+    ],
+)
+def test_equals_hugging_face(
+    engine: str, text: str, options: dict[str, Any], pool: Pool, references: References
+) -> None:
     case = parse(text)
     folder, recipe, want = references.of(case)
     task = Task(case, folder, recipe, options={"engine": engine, **options})

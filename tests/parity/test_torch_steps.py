@@ -66,7 +66,9 @@ def same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
     return got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want)
 
 
-@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2", pytest.param("zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2", pytest.param("zero2", marks=pytest.mark.slow)]
+)
 def test_goes_on_bit_for_bit(engine: str, pool: Pool, references: References, tmp_path: Path) -> None:
     run = Run(parse("dense dp2"), references.model("dense"), {"engine": engine})
     target = f"{__name__}:go"
@@ -85,23 +87,41 @@ def test_goes_on_bit_for_bit(engine: str, pool: Pool, references: References, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "old", "new"), [
-    ("moe", ("fsdp2", 2), ("ddp", 1)), ("moe", ("zero3", 2), ("fsdp2", 3)), ("gpt_oss", ("fsdp2", 2), ("zero3", 2)),
-    ("deepseek_v3", ("ddp", 1), ("fsdp2", 2)), ("dense-tied", ("zero2", 2), ("zero3_offload", 2))])
+@pytest.mark.parametrize(
+    ("model", "old", "new"),
+    [
+        ("moe", ("fsdp2", 2), ("ddp", 1)),
+        ("moe", ("zero3", 2), ("fsdp2", 3)),
+        ("gpt_oss", ("fsdp2", 2), ("zero3", 2)),
+        ("deepseek_v3", ("ddp", 1), ("fsdp2", 2)),
+        ("dense-tied", ("zero2", 2), ("zero3_offload", 2)),
+    ],
+)
 def test_pieces_come_back(
-        model: str, old: tuple[str, int], new: tuple[str, int], pool: Pool, references: References, tmp_path: Path) -> None:
+    model: str, old: tuple[str, int], new: tuple[str, int], pool: Pool, references: References, tmp_path: Path
+) -> None:
     """Stacked experts, ties and buffers: a step holds them as the model's files do, and gives the same bits to another strategy."""
     target, folder, (before, ranks), (after, others) = f"{__name__}:go", references.model(model), old, new
-    saved = pool.run(target, Run(parse(f"{model} dp{ranks}"), folder, {"engine": before}, last=2, save=tmp_path / "c"), ranks)[0]
+    saved = pool.run(
+        target, Run(parse(f"{model} dp{ranks}"), folder, {"engine": before}, last=2, save=tmp_path / "c"), ranks
+    )[0]
     rest = Run(parse(f"{model} dp{others}"), folder, {"engine": after}, first=2, last=2, load=tmp_path / "c")
     assert same_bits(pool.run(target, rest, others)[0].weights, saved.weights)
 
 
-@pytest.mark.parametrize(("old", "new"), [
-    (("fsdp2", 2), ("ddp", 1)), *(pytest.param(a, b, marks=pytest.mark.slow) for a, b in (
-        (("ddp", 1), ("fsdp2", 3)), (("zero3", 2), ("fsdp2", 3)), (("fsdp2", 2), ("zero1", 3))))])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (("fsdp2", 2), ("ddp", 1)),
+        *(
+            pytest.param(a, b, marks=pytest.mark.slow)
+            for a, b in ((("ddp", 1), ("fsdp2", 3)), (("zero3", 2), ("fsdp2", 3)), (("fsdp2", 2), ("zero1", 3)))
+        ),
+    ],
+)
 def test_another_strategy_on_other_ranks(
-        old: tuple[str, int], new: tuple[str, int], pool: Pool, references: References, tmp_path: Path) -> None:
+    old: tuple[str, int], new: tuple[str, int], pool: Pool, references: References, tmp_path: Path
+) -> None:
     """Weights bit-equal; two more steps over the same global batches give the same losses within 1e-5."""
     target, folder, (before, ranks), (after, others) = f"{__name__}:go", references.model("dense"), old, new
     run = Run(parse(f"dense dp{ranks}"), folder, {"engine": before}, last=2, save=tmp_path / "c")

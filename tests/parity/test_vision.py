@@ -17,9 +17,14 @@ pytestmark = pytest.mark.process
 TRAINS_ALL = {"freeze_vit": False, "freeze_aligner": False}
 ROWS = 8
 CASES = [
-    ("qwen2_vl", "ddp", 2), ("gemma3", "fsdp2", 2),
-    *(pytest.param(kind, engine, 2, marks=pytest.mark.slow) for kind in vision.KINDS for engine in ("ddp", "fsdp2")
-      if (kind, engine) not in (("qwen2_vl", "ddp"), ("gemma3", "fsdp2"))),
+    ("qwen2_vl", "ddp", 2),
+    ("gemma3", "fsdp2", 2),
+    *(
+        pytest.param(kind, engine, 2, marks=pytest.mark.slow)
+        for kind in vision.KINDS
+        for engine in ("ddp", "fsdp2")
+        if (kind, engine) not in (("qwen2_vl", "ddp"), ("gemma3", "fsdp2"))
+    ),
     *(pytest.param(kind, "ddp", 1, marks=pytest.mark.slow) for kind in vision.KINDS),
     *(pytest.param(kind, engine, 2, marks=pytest.mark.slow) for kind in ("qwen2_vl", "llava") for engine in ZERO),
 ]
@@ -37,6 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             data = vision.write_rows(root / "data.jsonl")
             self[kind] = folder, data, vision.reference(folder, data, ROWS)
             return self[kind]
+
     return Models()
 
 
@@ -52,7 +58,10 @@ def test_equals_transformers(kind: str, engine: str, ranks: int, pool: Pool, mad
     """With a micro-batch on one rank that has no image, and one that has a row without."""
     want = made[kind][2]
     got = run(pool, made, kind, engine, ranks, **TRAINS_ALL)
-    for gradients in (got.gradients, want.gradients):  # a softmax does not see what is added to all keys: rounding alone is left
+    for gradients in (
+        got.gradients,
+        want.gradients,
+    ):  # a softmax does not see what is added to all keys: rounding alone is left
         for name in [n for n in gradients if n.endswith("k_proj.bias") and "vision" in n]:
             assert float(gradients.pop(name).abs().max()) < 1e-6
     differences = [number("loss", got.loss, want.loss, 1e-6), *tensors("gradient", got.gradients, want.gradients, 5e-6)]
@@ -60,8 +69,13 @@ def test_equals_transformers(kind: str, engine: str, ranks: int, pool: Pool, mad
     assert any(float(g.abs().max()) for n, g in got.gradients.items() if "vis" in n), "no gradient reaches the tower"
 
 
-@pytest.mark.parametrize(("kind", "engine"), [
-    ("qwen2_vl", "ddp"), *(pytest.param(k, e, marks=pytest.mark.slow) for k in vision.KINDS for e in ("ddp", "fsdp2", "zero2", "zero3"))])
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        ("qwen2_vl", "ddp"),
+        *(pytest.param(k, e, marks=pytest.mark.slow) for k in vision.KINDS for e in ("ddp", "fsdp2", "zero2", "zero3")),
+    ],
+)
 def test_only_what_is_not_frozen_moves(kind: str, engine: str, pool: Pool, made: Made) -> None:
     """By default the language model trains; the tower and what joins the two stay bit for bit."""
     folder = made[kind][0]

@@ -17,8 +17,22 @@ from megaswift.data.processor import Processor, processor_spec
 from megaswift.losses.sft import CrossEntropy
 
 WORDS = [*"abcdefghijklmnopqrstuvwxyz0123456789 ?=+.\n", "<unk>"]
-SPECIAL = ["<pad>", "<e>", "<u>", "<a>", "<image>", "<boi>", "<eoi>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-           "<|video_pad|>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+SPECIAL = [
+    "<pad>",
+    "<e>",
+    "<u>",
+    "<a>",
+    "<image>",
+    "<boi>",
+    "<eoi>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+]
 VOCAB = [*SPECIAL, *WORDS]
 QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 PLACEHOLDER = {"qwen2_vl": QWEN, "qwen3_vl": QWEN, "gemma3": "<boi>"}
@@ -26,7 +40,8 @@ TEMPLATE = (
     "{%% macro body(c) %%}{%% if c is string %%}{{ c }}{%% else %%}{%% for p in c %%}{%% if p['type'] == 'image' %%}%s{%% else %%}"
     "{{ p['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}{%% endmacro %%}"
     "{%% for m in messages %%}{%% if m['role'] == 'assistant' %%}<a>{%% generation %%}{{ body(m['content']) }}<e>{%% endgeneration %%}"
-    "{%% else %%}<u>{{ body(m['content']) }}<e>{%% endif %%}{%% endfor %%}{%% if add_generation_prompt %%}<a>{%% endif %%}")
+    "{%% else %%}<u>{{ body(m['content']) }}<e>{%% endif %%}{%% endfor %%}{%% if add_generation_prompt %%}<a>{%% endif %%}"
+)
 
 
 def tokenizer(kind: str) -> Any:
@@ -39,17 +54,39 @@ def tokenizer(kind: str) -> Any:
     inner = Tokenizer(WordLevel({w: i for i, w in enumerate(VOCAB)}, unk_token="<unk>"))
     inner.pre_tokenizer = Split("", "isolated")
     inner.add_special_tokens(SPECIAL)
-    extra = {"image_token": "<|image_pad|>" if kind.startswith("qwen") else "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+    extra = {
+        "image_token": "<|image_pad|>" if kind.startswith("qwen") else "<image>",
+        "boi_token": "<boi>",
+        "eoi_token": "<eoi>",
+    }
     made = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<e>", unk_token="<unk>", extra_special_tokens=extra)
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<e>", unk_token="<unk>", extra_special_tokens=extra
+    )
     made.chat_template = TEMPLATE % PLACEHOLDER.get(kind, "<image>")
     return made
 
 
-TEXT = {"vocab_size": len(VOCAB), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
-        "head_dim": 8}
-TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+TEXT = {
+    "vocab_size": len(VOCAB),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "head_dim": 8,
+}
+TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 
 
 @dataclass
@@ -68,8 +105,12 @@ class Files:
         config.write_text(json.dumps(json.loads(config.read_text()) | {"processor_class": self.name}))
 
 
-MARKS = {"image_token_id": VOCAB.index("<|image_pad|>"), "video_token_id": VOCAB.index("<|video_pad|>"),
-         "vision_start_token_id": VOCAB.index("<|vision_start|>"), "vision_end_token_id": VOCAB.index("<|vision_end|>")}
+MARKS = {
+    "image_token_id": VOCAB.index("<|image_pad|>"),
+    "video_token_id": VOCAB.index("<|video_pad|>"),
+    "vision_start_token_id": VOCAB.index("<|vision_start|>"),
+    "vision_end_token_id": VOCAB.index("<|vision_end|>"),
+}
 
 
 def _qwen2_vl(tokens: Any) -> tuple[Any, Any]:
@@ -78,9 +119,11 @@ def _qwen2_vl(tokens: Any) -> tuple[Any, Any]:
 
     text = {k: v for k, v in TEXT.items() if k != "head_dim"}
     config = Qwen2VLConfig(
-        text_config=text | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
+        text_config=text
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
         vision_config={"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
-        **MARKS)
+        **MARKS,
+    )
     images = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 512})
     return Qwen2VLForConditionalGeneration(config), Files(tokens, images, "Qwen2VLProcessor")
 
@@ -93,22 +136,47 @@ def _qwen3_vl(tokens: Any) -> tuple[Any, Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     config = Qwen3VLConfig(
         text_config=text | {"rope_parameters": rope},
-        vision_config={"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
-                       "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}, **MARKS)
+        vision_config={
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+        **MARKS,
+    )
     images = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 512})
     return Qwen3VLForConditionalGeneration(config), Files(tokens, images, "Qwen3VLProcessor")
 
 
 def _llava_next(tokens: Any) -> tuple[Any, Any]:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaNextConfig, LlavaNextForConditionalGeneration, LlavaNextProcessor
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaNextConfig,
+        LlavaNextForConditionalGeneration,
+        LlavaNextProcessor,
+    )
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
     grid = [[16, 32], [32, 16], [32, 32]]
     config = LlavaNextConfig(
-        text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(**TOWER), image_token_index=VOCAB.index("<image>"),
-        vision_feature_layer=-2, vision_feature_select_strategy="default", image_grid_pinpoints=grid)
-    images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=grid)
-    processor = LlavaNextProcessor(images, tokens, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+        text_config=LlamaConfig(**TEXT),
+        vision_config=CLIPVisionConfig(**TOWER),
+        image_token_index=VOCAB.index("<image>"),
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+        image_grid_pinpoints=grid,
+    )
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=grid
+    )
+    processor = LlavaNextProcessor(
+        images, tokens, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
     return LlavaNextForConditionalGeneration(config), processor
 
 
@@ -116,21 +184,38 @@ def _llava(tokens: Any) -> tuple[Any, Any]:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    config = LlavaConfig(text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(**TOWER), image_token_index=VOCAB.index("<image>"),
-                         vision_feature_layer=-2, vision_feature_select_strategy="default")
+    config = LlavaConfig(
+        text_config=LlamaConfig(**TEXT),
+        vision_config=CLIPVisionConfig(**TOWER),
+        image_token_index=VOCAB.index("<image>"),
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+    )
     images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    processor = LlavaProcessor(images, tokens, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    processor = LlavaProcessor(
+        images, tokens, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
     return LlavaForConditionalGeneration(config), processor
 
 
 def _gemma3(tokens: Any) -> tuple[Any, Any]:
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Processor, Gemma3TextConfig, SiglipVisionConfig
+    from transformers import (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Gemma3Processor,
+        Gemma3TextConfig,
+        SiglipVisionConfig,
+    )
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     config = Gemma3Config(
-        text_config=Gemma3TextConfig(**TEXT, sliding_window=24), vision_config=SiglipVisionConfig(**TOWER, vision_use_head=False),
-        mm_tokens_per_image=4, boi_token_index=VOCAB.index("<boi>"), eoi_token_index=VOCAB.index("<eoi>"),
-        image_token_index=VOCAB.index("<image>"))
+        text_config=Gemma3TextConfig(**TEXT, sliding_window=24),
+        vision_config=SiglipVisionConfig(**TOWER, vision_use_head=False),
+        mm_tokens_per_image=4,
+        boi_token_index=VOCAB.index("<boi>"),
+        eoi_token_index=VOCAB.index("<eoi>"),
+        image_token_index=VOCAB.index("<image>"),
+    )
     processor = Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), tokens, image_seq_length=4)
     return Gemma3ForConditionalGeneration(config), processor
 
@@ -139,12 +224,23 @@ def _idefics3(tokens: Any) -> tuple[Any, Any]:
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, LlamaConfig
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-    config = Idefics3Config(text_config=LlamaConfig(**TEXT), vision_config=TOWER, image_token_id=VOCAB.index("<image>"), scale_factor=2)
-    images = Idefics3ImageProcessorPil(size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, do_image_splitting=False)
+    config = Idefics3Config(
+        text_config=LlamaConfig(**TEXT), vision_config=TOWER, image_token_id=VOCAB.index("<image>"), scale_factor=2
+    )
+    images = Idefics3ImageProcessorPil(
+        size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, do_image_splitting=False
+    )
     return Idefics3ForConditionalGeneration(config), Idefics3Processor(images, tokens, image_seq_len=4)
 
 
-KINDS = {"qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl, "llava": _llava, "llava_next": _llava_next, "gemma3": _gemma3, "idefics3": _idefics3}
+KINDS = {
+    "qwen2_vl": _qwen2_vl,
+    "qwen3_vl": _qwen3_vl,
+    "llava": _llava,
+    "llava_next": _llava_next,
+    "gemma3": _gemma3,
+    "idefics3": _idefics3,
+}
 
 
 def write_model(kind: str, folder: Path) -> Path:
@@ -155,7 +251,9 @@ def write_model(kind: str, folder: Path) -> Path:
     processor.chat_template = tokens.chat_template
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1 or float(parameter.abs().max()) == 0:  # biases and class tokens are zero when they are made
+            if (
+                parameter.dim() == 1 or float(parameter.abs().max()) == 0
+            ):  # biases and class tokens are zero when they are made
                 parameter.add_(torch.randn(parameter.shape) * 0.05)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -199,7 +297,10 @@ def write_rows(path: Path, rows: int = 8) -> Path:
                 asked = [part(words), image(pictures[0]), part("?")]
             turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": [part(words[::-1])]}]
             if i % 3 == 0:
-                turns += [{"role": "user", "content": [part("more")]}, {"role": "assistant", "content": [part("no more")]}]
+                turns += [
+                    {"role": "user", "content": [part("more")]},
+                    {"role": "assistant", "content": [part("no more")]},
+                ]
             file.write(json.dumps({"messages": turns}) + "\n")
     return path
 
@@ -211,7 +312,9 @@ def inputs_of(processor: Any, line: str, folder: Path) -> dict[str, Tensor]:
         for p in message["content"]:
             if "path" in p:
                 p["path"] = str(folder / p["path"])
-    made = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt")
+    made = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+    )
     return dict(made)
 
 
@@ -240,7 +343,9 @@ def reference(folder: Path, data: Path, rows: int) -> Reference:
         if "pixel_values" not in inputs:
             inputs.pop("mm_token_type_ids", None)
         logits = model(**inputs).logits[:, :-1].float()
-        loss = torch.nn.functional.cross_entropy(logits[mask], inputs["input_ids"][:, 1:][mask], reduction="sum") / count
+        loss = (
+            torch.nn.functional.cross_entropy(logits[mask], inputs["input_ids"][:, 1:][mask], reduction="sum") / count
+        )
         loss.backward()
         total += float(loss.detach())
     return Reference(total, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()})
@@ -266,9 +371,17 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     from megaswift.trainers.build import Build
     from megaswift.trainers.engines import start_context
 
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "shuffle": False, "adam_epsilon": 1e-6,
-               "dataset_cache_dir": str(task.data.parent / "cache"), "ddp_timeout": 60}
-    cfg = SwiftConfig(task="sft", model=str(task.folder), dataset=[str(task.data)], engine=task.engine, **options | dict(task.options))
+    options = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "shuffle": False,
+        "adam_epsilon": 1e-6,
+        "dataset_cache_dir": str(task.data.parent / "cache"),
+        "ddp_timeout": 60,
+    }
+    cfg = SwiftConfig(
+        task="sft", model=str(task.folder), dataset=[str(task.data)], engine=task.engine, **options | dict(task.options)
+    )
     context = start_context(cfg, Layout.from_config(cfg.parallel, world))
     build: Any = Build(cfg, any_spec(task.folder), task.folder, context, None)
     source, _ = build.data()
@@ -276,10 +389,14 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     first = source.next()
     assert all("pixel_values" in batch.extra for batch in first), "a micro-batch without an image"
     out = Reference(engine.accumulate(first, CrossEntropy()).loss)
-    out.gradients = {n.removeprefix("model."): engine.strategy.full(n, GRADIENT).cpu().clone() for n in engine.strategy.trained()}
+    out.gradients = {
+        n.removeprefix("model."): engine.strategy.full(n, GRADIENT).cpu().clone() for n in engine.strategy.trained()
+    }
     for _ in range(task.steps):
         engine.train_batch(first, CrossEntropy(), 1e-2)
-    out.weights = {n.removeprefix("model."): engine.strategy.full(n, WEIGHT).detach().cpu().clone() for n in engine.shapes}
+    out.weights = {
+        n.removeprefix("model."): engine.strategy.full(n, WEIGHT).detach().cpu().clone() for n in engine.shapes
+    }
     out.shards = {"own": engine.strategy.sizes()[0], "all": sum(s.numel() for s in engine.shapes.values())}
     torch.distributed.barrier()
     context.close()

@@ -49,7 +49,10 @@ def test_model_and_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """Loadable, a few million parameters, and the template marks the assistant's words and end of turn, nothing else."""
     make_model.main(DATA, tmp_path / "model")
     assert re.search(r"gpus \d+\n$", capsys.readouterr().out)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
+        AutoTokenizer.from_pretrained(tmp_path / "model"),
+    )
     assert model.config.model_type == "qwen3" and 1e6 < sum(p.numel() for p in model.parameters()) < 5e6
     chat = [{"role": "user", "content": "What is 7 in words?"}, {"role": "assistant", "content": "seven"}]
     out = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
@@ -91,7 +94,9 @@ def test_the_model_then_learns_the_bundled_pairs(quickstart: tuple[Path, str]) -
     found = re.search(r"^megaswift (dpo (?:.*\\\n)*.*quickstart-output/dpo)$", text, re.MULTILINE)
     assert found is not None
     words = found[1].replace("\\\n", " ").replace("quickstart-output", str(out)).split()
-    done = subprocess.run([sys.executable, "-m", "megaswift", *words], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-m", "megaswift", *words], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = [json.loads(line) for line in (out / "dpo" / "eval.jsonl").read_text().splitlines()]
     assert lines[-1]["rewards/accuracies"] >= 0.95 and lines[-1]["rewards/margins"] > lines[0]["rewards/margins"] > 0

@@ -21,14 +21,21 @@ STEPS = {"grpo": 280, "ppo": 200}
 def test_the_reward_is_one_for_the_very_words() -> None:
     (function,) = reward_functions([f"{QUICK / 'exact.py'}:exact"], RewardOptions(max_completion_length=8))
     asked = [{"role": "user", "content": "What is 7 in words?"}]
-    judged = [Judged(asked, [{"role": "assistant", "content": said}], (5,), True, {"response": "seven"})
-              for said in ("seven", " seven\n", "seven seven", "Seven", "")]
+    judged = [
+        Judged(asked, [{"role": "assistant", "content": said}], (5,), True, {"response": "seven"})
+        for said in ("seven", " seven\n", "seven seven", "Seven", "")
+    ]
     assert score_all([function], [1.0], judged).total == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_an_unknown_option_or_algorithm_is_named() -> None:
-    for arguments, said in ((["--algorithm", "dpo"], "grpo or ppo"), (["--fast"], "known: --python PYTHON, --output FOLDER")):
-        done = subprocess.run(["bash", "scripts/quickstart_rl.sh", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    for arguments, said in (
+        (["--algorithm", "dpo"], "grpo or ppo"),
+        (["--fast"], "known: --python PYTHON, --output FOLDER"),
+    ):
+        done = subprocess.run(
+            ["bash", "scripts/quickstart_rl.sh", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30
+        )
         assert done.returncode == 2 and said in done.stderr
 
 
@@ -45,7 +52,9 @@ def test_the_whole_script(tmp_path: Path, algorithm: str) -> None:
     assert first < 0.3 and last > 0.8, done.stdout[-2000:]
     lines = [json.loads(line) for line in (out / algorithm / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert lines[-1]["step"] == STEPS[algorithm]
-    scores = {when: int(share) for when, share in re.findall(r"held-out questions, (before|after): (\d+)%", done.stdout)}
+    scores = {
+        when: int(share) for when, share in re.findall(r"held-out questions, (before|after): (\d+)%", done.stdout)
+    }
     assert scores["after"] > scores["before"], done.stdout[-2000:]
     for name in ("loss.png", "report.html", "completions.jsonl", "hf/config.json"):
         assert (out / algorithm / name).stat().st_size > 0, name

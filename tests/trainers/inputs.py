@@ -10,7 +10,8 @@ import torch
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{% generation %}{{ m['content'] }}<e>{% endgeneration %}"
-    "{% else %}<u>{{ m['content'] }}<e>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}")
+    "{% else %}<u>{{ m['content'] }}<e>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 SPECIAL = ["<pad>", "<e>", "<u>", "<a>"]
 
 
@@ -25,12 +26,30 @@ def write_model(folder: Path, layers: int = 2, **sizes: int) -> Path:
     inner = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<e>", unk_token="<unk>", additional_special_tokens=["<u>", "<a>"])
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<e>",
+        unk_token="<unk>",
+        additional_special_tokens=["<u>", "<a>"],
+    )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(3)
-    fields = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8} | sizes
-    config = Qwen3Config(vocab_size=len(words), num_hidden_layers=layers, max_position_embeddings=128, tie_word_embeddings=False,
-                         pad_token_id=0, eos_token_id=1, **fields)
+    fields = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    } | sizes
+    config = Qwen3Config(
+        vocab_size=len(words),
+        num_hidden_layers=layers,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        **fields,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -39,8 +58,18 @@ def write_model(folder: Path, layers: int = 2, **sizes: int) -> Path:
 def write_inputs(folder: Path, lr: str = "1e-2", **sizes: int) -> list[str]:
     """A model and its data in `folder`, and the options of a run on them, four rows a micro-batch."""
     model, data = write_model(folder / "model", **sizes), write_conversations(folder / "data.jsonl")
-    return ["--model", str(model), "--dataset", str(data), "--dataset_cache_dir", str(folder / "cache"),
-            "--per_device_train_batch_size", "4", "--lr", lr]
+    return [
+        "--model",
+        str(model),
+        "--dataset",
+        str(data),
+        "--dataset_cache_dir",
+        str(folder / "cache"),
+        "--per_device_train_batch_size",
+        "4",
+        "--lr",
+        lr,
+    ]
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -70,7 +99,9 @@ def write_preferences(folder: Path, rows: int) -> None:
         ask = {"role": "user", "content": f"{a}+{b}="}
         wrong = str(a + b + draw.randint(1, 4)) * draw.randint(1, 3)
         pairs.append({"messages": [ask, {"role": "assistant", "content": str(a + b)}], "rejected_response": wrong})
-        judged.append({"messages": [ask, {"role": "assistant", "content": wrong if i % 3 else str(a + b)}], "label": not i % 3})
+        judged.append(
+            {"messages": [ask, {"role": "assistant", "content": wrong if i % 3 else str(a + b)}], "label": not i % 3}
+        )
     for name, made in (("pairs", pairs), ("judged", judged)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
 

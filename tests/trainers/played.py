@@ -40,8 +40,13 @@ def write_task(folder: Path, prompts: int) -> None:
     build_model("moe", folder / "moe")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(folder / "model" / name, folder / "moe" / name)
-    rows = [{"prompt": [{"role": "user", "content": "+".join(str((3 * i + k) % 10) for k in range(1 + i % 4))}], "weight": 1 + i % 3}
-            for i in range(prompts)]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "+".join(str((3 * i + k) % 10) for k in range(1 + i % 4))}],
+            "weight": 1 + i % 3,
+        }
+        for i in range(prompts)
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
 
@@ -84,8 +89,9 @@ class Player:
     wake = close = sleep
 
 
-def run(inputs: Sequence[str], out: Path, *options: object, ranks: int = 2, length: int | None = None,
-        task: str = "grpo") -> str:
+def run(
+    inputs: Sequence[str], out: Path, *options: object, ranks: int = 2, length: int | None = None, task: str = "grpo"
+) -> str:
     """A run of a policy on played completions that succeeds; what its ranks printed."""
     words = [*inputs, "--output_dir", str(out), *map(str, options)]
     return shared().logged("tests.trainers.played:work", (task, words, length), ranks, timeout=240.0)

@@ -20,12 +20,29 @@ from tests.parity.pool import RankError, shared
 from tests.sources import ROOT
 
 
-def start(inputs: Sequence[str], out: Path, *options: object, ranks: int = 2, script: str = "megaswift/sft.py") -> subprocess.Popen[str]:
+def start(
+    inputs: Sequence[str], out: Path, *options: object, ranks: int = 2, script: str = "megaswift/sft.py"
+) -> subprocess.Popen[str]:
     """A run by torchrun that has just begun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), script, *inputs]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+        script,
+        *inputs,
+    ]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*command, "--output_dir", str(out), *map(str, options)], cwd=ROOT, env=environ, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [*command, "--output_dir", str(out), *map(str, options)],
+        cwd=ROOT,
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> str:

@@ -18,7 +18,18 @@ from tests.trainers.inputs import write_inputs
 from tests.trainers.run_ranks import Job
 
 pytestmark = pytest.mark.process
-WORDS = ("--max_steps", "2", "--save_steps", "1", "--report_to", "none", "--adam_epsilon", "1e-6", "--global_batch_size", "8")
+WORDS = (
+    "--max_steps",
+    "2",
+    "--save_steps",
+    "1",
+    "--report_to",
+    "none",
+    "--adam_epsilon",
+    "1e-6",
+    "--global_batch_size",
+    "8",
+)
 NATIVE, TORCH = ("--tp", "2"), ("--engine", "fsdp2")
 
 
@@ -30,7 +41,9 @@ def run(pool: Pool, inputs: list[str], model: Path | str, out: Path, *words: str
 
 
 def close(mine: list[dict[str, float]], theirs: list[dict[str, float]]) -> bool:
-    return len(mine) == len(theirs) == 2 and all(a == pytest.approx(b, rel=1e-5) for a, b in zip(mine, theirs, strict=True))
+    return len(mine) == len(theirs) == 2 and all(
+        a == pytest.approx(b, rel=1e-5) for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("first", "other"), [(TORCH, NATIVE), pytest.param(NATIVE, TORCH, marks=pytest.mark.slow)])
@@ -45,8 +58,13 @@ def test_from_a_step_of_the_other(first: tuple[str, ...], other: tuple[str, ...]
     assert close(mine, run(pool, inputs, begun / "hf", tmp_path / "theirs", *first))
     assert {p.name for p in (tmp_path / "mine" / "hf").iterdir()} == {p.name for p in (begun / "hf").iterdir()}
     assert_same(tensors_of(megatron_to_hf(step, tmp_path / "made")), tensors_of(begun / "hf"))
-    cfg = SwiftConfig(model=str(begun / "hf"), dataset=[inputs[3]], resume_from_checkpoint=str(step), output_dir=str(tmp_path / "new"),
-                      engine="megatron" if other == NATIVE else "fsdp2")
+    cfg = SwiftConfig(
+        model=str(begun / "hf"),
+        dataset=[inputs[3]],
+        resume_from_checkpoint=str(step),
+        output_dir=str(tmp_path / "new"),
+        engine="megatron" if other == NATIVE else "fsdp2",
+    )
     told = "\n".join(str(p) for p in outputs.check(cfg))
     wrote = "torch engine" if other == NATIVE else "native engine"
     assert wrote in told and f"--model {step}" in told

@@ -23,15 +23,27 @@ def model(tmp_path: Path) -> Path:
 def said(model: Path, **options: Any) -> list[str]:
     """All problems of a run of two processes."""
     out = str(model.parent / "out")
-    return problems(SwiftConfig(**{"task": "sft", "model": str(model), "dataset": "d", "output_dir": out, "engine": "ddp", **options}), 2)
+    return problems(
+        SwiftConfig(
+            **{"task": "sft", "model": str(model), "dataset": "d", "output_dir": out, "engine": "ddp", **options}
+        ),
+        2,
+    )
 
 
-@pytest.mark.parametrize(("method", "packages"), [
-    ("gptq", ("gptqmodel", "optimum")), ("awq", ("gptqmodel",)), ("compressed-tensors", ("compressed-tensors",))])
-def test_a_package_that_is_not_there_is_named(method: str, packages: tuple[str, ...], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "packages"),
+    [("gptq", ("gptqmodel", "optimum")), ("awq", ("gptqmodel",)), ("compressed-tensors", ("compressed-tensors",))],
+)
+def test_a_package_that_is_not_there_is_named(
+    method: str, packages: tuple[str, ...], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = served_quantization.importlib.util.find_spec
-    monkeypatch.setattr(served_quantization.importlib.util, "find_spec",
-                        lambda name: None if name in ("gptqmodel", "optimum", "compressed_tensors") else real(name))
+    monkeypatch.setattr(
+        served_quantization.importlib.util,
+        "find_spec",
+        lambda name: None if name in ("gptqmodel", "optimum", "compressed_tensors") else real(name),
+    )
     set_config(model, quantization_config={"quant_method": method, "bits": 4})
     found = said(model, train_type="lora")
     assert len(found) == 1 and f"quantised ({method})" in found[0] and f"pip install {' '.join(packages)}" in found[0]
@@ -71,7 +83,10 @@ def test_folders_of_other_adapters(model: Path, tmp_path: Path) -> None:
 
 def test_a_missing_package_of_ours(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = served_quantization.importlib.util.find_spec
-    monkeypatch.setattr(served_quantization.importlib.util, "find_spec",
-                        lambda name: None if name in ("bitsandbytes", "peft") else real(name))
+    monkeypatch.setattr(
+        served_quantization.importlib.util,
+        "find_spec",
+        lambda name: None if name in ("bitsandbytes", "peft") else real(name),
+    )
     text = "\n".join(said(model, train_type="qlora"))
     assert "needs the package bitsandbytes" in text and "needs the package peft" in text

@@ -14,14 +14,29 @@ from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import logits, write_inputs
 from tests.trainers.test_run import run
 
-STEPS = ("--num_train_epochs", 1, "--global_batch_size", 16, "--save_steps", 2, "--report_to", "none", "--engine", "ddp")
+STEPS = (
+    "--num_train_epochs",
+    1,
+    "--global_batch_size",
+    16,
+    "--save_steps",
+    2,
+    "--report_to",
+    "none",
+    "--engine",
+    "ddp",
+)
 
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [
-    ("--train_type", "adalora", "--init_r", 6, "--target_r", 2, "--tfinal", 1),
-    ("--train_type", "qlora", "--bnb_4bit_use_double_quant", "true")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--train_type", "adalora", "--init_r", 6, "--target_r", 2, "--tfinal", 1),
+        ("--train_type", "qlora", "--bnb_4bit_use_double_quant", "true"),
+    ],
+)
 def test_a_run(options: tuple[object, ...], tmp_path: Path) -> None:
     """Three steps, of which a second start does the last one, to the last bit; the export is the merge into the weights as they were."""
     inputs, out, again = write_inputs(tmp_path, "1e-2"), tmp_path / "out", tmp_path / "again"

@@ -16,9 +16,18 @@ from tests.parity.pool import Pool
 def agreed(rank: int, world: int, _: None) -> list[object]:
     """What a rank finds (on the ranks)."""
     dist.init_process_group("gloo")
-    found = [agree.total([rank + 1, 2**52]), agree.largest([rank, -rank]), agree.gather(f"r{rank}"),
-             agree.on_main(lambda: rank * 10 + 7), agree.world_size(), agree.spread("abc", lambda some: [f"{rank}{x}" for x in some])]
-    for error in (DataError([Problem("a", "is bad"), Problem("b", "too")]), OSError(28, "No space left on device", "/disk/x")):
+    found = [
+        agree.total([rank + 1, 2**52]),
+        agree.largest([rank, -rank]),
+        agree.gather(f"r{rank}"),
+        agree.on_main(lambda: rank * 10 + 7),
+        agree.world_size(),
+        agree.spread("abc", lambda some: [f"{rank}{x}" for x in some]),
+    ]
+    for error in (
+        DataError([Problem("a", "is bad"), Problem("b", "too")]),
+        OSError(28, "No space left on device", "/disk/x"),
+    ):
         try:
             agree.on_main(lambda error=error: (_ for _ in ()).throw(error))
         except (DataError, CheckpointError) as caught:
@@ -31,13 +40,27 @@ def agreed(rank: int, world: int, _: None) -> list[object]:
 
 @pytest.mark.process
 def test_two_ranks_agree(pool: Pool) -> None:
-    expected = [[3.0, 2.0**53], [1.0, 0.0], ["r0", "r1"], 7, 2, ["0a", "1b", "1c"], ["DataError", ["a is bad", "b too"]],
-                     ["CheckpointError", ["/disk/x No space left on device"]], 5]
+    expected = [
+        [3.0, 2.0**53],
+        [1.0, 0.0],
+        ["r0", "r1"],
+        7,
+        2,
+        ["0a", "1b", "1c"],
+        ["DataError", ["a is bad", "b too"]],
+        ["CheckpointError", ["/disk/x No space left on device"]],
+        5,
+    ]
     assert pool.run("tests.trainers.test_agree:agreed", None, 2) == [expected, expected]
 
 
 def test_alone_everything_is_as_it_is() -> None:
-    assert agree.total([2.5]) == [2.5] and agree.largest([1, 2]) == [1.0, 2.0] and agree.gather("x") == ["x"] and agree.rank() == 0
+    assert (
+        agree.total([2.5]) == [2.5]
+        and agree.largest([1, 2]) == [1.0, 2.0]
+        and agree.gather("x") == ["x"]
+        and agree.rank() == 0
+    )
     assert agree.spread([1, 2], lambda some: [-x for x in some]) == [-1, -2]
     with pytest.raises(DataError, match="bad"):
         agree.on_main(lambda: (_ for _ in ()).throw(DataError("bad")))

@@ -12,10 +12,19 @@ from megaswift.parallel.layout import Layout
 from megaswift.trainers.build import fp8_tokens, row_multiple
 
 FP8: list[tuple[dict[str, Any], int]] = [
-    ({}, 1), ({"fp8_format": "hybrid"}, 16), ({"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}, 16),
-    ({"fp8_format": "e4m3", "fp8_recipe": "blockwise"}, 16), ({"fp8_format": "e4m3", "fp8_recipe": "mxfp8"}, 32)]
-LAYOUTS = [Layout(1), Layout(2, tp=2), Layout(2, tp=2, sequence_parallel=True), Layout(2, cp=2),
-           Layout(8, tp=2, cp=4, sequence_parallel=True)]
+    ({}, 1),
+    ({"fp8_format": "hybrid"}, 16),
+    ({"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}, 16),
+    ({"fp8_format": "e4m3", "fp8_recipe": "blockwise"}, 16),
+    ({"fp8_format": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+]
+LAYOUTS = [
+    Layout(1),
+    Layout(2, tp=2),
+    Layout(2, tp=2, sequence_parallel=True),
+    Layout(2, cp=2),
+    Layout(8, tp=2, cp=4, sequence_parallel=True),
+]
 
 
 @pytest.mark.parametrize(("options", "tokens"), FP8)

@@ -23,12 +23,22 @@ from megaswift.trainers.metrics import Metrics, Speed, read_lines
 from tests.trainers.tiny import tiny_loop
 
 MODEL = {"family": "tiny", "num_layers": 2}
-CLOCK = {"step_time", "data_wait", "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "memory_gib"}
+CLOCK = {
+    "step_time",
+    "data_wait",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "tflops_per_device",
+    "memory_gib",
+}
 
 
 def loop_in(folder: Path, steps: int, *extra: Hook, every: int | None = 3, seed: int = 0) -> Loop:
-    hooks = [Metrics(folder / "metrics.jsonl", 2, Speed([FlopRule(1, 1)], 1, 1), "label_weight"), *extra,
-             Checkpoint(Store(folder / "checkpoints"), every, None, {"model": MODEL, "config": {}})]
+    hooks = [
+        Metrics(folder / "metrics.jsonl", 2, Speed([FlopRule(1, 1)], 1, 1), "label_weight"),
+        *extra,
+        Checkpoint(Store(folder / "checkpoints"), every, None, {"model": MODEL, "config": {}}),
+    ]
     return tiny_loop(steps, *hooks, seed=seed)
 
 
@@ -84,7 +94,10 @@ def test_the_last_step_is_saved_once_and_a_run_without_save_steps_saves_at_its_e
         loop = loop_in(folder, 6, every=every)
         saves: list[int] = []
         save = loop.engine.save
-        loop.engine.save = lambda directory, loop=loop, save=save, saves=saves: (saves.append(loop.step), save(directory))
+        loop.engine.save = lambda directory, loop=loop, save=save, saves=saves: (
+            saves.append(loop.step),
+            save(directory),
+        )
         loop.run()
         assert [f"step-{n}" for n in saves] == steps
         assert sorted(p.name for p in (folder / "checkpoints").glob("step-*")) == steps
@@ -93,8 +106,12 @@ def test_the_last_step_is_saved_once_and_a_run_without_save_steps_saves_at_its_e
 def test_steps_of_another_size_are_told() -> None:
     four, eight = BatchPlan(2, 1, 4), BatchPlan(2, 2, 8)
     assert other_batch({"global_batch_size": 4}, four) == other_batch({}, four) == ""
-    assert "of 8, and 4 in the checkpoint's run: --global_batch_size 4 keeps it" in other_batch({"global_batch_size": 4}, eight)
-    assert "of 8, and 6 in the checkpoint's run: fewer data-parallel ranks keep it" in other_batch({"global_batch_size": 6}, eight)
+    assert "of 8, and 4 in the checkpoint's run: --global_batch_size 4 keeps it" in other_batch(
+        {"global_batch_size": 4}, eight
+    )
+    assert "of 8, and 6 in the checkpoint's run: fewer data-parallel ranks keep it" in other_batch(
+        {"global_batch_size": 6}, eight
+    )
 
 
 def test_a_flipped_bit_is_refused_by_name(tmp_path: Path) -> None:
@@ -114,7 +131,10 @@ def test_another_model_and_another_format_are_refused_together(tmp_path: Path) -
     (folder / commit.MARKER).write_text(json.dumps(manifest | {"sha256": commit.seal(manifest)}))
     with pytest.raises(CheckpointError) as error:
         restore(loop_in(tmp_path, 6), folder, {"family": "tiny", "num_layers": 4})
-    assert [p.rule for p in error.value.problems] == ["has format 9, this version reads 1", "is 2 in the checkpoint and 4 in --model"]
+    assert [p.rule for p in error.value.problems] == [
+        "has format 9, this version reads 1",
+        "is 2 in the checkpoint and 4 in --model",
+    ]
 
 
 def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:

@@ -24,11 +24,39 @@ from tests.trainers.test_grpo_run import REWARDS, SLOW, completions
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc before 2.33 does not tell what malloc has given out")]
+    pytest.mark.skipif(
+        not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc before 2.33 does not tell what malloc has given out"
+    ),
+]
 BATCH, KEPT = 8, 3
-USUAL = ("--lr", "1e-3", "--report_to", "none", "--max_completion_length", 6, "--max_length", 32, "--beta", 0, "--max_steps", 2,
-         "--global_batch_size", BATCH, "--shuffle", "false")
-MOVED = ("--offload_optimizer", "true", "--offload_model", "true", "--rollout_sleep", "true", "--num_completions_to_print", KEPT)
+USUAL = (
+    "--lr",
+    "1e-3",
+    "--report_to",
+    "none",
+    "--max_completion_length",
+    6,
+    "--max_length",
+    32,
+    "--beta",
+    0,
+    "--max_steps",
+    2,
+    "--global_batch_size",
+    BATCH,
+    "--shuffle",
+    "false",
+)
+MOVED = (
+    "--offload_optimizer",
+    "true",
+    "--offload_model",
+    "true",
+    "--rollout_sleep",
+    "true",
+    "--num_completions_to_print",
+    KEPT,
+)
 NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
 
@@ -59,18 +87,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str = "ppo") -> dict[str, list[float]]:
     """Bytes on rank 0 in each phase of the last step, as multiples of the model's weights."""
-    inputs = ["--model", folder / "model", "--dataset", folder / "rows.jsonl", "--dataset_cache_dir", folder / "cache",
-              "--reward_funcs", f"{folder / 'rewards.py'}:digits", "--output_dir", out]
+    inputs = [
+        "--model",
+        folder / "model",
+        "--dataset",
+        folder / "rows.jsonl",
+        "--dataset_cache_dir",
+        folder / "cache",
+        "--reward_funcs",
+        f"{folder / 'rewards.py'}:digits",
+        "--output_dir",
+        out,
+    ]
     out.mkdir()
-    usual = [w for pair in (("--per_device_train_batch_size", BATCH), ("--torch_dtype", "float32")) if pair[0] not in options for w in pair]
+    usual = [
+        w
+        for pair in (("--per_device_train_batch_size", BATCH), ("--torch_dtype", "float32"))
+        if pair[0] not in options
+        for w in pair
+    ]
     words = [str(w) for w in (*inputs, *USUAL, *usual, *options)]
     shared().logged("tests.trainers.test_colocated:work", (task, words, str(out)), ranks, timeout=240.0)
     weights = sum(t.nbytes for t in load_file(folder / "model" / "model.safetensors").values())
     lines = [json.loads(line) for line in (out / "phases.jsonl").read_text().splitlines()]
     begins = [i for i, (phase, _) in enumerate(lines) if phase == "generating"]
     assert len(begins) == 2
-    last = lines[max(i for i in range(begins[1]) if lines[i][0] == "training") + 1:]  # by then the optimizers have their moments
-    return {name: [count / weights for phase, count in last if phase == name] for name in ("streaming", "generating", "training")}
+    last = lines[
+        max(i for i in range(begins[1]) if lines[i][0] == "training") + 1 :
+    ]  # by then the optimizers have their moments
+    return {
+        name: [count / weights for phase, count in last if phase == name]
+        for name in ("streaming", "generating", "training")
+    }
 
 
 def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
@@ -88,7 +136,11 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
         return made.copy_(storage)
 
     parking.on_host, parking.to_host = lambda storage: False, to_host
-    generate, update, train = TransformersSampler.generate, TransformersSampler.update_weights, MegatronEngine.train_batch
+    generate, update, train = (
+        TransformersSampler.generate,
+        TransformersSampler.update_weights,
+        MegatronEngine.train_batch,
+    )
 
     def tell(phase: str) -> None:
         if rank == 0:
@@ -125,28 +177,49 @@ HALF = ("--tp", 2)
 SPREAD = ("--per_device_train_batch_size", BATCH // 2)
 
 
-@pytest.mark.parametrize(("task", "layout", "ranks", "held"), [
-    ("ppo", (), 1, 8.0), *(pytest.param(*case, marks=SLOW) for case in (
-        ("grpo", ("--num_generations", 4), 1, 4.0), ("ppo", HALF, 2, 4.0), ("ppo", ("--pp", 2), 2, 4.0),
-        ("ppo", SPREAD, 2, 6.0), ("ppo", (*SPREAD, "--torch_dtype", "bfloat16"), 2, 6.0)))])
-def test_memory_changes_hands(task: str, layout: tuple[object, ...], ranks: int, held: float, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "layout", "ranks", "held"),
+    [
+        ("ppo", (), 1, 8.0),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in (
+                ("grpo", ("--num_generations", 4), 1, 4.0),
+                ("ppo", HALF, 2, 4.0),
+                ("ppo", ("--pp", 2), 2, 4.0),
+                ("ppo", SPREAD, 2, 6.0),
+                ("ppo", (*SPREAD, "--torch_dtype", "bfloat16"), 2, 6.0),
+            )
+        ),
+    ],
+)
+def test_memory_changes_hands(
+    task: str, layout: tuple[object, ...], ranks: int, held: float, folder: Path, tmp_path: Path
+) -> None:
     """`held`: what policy and critic have on a rank, in weights of the model: weights, gradients, two moments each.
 
     While weights stream, the policy's own are there beside the sampler's; while completions are written, only the sampler's.
     """
-    told = {name: trained(folder, tmp_path / name, *layout, *options, ranks=ranks, task=task)
-            for name, options in (("stays", ()), ("moved", MOVED))}
+    told = {
+        name: trained(folder, tmp_path / name, *layout, *options, ranks=ranks, task=task)
+        for name, options in (("stays", ()), ("moved", MOVED))
+    }
     stays, moved = told["stays"], told["moved"]
     print(task, layout, {name: {phase: (min(c), max(c)) for phase, c in t.items()} for name, t in told.items()})
-    assert completions(tmp_path / "moved") == [line for i, line in enumerate(completions(tmp_path / "stays")) if i % BATCH < KEPT]
+    assert completions(tmp_path / "moved") == [
+        line for i, line in enumerate(completions(tmp_path / "stays")) if i % BATCH < KEPT
+    ]
     mine, theirs = (load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("moved", "stays"))
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in theirs)
     assert [line["loss"] for line in read_lines(tmp_path / "moved/metrics.jsonl")] == [
-        line["loss"] for line in read_lines(tmp_path / "stays/metrics.jsonl")]
+        line["loss"] for line in read_lines(tmp_path / "stays/metrics.jsonl")
+    ]
     sampler = 1.0 if "bfloat16" not in layout else 0.5
     base = moved["generating"][0] - sampler
     assert stays["generating"][0] - base == pytest.approx(held + sampler, abs=0.35)
     assert max(moved["training"]) - base == pytest.approx(held, abs=0.35), "the sampler sleeps"
     own = sampler / ranks if layout[:1] in (("--tp",), ("--pp",)) else sampler
-    assert max(moved["streaming"]) - base == pytest.approx(own + sampler, abs=0.35), "the policy's weights and the sampler's, nothing else"
+    assert max(moved["streaming"]) - base == pytest.approx(own + sampler, abs=0.35), (
+        "the policy's weights and the sampler's, nothing else"
+    )
     assert max(map(max, moved.values())) < max(map(max, stays.values())) - 0.65 * sampler

@@ -18,14 +18,18 @@ def save(store: Store, step: int, text: str = "weights") -> Path:
     (folder / "engine").mkdir()
     (folder / "engine" / "a.bin").write_text(f"{text} of step {step}")
     (folder / "engine" / "b.bin").write_text("more")
-    return store.finish(step, commit.hash_share(folder, 0, 2) | commit.hash_share(folder, 1, 2), {"data": {"position": step}})
+    return store.finish(
+        step, commit.hash_share(folder, 0, 2) | commit.hash_share(folder, 1, 2), {"data": {"position": step}}
+    )
 
 
 def test_a_checkpoint_holds_its_state_and_the_hash_of_every_file(tmp_path: Path) -> None:
     folder = save(Store(tmp_path), 3)
     manifest = commit.read_manifest(folder)
     assert manifest is not None
-    assert manifest["step"] == 3 and manifest["data"] == {"position": 3} and abs(manifest["saved_at"] - time.time()) < 60
+    assert (
+        manifest["step"] == 3 and manifest["data"] == {"position": 3} and abs(manifest["saved_at"] - time.time()) < 60
+    )
     assert list(manifest["files"]) == ["engine/a.bin", "engine/b.bin"]
     by_sha256sum = "187897ce0afcf20b50ba2b37dca84a951b7046f29ed5ab94f010619f69d6e189"
     assert manifest["files"]["engine/b.bin"] == {"bytes": 4, "sha256": by_sha256sum}
@@ -55,7 +59,9 @@ def test_folders_without_a_whole_marker_are_ignored(tmp_path: Path) -> None:
     assert found is None and notes == []  # tmp_path is the folder of checkpoints, not an output directory
 
 
-@pytest.mark.parametrize("pointer", [None, "", "{}", '{"directory": "step-99"}', '{"directory": "../step-2"}', '{"directory": 7}', "[1]"])
+@pytest.mark.parametrize(
+    "pointer", [None, "", "{}", '{"directory": "step-99"}', '{"directory": "../step-2"}', '{"directory": 7}', "[1]"]
+)
 def test_without_a_good_pointer_the_last_save_counts(tmp_path: Path, pointer: str | None) -> None:
     store = Store(tmp_path)
     save(store, 2)
@@ -85,10 +91,14 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.json", "step-4"]
 
 
-@pytest.mark.parametrize(("harm", "message"), [
-    (lambda p: p.write_bytes(b"weightS of step 3"), "content changed"),
-    (lambda p: p.write_bytes(b"short"), "has 5 bytes, the manifest says 17"),
-    (lambda p: p.unlink(), "is missing")])
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda p: p.write_bytes(b"weightS of step 3"), "content changed"),
+        (lambda p: p.write_bytes(b"short"), "has 5 bytes, the manifest says 17"),
+        (lambda p: p.unlink(), "is missing"),
+    ],
+)
 def test_a_file_that_changed_since_is_named(tmp_path: Path, harm, message: str) -> None:  # noqa: ANN001
     folder = save(Store(tmp_path), 3)
     harm(folder / "engine" / "a.bin")

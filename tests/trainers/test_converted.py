@@ -22,8 +22,22 @@ from tests.trainers.runs import run
 
 def train(model: Path, folder: Path, out: Path) -> list[float]:
     """Two steps; their losses."""
-    words = ["--model", model, "--dataset", folder / "data.jsonl", "--dataset_cache_dir", folder / "cache", "--max_steps", 2,
-             "--save_steps", 1, "--per_device_train_batch_size", 4, "--lr", 1e-3]
+    words = [
+        "--model",
+        model,
+        "--dataset",
+        folder / "data.jsonl",
+        "--dataset_cache_dir",
+        folder / "cache",
+        "--max_steps",
+        2,
+        "--save_steps",
+        1,
+        "--per_device_train_batch_size",
+        4,
+        "--lr",
+        1e-3,
+    ]
     run([str(word) for word in words], out, ranks=1)
     return [line["loss"] for line in read_lines(out / "metrics.jsonl")]
 
@@ -42,7 +56,9 @@ def test_a_run_from_a_checkpoint_and_its_steps_as_folders(tmp_path: Path) -> Non
         megatron_to_hf(out, out / "latest")
         assert_same(tensors_of(out / "latest"), tensors_of(out / "hf"))
         files = {p.name: p.read_bytes() for p in (out / "hf").iterdir() if p.suffix in (".json", ".jinja")}
-        assert {p.name: p.read_bytes() for p in (out / "latest").iterdir() if p.suffix in (".json", ".jinja")} == files and len(files) > 3
+        assert {
+            p.name: p.read_bytes() for p in (out / "latest").iterdir() if p.suffix in (".json", ".jinja")
+        } == files and len(files) > 3
         megatron_to_hf(out / "checkpoints" / "step-1", out / "first")
         first, last = tensors_of(out / "first"), tensors_of(out / "latest")
         assert first.keys() == last.keys() and any(not first[n].equal(last[n]) for n in first)

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.wide
 def write_run(folder: Path, losses: list[float], evals: dict[int, float] | None = None) -> tuple[Path, Path, Path]:
     folder.mkdir(exist_ok=True)
     metrics, evaluation, picture = folder / "metrics.jsonl", folder / "eval.jsonl", folder / "loss.png"
-    lines = [{"step": i, "loss": v, "grad_norm": 1 + v / 10, "learning_rate": 1e-3 / i} for i, v in enumerate(losses, 1)]
+    lines = [
+        {"step": i, "loss": v, "grad_norm": 1 + v / 10, "learning_rate": 1e-3 / i} for i, v in enumerate(losses, 1)
+    ]
     metrics.write_text("".join(to_json(line) + "\n" for line in lines))
     if evals:
         evaluation.write_text("".join(to_json({"step": s, "loss": v}) + "\n" for s, v in evals.items()))
@@ -30,7 +32,7 @@ def colours(picture: Path) -> np.ndarray:
 
 
 def near(image: np.ndarray, colour: str) -> np.ndarray:
-    wanted = np.array([int(colour[i:i + 2], 16) for i in (1, 3, 5)])
+    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
     return np.argwhere(np.abs(image - wanted).max(-1) < 30)
 
 
@@ -45,7 +47,7 @@ def test_the_loss_falls_on_the_picture_and_evaluations_are_marked(tmp_path: Path
     assert len(left) > 50 and len(right) > 50 and left.mean() + 150 < right.mean()  # rows count downwards
     marks = near(image, curves.EVAL)
     assert len(marks[marks[:, 1] < 800]) > 60  # left of the legend
-    assert len(near(image[image.shape[0] // 2:], curves.MEAN)) > 200  # learning rate and gradient norm
+    assert len(near(image[image.shape[0] // 2 :], curves.MEAN)) > 200  # learning rate and gradient norm
 
 
 def test_other_numbers_make_another_picture_and_no_numbers_none(tmp_path: Path) -> None:
@@ -67,6 +69,7 @@ def test_odd_runs_are_drawn_too(tmp_path: Path, losses: list[float]) -> None:
 
 def test_steps_are_whole_numbers_on_the_axis_of_a_single_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
+
     drawn: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k)))
@@ -80,7 +83,13 @@ def test_a_spike_does_not_move_the_median() -> None:
     smoothed = curves.smooth(values, 6)
     assert max(smoothed) == 2.0 and smoothed[0] == 2.0 and smoothed[-1] == 1.0
     assert math.isnan(curves.smooth([1.0, math.nan, 3.0], 3)[1])
-    assert [curves.smoothing_window(n) for n in (1, 59, 60, 90, 120)] == [1, 1, 3, 3, 5]  # as many lines as the legend says
+    assert [curves.smoothing_window(n) for n in (1, 59, 60, 90, 120)] == [
+        1,
+        1,
+        3,
+        3,
+        5,
+    ]  # as many lines as the legend says
 
 
 def test_the_range_leaves_out_a_first_spike_of_a_long_curve() -> None:

@@ -26,7 +26,9 @@ def test_a_run_goes_on_elsewhere_and_out_to_peft(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path)
     out, again = tmp_path / "out", tmp_path / "again"
     run(inputs, out, *DORA, "--tp", 2, "--save_steps", 2, "--merge_lora", "true")
-    with_adapter = logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs[1]), out / "adapter"))
+    with_adapter = logits(
+        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs[1]), out / "adapter")
+    )
     merged = logits(AutoModelForCausalLM.from_pretrained(out / "hf"))
     assert float((with_adapter - merged).abs().max()) < 1e-5
     assert json.loads((out / "adapter" / "adapter_config.json").read_text())["use_dora"] is True

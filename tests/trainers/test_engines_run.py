@@ -15,8 +15,20 @@ from tests.trainers.inputs import write_inputs
 from tests.trainers.runs import run
 from tests.trainers.test_pt_run import write_texts
 
-STEPS = ("--max_steps", 4, "--save_steps", 2, "--report_to", "none", "--adam_epsilon", "1e-6", "--split_dataset_ratio", 0.1,
-         "--global_batch_size", 8)
+STEPS = (
+    "--max_steps",
+    4,
+    "--save_steps",
+    2,
+    "--report_to",
+    "none",
+    "--adam_epsilon",
+    "1e-6",
+    "--split_dataset_ratio",
+    0.1,
+    "--global_batch_size",
+    8,
+)
 LORA = ("--train_type", "lora", "--target_modules", "q_proj", "down_proj")
 
 
@@ -61,7 +73,9 @@ def test_one_curve_and_one_export(inputs: list[str], tmp_path: Path) -> None:
         assert {p.name for p in (fsdp / part).iterdir()} == {p.name for p in (native / part).iterdir()}
     for name in ("metrics.jsonl", "eval.jsonl"):
         mine, theirs = (read_lines(folder / name)[-1] for folder in (fsdp, native))
-        assert mine.keys() == theirs.keys() and all(mine[k] == theirs[k] for k in ("step", "epoch", "tokens", "label_tokens") if k in mine)
+        assert mine.keys() == theirs.keys() and all(
+            mine[k] == theirs[k] for k in ("step", "epoch", "tokens", "label_tokens") if k in mine
+        )
     rest = tmp_path / "rest"
     run(inputs, rest, *STEPS, "--engine", "ddp", "--resume_from_checkpoint", fsdp / "checkpoints" / "step-2")
     assert near(load_file(rest / "hf" / "model.safetensors"), exported[0]) < 1e-5
@@ -74,9 +88,32 @@ def test_pretraining_is_the_same_run(engine: str, inputs: list[str], tmp_path: P
     """Plain text in packed rows, evaluated, against Megatron TP2."""
     write_texts(tmp_path / "train.jsonl", 60, 1)
     write_texts(tmp_path / "val.jsonl", 7, 2)
-    words = ["--model", inputs[1], "--dataset", str(tmp_path / "train.jsonl"), "--val_dataset", str(tmp_path / "val.jsonl"), "--packing",
-             "true", "--truncation_strategy", "split", "--max_length", "32", "--lr", "1e-3", "--max_steps", "4", "--report_to", "none",
-             "--adam_epsilon", "1e-6", "--global_batch_size", "4", "--dataset_cache_dir", str(tmp_path / "cache")]
+    words = [
+        "--model",
+        inputs[1],
+        "--dataset",
+        str(tmp_path / "train.jsonl"),
+        "--val_dataset",
+        str(tmp_path / "val.jsonl"),
+        "--packing",
+        "true",
+        "--truncation_strategy",
+        "split",
+        "--max_length",
+        "32",
+        "--lr",
+        "1e-3",
+        "--max_steps",
+        "4",
+        "--report_to",
+        "none",
+        "--adam_epsilon",
+        "1e-6",
+        "--global_batch_size",
+        "4",
+        "--dataset_cache_dir",
+        str(tmp_path / "cache"),
+    ]
     run(words, tmp_path / "native", "--tp", 2, task="pt")
     run(words, tmp_path / "torch", "--engine", engine, task="pt")
     assert_close(tmp_path / "torch", tmp_path / "native")
@@ -109,8 +146,14 @@ def test_lora_is_the_same_run(engine: str, inputs: list[str], tmp_path: Path) ->
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [
-    ("--fsdp", "shard_grad_op"), ("--fsdp", "offload"), ("--packing", "true", "--max_length", "16", "--recompute_granularity", "full")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--fsdp", "shard_grad_op"),
+        ("--fsdp", "offload"),
+        ("--packing", "true", "--max_length", "16", "--recompute_granularity", "full"),
+    ],
+)
 def test_ways_to_shard(options: tuple[str, ...], inputs: list[str], tmp_path: Path) -> None:
     run(inputs, tmp_path / "ddp", *STEPS, "--engine", "ddp", *(o for o in options if "--fsdp" not in options))
     run(inputs, tmp_path / "fsdp", *STEPS, "--engine", "fsdp2", *options)

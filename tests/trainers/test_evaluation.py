@@ -34,7 +34,9 @@ def test_the_loss_is_that_of_all_held_out_labels(tmp_path: Path) -> None:
     with torch.no_grad():
         for [b] in HELD:
             logits = model(b.input_ids)[0]
-            total += float(torch.nn.functional.cross_entropy(logits, b.labels[0], reduction="none")[b.loss_weights[0] == 1].sum())
+            total += float(
+                torch.nn.functional.cross_entropy(logits, b.labels[0], reduction="none")[b.loss_weights[0] == 1].sum()
+            )
     assert line["loss"] == pytest.approx(total / 13, rel=1e-6)
     assert (line["tokens"], line["label_tokens"], line["batches"]) == (24, 13, 3)
 

@@ -56,23 +56,42 @@ LAYER, NORM = "Qwen3DecoderLayer", "Qwen3RMSNorm"
 def fsdp(*words: str, ranks: int = 2, mesh: tuple[int, ...] = (2,), keeps: bool = False, offloads: bool = False) -> Way:
     environ = {"GROUP_WORLD_SIZE": "2"} if len(mesh) == 2 else {}
     options = ("--engine", "fsdp2", *(("--fsdp", *words) if words else ()))
-    return Way(options, "FSDPFieldsModel", ranks=ranks, parts=(2, 2), keeps=keeps, offloads=offloads, mesh=mesh, units=(LAYER,),
-               environ=environ)
+    return Way(
+        options,
+        "FSDPFieldsModel",
+        ranks=ranks,
+        parts=(2, 2),
+        keeps=keeps,
+        offloads=offloads,
+        mesh=mesh,
+        units=(LAYER,),
+        environ=environ,
+    )
 
 
 WAYS = {
     "ddp": Way(("--engine", "ddp"), "DistributedDataParallel"),
-    "zero0": zero(0), "zero1": zero(1), "zero2": zero(2), "zero3": zero(3),
-    "zero2_offload": zero(2, True), "zero3_offload": zero(3, True),
-    "fsdp2": fsdp(), "fsdp2 no reshard": fsdp("shard_grad_op", keeps=True), "fsdp2 offload": fsdp("offload", offloads=True),
+    "zero0": zero(0),
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero3": zero(3),
+    "zero2_offload": zero(2, True),
+    "zero3_offload": zero(3, True),
+    "fsdp2": fsdp(),
+    "fsdp2 no reshard": fsdp("shard_grad_op", keeps=True),
+    "fsdp2 offload": fsdp("offload", offloads=True),
     "fsdp2 hybrid": fsdp("hybrid_shard", ranks=4, mesh=(2, 2)),
     "fsdp2 units in units": replace(
-        fsdp(), words=("--engine", "fsdp2", "--fsdp_transformer_layer_cls_to_wrap", LAYER, NORM), units=(LAYER, NORM)),
+        fsdp(), words=("--engine", "fsdp2", "--fsdp_transformer_layer_cls_to_wrap", LAYER, NORM), units=(LAYER, NORM)
+    ),
 }
 DEFAULT = {("fsdp2", "lora")}
 """Of the table, what runs by default; the rest is in the slow tier."""
-TABLE = [pytest.param(name, kind, id=f"{name}-{kind}", marks=[] if (name, kind) in DEFAULT else pytest.mark.slow)
-         for name in WAYS for kind in ("full", "lora")]
+TABLE = [
+    pytest.param(name, kind, id=f"{name}-{kind}", marks=[] if (name, kind) in DEFAULT else pytest.mark.slow)
+    for name in WAYS
+    for kind in ("full", "lora")
+]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +99,9 @@ def zero_runs() -> Iterator[Pool]:
     """Ranks that have imported DeepSpeed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
-        with Pool((*PRELOAD, "peft", "transformers.models.qwen3.modeling_qwen3", "tests.trainers.run_ranks", *DEEPSPEED)) as started:
+        with Pool(
+            (*PRELOAD, "peft", "transformers.models.qwen3.modeling_qwen3", "tests.trainers.run_ranks", *DEEPSPEED)
+        ) as started:
             yield started
 
 
@@ -94,14 +115,29 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     words = write_inputs(folder, "1e-3")
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
     adapted.save_pretrained(folder / "adapter")
     words[words.index("--per_device_train_batch_size") + 1] = "2"
-    return [*words, "--global_batch_size", "8", "--max_steps", str(STEPS), "--report_to", "none",
-            "--adam_epsilon", "1e-6", "--max_grad_norm", "0.5"]
+    return [
+        *words,
+        "--global_batch_size",
+        "8",
+        "--max_steps",
+        str(STEPS),
+        "--report_to",
+        "none",
+        "--adam_epsilon",
+        "1e-6",
+        "--max_grad_norm",
+        "0.5",
+    ]
 
 
-def run(pool: Pool, inputs: list[str], out: Path, kind: str, words: tuple[str, ...], ranks: int = 4, **environ: str) -> list[Seen]:
+def run(
+    pool: Pool, inputs: list[str], out: Path, kind: str, words: tuple[str, ...], ranks: int = 4, **environ: str
+) -> list[Seen]:
     adapter = str(Path(inputs[1]).with_name("adapter"))
     own = ("--train_type", "lora", "--adapters", adapter, "--merge_lora", "true") if kind == "lora" else ()
     job = Job([*inputs, *own, *words, "--output_dir", str(out)], environ)
@@ -124,19 +160,28 @@ def native(pool: Pool, inputs: list[str], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize(("name", "kind"), TABLE)
 def test_the_same_run(
-    name: str, kind: str, request: pytest.FixtureRequest, inputs: list[str], native: dict[str, Path], tmp_path: Path,
+    name: str,
+    kind: str,
+    request: pytest.FixtureRequest,
+    inputs: list[str],
+    native: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     way, out = WAYS[name], tmp_path / "out"
     runs = request.getfixturevalue("pool" if way.stage < 0 else "zero_runs")
     seen = run(runs, inputs, out, kind, way.words, way.ranks, **way.environ)
     lines, wanted = (read_lines(folder / "metrics.jsonl") for folder in (out, native[kind]))
     assert len(lines) == len(wanted) == STEPS
-    far = {key: max(abs(a[key] / b[key] - 1) for a, b in zip(lines, wanted, strict=True)) for key in ("loss", "grad_norm")}
+    far = {
+        key: max(abs(a[key] / b[key] - 1) for a, b in zip(lines, wanted, strict=True)) for key in ("loss", "grad_norm")
+    }
     assert max(far.values()) <= CURVE, far
     tensors, others = (load_file(folder / "hf" / "model.safetensors") for folder in (out, native[kind]))
     apart = {"hf": near(tensors, others)}
     if kind == "lora":
-        apart["adapter"] = near(*(load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (out, native[kind])))
+        apart["adapter"] = near(
+            *(load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (out, native[kind]))
+        )
     print(f"{name} {kind}: {far} {apart}")
     assert max(apart.values()) <= WEIGHTS, apart
     total = sum(t.numel() for t in tensors.values())

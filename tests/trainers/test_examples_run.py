@@ -25,7 +25,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("path", [pytest.param(p, id=p.name, marks=[] if p.name in QUICK else pytest.mark.slow) for p in FALLBACK])
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, id=p.name, marks=[] if p.name in QUICK else pytest.mark.slow) for p in FALLBACK]
+)
 def test_an_example_runs(path: Path, inputs: list[str], tmp_path: Path) -> None:
     """On two processes; the precision, the engine and the options of the file, another model and size."""
     engine = engine_of(load("sft", [str(path)], environ={}))
@@ -33,4 +35,7 @@ def test_an_example_runs(path: Path, inputs: list[str], tmp_path: Path) -> None:
     (line,) = read_lines(tmp_path / "out" / "metrics.jsonl")
     assert 0 < line["loss"] < 10
     made = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
-    assert made["engine"]["engine"] == ("ddp" if engine == "auto" else engine) and made["model"]["torch_dtype"] == "bfloat16"
+    assert (
+        made["engine"]["engine"] == ("ddp" if engine == "auto" else engine)
+        and made["model"]["torch_dtype"] == "bfloat16"
+    )

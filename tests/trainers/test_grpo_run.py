@@ -18,8 +18,26 @@ from tests.trainers.runs import run
 
 SLOW = pytest.mark.slow
 BATCH, GROUP = 8, 4
-USUAL = ("--lr", "1e-2", "--report_to", "none", "--num_generations", GROUP, "--max_completion_length", 6, "--max_length", 32, "--beta", 0.1,
-         "--global_batch_size", BATCH, "--torch_dtype", "float32", "--shuffle", "false")
+USUAL = (
+    "--lr",
+    "1e-2",
+    "--report_to",
+    "none",
+    "--num_generations",
+    GROUP,
+    "--max_completion_length",
+    6,
+    "--max_length",
+    32,
+    "--beta",
+    0.1,
+    "--global_batch_size",
+    BATCH,
+    "--torch_dtype",
+    "float32",
+    "--shuffle",
+    "false",
+)
 FOUR = ("--generation_batch_size", 2 * BATCH, "--num_iterations", 2, "--max_steps", 6, "--save_steps", 2)
 """Steps of a generation; of six the last two are on the second one."""
 LORA = ("--train_type", "lora", "--adapters")
@@ -65,8 +83,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(folder: Path, out: Path, *options: object, ranks: int = 2, reward: str = "digits") -> list[dict[str, Any]]:
     """A run's metrics."""
     width = () if "--per_device_train_batch_size" in options else ("--per_device_train_batch_size", BATCH)
-    inputs = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--dataset_cache_dir", str(folder / "cache"),
-              "--reward_funcs", f"{folder / 'rewards.py'}:{reward}"]
+    inputs = [
+        "--model",
+        str(folder / "model"),
+        "--dataset",
+        str(folder / "rows.jsonl"),
+        "--dataset_cache_dir",
+        str(folder / "cache"),
+        "--reward_funcs",
+        f"{folder / 'rewards.py'}:{reward}",
+    ]
     run(inputs, out, *USUAL, *width, *options, ranks=ranks, task="grpo")
     return read_lines(out / "metrics.jsonl")
 
@@ -95,21 +121,43 @@ def alone(folder: Path) -> Path:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("layout", "ranks"), [
-    (("--tp", 2, *SPREAD), 4), *(pytest.param(layout, ranks, marks=SLOW) for layout, ranks in (
-        (("--tp", 2), 2), (("--pp", 2), 2), (("--cp", 2), 2), (SPREAD, 2), (("--engine", "ddp", *SPREAD), 2),
-        (("--engine", "fsdp2", *SPREAD), 2), (("--packing", "false"), 1), (("--rollout_batch_size", 3), 1)))])
-def test_the_same_completions_on_every_layout(layout: tuple[object, ...], ranks: int, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (("--tp", 2, *SPREAD), 4),
+        *(
+            pytest.param(layout, ranks, marks=SLOW)
+            for layout, ranks in (
+                (("--tp", 2), 2),
+                (("--pp", 2), 2),
+                (("--cp", 2), 2),
+                (SPREAD, 2),
+                (("--engine", "ddp", *SPREAD), 2),
+                (("--engine", "fsdp2", *SPREAD), 2),
+                (("--packing", "false"), 1),
+                (("--rollout_batch_size", 3), 1),
+            )
+        ),
+    ],
+)
+def test_the_same_completions_on_every_layout(
+    layout: tuple[object, ...], ranks: int, folder: Path, tmp_path: Path
+) -> None:
     """Three generations, each by a policy that has moved. The sampler's log-probabilities are the trainer's to float32's last digits."""
-    lines, others = trained(folder, tmp_path / "out", "--max_steps", 3, *layout, ranks=ranks), read_lines(alone(folder) / "metrics.jsonl")
+    lines, others = (
+        trained(folder, tmp_path / "out", "--max_steps", 3, *layout, ranks=ranks),
+        read_lines(alone(folder) / "metrics.jsonl"),
+    )
     assert len(completions(alone(folder))) == 3 * BATCH and len(lines) == 3
-    assert completions(tmp_path / "out") == [{**line, "advantage": pytest.approx(line["advantage"], abs=1e-6)}
-                                             for line in completions(alone(folder))]
+    assert completions(tmp_path / "out") == [
+        {**line, "advantage": pytest.approx(line["advantage"], abs=1e-6)} for line in completions(alone(folder))
+    ]
     assert len({line["completion"] for line in completions(tmp_path / "out")}) > 2 * BATCH
     for mine, wanted in zip(lines, others, strict=True):
         assert mine["sampling/sampling_logp_difference/max"] < 1e-6
         assert {k: mine[k] for k in ("loss", "grad_norm", "kl", "reward", "entropy")} == pytest.approx(
-            {k: wanted[k] for k in ("loss", "grad_norm", "kl", "reward", "entropy")}, rel=1e-4, abs=1e-6)
+            {k: wanted[k] for k in ("loss", "grad_norm", "kl", "reward", "entropy")}, rel=1e-4, abs=1e-6
+        )
     assert abs(lines[0]["kl"]) < 1e-6 < lines[1]["kl"]
 
 
@@ -122,33 +170,63 @@ def adapted(folder: Path) -> Path:
 
 @pytest.mark.process
 @SLOW
-@pytest.mark.parametrize(("layout", "ranks"), [(("--tp", 2), 2), *((("--engine", engine, *SPREAD), 2) for engine in (
-    "ddp", "fsdp2", "zero2", "zero3")), (("--engine", "ddp"), 1)])
-def test_adapters_on_every_engine(layout: tuple[object, ...], ranks: int, folder: Path, adapted: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (("--tp", 2), 2),
+        *((("--engine", engine, *SPREAD), 2) for engine in ("ddp", "fsdp2", "zero2", "zero3")),
+        (("--engine", "ddp"), 1),
+    ],
+)
+def test_adapters_on_every_engine(
+    layout: tuple[object, ...], ranks: int, folder: Path, adapted: Path, tmp_path: Path
+) -> None:
     """The sampler has them, and the reference has those that the run began with."""
     lines = trained(folder, tmp_path / "out", "--max_steps", 3, *layout, *LORA, folder / "adapter", ranks=ranks)
     others = read_lines(adapted / "metrics.jsonl")
-    assert [line["completion"] for line in completions(tmp_path / "out")] == [line["completion"] for line in completions(adapted)]
+    assert [line["completion"] for line in completions(tmp_path / "out")] == [
+        line["completion"] for line in completions(adapted)
+    ]
     for mine, wanted in zip(lines, others, strict=True):
         assert mine["sampling/sampling_logp_difference/max"] < 1e-6
         assert {k: mine[k] for k in ("loss", "grad_norm", "kl", "reward", "entropy")} == pytest.approx(
-            {k: wanted[k] for k in ("loss", "grad_norm", "kl", "reward", "entropy")}, rel=1e-4, abs=1e-6)
+            {k: wanted[k] for k in ("loss", "grad_norm", "kl", "reward", "entropy")}, rel=1e-4, abs=1e-6
+        )
     assert abs(lines[0]["kl"]) < 1e-6 < lines[1]["kl"]
 
 
 @pytest.mark.process
 @SLOW
-@pytest.mark.parametrize("options", [
-    ("--train_type", "qlora"), ("--train_type", "lora", "--quantization_bit", 8), ("--train_type", "dora"), ("--train_type", "boft"),
-    ("--train_type", "adalora", "--init_r", 4, "--target_r", 2, "--total_step", 6, "--tfinal", 1),
-    ("--train_type", "lora", "--modules_to_save", "lm_head")], ids=lambda options: " ".join(map(str, options)))
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--train_type", "qlora"),
+        ("--train_type", "lora", "--quantization_bit", 8),
+        ("--train_type", "dora"),
+        ("--train_type", "boft"),
+        ("--train_type", "adalora", "--init_r", 4, "--target_r", 2, "--total_step", 6, "--tfinal", 1),
+        ("--train_type", "lora", "--modules_to_save", "lm_head"),
+    ],
+    ids=lambda options: " ".join(map(str, options)),
+)
 def test_other_adapters_go_on_and_sample_what_trains(options: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
     lines = trained(folder, tmp_path / "whole", "--engine", "ddp", *SPREAD, *FOUR, *options)
     far = 1e-6 if "--quantization_bit" not in options else 0.1
     assert all(line["sampling/sampling_logp_difference/max"] < far for line in (lines[0], lines[4]))
-    assert lines[0]["kl"] == pytest.approx(0.0, abs=1e-6) and lines[4]["kl"] != lines[0]["kl"], "the policy has not moved"
-    trained(folder, tmp_path / "out", "--engine", "ddp", *SPREAD, *FOUR, *options, "--resume_from_checkpoint",
-            tmp_path / "whole/checkpoints/step-2")
+    assert lines[0]["kl"] == pytest.approx(0.0, abs=1e-6) and lines[4]["kl"] != lines[0]["kl"], (
+        "the policy has not moved"
+    )
+    trained(
+        folder,
+        tmp_path / "out",
+        "--engine",
+        "ddp",
+        *SPREAD,
+        *FOUR,
+        *options,
+        "--resume_from_checkpoint",
+        tmp_path / "whole/checkpoints/step-2",
+    )
     assert figures(read_lines(tmp_path / "out/metrics.jsonl")) == figures(lines)[2:]
 
 
@@ -178,7 +256,9 @@ def test_going_on_is_the_same_run(step: int, folder: Path, whole: Path, tmp_path
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("name", "told"), [("SIGTERM", "Interrupted: 143"), pytest.param("SIGKILL", "exit status -9", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("name", "told"), [("SIGTERM", "Interrupted: 143"), pytest.param("SIGKILL", "exit status -9", marks=SLOW)]
+)
 def test_a_signal_while_a_generation_is_judged(name: str, told: str, folder: Path, whole: Path, tmp_path: Path) -> None:
     """SIGTERM: the step is finished and the generation saved with what is left of it. SIGKILL: back to the checkpoint before it."""
     (folder / "signal").write_text(name)
@@ -203,23 +283,56 @@ def test_a_reference_that_moves_goes_on_where_it_was(engine: tuple[object, ...],
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("kind", "told"), [
-    ("nan", "returned nan for sample"), *(pytest.param(*pair, marks=SLOW) for pair in (
-        ("short", "values for"), ("none", "returned None"), ("text", "returned '0.5' (str)")))])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("nan", "returned nan for sample"),
+        *(
+            pytest.param(*pair, marks=SLOW)
+            for pair in (("short", "values for"), ("none", "returned None"), ("text", "returned '0.5' (str)"))
+        ),
+    ],
+)
 def test_what_is_no_reward_ends_the_run(kind: str, told: str, folder: Path, tmp_path: Path) -> None:
     """Only the second rank sees it; both end, with the exit code of a mistake, and one tells."""
     (folder / "kind").write_text(kind)
     with pytest.raises(RankError) as error:
-        trained(folder, tmp_path / "out", "--max_steps", 1, "--generation_batch_size", 2 * BATCH, *SPREAD, reward="wrong")
+        trained(
+            folder, tmp_path / "out", "--max_steps", 1, "--generation_batch_size", 2 * BATCH, *SPREAD, reward="wrong"
+        )
     text = str(error.value)
-    assert "exit status 2" in text and told in text and "rewards.py:wrong" in text and "Traceback" not in text, text[-3000:]
+    assert "exit status 2" in text and told in text and "rewards.py:wrong" in text and "Traceback" not in text, text[
+        -3000:
+    ]
 
 
-TRL = {"reward", "reward_std", "frac_reward_zero_std", "rewards/digits/mean", "rewards/digits/std", "kl", "entropy", "clip_ratio/low_mean",
-       "clip_ratio/low_min", "clip_ratio/high_mean", "clip_ratio/high_max", "clip_ratio/region_mean", "completions/mean_length",
-       "completions/min_length", "completions/max_length", "completions/clipped_ratio", "completions/mean_terminated_length",
-       "completions/min_terminated_length", "completions/max_terminated_length", "sampling/sampling_logp_difference/mean",
-       "sampling/sampling_logp_difference/max", "step_time", "grad_norm", "loss", "epoch"}
+TRL = {
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "rewards/digits/mean",
+    "rewards/digits/std",
+    "kl",
+    "entropy",
+    "clip_ratio/low_mean",
+    "clip_ratio/low_min",
+    "clip_ratio/high_mean",
+    "clip_ratio/high_max",
+    "clip_ratio/region_mean",
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/clipped_ratio",
+    "completions/mean_terminated_length",
+    "completions/min_terminated_length",
+    "completions/max_terminated_length",
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "step_time",
+    "grad_norm",
+    "loss",
+    "epoch",
+}
 
 
 @pytest.mark.process

@@ -26,8 +26,22 @@ from tests.trainers.inputs import preference_inputs, write_preferences
 from tests.trainers.runs import run
 
 SLOW = pytest.mark.slow
-USUAL = ("--max_steps", 4, "--eval_steps", 2, "--report_to", "none", "--lr", "1e-2", "--per_device_train_batch_size", 2,
-         "--global_batch_size", 4, "--split_dataset_ratio", 0.2)
+USUAL = (
+    "--max_steps",
+    4,
+    "--eval_steps",
+    2,
+    "--report_to",
+    "none",
+    "--lr",
+    "1e-2",
+    "--per_device_train_batch_size",
+    2,
+    "--global_batch_size",
+    4,
+    "--split_dataset_ratio",
+    0.2,
+)
 
 
 class Store:
@@ -52,8 +66,15 @@ def units(pairs: int) -> Units:
         if i % 2 == 0 and len(made) >= 4 and sample[-3] == i:  # the same row again
             made[-2:] = made[-4:-2]
     lengths = np.array([len(ids) for ids, _ in made])
-    docs = Documents((Store(made),), np.zeros(len(made), dtype=np.int32), np.cumsum(lengths) - lengths, lengths,  # type: ignore[arg-type]
-                     np.array([sum(mask[1:]) for _, mask in made]), np.array(sample), np.zeros(len(made), dtype=np.int64))
+    docs = Documents(
+        (Store(made),),
+        np.zeros(len(made), dtype=np.int32),
+        np.cumsum(lengths) - lengths,
+        lengths,  # type: ignore[arg-type]
+        np.array([sum(mask[1:]) for _, mask in made]),
+        np.array(sample),
+        np.zeros(len(made), dtype=np.int64),
+    )
     return Units(docs, np.full(len(rows), np.nan, dtype=np.float32))
 
 
@@ -96,13 +117,23 @@ class Asked:
         return [Outputs(logprobs=torch.zeros(batch.labels.shape)) for batch in batches]
 
 
-@pytest.mark.parametrize("words, passes", [
-    ("dpo", [(True, 6)]), ("kto --loss_type apo_zero_unpaired", [(True, 6)]), ("kto --loss_type bco", [(True, 6), (False, 6)]),
-    ("kto --micro_batch_size 6", [(True, 6), (True, 6), (False, 6)])])
+@pytest.mark.parametrize(
+    "words, passes",
+    [
+        ("dpo", [(True, 6)]),
+        ("kto --loss_type apo_zero_unpaired", [(True, 6)]),
+        ("kto --loss_type bco", [(True, 6), (False, 6)]),
+        ("kto --micro_batch_size 6", [(True, 6), (True, 6), (False, 6)]),
+    ],
+)
 def test_a_reference_is_asked_once_about_both_sides_of_all_pairs(words: str, passes: list[tuple[bool, int]]) -> None:
     """Chosen and rejected lie in one row; kto goes through the answers of others too, by the reference and the policy."""
     task, *options = words.split()
-    cfg, rows, engine = load(task, options, environ={}), UnitRows(units(4) if task == "dpo" else judged(6), True), Asked()
+    cfg, rows, engine = (
+        load(task, options, environ={}),
+        UnitRows(units(4) if task == "dpo" else judged(6), True),
+        Asked(),
+    )
     batches = rows.batches([[rows.read(i) for i in range(len(rows) if task != "dpo" else 3)]], shape(), False)
     preparation = preparation_of(cfg, lambda given: list(given), {})
     assert preparation is not None
@@ -153,11 +184,28 @@ def assert_close(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("task, options", [("dpo", ("--tp", 2)), *(pytest.param(task, options, marks=SLOW) for task, options in (
-    ("dpo", ("--pp", 2, "--packing", "false")), ("dpo", ("--cp", 2)), ("dpo", ()), ("dpo", ("--engine", "zero3")),
-    ("kto", ("--loss_type", "bco")), ("kto", ("--loss_type", "apo_zero_unpaired", "--engine", "ddp")),
-    ("dpo", ("--train_type", "lora", "--lora_rank", 4)), ("dpo", ("--train_type", "lora", "--engine", "ddp"))))])
-def test_a_run_is_that_of_a_reference_that_is_kept(task: str, options: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "task, options",
+    [
+        ("dpo", ("--tp", 2)),
+        *(
+            pytest.param(task, options, marks=SLOW)
+            for task, options in (
+                ("dpo", ("--pp", 2, "--packing", "false")),
+                ("dpo", ("--cp", 2)),
+                ("dpo", ()),
+                ("dpo", ("--engine", "zero3")),
+                ("kto", ("--loss_type", "bco")),
+                ("kto", ("--loss_type", "apo_zero_unpaired", "--engine", "ddp")),
+                ("dpo", ("--train_type", "lora", "--lora_rank", 4)),
+                ("dpo", ("--train_type", "lora", "--engine", "ddp")),
+            )
+        ),
+    ],
+)
+def test_a_run_is_that_of_a_reference_that_is_kept(
+    task: str, options: tuple[object, ...], folder: Path, tmp_path: Path
+) -> None:
     """Training and evaluation; the first loss of DPO is log 2 on either."""
     once = curves(folder, tmp_path / "once", task, *options, "--precompute_ref_log_probs", "true")
     assert_close(once, curves(folder, tmp_path / "kept", task, *options))
@@ -174,5 +222,7 @@ def test_a_reference_of_its_own_and_a_resumed_run(folder: Path, tmp_path: Path) 
     assert_close(once, curves(folder, tmp_path / "kept", "dpo", *ask))
     assert abs(once[0]["loss"] - 0.6931472) > 1e-3
     saved = tmp_path / "once/checkpoints/step-2"
-    again = curves(folder, tmp_path / "again", "dpo", *ask, "--precompute_ref_log_probs", "true", "--resume_from_checkpoint", saved)
+    again = curves(
+        folder, tmp_path / "again", "dpo", *ask, "--precompute_ref_log_probs", "true", "--resume_from_checkpoint", saved
+    )
     assert again == [*once[2:4], once[-1]]

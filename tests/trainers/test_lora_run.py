@@ -17,8 +17,22 @@ from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import logits, write_conversations, write_inputs, write_model
 from tests.trainers.runs import finish, run, start
 
-LORA = ("--train_type", "lora", "--lora_rank", 4, "--max_steps", 4, "--report_to", "none", "--modules_to_save", "lm_head",
-        "--target_modules", "q_proj", "linear_fc1", r".*\.1\.self_attn\.o_proj")
+LORA = (
+    "--train_type",
+    "lora",
+    "--lora_rank",
+    4,
+    "--max_steps",
+    4,
+    "--report_to",
+    "none",
+    "--modules_to_save",
+    "lm_head",
+    "--target_modules",
+    "q_proj",
+    "linear_fc1",
+    r".*\.1\.self_attn\.o_proj",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +52,30 @@ def test_the_adapter_loads_in_peft_and_its_merge_in_transformers(whole: tuple[Pa
     from transformers import AutoModelForCausalLM
 
     out, text = whole
-    assert {p.name for p in out.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "adapter", "hf", "loss.png", "report.html"}
+    assert {p.name for p in out.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "checkpoints",
+        "adapter",
+        "hf",
+        "loss.png",
+        "report.html",
+    }
     lines = read_lines(out / "metrics.jsonl")
     assert lines[-1]["loss"] < lines[0]["loss"] and "of them train (" in text
     plain = logits(AutoModelForCausalLM.from_pretrained(inputs[1]))
-    with_adapter = logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs[1]), out / "adapter"))
+    with_adapter = logits(
+        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs[1]), out / "adapter")
+    )
     merged = logits(AutoModelForCausalLM.from_pretrained(out / "hf"))
     assert float((with_adapter - merged).abs().max()) < 1e-5 < float((with_adapter - plain).abs().max()) / 100
     assert json.loads((out / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == inputs[1]
 
 
 @pytest.mark.process
-def test_a_checkpoint_without_base_weights_goes_on_elsewhere(whole: tuple[Path, str], inputs: list[str], tmp_path: Path) -> None:
+def test_a_checkpoint_without_base_weights_goes_on_elsewhere(
+    whole: tuple[Path, str], inputs: list[str], tmp_path: Path
+) -> None:
     out, _ = whole
     step = out / "checkpoints" / "step-2"
     index = read_index(step / "engine")
@@ -57,7 +83,9 @@ def test_a_checkpoint_without_base_weights_goes_on_elsewhere(whole: tuple[Path, 
     kinds = ("exp_avg", "exp_avg_sq", "param")
     names = {key.removeprefix(f"optimizer.state.{kind}.") for key in index.state_dict_metadata for kind in kinds}
     trained = load_file(step / "adapter" / "adapter_model.safetensors")
-    assert {n.split(".", 1)[1] for n in names if n.startswith(("adapter.", "saved."))} == {n.removeprefix(PREFIX) for n in trained}
+    assert {n.split(".", 1)[1] for n in names if n.startswith(("adapter.", "saved."))} == {
+        n.removeprefix(PREFIX) for n in trained
+    }
     sizes = {key: tuple(m.size) for key, m in index.state_dict_metadata.items()}
     assert all(key.startswith(("adapter.", "saved.", "optimizer.state.")) for key in sizes)
     assert sum(math.prod(s) for s in sizes.values()) == 3 * sum(t.numel() for t in trained.values())
@@ -82,10 +110,23 @@ def test_two_tasks_from_one_base(whole: tuple[Path, str], inputs: list[str], tmp
     before = {p.name: p.read_bytes() for p in base.iterdir()}
     write_conversations(tmp_path / "other.jsonl", seed=9)
     words = [inputs[0], inputs[1], "--dataset", str(tmp_path / "other.jsonl"), *inputs[4:]]
-    options = ("--train_type", "lora", "--lora_rank", 2, "--max_steps", 4, "--report_to", "none", "--target_modules", "v_proj")
+    options = (
+        "--train_type",
+        "lora",
+        "--lora_rank",
+        2,
+        "--max_steps",
+        4,
+        "--report_to",
+        "none",
+        "--target_modules",
+        "v_proj",
+    )
     run(words, tmp_path / "second", *options, ranks=1)
     assert {p.name: p.read_bytes() for p in base.iterdir()} == before
-    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), whole[0] / "adapter", adapter_name="first")
+    model = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), whole[0] / "adapter", adapter_name="first"
+    )
     first = logits(model)
     model.load_adapter(tmp_path / "second" / "adapter", adapter_name="second")
     model.set_adapter("second")
@@ -98,13 +139,17 @@ def test_two_tasks_from_one_base(whole: tuple[Path, str], inputs: list[str], tmp
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_another_base_or_another_kind_of_training_is_refused(whole: tuple[Path, str], inputs: list[str], tmp_path: Path) -> None:
+def test_another_base_or_another_kind_of_training_is_refused(
+    whole: tuple[Path, str], inputs: list[str], tmp_path: Path
+) -> None:
     model = write_model(tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     step = whole[0] / "checkpoints" / "step-2"
-    process = start(["--model", str(model), *inputs[2:]], tmp_path / "out", *LORA, "--resume_from_checkpoint", step, ranks=1)
+    process = start(
+        ["--model", str(model), *inputs[2:]], tmp_path / "out", *LORA, "--resume_from_checkpoint", step, ranks=1
+    )
     assert "model's base_weights: is " in finish(process) and process.returncode != 0
     process = start(inputs, tmp_path / "full", "--max_steps", 4, "--resume_from_checkpoint", step, ranks=1)
     text = finish(process)

@@ -14,8 +14,27 @@ from tests.parity.models import build
 from tests.trainers.inputs import logits, write_conversations, write_model
 from tests.trainers.runs import finish, run, start
 
-OPTIONS = ("--train_type", "lora", "--max_steps", 4, "--report_to", "none", "--per_device_train_batch_size", 4, "--lr", 1e-2)
-EXPERTS = ("--lora_rank", 4, "--target_modules", "none", "--target_parameters", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+OPTIONS = (
+    "--train_type",
+    "lora",
+    "--max_steps",
+    4,
+    "--report_to",
+    "none",
+    "--per_device_train_batch_size",
+    4,
+    "--lr",
+    1e-2,
+)
+EXPERTS = (
+    "--lora_rank",
+    4,
+    "--target_modules",
+    "none",
+    "--target_parameters",
+    "mlp.experts.gate_up_proj",
+    "mlp.experts.down_proj",
+)
 
 
 @pytest.mark.process
@@ -29,7 +48,14 @@ def test_a_run_goes_on_elsewhere_and_out_to_peft(tmp_path: Path) -> None:
         shutil.copy(file, model)
     shutil.copy(tmp_path / "other" / "chat_template.jinja", model)
     write_conversations(tmp_path / "data.jsonl")
-    inputs = ["--model", str(model), "--dataset", str(tmp_path / "data.jsonl"), "--dataset_cache_dir", str(tmp_path / "cache")]
+    inputs = [
+        "--model",
+        str(model),
+        "--dataset",
+        str(tmp_path / "data.jsonl"),
+        "--dataset_cache_dir",
+        str(tmp_path / "cache"),
+    ]
     out, again = tmp_path / "out", tmp_path / "again"
     run(inputs, out, *OPTIONS, *EXPERTS, "--tp", 2, "--ep", 2, "--save_steps", 2, "--merge_lora", "true")
     plain = logits(AutoModelForCausalLM.from_pretrained(model))
@@ -37,7 +63,10 @@ def test_a_run_goes_on_elsewhere_and_out_to_peft(tmp_path: Path) -> None:
     merged = logits(AutoModelForCausalLM.from_pretrained(out / "hf"))
     assert float((with_adapter - merged).abs().max()) < 1e-5 < float((with_adapter - plain).abs().max()) / 100
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())
-    assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"] and config["target_modules"] == []
+    assert (
+        config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+        and config["target_modules"] == []
+    )
     step = out / "checkpoints" / "step-2"
     run(inputs, again, *OPTIONS, *EXPERTS, "--resume_from_checkpoint", step, ranks=1)
     ours, theirs = (read_lines(folder / "metrics.jsonl") for folder in (again, out))

@@ -26,11 +26,23 @@ THREE = ("--max_steps", 3)
 SENT = "sent.jsonl"
 
 
-def trained(folder: Path, out: Path, *options: object, ranks: int = 1, usual: Sequence[object] = USUAL) -> list[dict[str, Any]]:
+def trained(
+    folder: Path, out: Path, *options: object, ranks: int = 1, usual: Sequence[object] = USUAL
+) -> list[dict[str, Any]]:
     """Metrics of a run with adapters, whose ranks write down what goes to samplers."""
     width = () if "--per_device_train_batch_size" in options else ("--per_device_train_batch_size", BATCH)
-    inputs = ["--model", folder / "model", "--dataset", folder / "rows.jsonl", "--dataset_cache_dir", folder / "cache",
-              "--reward_funcs", f"{folder / 'rewards.py'}:digits", "--output_dir", out]
+    inputs = [
+        "--model",
+        folder / "model",
+        "--dataset",
+        folder / "rows.jsonl",
+        "--dataset_cache_dir",
+        folder / "cache",
+        "--reward_funcs",
+        f"{folder / 'rewards.py'}:digits",
+        "--output_dir",
+        out,
+    ]
     words = [str(w) for w in (*inputs, *usual, *LORA, *width, *options)]
     out.mkdir(exist_ok=True)
     shared().logged("tests.trainers.test_lora_sync:work", (words, str(out / SENT)), ranks, timeout=240.0)
@@ -52,7 +64,12 @@ def work(rank: int, world: int, command: tuple[list[str], str]) -> None:
 
     def told(self: Rounds, folder: Path) -> None:
         taken(self, folder)
-        tell({"files": {f.name: f.stat().st_size for f in sorted(folder.iterdir())}, "kept": len(list(self.root.iterdir()))})
+        tell(
+            {
+                "files": {f.name: f.stat().st_size for f in sorted(folder.iterdir())},
+                "kept": len(list(self.root.iterdir())),
+            }
+        )
 
     def streamed(self: Generation) -> None:
         if rank == 0 and self.adapters is None:
@@ -96,11 +113,25 @@ def assert_adapters_alone(out: Path, rounds: int) -> None:
     assert not (out / "sync").exists()
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [
-    (("--tp", 2), 2), *(pytest.param(layout, ranks, marks=SLOW) for layout, ranks in (
-        ((), 1), (("--tp", 2, "--pp", 2), 4), (SPREAD, 2), (("--tp", 2, *SPREAD), 4), (("--rollout_sleep", "true"), 1)))])
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (("--tp", 2), 2),
+        *(
+            pytest.param(layout, ranks, marks=SLOW)
+            for layout, ranks in (
+                ((), 1),
+                (("--tp", 2, "--pp", 2), 4),
+                (SPREAD, 2),
+                (("--tp", 2, *SPREAD), 4),
+                (("--rollout_sleep", "true"), 1),
+            )
+        ),
+    ],
+)
 def test_adapters_alone_make_the_completions_of_merged_weights(
-        layout: tuple[object, ...], ranks: int, folder: Path, merged: Path, tmp_path: Path) -> None:
+    layout: tuple[object, ...], ranks: int, folder: Path, merged: Path, tmp_path: Path
+) -> None:
     trained(folder, tmp_path / "out", *THREE, *layout, ranks=ranks)
     assert_like_merged(tmp_path / "out", merged)
     assert_adapters_alone(tmp_path / "out", 3)
@@ -150,12 +181,24 @@ def servers(kind: type[Backend], model: Path, count: int) -> Iterator[tuple[list
 @pytest.mark.parametrize(("name", "kind"), [("vllm_server", Vllm), ("sglang", Sglang)])
 @pytest.mark.parametrize("where", [(2, *SPREAD), (4, "--tp", 2, "--pp", 2, "--async_generation", "true")])
 def test_servers_get_adapters_once_for_all_ranks(
-        name: str, kind: type[Backend], where: tuple[Any, ...], folder: Path, merged: Path, tmp_path: Path) -> None:
+    name: str, kind: type[Backend], where: tuple[Any, ...], folder: Path, merged: Path, tmp_path: Path
+) -> None:
     """Stand-ins that answer by the model's own weights and what they are sent."""
     ranks, *layout = where
     with servers(kind, folder / "model", 2) as (backends, urls):
-        trained(folder, tmp_path / "out", *THREE, *layout, "--rollout_backend", name, "--rollout_server_url", *urls,
-                "--importance_sampling_correction", "false", ranks=ranks)
+        trained(
+            folder,
+            tmp_path / "out",
+            *THREE,
+            *layout,
+            "--rollout_backend",
+            name,
+            "--rollout_server_url",
+            *urls,
+            "--importance_sampling_correction",
+            "false",
+            ranks=ranks,
+        )
     if "--async_generation" not in layout:
         assert_like_merged(tmp_path / "out", merged)
         assert_adapters_alone(tmp_path / "out", 3)

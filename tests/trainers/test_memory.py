@@ -16,10 +16,20 @@ def flags(cfg: SwiftConfig, experts: int = 0) -> list[str]:
 
 
 def test_advice_is_in_the_order_of_its_cost() -> None:
-    cfg = SwiftConfig(model="m", dataset="d", per_device_train_batch_size=4, distributed_optimizer=False, max_length=8192)
+    cfg = SwiftConfig(
+        model="m", dataset="d", per_device_train_batch_size=4, distributed_optimizer=False, max_length=8192
+    )
     assert flags(cfg, experts=8) == [
-        "--per_device_train_batch_size 1", "--distributed_optimizer true", "--recompute_granularity selective",
-        "--recompute_granularity full", "--tp 2", "--ep 2", "--pp 2", "--cp 2", "--max_length 4096"]
+        "--per_device_train_batch_size 1",
+        "--distributed_optimizer true",
+        "--recompute_granularity selective",
+        "--recompute_granularity full",
+        "--tp 2",
+        "--ep 2",
+        "--pp 2",
+        "--cp 2",
+        "--max_length 4096",
+    ]
 
 
 def test_offloading_is_advised_where_it_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,13 +51,21 @@ def test_a_real_failed_allocation_becomes_an_error_with_advice() -> None:
     assert memory.is_out_of_memory(caught.value) and not memory.is_out_of_memory(RuntimeError("shape mismatch"))
     error = memory.out_of_memory(SwiftConfig(model="m", dataset="d"), 0, caught.value)
     text = error.message()
-    assert text.startswith("megaswift: out of memory\n") and "GiB)" in text and "1. --recompute_granularity selective" in text
+    assert (
+        text.startswith("megaswift: out of memory\n")
+        and "GiB)" in text
+        and "1. --recompute_granularity selective" in text
+    )
 
 
-@pytest.mark.parametrize("words", [
-    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    "NCCL error ... ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "NCCL error ... ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+    ],
+)
 def test_libraries_that_allocate_beside_torch(words: str) -> None:
     assert memory.is_out_of_memory(RuntimeError(words))
 

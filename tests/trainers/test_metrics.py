@@ -15,13 +15,34 @@ from megaswift.trainers.loop import length_squares
 from megaswift.trainers.metrics import Lines, Metrics, Speed, drop_after, read_lines, to_json
 from tests.trainers.tiny import batch, tiny_loop
 
-FIELDS = ["step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "label_tokens", "step_time", "data_wait", "tokens_per_second",
-          "tokens_per_second_per_device", "tflops_per_device", "mfu", "memory_gib"]
+FIELDS = [
+    "step",
+    "epoch",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "label_tokens",
+    "step_time",
+    "data_wait",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "tflops_per_device",
+    "mfu",
+    "memory_gib",
+]
 
 
 def step(number: int, loss: float, weight: float, **result: object) -> Step:
-    made = StepResult(loss, {"token_accuracy": loss / 10}, 2.0 * number, tokens=100, label_tokens=int(weight),
-                      counts={"label_weight": weight}, **result)  # type: ignore[arg-type]
+    made = StepResult(
+        loss,
+        {"token_accuracy": loss / 10},
+        2.0 * number,
+        tokens=100,
+        label_tokens=int(weight),
+        counts={"label_weight": weight},
+        **result,
+    )  # type: ignore[arg-type]
     return Step(number, number / 4, 0.1 / number, made, seconds=0.5 * number, data_wait=0.1, squares=1000)
 
 
@@ -47,7 +68,9 @@ def test_one_line_holds_the_means_and_sums_of_its_steps(tmp_path: Path) -> None:
     line = lines[0]
     assert list(line) == [*FIELDS, "token_accuracy"]
     assert line["step"] == 2 and line["epoch"] == 0.5
-    assert line["loss"] == (3.0 * 10 + 5.0 * 30) / 40  # the objective over both global batches, not the mean of two means
+    assert (
+        line["loss"] == (3.0 * 10 + 5.0 * 30) / 40
+    )  # the objective over both global batches, not the mean of two means
     assert line["token_accuracy"] == pytest.approx(0.45)
     assert line["grad_norm"] == 4.0 and line["learning_rate"] == 0.05  # of the logged step
     assert line["tokens"] == 200 and line["label_tokens"] == 40  # sums
@@ -63,8 +86,10 @@ def test_one_line_holds_the_means_and_sums_of_its_steps(tmp_path: Path) -> None:
 def test_models_that_train_on_the_same_tokens_add_up(tmp_path: Path) -> None:
     """A critic of 2 parameters and 5 of attention with half a pass beside: 6 x 2 x 200 + 6 x 5 x 1000 + 2 x 0.5 x (2 x 200 + 5 x 1000)."""
     critic = FlopRule(2_000_000_000, 5_000_000_000, 0.5, 2_000_000_000)
-    alone, both = (feed(metrics(tmp_path / f"{len(some)}.jsonl", 2, beside=some), step(1, 3.0, 10), step(2, 5.0, 30))[0]
-                   for some in ((), (critic,)))
+    alone, both = (
+        feed(metrics(tmp_path / f"{len(some)}.jsonl", 2, beside=some), step(1, 3.0, 10), step(2, 5.0, 30))[0]
+        for some in ((), (critic,))
+    )
     more = both["tflops_per_device"] - alone["tflops_per_device"]
     assert more * 1e12 * 4 * 1.5 == pytest.approx((6 * 2 * 200 + 6 * 5 * 1000 + 2 * 200 + 5 * 1000) * 1e9)
 
@@ -133,7 +158,11 @@ def test_a_resumed_run_leaves_earlier_lines_as_they_were(tmp_path: Path) -> None
     loop = tiny_loop(9)
     loop.step = 1
     Lines(first.path).on_start(loop)
-    assert first.path.read_bytes() == before == '{"step": 1, "completion": "żółw \u2028 四"}\n{"step": 1, "reward": null}\n'.encode()
+    assert (
+        first.path.read_bytes()
+        == before
+        == '{"step": 1, "completion": "żółw \u2028 四"}\n{"step": 1, "reward": null}\n'.encode()
+    )
 
 
 def test_documents_count_by_the_square_of_their_own_length() -> None:

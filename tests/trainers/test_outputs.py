@@ -42,6 +42,7 @@ def test_resume_is_let_in(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_elsewhere_does_not_open_an_occupied_folder(tmp_path: Path) -> None:
     from tests.trainers.test_commit import Store, save
+
     folder = save(Store(tmp_path / "other" / "checkpoints"), 3)
     own = save(Store(old_run(tmp_path / "out") / "checkpoints"), 5)
     assert "holds another run" in check(config(tmp_path / "out", resume_from_checkpoint=str(folder)))[0].rule

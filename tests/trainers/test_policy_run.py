@@ -52,12 +52,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str = "grpo", judge: str = "digits") -> Path:
+def trained(
+    folder: Path, out: Path, *options: object, ranks: int = 1, task: str = "grpo", judge: str = "digits"
+) -> Path:
     """A run's folder."""
     width = () if "--per_device_train_batch_size" in options else ("--per_device_train_batch_size", BATCH)
-    inputs = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--dataset_cache_dir", str(folder / "cache")]
-    inputs += ["--reward_funcs", f"{folder / 'rewards.py'}:{judge}"] if judge else ["--environment", f"{folder / 'world.py'}:Count"]
-    usual = [w for i, w in enumerate(USUAL) if not {"--num_generations", "--max_completion_length", "--max_length"} & {w, *USUAL[i - 1:i]}]
+    inputs = [
+        "--model",
+        str(folder / "model"),
+        "--dataset",
+        str(folder / "rows.jsonl"),
+        "--dataset_cache_dir",
+        str(folder / "cache"),
+    ]
+    inputs += (
+        ["--reward_funcs", f"{folder / 'rewards.py'}:{judge}"]
+        if judge
+        else ["--environment", f"{folder / 'world.py'}:Count"]
+    )
+    usual = [
+        w
+        for i, w in enumerate(USUAL)
+        if not {"--num_generations", "--max_completion_length", "--max_length"} & {w, *USUAL[i - 1 : i]}
+    ]
     group = () if task == "ppo" else ("--num_generations", 4)
     lengths = ("--max_completion_length", 24 if not judge else 6, "--max_length", 96)
     run(inputs, out, *usual, *group, *lengths, *width, *options, ranks=ranks, task=task)
@@ -83,13 +100,17 @@ def test_draws_ahead_go_on_where_they_were(folder: Path, tmp_path: Path) -> None
     ahead = ("--async_generation", "true", "--importance_sampling_correction", "true", "--save_steps", 2)
     whole = trained(folder, tmp_path / "whole", "--max_steps", 4, *ahead)
     assert completions(whole)[:BATCH] == [*completions(plain)[:BATCH]]
-    second = [line["completion"] for line in completions(whole)[BATCH:2 * BATCH]]
-    assert second != [line["completion"] for line in completions(plain)[BATCH:]], "the second generation was drawn by the first weights"
+    second = [line["completion"] for line in completions(whole)[BATCH : 2 * BATCH]]
+    assert second != [line["completion"] for line in completions(plain)[BATCH:]], (
+        "the second generation was drawn by the first weights"
+    )
     out = tmp_path / "parts"
     trained(folder, out, "--max_steps", 4, *ahead)
     lines = read_lines(whole / "metrics.jsonl")
     assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-5 < lines[1]["sampling/sampling_logp_difference/max"]
-    again = trained(folder, out, "--max_steps", 4, *ahead, "--resume_from_checkpoint", str(out / "checkpoints" / "step-2"))
+    again = trained(
+        folder, out, "--max_steps", 4, *ahead, "--resume_from_checkpoint", str(out / "checkpoints" / "step-2")
+    )
     assert_same_end(again, whole)
 
 
@@ -99,10 +120,24 @@ PPO = ("--num_iterations", 2, "--max_steps", 4, "--save_steps", 2, "--critic_lea
 LORA = ("--train_type", "lora", "--lora_rank", 4)
 
 
-@pytest.mark.parametrize(("options", "ranks"), [((), 1), *(pytest.param(options, ranks, marks=SLOW) for options, ranks in (
-    (LORA, 1), ((*LORA, "--tp", 2), 2), ((*LORA, "--engine", "ddp", *SPREAD), 2), ((*LORA, "--engine", "fsdp2", *SPREAD), 2),
-    ((*LORA, "--engine", "zero2", *SPREAD), 2), (("--train_type", "qlora", "--engine", "ddp"), 1),
-    (("--train_type", "adalora", "--init_r", 4, "--target_r", 2, "--tfinal", 1, "--engine", "ddp"), 1)))])
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ((), 1),
+        *(
+            pytest.param(options, ranks, marks=SLOW)
+            for options, ranks in (
+                (LORA, 1),
+                ((*LORA, "--tp", 2), 2),
+                ((*LORA, "--engine", "ddp", *SPREAD), 2),
+                ((*LORA, "--engine", "fsdp2", *SPREAD), 2),
+                ((*LORA, "--engine", "zero2", *SPREAD), 2),
+                (("--train_type", "qlora", "--engine", "ddp"), 1),
+                (("--train_type", "adalora", "--init_r", 4, "--target_r", 2, "--tfinal", 1, "--engine", "ddp"), 1),
+            )
+        ),
+    ],
+)
 def test_ppo_goes_on_with_its_critic(options: tuple[object, ...], ranks: int, folder: Path, tmp_path: Path) -> None:
     """Rewards are of tokens here. With adapters the critic has its own, and its head trains."""
     how: Any = {"ranks": ranks, "task": "ppo", "judge": "even"}
@@ -110,15 +145,30 @@ def test_ppo_goes_on_with_its_critic(options: tuple[object, ...], ranks: int, fo
     again = trained(folder, tmp_path / "again", *PPO, *options, **how)
     trained(folder, again, *PPO, *options, "--resume_from_checkpoint", str(again / "checkpoints" / "step-2"), **how)
     for line in completions(whole):
-        assert len(line["token_rewards"]) == line["tokens"] and sum(line["token_rewards"]) == line["reward"] == line["rewards/even"]
+        assert (
+            len(line["token_rewards"]) == line["tokens"]
+            and sum(line["token_rewards"]) == line["reward"] == line["rewards/even"]
+        )
     assert_same_end(again, whole)
     assert figures(read_lines(again / "metrics.jsonl")) == figures(read_lines(whole / "metrics.jsonl"))
     assert read_lines(whole / "metrics.jsonl")[-1]["vf_loss"] > 0
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [
-    (("--tp", 2, "--pp", 2), 4), *(pytest.param(layout, ranks, marks=SLOW) for layout, ranks in (
-        (SPREAD, 2), (("--cp", 2), 2), (("--engine", "ddp", *SPREAD), 2), (("--engine", "fsdp2", *SPREAD), 2)))])
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (("--tp", 2, "--pp", 2), 4),
+        *(
+            pytest.param(layout, ranks, marks=SLOW)
+            for layout, ranks in (
+                (SPREAD, 2),
+                (("--cp", 2), 2),
+                (("--engine", "ddp", *SPREAD), 2),
+                (("--engine", "fsdp2", *SPREAD), 2),
+            )
+        ),
+    ],
+)
 def test_ppo_on_other_layouts(layout: tuple[object, ...], ranks: int, folder: Path, tmp_path: Path) -> None:
     alone = trained(folder, tmp_path / "alone", "--max_steps", 3, "--num_iterations", 2, task="ppo")
     out = trained(folder, tmp_path / "out", "--max_steps", 3, "--num_iterations", 2, *layout, ranks=ranks, task="ppo")
@@ -138,21 +188,38 @@ def assert_flops(out: Path, ranks: int, model: Path) -> None:
     per_token = (6 + 1 + 1) * (body + shapes["lm_head.weight"].numel()) + (6 + 1) * (body + 32)
     tokenizer = AutoTokenizer.from_pretrained(model)
     for line in read_lines(out / "metrics.jsonl"):
-        lengths = [len(tokenizer.apply_chat_template(c["prompt"], add_generation_prompt=True)["input_ids"]) + c["tokens"]
-                   for c in completions(out) if c["step"] == (line["step"] - 1) // 2 * 2 + 1]
+        lengths = [
+            len(tokenizer.apply_chat_template(c["prompt"], add_generation_prompt=True)["input_ids"]) + c["tokens"]
+            for c in completions(out)
+            if c["step"] == (line["step"] - 1) // 2 * 2 + 1
+        ]
         assert line["tokens"] == sum(lengths)
         by_hand = per_token * sum(lengths) + (8 + 7) * 2 * 32 * sum(n * n for n in lengths)
         assert line["tflops_per_device"] * 1e12 * ranks * line["step_time"] == pytest.approx(by_hand)
 
 
 @SLOW
-@pytest.mark.parametrize("layouts", [
-    ((), ("--tp", 2), ("--pp", 2), ("--cp", 2), SPREAD),
-    (("--engine", "ddp"), ("--engine", "ddp", *SPREAD), ("--engine", "fsdp2", *SPREAD), ("--engine", "zero3", *SPREAD))])
-def test_ppo_with_adapters_on_other_layouts(layouts: tuple[tuple[object, ...], ...], folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ((), ("--tp", 2), ("--pp", 2), ("--cp", 2), SPREAD),
+        (
+            ("--engine", "ddp"),
+            ("--engine", "ddp", *SPREAD),
+            ("--engine", "fsdp2", *SPREAD),
+            ("--engine", "zero3", *SPREAD),
+        ),
+    ],
+)
+def test_ppo_with_adapters_on_other_layouts(
+    layouts: tuple[tuple[object, ...], ...], folder: Path, tmp_path: Path
+) -> None:
     """New ones are drawn alike on all layouts of an engine."""
     common = ("--max_steps", 3, "--num_iterations", 2, "--critic_learning_rate", "2e-2", *LORA)
-    outs = [trained(folder, tmp_path / str(i), *common, *layout, ranks=2 if i else 1, task="ppo") for i, layout in enumerate(layouts)]
+    outs = [
+        trained(folder, tmp_path / str(i), *common, *layout, ranks=2 if i else 1, task="ppo")
+        for i, layout in enumerate(layouts)
+    ]
     alone = read_lines(outs[0] / "metrics.jsonl")
     assert alone[0]["value/mean"] != alone[2]["value/mean"] and alone[2]["objective/kl"] != 0
     for out in outs[1:]:
@@ -170,8 +237,20 @@ def test_the_critic_of_adapters_goes_on_over_its_own_base(folder: Path, tmp_path
     shifted = {name: tensor + 1e-3 for name, tensor in load_file(other / "model.safetensors").items()}
     save_file(shifted, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(RankError, match="model's critic_weights"):
-        trained(folder, out, "--max_steps", 2, *LORA, *SPREAD, "--critic_model", str(other), "--resume_from_checkpoint", "latest", ranks=2,
-                task="ppo")
+        trained(
+            folder,
+            out,
+            "--max_steps",
+            2,
+            *LORA,
+            *SPREAD,
+            "--critic_model",
+            str(other),
+            "--resume_from_checkpoint",
+            "latest",
+            ranks=2,
+            task="ppo",
+        )
 
 
 def test_an_environment_on_two_ranks(folder: Path, tmp_path: Path) -> None:
@@ -192,4 +271,6 @@ def test_evaluation_by_rewards(folder: Path, tmp_path: Path) -> None:
     out = trained(folder, tmp_path / "out", "--max_steps", 3, "--val_dataset", folder / "held.jsonl", "--eval_steps", 2)
     assert_same_end(out, plain)
     lines = read_lines(out / "eval.jsonl")
-    assert [line["step"] for line in lines] == [2, 3] and all(line["prompts"] == 4 and 0 <= line["reward"] <= 1 for line in lines)
+    assert [line["step"] for line in lines] == [2, 3] and all(
+        line["prompts"] == 4 and 0 <= line["reward"] <= 1 for line in lines
+    )

@@ -27,16 +27,64 @@ STEPS, BATCH, SLICES, PASSES, SEED = 5, 8, 2, 2, 42
 BETA, GAMMA, LAM, EPSILON, VALUE_CLIP, VALUE_WEIGHT, ENTROPY, HEAT = 0.2, 0.97, 0.9, 0.02, 0.05, 0.5, 0.03, 0.8
 RATES = {"model": (2e-3, 4e-3), "moe": (5e-4, 1e-3)}
 """Of policy and critic; tokens near a tie change their expert in larger steps."""
-OPTIONS = ("--max_steps", STEPS, "--lr_scheduler_type", "constant", "--weight_decay", 0, "--adam_epsilon", 1e-6, "--seed", SEED,
-           "--shuffle", "false", "--report_to", "none", "--export_hf", "false", "--max_completion_length", 8, "--max_length", 32,
-           "--generation_batch_size", SLICES * BATCH, "--num_iterations", PASSES, "--beta", BETA, "--gamma", GAMMA, "--lam", LAM,
-           "--epsilon", EPSILON, "--cliprange_value", VALUE_CLIP, "--vf_coef", VALUE_WEIGHT, "--entropy_coef", ENTROPY,
-           "--temperature", HEAT, "--log_completions", "false")
+OPTIONS = (
+    "--max_steps",
+    STEPS,
+    "--lr_scheduler_type",
+    "constant",
+    "--weight_decay",
+    0,
+    "--adam_epsilon",
+    1e-6,
+    "--seed",
+    SEED,
+    "--shuffle",
+    "false",
+    "--report_to",
+    "none",
+    "--export_hf",
+    "false",
+    "--max_completion_length",
+    8,
+    "--max_length",
+    32,
+    "--generation_batch_size",
+    SLICES * BATCH,
+    "--num_iterations",
+    PASSES,
+    "--beta",
+    BETA,
+    "--gamma",
+    GAMMA,
+    "--lam",
+    LAM,
+    "--epsilon",
+    EPSILON,
+    "--cliprange_value",
+    VALUE_CLIP,
+    "--vf_coef",
+    VALUE_WEIGHT,
+    "--entropy_coef",
+    ENTROPY,
+    "--temperature",
+    HEAT,
+    "--log_completions",
+    "false",
+)
 SPREAD = ("--per_device_train_batch_size", BATCH // 2, "--global_batch_size", BATCH)
 LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
-    "one": (1, ()), "tp2": (2, ("--tp", 2)), "pp2": (2, ("--pp", 2)), "cp2": (2, ("--cp", 2)), "dp2": (2, SPREAD),
-    "tp2 pp2": (4, ("--tp", 2, "--pp", 2)), "rows": (1, ("--packing", "false")), "ddp": (2, ("--engine", "ddp", *SPREAD)),
-    "fsdp2": (2, ("--engine", "fsdp2", *SPREAD)), "zero3": (2, ("--engine", "zero3", *SPREAD)), "ep2": (2, ("--ep", 2, *SPREAD))}
+    "one": (1, ()),
+    "tp2": (2, ("--tp", 2)),
+    "pp2": (2, ("--pp", 2)),
+    "cp2": (2, ("--cp", 2)),
+    "dp2": (2, SPREAD),
+    "tp2 pp2": (4, ("--tp", 2, "--pp", 2)),
+    "rows": (1, ("--packing", "false")),
+    "ddp": (2, ("--engine", "ddp", *SPREAD)),
+    "fsdp2": (2, ("--engine", "fsdp2", *SPREAD)),
+    "zero3": (2, ("--engine", "zero3", *SPREAD)),
+    "ep2": (2, ("--ep", 2, *SPREAD)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +96,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     played.write_task(made, 2 * SLICES * BATCH)
     for kind in RATES:
         torch.manual_seed(8)
-        AutoModelForSequenceClassification.from_pretrained(made / kind, num_labels=1, dtype=torch.float32).save_pretrained(
-            made / f"{kind}-critic")
+        AutoModelForSequenceClassification.from_pretrained(
+            made / kind, num_labels=1, dtype=torch.float32
+        ).save_pretrained(made / f"{kind}-critic")
     return made
 
 
@@ -70,7 +119,7 @@ class Told:
 
 def logits_of(policy: Any, ids: list[int], begin: int) -> Tensor:
     """[tokens of the completion, v]: log-probabilities of what may follow."""
-    return (policy(torch.tensor([ids])).logits[0, begin - 1:-1] / HEAT).log_softmax(-1)
+    return (policy(torch.tensor([ids])).logits[0, begin - 1 : -1] / HEAT).log_softmax(-1)
 
 
 def written(logits: Tensor, ids: list[int], begin: int) -> Tensor:
@@ -80,7 +129,7 @@ def written(logits: Tensor, ids: list[int], begin: int) -> Tensor:
 
 def values_of(critic: Any, ids: list[int], begin: int) -> Tensor:
     """What the critic says before each token of the completion."""
-    return critic.score(critic.model(torch.tensor([ids])).last_hidden_state)[0, begin - 1:-1, 0]
+    return critic.score(critic.model(torch.tensor([ids])).last_hidden_state)[0, begin - 1 : -1, 0]
 
 
 def lambda_returns(one: Told) -> None:
@@ -105,8 +154,16 @@ def generation(number: int, rows: Sequence[dict[str, Any]], models: tuple[Any, A
         ids, begin = [*prompt, *said], len(prompt)
         with torch.no_grad():
             old, ref = (written(logits_of(m, ids, begin), ids, begin).tolist() for m in (policy, reference))
-            one = Told(ids, begin, old, values_of(critic, ids, begin).tolist(), [a - b for a, b in zip(old, ref, strict=True)],
-                       row["weight"] * sum(digits) / (9 * len(digits)), [], [])
+            one = Told(
+                ids,
+                begin,
+                old,
+                values_of(critic, ids, begin).tolist(),
+                [a - b for a, b in zip(old, ref, strict=True)],
+                row["weight"] * sum(digits) / (9 * len(digits)),
+                [],
+                [],
+            )
         lambda_returns(one)
         made.append(one)
     every = np.concatenate([one.advantages for one in made])
@@ -143,8 +200,12 @@ def value_loss(critic: Any, some: Sequence[Told]) -> tuple[Tensor, dict[str, flo
             values.append(now.item())
             errors.append(target - now.item())
             targets.append(target)
-    told = {"vf_loss": float(squares) / 2 / len(values), "vf_clip_ratio": held / len(values), "value/mean": float(np.mean(values)),
-            "value/explained_variance": float(1 - np.var(errors) / np.var(targets))}
+    told = {
+        "vf_loss": float(squares) / 2 / len(values),
+        "vf_clip_ratio": held / len(values),
+        "value/mean": float(np.mean(values)),
+        "value/explained_variance": float(1 - np.var(errors) / np.var(targets)),
+    }
     return VALUE_WEIGHT * squares / 2 / len(values), told
 
 
@@ -161,26 +222,40 @@ def theirs(folder: Path, kind: str) -> list[dict[str, float]]:
     """Each step of the other side."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-    policy, reference = (AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.float32).eval() for _ in range(2))
-    critic: Any = AutoModelForSequenceClassification.from_pretrained(folder / f"{kind}-critic", dtype=torch.float32).eval()
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.float32).eval() for _ in range(2)
+    )
+    critic: Any = AutoModelForSequenceClassification.from_pretrained(
+        folder / f"{kind}-critic", dtype=torch.float32
+    ).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / kind)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
-                  for m, lr in zip((policy, critic), RATES[kind], strict=True)]
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
+        for m, lr in zip((policy, critic), RATES[kind], strict=True)
+    ]
     size, lines, made = SLICES * BATCH, list[dict[str, float]](), list[Told]()
     for step in range(STEPS):
         number, at = divmod(step, SLICES * PASSES)
         if at == 0:
-            made = generation(number, rows[number * size:(number + 1) * size], (policy, reference, critic), tokenizer)
+            made = generation(number, rows[number * size : (number + 1) * size], (policy, reference, critic), tokenizer)
             gaps = [one.gap for one in made]
         order = np.random.default_rng([SEED, number + 1]).permutation(size)
-        some = [made[i] for i in order[at % SLICES * BATCH:][:BATCH]]
+        some = [made[i] for i in order[at % SLICES * BATCH :][:BATCH]]
         loss, told = value_loss(critic, some)
         told["value/grad_norm"] = stepped(optimizers[1], critic, loss)
         loss, more = policy_loss(policy, some)
         norm = stepped(optimizers[0], policy, loss)
-        lines.append({**told, **more, "loss": float(loss), "grad_norm": norm, "kl": float(np.mean(np.concatenate(gaps))),
-                      "objective/kl": float(np.mean([sum(gap) for gap in gaps]))})
+        lines.append(
+            {
+                **told,
+                **more,
+                "loss": float(loss),
+                "grad_norm": norm,
+                "kl": float(np.mean(np.concatenate(gaps))),
+                "objective/kl": float(np.mean([sum(gap) for gap in gaps])),
+            }
+        )
     return lines
 
 
@@ -188,17 +263,35 @@ KNOWN: dict[str, list[dict[str, float]]] = {}
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("layout", ["tp2", *(pytest.param(layout, marks=SLOW) for layout in LAYOUTS if layout != "tp2")])
+@pytest.mark.parametrize(
+    "layout", ["tp2", *(pytest.param(layout, marks=SLOW) for layout in LAYOUTS if layout != "tp2")]
+)
 def test_as_plain_torch(layout: str, folder: Path, tmp_path: Path) -> None:
     kind = "moe" if layout == "ep2" else "model"
     if kind not in KNOWN:
         KNOWN[kind] = theirs(folder, kind)
     ranks, words = LAYOUTS[layout]
-    width = () if "--global_batch_size" in words else ("--per_device_train_batch_size", BATCH, "--global_batch_size", BATCH)
+    width = (
+        () if "--global_batch_size" in words else ("--per_device_train_batch_size", BATCH, "--global_batch_size", BATCH)
+    )
     rate, critic_rate = RATES[kind]
-    inputs = ["--model", str(folder / kind), "--critic_model", str(folder / f"{kind}-critic"), "--dataset", str(folder / "rows.jsonl"),
-              "--dataset_cache_dir", str(folder / "cache"), "--reward_funcs", f"{folder / 'rewards.py'}:worth",
-              "--lr", str(rate), "--critic_learning_rate", str(critic_rate), *(("--moe_aux_loss_coeff", "0") if kind == "moe" else ())]
+    inputs = [
+        "--model",
+        str(folder / kind),
+        "--critic_model",
+        str(folder / f"{kind}-critic"),
+        "--dataset",
+        str(folder / "rows.jsonl"),
+        "--dataset_cache_dir",
+        str(folder / "cache"),
+        "--reward_funcs",
+        f"{folder / 'rewards.py'}:worth",
+        "--lr",
+        str(rate),
+        "--critic_learning_rate",
+        str(critic_rate),
+        *(("--moe_aux_loss_coeff", "0") if kind == "moe" else ()),
+    ]
     played.run(inputs, tmp_path / "out", *OPTIONS, *width, *words, ranks=ranks, task="ppo")
     mine = read_lines(tmp_path / "out" / "metrics.jsonl")
     assert len(mine) == STEPS and not (tmp_path / "out" / "completions.jsonl").exists()

@@ -35,7 +35,10 @@ def problems(cfg: SwiftConfig, world_size: int) -> list[str]:
 
 
 def test_a_good_run_passes_and_leaves_no_trace(model: Path, tmp_path: Path) -> None:
-    assert problems(SwiftConfig(task="sft", model=str(model), dataset="d", tp=2, output_dir=str(tmp_path / "out")), 4) == []
+    assert (
+        problems(SwiftConfig(task="sft", model=str(model), dataset="d", tp=2, output_dir=str(tmp_path / "out")), 4)
+        == []
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -43,18 +46,35 @@ def test_problems_of_every_kind_are_told_together(model: Path, tmp_path: Path, m
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
     monkeypatch.setitem(module.TRACKERS, "wandb", "no_such_package")
-    cfg = SwiftConfig(task="sft", model=str(model), dataset=["a.jsonl", "d", "b.jsonl"], val_dataset="c.jsonl", tp=8, pp=1,
-                      output_dir=str(tmp_path / "out"), report_to=["wandb"],
-                      chat_template="no/such/file.jinja")
+    cfg = SwiftConfig(
+        task="sft",
+        model=str(model),
+        dataset=["a.jsonl", "d", "b.jsonl"],
+        val_dataset="c.jsonl",
+        tp=8,
+        pp=1,
+        output_dir=str(tmp_path / "out"),
+        report_to=["wandb"],
+        chat_template="no/such/file.jinja",
+    )
     text = "\n".join(problems(cfg, 8))
-    for part in ("tp 8", "file.jinja: is neither a file nor a template", "holds another run", "no_such_package is not installed",
-                 "--dataset a.jsonl: no such file", "--dataset b.jsonl: no such file", "--dataset c.jsonl: no such file"):
+    for part in (
+        "tp 8",
+        "file.jinja: is neither a file nor a template",
+        "holds another run",
+        "no_such_package is not installed",
+        "--dataset a.jsonl: no such file",
+        "--dataset b.jsonl: no such file",
+        "--dataset c.jsonl: no such file",
+    ):
         assert part in text
     assert "--dataset d:" not in text  # an id of a hub, perhaps
 
 
 def test_what_a_cpu_alone_cannot_do(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), optimizer_cpu_offload=True)
+    cfg = SwiftConfig(
+        task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), optimizer_cpu_offload=True
+    )
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert ["--optimizer_cpu_offload true: there is no CUDA device" in text for text in problems(cfg, 1)] == [True]
     half = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), torch_dtype="fp16")
@@ -66,44 +86,91 @@ def test_what_a_cpu_alone_cannot_do(model: Path, tmp_path: Path, monkeypatch: py
 def test_a_template_below_home_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "t.jinja").write_text("{{ messages }}")
-    cfg = SwiftConfig(task="sft", model=str(model), dataset="d", chat_template="~/t.jinja", output_dir=str(tmp_path / "out"))
+    cfg = SwiftConfig(
+        task="sft", model=str(model), dataset="d", chat_template="~/t.jinja", output_dir=str(tmp_path / "out")
+    )
     assert problems(cfg, 1) == []
 
 
 def test_adapters_that_have_no_place_are_named_before_anything_starts(model: Path, tmp_path: Path) -> None:
-    cfg = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), train_type="lora",
-                      target_modules=["q_proj", "k_porj", "embed_tokens", "(v_proj"], modules_to_save=["lm_heads"])
+    cfg = SwiftConfig(
+        task="sft",
+        model=str(model),
+        dataset="d",
+        output_dir=str(tmp_path / "out"),
+        train_type="lora",
+        target_modules=["q_proj", "k_porj", "embed_tokens", "(v_proj"],
+        modules_to_save=["lm_heads"],
+    )
     text = "\n".join(problems(cfg, 1))
-    for part in ("--target_modules k_porj: matches no linear layer", "did you mean k_proj?",
-                 "--target_modules embed_tokens: is no projection",
-                 "--target_modules (v_proj: is no regular expression", "--modules_to_save lm_heads: matches no module"):
+    for part in (
+        "--target_modules k_porj: matches no linear layer",
+        "did you mean k_proj?",
+        "--target_modules embed_tokens: is no projection",
+        "--target_modules (v_proj: is no regular expression",
+        "--modules_to_save lm_heads: matches no module",
+    ):
         assert part in text
     assert "q_proj:" not in text
-    assert "--adapters nowhere: no such folder" in "\n".join(problems(SwiftConfig(
-        task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), train_type="lora", adapters="nowhere"), 1))
+    assert "--adapters nowhere: no such folder" in "\n".join(
+        problems(
+            SwiftConfig(
+                task="sft",
+                model=str(model),
+                dataset="d",
+                output_dir=str(tmp_path / "out"),
+                train_type="lora",
+                adapters="nowhere",
+            ),
+            1,
+        )
+    )
 
 
 def test_four_bits_that_do_not_fit_are_told_before_anything_starts(model: Path, tmp_path: Path) -> None:
-    cfg = SwiftConfig(task="sft", model=str(model), dataset="d", output_dir=str(tmp_path / "out"), train_type="qlora",
-                      modules_to_save=["lm_head", "o_proj"])
+    cfg = SwiftConfig(
+        task="sft",
+        model=str(model),
+        dataset="d",
+        output_dir=str(tmp_path / "out"),
+        train_type="qlora",
+        modules_to_save=["lm_head", "o_proj"],
+    )
     text = "\n".join(problems(cfg, 1))
-    assert "NF4 blocks are 64 inputs" in text and "--modules_to_save model.layers.0.self_attn.o_proj: is held in NF4" in text
+    assert (
+        "NF4 blocks are 64 inputs" in text
+        and "--modules_to_save model.layers.0.self_attn.o_proj: is held in NF4" in text
+    )
     assert "lm_head" not in text
 
 
-@pytest.mark.parametrize(("remove", "words"), [
-    ("*.safetensors", "has no *.safetensors"), ("tokenizer*", "has no tokenizer"), ("config.json", "has no config.json")])
+@pytest.mark.parametrize(
+    ("remove", "words"),
+    [
+        ("*.safetensors", "has no *.safetensors"),
+        ("tokenizer*", "has no tokenizer"),
+        ("config.json", "has no config.json"),
+    ],
+)
 def test_a_model_folder_that_lacks_something(tmp_path: Path, remove: str, words: str) -> None:
     folder = write_model(tmp_path / "model")
     for path in folder.glob(remove):
         path.unlink()
-    assert words in "\n".join(problems(SwiftConfig(task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out")), 1))
+    assert words in "\n".join(
+        problems(SwiftConfig(task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out")), 1)
+    )
 
 
 def test_random_weights_need_no_safetensors(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     (folder / "model.safetensors").unlink()
-    assert problems(SwiftConfig(task="pt", model=str(folder), dataset="d", random_init=True, output_dir=str(tmp_path / "out")), 1) == []
+    assert (
+        problems(
+            SwiftConfig(task="pt", model=str(folder), dataset="d", random_init=True, output_dir=str(tmp_path / "out")),
+            1,
+        )
+        == []
+    )
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -116,14 +183,19 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     assert "lacks 1 of 2 shards: model-00002-of-00002.safetensors" in problems(cfg, 1)[0]
 
 
-@pytest.mark.parametrize(("name", "words"), [("./nowhere", "no such folder"), ("nowhere", "no such folder"), ("config.json", "is a file")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("./nowhere", "no such folder"), ("nowhere", "no such folder"), ("config.json", "is a file")]
+)
 def test_a_path_that_is_no_model(model: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
     monkeypatch.chdir(model)
     assert words in problems(SwiftConfig(task="sft", model=name, dataset="d"), 1)[0]
 
 
-def test_an_output_directory_is_its_export_and_a_checkpoint_has_its_model_beside_it(model: Path, tmp_path: Path) -> None:
+def test_an_output_directory_is_its_export_and_a_checkpoint_has_its_model_beside_it(
+    model: Path, tmp_path: Path
+) -> None:
     from megaswift.families.model_source import locate
+
     run = tmp_path / "run"
     write_model(run / "hf")
     (run / "metrics.jsonl").write_text("{}")
@@ -146,36 +218,64 @@ def test_it_imports_no_torch() -> None:
 
 def test_options_for_experts_are_refused_for_a_dense_model(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
-    cfg = SwiftConfig(task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out"), moe_z_loss_coeff=0.1,
-                      recompute_granularity="selective", recompute_modules=("core_attn", "moe", "layernorm"))
+    cfg = SwiftConfig(
+        task="sft",
+        model=str(folder),
+        dataset="d",
+        output_dir=str(tmp_path / "out"),
+        moe_z_loss_coeff=0.1,
+        recompute_granularity="selective",
+        recompute_modules=("core_attn", "moe", "layernorm"),
+    )
     text = "\n".join(problems(cfg, 1))
-    assert "--moe_z_loss_coeff 0.1: is for models with experts" in text and "--recompute_modules moe: is for models" in text
+    assert (
+        "--moe_z_loss_coeff 0.1: is for models with experts" in text
+        and "--recompute_modules moe: is for models" in text
+    )
     assert "--recompute_modules layernorm: Transformer Engine fuses" in text
 
 
 def test_a_written_configuration_passes_again(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
-    cfg = SwiftConfig(task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out"), cp=2, optimizer="sgd")
+    cfg = SwiftConfig(
+        task="sft", model=str(folder), dataset="d", output_dir=str(tmp_path / "out"), cp=2, optimizer="sgd"
+    )
     assert problems(cfg, 2) == []
     assert problems(SwiftConfig.from_dict(cfg.to_dict()), 2) == []
 
 
-@pytest.mark.parametrize("fields", [
-    {"original_max_position_embeddings": 64, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}},
-    {"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-], ids=lambda fields: fields["rope_scaling"]["type"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "original_max_position_embeddings": 64,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64},
+        },
+        {"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    ],
+    ids=lambda fields: fields["rope_scaling"]["type"],
+)
 def test_longer_sequences_than_the_frequencies_are_for(model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     """transformers takes other frequencies for a batch with a longer sequence."""
     folder = tmp_path / "phi3"
     shutil.copytree(model, folder)
     (folder / "config.json").write_text(json.dumps({**PHI_4, **fields}))
-    told = problems(SwiftConfig(task="sft", model=str(folder), dataset="d", max_length=65, output_dir=str(tmp_path / "out")), 1)
+    told = problems(
+        SwiftConfig(task="sft", model=str(folder), dataset="d", max_length=65, output_dir=str(tmp_path / "out")), 1
+    )
     assert len(told) == 1 and "--max_length 65: is more than 64" in told[0] and "--max_length 64" in told[0]
     assert f"this model's {fields['rope_scaling']['type']} rope" in told[0]
-    assert problems(SwiftConfig(task="sft", model=str(folder), dataset="d", max_length=64, output_dir=str(tmp_path / "out")), 1) == []
+    assert (
+        problems(
+            SwiftConfig(task="sft", model=str(folder), dataset="d", max_length=64, output_dir=str(tmp_path / "out")), 1
+        )
+        == []
+    )
 
 
-def test_what_options_say_together_is_told_with_layout_and_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_options_say_together_is_told_with_layout_and_files(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     words = ["--dataset", str(tmp_path / "none.jsonl"), "--tp", "3", "--output_dir", str(tmp_path / "out")]
 
@@ -186,7 +286,13 @@ def test_what_options_say_together_is_told_with_layout_and_files(model: Path, tm
 
     data = f"--dataset {tmp_path / 'none.jsonl'}"
     both = ("--model", str(model), "--nproc_per_node", "8")
-    assert told(*both, "--warmup_steps", "5", "--warmup_ratio", "0.1") == ["--warmup_ratio 0.1", "--tp 3", "--tp 3", "--tp 3", data]
+    assert told(*both, "--warmup_steps", "5", "--warmup_ratio", "0.1") == [
+        "--warmup_ratio 0.1",
+        "--tp 3",
+        "--tp 3",
+        "--tp 3",
+        data,
+    ]
     assert told("--nproc_per_node", "8") == ["--model", data]  # nothing to say of a layout
     assert told(*both, "--warmup_stesp", "5") == ["--warmup_stesp 5"]  # who knows what the rest would be
     assert told(*both, "--warmup_steps", "five") == ["--warmup_steps five"]

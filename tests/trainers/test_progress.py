@@ -32,19 +32,29 @@ def test_a_terminal_gets_a_bar_with_loss_rate_speed_and_time_left(tmp_path) -> N
 
 def test_elsewhere_there_are_plain_lines_now_and_then(tmp_path) -> None:  # noqa: ANN001
     lines = shown(io.StringIO(), tmp_path / "a.jsonl").splitlines()
-    assert len(lines) == 5 and lines[0].startswith("step 1/5  loss ") and "ETA 0:0" in lines[0] and "\r" not in "".join(lines)
+    assert (
+        len(lines) == 5
+        and lines[0].startswith("step 1/5  loss ")
+        and "ETA 0:0" in lines[0]
+        and "\r" not in "".join(lines)
+    )
     lines = shown(io.StringIO(), tmp_path / "b.jsonl", every=60).splitlines()
     assert [line.split()[1] for line in lines] == ["1/5", "5/5"]  # the first and the last, whatever the interval
 
 
-@pytest.mark.parametrize(("seconds", "text"), [
-    (0, "0:00"), (59.6, "1:00"), (425, "7:05"), (7424, "2:03:44"), (273_900, "3d 04:05"), (-1, "0:00")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (425, "7:05"), (7424, "2:03:44"), (273_900, "3d 04:05"), (-1, "0:00")],
+)
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
 def test_a_loss_that_is_not_finite_is_shown() -> None:
-    assert short({"loss": None, "learning_rate": 1e-5, "tokens_per_second": 1234.5}) == "loss nan  lr 1.00e-05  1,234 tokens/s"
+    assert (
+        short({"loss": None, "learning_rate": 1e-5, "tokens_per_second": 1234.5})
+        == "loss nan  lr 1.00e-05  1,234 tokens/s"
+    )
 
 
 def test_pairs_say_how_often_the_chosen_answer_is_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,8 +62,10 @@ def test_pairs_say_how_often_the_chosen_answer_is_first(capsys: pytest.CaptureFi
     line = {"step": 4, "loss": 0.5, "label_tokens": 400}
     Progress(io.StringIO()).on_evaluate(loop, {**line, "rewards/accuracies": 0.97})
     Progress(io.StringIO()).on_evaluate(loop, line)
-    assert capsys.readouterr().err == ("megaswift: step 4: evaluation loss 0.5000  chosen first 97% over 400 label tokens\n"
-                                       "megaswift: step 4: evaluation loss 0.5000 over 400 label tokens\n")
+    assert capsys.readouterr().err == (
+        "megaswift: step 4: evaluation loss 0.5000  chosen first 97% over 400 label tokens\n"
+        "megaswift: step 4: evaluation loss 0.5000 over 400 label tokens\n"
+    )
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

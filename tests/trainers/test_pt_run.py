@@ -18,7 +18,9 @@ from tests.trainers.inputs import write_model
 from tests.trainers.runs import run
 
 ENVIRON = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")} | {
-    "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+}
 API = """
 import json, sys
 from megaswift import SwiftConfig, Trainer
@@ -30,7 +32,9 @@ print(Trainer(options.pop("model"), SwiftConfig(task="pt", **options)).train(dat
 def write_texts(path: Path, rows: int, seed: int) -> list[str]:
     """Words that repeat: something to learn."""
     draw = random.Random(seed)
-    texts = [" ".join(draw.choice(("abc", "abcd", "xyz", "12")) for _ in range(draw.randint(2, 16))) for _ in range(rows)]
+    texts = [
+        " ".join(draw.choice(("abc", "abcd", "xyz", "12")) for _ in range(draw.randint(2, 16))) for _ in range(rows)
+    ]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return texts
 
@@ -42,7 +46,9 @@ def empty_model(folder: Path) -> Path:
 
 
 def ran(*words: object, **environ: str) -> str:
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=ENVIRON | environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=ROOT, env=ENVIRON | environ, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -56,9 +62,19 @@ def test_from_a_config_alone_by_the_python_api(tmp_path: Path) -> None:
     model, out = empty_model(tmp_path / "model"), tmp_path / "out"
     write_texts(tmp_path / "train.jsonl", 60, 1)
     held = write_texts(tmp_path / "val.jsonl", 7, 2)
-    options = {"model": str(model), "random_init": True, "packing": True, "max_length": 96, "val_dataset": str(tmp_path / "val.jsonl"),
-               "dataset_cache_dir": str(tmp_path / "cache"), "global_batch_size": 4, "max_steps": 12, "learning_rate": 1e-2,
-               "output_dir": str(out), "report_to": "none"}
+    options = {
+        "model": str(model),
+        "random_init": True,
+        "packing": True,
+        "max_length": 96,
+        "val_dataset": str(tmp_path / "val.jsonl"),
+        "dataset_cache_dir": str(tmp_path / "cache"),
+        "global_batch_size": 4,
+        "max_steps": 12,
+        "learning_rate": 1e-2,
+        "output_dir": str(out),
+        "report_to": "none",
+    }
     assert ran("-c", API, json.dumps(options), tmp_path / "train.jsonl").splitlines()[-1] == str(out)
     lines = read_lines(out / "metrics.jsonl")
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"] and all(line["label_tokens"] < line["tokens"] for line in lines)
@@ -78,9 +94,30 @@ def test_from_a_config_alone_by_the_python_api(tmp_path: Path) -> None:
 def test_a_stream_by_the_command_on_two_processes_is_the_run_on_one(tmp_path: Path) -> None:
     model = empty_model(tmp_path / "model")
     write_texts(tmp_path / "train.jsonl", 60, 1)
-    words = ("--model", model, "--random_init", "true", "--dataset", tmp_path / "train.jsonl", "--streaming", "true", "--packing", "true",
-             "--truncation_strategy", "split", "--max_length", 32, "--global_batch_size", 2, "--max_steps", 4, "--report_to", "none",
-             "--export_hf", "false")
+    words = (
+        "--model",
+        model,
+        "--random_init",
+        "true",
+        "--dataset",
+        tmp_path / "train.jsonl",
+        "--streaming",
+        "true",
+        "--packing",
+        "true",
+        "--truncation_strategy",
+        "split",
+        "--max_length",
+        32,
+        "--global_batch_size",
+        2,
+        "--max_steps",
+        4,
+        "--report_to",
+        "none",
+        "--export_hf",
+        "false",
+    )
     ran("-m", "megaswift", "pt", *words, "--output_dir", tmp_path / "one")
     ran("-m", "megaswift", "pt", *words, "--tp", 2, "--output_dir", tmp_path / "two", NPROC_PER_NODE="2")
     one, two = ([line["loss"] for line in read_lines(tmp_path / name / "metrics.jsonl")] for name in ("one", "two"))
@@ -92,9 +129,30 @@ def test_a_run_goes_on_under_another_layout_with_the_rows_that_come_next(tmp_pat
     """From TP2 with two micro-batches a step to two data-parallel ranks with one each: the same documents, tokens and losses."""
     model = empty_model(tmp_path / "model")
     write_texts(tmp_path / "train.jsonl", 60, 1)
-    words = ["--model", str(model), "--random_init", "--dataset", str(tmp_path / "train.jsonl"), "--packing", "--max_length", "32",
-             "--truncation_strategy", "split", "--global_batch_size", "2", "--max_steps", "4", "--learning_rate", "1e-2",
-             "--report_to", "none", "--dataset_cache_dir", str(tmp_path / "cache"), "--export_hf", "false"]
+    words = [
+        "--model",
+        str(model),
+        "--random_init",
+        "--dataset",
+        str(tmp_path / "train.jsonl"),
+        "--packing",
+        "--max_length",
+        "32",
+        "--truncation_strategy",
+        "split",
+        "--global_batch_size",
+        "2",
+        "--max_steps",
+        "4",
+        "--learning_rate",
+        "1e-2",
+        "--report_to",
+        "none",
+        "--dataset_cache_dir",
+        str(tmp_path / "cache"),
+        "--export_hf",
+        "false",
+    ]
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     run(words, whole, "--tp", 2, "--save_steps", 2, task="pt")
     text = run(words, rest, "--resume_from_checkpoint", whole / "checkpoints" / "step-2", task="pt")

@@ -34,10 +34,22 @@ def test_a_run_resumes_elsewhere_and_merges_into_unquantised_weights(tmp_path: P
     ids = torch.arange(4, 40)[None]
     with torch.no_grad():
         merged = AutoModelForCausalLM.from_pretrained(out / "hf")(ids).logits
-        adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), out / "adapter").eval()(ids).logits
+        adapted = (
+            peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), out / "adapter")
+            .eval()(ids)
+            .logits
+        )
     assert float((merged - adapted).abs().max()) < 1e-5
     was, now = (load_file(folder / "model.safetensors") for folder in (model, out / "hf"))
     assert torch.equal(was["lm_head.weight"], now["lm_head.weight"])
-    process = start(inputs, tmp_path / "lora", "--train_type", "lora", *OPTIONS, "--resume_from_checkpoint",
-                    out / "checkpoints" / "step-2", ranks=1)
+    process = start(
+        inputs,
+        tmp_path / "lora",
+        "--train_type",
+        "lora",
+        *OPTIONS,
+        "--resume_from_checkpoint",
+        out / "checkpoints" / "step-2",
+        ranks=1,
+    )
     assert "the checkpoint's run had train_type qlora" in finish(process) and process.returncode != 0

@@ -43,9 +43,23 @@ class Strict(HTMLParser):
 
 
 def line(step: int, **other: object) -> dict:
-    return {"step": step, "epoch": step / 10, "loss": 4.0 / step, "grad_norm": 1.0, "learning_rate": 1e-4, "tokens": 100,
-            "label_tokens": 40, "step_time": 0.5, "data_wait": 0.0, "tokens_per_second": 200.0 + step, "tokens_per_second_per_device": 50.0,
-            "tflops_per_device": 1.5, "mfu": None, "memory_gib": 2.5, **other}
+    return {
+        "step": step,
+        "epoch": step / 10,
+        "loss": 4.0 / step,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-4,
+        "tokens": 100,
+        "label_tokens": 40,
+        "step_time": 0.5,
+        "data_wait": 0.0,
+        "tokens_per_second": 200.0 + step,
+        "tokens_per_second_per_device": 50.0,
+        "tflops_per_device": 1.5,
+        "mfu": None,
+        "memory_gib": 2.5,
+        **other,
+    }
 
 
 @pytest.fixture
@@ -59,7 +73,9 @@ def run(tmp_path: Path) -> tuple[Path, Path, Path, SwiftConfig]:
 def parsed(run: tuple[Path, Path, Path, SwiftConfig], **story: object) -> tuple[str, Strict]:
     path, metrics, evaluation, cfg = run
     rows = [("model", "qwen3"), ("layout", "TP2 PP2 on 4 processes\n  ranks 0-1   ranks 2-3")]
-    made = report.Story(title="sft: tiny & <small>", status="finished", rows=rows, seconds={"data": 1.25, "metrics": 3.0}, **story)
+    made = report.Story(
+        title="sft: tiny & <small>", status="finished", rows=rows, seconds={"data": 1.25, "metrics": 3.0}, **story
+    )
     report.write(path, cfg, made, (metrics, evaluation, metrics.with_name("completions.jsonl")))
     text = path.read_text(encoding="utf-8")
     parser = Strict()
@@ -79,8 +95,25 @@ def test_the_page_is_well_formed_and_self_contained(run: tuple[Path, Path, Path,
 def test_it_tells_figures_configuration_layout_timings_and_versions(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
     _, parser = parsed(run)
     said = set(parser.texts)
-    assert {"sft: tiny & <small>", "<b>DIR</b>", "4 → 0.2", "0.75", "20", "2,000", "tokens, 800 with a label", "211", "2.50 GiB"} <= said
-    assert {"TP2 PP2 on 4 processes\n  ranks 0-1   ranks 2-3", "1.25 s", "torch", "python", "learning_rate", "0.0003"} <= said
+    assert {
+        "sft: tiny & <small>",
+        "<b>DIR</b>",
+        "4 → 0.2",
+        "0.75",
+        "20",
+        "2,000",
+        "tokens, 800 with a label",
+        "211",
+        "2.50 GiB",
+    } <= said
+    assert {
+        "TP2 PP2 on 4 processes\n  ranks 0-1   ranks 2-3",
+        "1.25 s",
+        "torch",
+        "python",
+        "learning_rate",
+        "0.0003",
+    } <= said
 
 
 def test_preference_learning_has_its_curves_and_figures(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
@@ -96,13 +129,27 @@ def test_preference_learning_has_its_curves_and_figures(run: tuple[Path, Path, P
 def test_the_last_completions_with_their_rewards(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
     """A dozen of the last generation; conversations turn by turn; nothing of a text is markup."""
     first = {"step": 1, "prompt": "old", "completion": "gone", "reward": 0.0, "advantage": 0.0}
-    last = [{"step": 5, "prompt": [{"role": "user", "content": f"<i>{i}</i>"}], "completion": f"answer {i}", "reward": 0.5, "tokens": 3,
-             "rewards/format": 0.25, "rewards/digits": 1.0, "advantage": -0.125, "finished": True} for i in range(14)]
+    last = [
+        {
+            "step": 5,
+            "prompt": [{"role": "user", "content": f"<i>{i}</i>"}],
+            "completion": f"answer {i}",
+            "reward": 0.5,
+            "tokens": 3,
+            "rewards/format": 0.25,
+            "rewards/digits": 1.0,
+            "advantage": -0.125,
+            "finished": True,
+        }
+        for i in range(14)
+    ]
     last[1]["completion"] = [{"role": "assistant", "content": "hm"}, {"role": "tool", "content": "42"}]
     run[1].with_name("completions.jsonl").write_text("".join(to_json(row) + "\n" for row in [first, *last]))
     text, parser = parsed(run)
     said = "".join(parser.texts)
-    assert "Completions of step 5" in parser.texts and parser.texts.count("format 0.25, digits 1; advantage -0.125") == 12
+    assert (
+        "Completions of step 5" in parser.texts and parser.texts.count("format 0.25, digits 1; advantage -0.125") == 12
+    )
     assert "user: <i>0</i>\n→ answer 0" in parser.texts and "→ assistant: hm\ntool: 42" in said and "<i>0" not in text
     assert "answer 11" in said and "answer 12" not in said and "gone" not in said
     run[1].with_name("completions.jsonl").unlink()
@@ -136,8 +183,10 @@ def test_a_long_curve_is_thinned_without_losing_its_spike() -> None:
     assert kept == sorted(kept) and kept[0] == points[0] and kept[-1] == points[-1]
 
 
-@pytest.mark.parametrize(("low", "high", "expected"), [
-    (0, 10, [0, 5, 10]), (0.13, 0.47, [0.2, 0.3, 0.4]), (1, 600, [200, 400, 600]), (-1, 1, [-1, -0.5, 0, 0.5, 1])])
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 10, [0, 5, 10]), (0.13, 0.47, [0.2, 0.3, 0.4]), (1, 600, [200, 400, 600]), (-1, 1, [-1, -0.5, 0, 0.5, 1])],
+)
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
     assert charts.ticks(low, high, 4) == pytest.approx(expected)
 

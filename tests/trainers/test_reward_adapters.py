@@ -27,10 +27,27 @@ from tests.trainers.test_trajectories_trl import LORA, SLOW, SPREAD, STEPS, argu
 __all__ = ["folder"]
 ADAPTER = "adapter_model.safetensors"
 LAYOUTS: list[Any] = [
-    ("--tp", 2), *(pytest.param(layout, marks=SLOW) for layout in (
-        (), ("--pp", 2), SPREAD, ("--cp", 2), ("--tp", 2, "--packing", "false"), ("--tp", 2, "--pp", 2), ("--engine", "ddp", *SPREAD),
-        ("--engine", "zero3", *SPREAD), ("--engine", "fsdp2", *SPREAD)))]
-ENGINES: list[Any] = [("--tp", 2), ("--pp", 2), *(("--engine", engine, *SPREAD) for engine in ("ddp", "zero3", "fsdp2"))]
+    ("--tp", 2),
+    *(
+        pytest.param(layout, marks=SLOW)
+        for layout in (
+            (),
+            ("--pp", 2),
+            SPREAD,
+            ("--cp", 2),
+            ("--tp", 2, "--packing", "false"),
+            ("--tp", 2, "--pp", 2),
+            ("--engine", "ddp", *SPREAD),
+            ("--engine", "zero3", *SPREAD),
+            ("--engine", "fsdp2", *SPREAD),
+        )
+    ),
+]
+ENGINES: list[Any] = [
+    ("--tp", 2),
+    ("--pp", 2),
+    *(("--engine", engine, *SPREAD) for engine in ("ddp", "zero3", "fsdp2")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +61,17 @@ def theirs(folder: Path) -> tuple[Path, list[tuple[float, float]]]:
     torch.manual_seed(7)
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="SEQ_CLS")
-    rows = load_dataset("json", data_files=str(folder / "pairs.jsonl"), split="train", cache_dir=str(folder / "trl-cache"))
+    rows = load_dataset(
+        "json", data_files=str(folder / "pairs.jsonl"), split="train", cache_dir=str(folder / "trl-cache")
+    )
     options = trl.RewardConfig(**arguments(folder), center_rewards_coefficient=0.01)
-    trainer = trl.RewardTrainer(model=model, args=options, train_dataset=rows, peft_config=lora,
-                                processing_class=AutoTokenizer.from_pretrained(folder / "model"))
+    trainer = trl.RewardTrainer(
+        model=model,
+        args=options,
+        train_dataset=rows,
+        peft_config=lora,
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+    )
     trainer.model.save_pretrained(folder / "started")
     return folder / "started", curve(trainer)
 
@@ -68,7 +92,12 @@ def scores(model: Any, folder: Path, written: Sequence[str]) -> torch.Tensor:
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     with torch.no_grad():
-        return torch.cat([model.eval()(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits[:, 0] for text in written])
+        return torch.cat(
+            [
+                model.eval()(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits[:, 0]
+                for text in written
+            ]
+        )
 
 
 def with_peft(folder: Path, out: Path) -> Any:
@@ -88,9 +117,14 @@ def assert_scored_alike(folder: Path, out: Path) -> None:
     adapted = scores(with_peft(folder, out), folder, written)
     found = read_lines(out / "eval.jsonl")[-1]
     pairs = adapted.view(-1, 2)
-    assert -torch.nn.functional.logsigmoid(pairs[:, 0] - pairs[:, 1]).mean().item() == pytest.approx(found["loss/preference"], rel=1e-5)
+    assert -torch.nn.functional.logsigmoid(pairs[:, 0] - pairs[:, 1]).mean().item() == pytest.approx(
+        found["loss/preference"], rel=1e-5
+    )
     merged, told = AutoModelForSequenceClassification.from_pretrained(out / "hf", output_loading_info=True)
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")) and merged.config.num_labels == 1
+    assert (
+        not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        and merged.config.num_labels == 1
+    )
     assert torch.allclose(scores(merged, folder, written), adapted, atol=1e-5) and adapted.std() > 1e-2
     judge = reward_models([str(out / "hf")], WeightsOptions(model="", torch_dtype="float32"))[0]
     judged = judge([Judged(prompt="", completion=text, token_ids=(), finished=True) for text in written[:6]])
@@ -99,12 +133,36 @@ def assert_scored_alike(folder: Path, out: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_beside_trl(layout: tuple[object, ...], folder: Path, theirs: tuple[Path, list[tuple[float, float]]], tmp_path: Path) -> None:
+def test_beside_trl(
+    layout: tuple[object, ...], folder: Path, theirs: tuple[Path, list[tuple[float, float]]], tmp_path: Path
+) -> None:
     """Every step's loss and gradient norm; then what the run leaves behind."""
     adapter, wanted = theirs
-    leaves = ("--export_hf", "true", "--merge_lora", "true", "--val_dataset", folder / "pairs.jsonl", "--eval_steps", STEPS)
-    mine = ours(folder, tmp_path / "out", "rm", "--model", folder / "model", "--train_type", "lora", "--adapters", adapter,
-                "--center_rewards_coefficient", 0.01, *leaves, *layout)
+    leaves = (
+        "--export_hf",
+        "true",
+        "--merge_lora",
+        "true",
+        "--val_dataset",
+        folder / "pairs.jsonl",
+        "--eval_steps",
+        STEPS,
+    )
+    mine = ours(
+        folder,
+        tmp_path / "out",
+        "rm",
+        "--model",
+        folder / "model",
+        "--train_type",
+        "lora",
+        "--adapters",
+        adapter,
+        "--center_rewards_coefficient",
+        0.01,
+        *leaves,
+        *layout,
+    )
     assert_same(mine, wanted)
     assert_scored_alike(folder, tmp_path / "out")
 
@@ -115,7 +173,9 @@ def test_beside_trl(layout: tuple[object, ...], folder: Path, theirs: tuple[Path
 def test_new_adapters_go_on_bit_for_bit(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
     base = ("--model", folder / "model", *LORA, *layout, "--save_steps", 2)
     whole = ours(folder, tmp_path / "whole", "rm", *base)
-    again = ours(folder, tmp_path / "again", "rm", *base, "--resume_from_checkpoint", tmp_path / "whole/checkpoints/step-2")
+    again = ours(
+        folder, tmp_path / "again", "rm", *base, "--resume_from_checkpoint", tmp_path / "whole/checkpoints/step-2"
+    )
     assert again == whole[2:] and whole[-1] != whole[0]
     mine, wanted = (load_file(tmp_path / name / "adapter" / ADAPTER) for name in ("again", "whole"))
     assert mine.keys() == wanted.keys() and all(torch.equal(t, wanted[n]) for n, t in mine.items())
@@ -131,7 +191,11 @@ def test_over_four_bits(layout: tuple[object, ...], folder: Path, tmp_path: Path
     lines = ours(folder, tmp_path / "out", "rm", "--model", model, "--train_type", "qlora", *layout)
     assert lines[-1][0] < lines[0][0]
     head = load_file(tmp_path / "out" / "adapter" / ADAPTER)["base_model.model.score.weight"]
-    assert head.shape == (1, 128) and head.dtype == torch.float32 and 0 < float((head - new_head(load_spec(model), 42)).abs().max()) < 0.1
+    assert (
+        head.shape == (1, 128)
+        and head.dtype == torch.float32
+        and 0 < float((head - new_head(load_spec(model), 42)).abs().max()) < 0.1
+    )
 
 
 def test_adapters_of_the_other_kind_are_refused(tmp_path: Path) -> None:
@@ -139,11 +203,24 @@ def test_adapters_of_the_other_kind_are_refused(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / ADAPTER).touch()
-    for kind, task, said in (("CAUSAL_LM", "rm", "it has no head that scores"), ("SEQ_CLS", "dpo", "needs one that writes text")):
+    for kind, task, said in (
+        ("CAUSAL_LM", "rm", "it has no head that scores"),
+        ("SEQ_CLS", "dpo", "needs one that writes text"),
+    ):
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "task_type": kind}))
         for engine in ("megatron", "ddp"):
-            found = problems(SwiftConfig(task=task, model=str(model), dataset="d", output_dir=str(tmp_path / "out"), engine=engine,
-                                         train_type="lora", adapters=str(tmp_path / "adapter")), 2)
+            found = problems(
+                SwiftConfig(
+                    task=task,
+                    model=str(model),
+                    dataset="d",
+                    output_dir=str(tmp_path / "out"),
+                    engine=engine,
+                    train_type="lora",
+                    adapters=str(tmp_path / "adapter"),
+                ),
+                2,
+            )
             assert len(found) == 1 and said in found[0]
     with pytest.raises(WeightsError, match="is of a reward model, which scores texts and writes none"):
         prepare(WeightsOptions(model=str(model), adapters=str(tmp_path / "adapter")), None)

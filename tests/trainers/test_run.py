@@ -13,7 +13,14 @@ from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import write_conversations, write_inputs
 from tests.trainers.runs import by_torchrun, finish, killed, run, start
 
-CLOCK = {"step_time", "data_wait", "tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "memory_gib"}
+CLOCK = {
+    "step_time",
+    "data_wait",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "tflops_per_device",
+    "memory_gib",
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,25 +35,39 @@ def values(out: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def whole(inputs: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("whole") / "out"
-    return out, by_torchrun(inputs, out, "--max_steps", 8, "--save_steps", 4, "--split_dataset_ratio", 0.1, "--eval_steps", 4)
+    return out, by_torchrun(
+        inputs, out, "--max_steps", 8, "--save_steps", 4, "--split_dataset_ratio", 0.1, "--eval_steps", 4
+    )
 
 
 @pytest.mark.process
 def test_a_run_leaves_the_whole_output_directory(whole: tuple[Path, str]) -> None:
     out, text = whole
     assert {p.name for p in out.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "eval.jsonl", "checkpoints", "hf", "loss.png", "report.html", "runs"}
+        "config.yaml",
+        "metrics.jsonl",
+        "eval.jsonl",
+        "checkpoints",
+        "hf",
+        "loss.png",
+        "report.html",
+        "runs",
+    }
     lines = values(out)
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert [line["step"] for line in read_lines(out / "eval.jsonl")] == [4, 8]
     assert Store(out / "checkpoints").latest() == out / "checkpoints" / "step-8"
-    assert "TP2 SP DP1 on 2 processes" in text and text.count("megaswift: supervised fine-tuning") == 1  # one screen, not one a rank
+    assert (
+        "TP2 SP DP1 on 2 processes" in text and text.count("megaswift: supervised fine-tuning") == 1
+    )  # one screen, not one a rank
     assert "UserWarning" not in text and "FutureWarning" not in text
 
 
 @pytest.mark.process
-def test_the_export_answers_in_transformers_with_the_loss_that_was_measured(whole: tuple[Path, str], inputs: list[str]) -> None:
+def test_the_export_answers_in_transformers_with_the_loss_that_was_measured(
+    whole: tuple[Path, str], inputs: list[str]
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,10 +106,22 @@ def held_out(inputs: list[str], out: Path) -> list[list[dict[str, str]]]:
 @pytest.mark.slow
 def test_every_layout_is_evaluated_on_the_same_rows(inputs: list[str], tmp_path: Path) -> None:
     """11 rows, of which two global batches of 4 are asked for: one rank takes 2 x 4, two ranks 2 x (2 x 2)."""
-    alone = inputs[:inputs.index("--per_device_train_batch_size")]
+    alone = inputs[: inputs.index("--per_device_train_batch_size")]
     write_conversations(tmp_path / "val.jsonl", rows=11, seed=1)
-    options = ("--val_dataset", tmp_path / "val.jsonl", "--global_batch_size", 4, "--max_steps", 1, "--eval_iters", 2,
-               "--export_hf", "false", "--report_to", "none")
+    options = (
+        "--val_dataset",
+        tmp_path / "val.jsonl",
+        "--global_batch_size",
+        4,
+        "--max_steps",
+        1,
+        "--eval_iters",
+        2,
+        "--export_hf",
+        "false",
+        "--report_to",
+        "none",
+    )
     run(alone, tmp_path / "one", *options, "--per_device_train_batch_size", 4, ranks=1)
     run(alone, tmp_path / "dp", *options, "--per_device_train_batch_size", 2)
     [one], [dp] = (read_lines(tmp_path / name / "eval.jsonl") for name in ("one", "dp"))
@@ -100,10 +133,17 @@ def test_every_layout_is_evaluated_on_the_same_rows(inputs: list[str], tmp_path:
 
 @pytest.mark.process
 def test_killed_and_started_again_a_run_is_the_uninterrupted_one(inputs: list[str], tmp_path: Path) -> None:
-    out, options = tmp_path / "out", ("--max_steps", 400, "--save_steps", 5, "--save_total_limit", 2, "--resume_from_checkpoint", "latest")
+    out, options = (
+        tmp_path / "out",
+        ("--max_steps", 400, "--save_steps", 5, "--save_total_limit", 2, "--resume_from_checkpoint", "latest"),
+    )
     pointer = out / "checkpoints" / "latest.json"
-    told = killed(inputs, out, *options,  # the very command of the second start: without a checkpoint it begins at the beginning
-                  when=lambda: pointer.exists() and len(read_lines(out / "metrics.jsonl")) > 6)
+    told = killed(
+        inputs,
+        out,
+        *options,  # the very command of the second start: without a checkpoint it begins at the beginning
+        when=lambda: pointer.exists() and len(read_lines(out / "metrics.jsonl")) > 6,
+    )
     assert "exit status -9" in told and "no checkpoint yet: starting from the beginning" in told
     saved = json.loads(pointer.read_text())["step"]
     steps = saved + 7
@@ -126,14 +166,18 @@ def test_a_resumed_run_continues_bit_for_bit(inputs: list[str], tmp_path: Path, 
 
 
 @pytest.mark.process
-def test_another_run_in_the_folder_is_refused_and_a_finished_one_only_exports(whole: tuple[Path, str], inputs: list[str]) -> None:
+def test_another_run_in_the_folder_is_refused_and_a_finished_one_only_exports(
+    whole: tuple[Path, str], inputs: list[str]
+) -> None:
     out, _ = whole
     before = (out / "metrics.jsonl").read_bytes()
     process = start(inputs, out, "--max_steps", 8)
     text = finish(process)
     assert process.returncode == 1 and text.count("holds another run") == 1 and "megaswift/trainers" not in text
     text = run(inputs, out, "--max_steps", 8, "--split_dataset_ratio", 0.1, "--resume_from_checkpoint", "latest")
-    assert "step 8 of 8 is already done" in text and f"exported {out / 'hf'}" in text and str(out / "report.html") in text
+    assert (
+        "step 8 of 8 is already done" in text and f"exported {out / 'hf'}" in text and str(out / "report.html") in text
+    )
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
@@ -144,7 +188,18 @@ def test_a_bad_row_of_a_stream_ends_the_run_with_its_state_saved(inputs: list[st
     streamed = tmp_path / "stream.jsonl"
     streamed.write_text("\n".join([*data[:10], '{"messages": "oops"}', *data[11:]]), encoding="utf-8")
     cut = inputs.index("--dataset_cache_dir")
-    options = [*inputs[:2], *inputs[cut + 2:], "--dataset", str(streamed), "--streaming", "true", "--shuffle", "false", "--max_steps", "5"]
+    options = [
+        *inputs[:2],
+        *inputs[cut + 2 :],
+        "--dataset",
+        str(streamed),
+        "--streaming",
+        "true",
+        "--shuffle",
+        "false",
+        "--max_steps",
+        "5",
+    ]
     process = start(options, tmp_path / "out")
     text = finish(process)
     assert process.returncode != 0 and f"{streamed}:11" in text

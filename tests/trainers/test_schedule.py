@@ -31,7 +31,9 @@ def rates(**given):
 def theirs(name, warm, **specific):
     """The rate that each optimizer step of a training with transformers' scheduler takes."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=warm, num_training_steps=STEPS, scheduler_specific_kwargs=specific)
+    scheduler = get_scheduler(
+        name, optimizer, num_warmup_steps=warm, num_training_steps=STEPS, scheduler_specific_kwargs=specific
+    )
     out = []
     for _ in range(STEPS):
         out.append(scheduler.get_last_lr()[0])
@@ -45,7 +47,9 @@ NAMES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosi
 
 @pytest.mark.parametrize(("kind", "warm"), list(itertools.product(NAMES, (0, 1, 5))))
 def test_rates_are_those_of_transformers(kind, warm):
-    assert rates(lr_scheduler_type=kind, warmup_steps=warm) == pytest.approx(theirs(NAMES[kind], warm), rel=1e-12, abs=0)
+    assert rates(lr_scheduler_type=kind, warmup_steps=warm) == pytest.approx(
+        theirs(NAMES[kind], warm), rel=1e-12, abs=0
+    )
 
 
 @pytest.mark.parametrize("warm", [0, 5])
@@ -98,7 +102,11 @@ def test_warmup_steps():
 def test_a_warm_up_that_outlasts_the_run_is_refused():
     with pytest.raises(ConfigError, match="--warmup_steps 11: is longer than the run of 10 steps"):
         check_warmup(10, SwiftConfig(warmup_steps=11).optim)
-    assert check_warmup(10, SwiftConfig(warmup_steps=10).optim) is check_warmup(1, SwiftConfig(warmup_ratio=0.9).optim) is None
+    assert (
+        check_warmup(10, SwiftConfig(warmup_steps=10).optim)
+        is check_warmup(1, SwiftConfig(warmup_ratio=0.9).optim)
+        is None
+    )
 
 
 def test_every_kind_of_the_configuration_has_a_rate():

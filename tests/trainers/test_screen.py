@@ -29,29 +29,83 @@ supervised fine-tuning
 
 
 def test_the_screen() -> None:
-    cfg = SwiftConfig(task="sft", model="DIR", dataset="d.jsonl", val_dataset="v.jsonl", tp=2, pp=2, per_device_train_batch_size=2, gbs=8,
-                      max_length=1024, lr=1e-4, min_lr=1e-6, warmup_ratio=0.1, logging_steps=10, eval_steps=50, save_steps=100,
-                      save_total_limit=2, output_dir="out")
+    cfg = SwiftConfig(
+        task="sft",
+        model="DIR",
+        dataset="d.jsonl",
+        val_dataset="v.jsonl",
+        tp=2,
+        pp=2,
+        per_device_train_batch_size=2,
+        gbs=8,
+        max_length=1024,
+        lr=1e-4,
+        min_lr=1e-6,
+        warmup_ratio=0.1,
+        logging_steps=10,
+        eval_steps=50,
+        save_steps=100,
+        save_total_limit=2,
+        output_dir="out",
+    )
     layout = Layout(4, tp=2, pp=2, sequence_parallel=True)
-    stats = {"rows": 1000.0, "documents": 3000.0, "tokens": 120000.0, "label_tokens": 40000.0, "global_batch": 8.0,
-             "deleted": 0.0, "fill": 0.9921}
+    stats = {
+        "rows": 1000.0,
+        "documents": 3000.0,
+        "tokens": 120000.0,
+        "label_tokens": 40000.0,
+        "global_batch": 8.0,
+        "deleted": 0.0,
+        "fill": 0.9921,
+    }
     sizes = ParameterReport(1234567, 345678, 1382712, 1382712, 2765424, 1)
-    facts = Facts("supervised fine-tuning", "qwen3, 4 layers x 64: DIR", sizes, f"{layout.describe()} on 4 processes", picture(layout, 4),
-                  "torch (no CUDA device), float32", data_text(stats), layout.dp, 4, 250, 1000, 100)
+    facts = Facts(
+        "supervised fine-tuning",
+        "qwen3, 4 layers x 64: DIR",
+        sizes,
+        f"{layout.describe()} on 4 processes",
+        picture(layout, 4),
+        "torch (no CUDA device), float32",
+        data_text(stats),
+        layout.dp,
+        4,
+        250,
+        1000,
+        100,
+    )
     assert render(facts.title, rows(cfg, facts)) == GOLDEN
 
 
 def test_host_memory_is_told_apart() -> None:
     layout = Layout(1)
-    facts = Facts("t", "m", ParameterReport(100, 100, 2**20, 2**20, 2**19, 1, host_bytes=3 * 2**20), "l", "", "k", "d", layout.dp, 1, 5, 10)
+    facts = Facts(
+        "t",
+        "m",
+        ParameterReport(100, 100, 2**20, 2**20, 2**19, 1, host_bytes=3 * 2**20),
+        "l",
+        "",
+        "k",
+        "d",
+        layout.dp,
+        1,
+        5,
+        10,
+    )
     assert dict(rows(SwiftConfig(task="sft"), facts))["memory"] == (
         "weights 1.0 MiB + gradients 1.0 MiB + optimizer 512.0 KiB = 2.5 MiB on the largest rank, activations not counted"
-        "; 3.0 MiB of optimizer state in host memory")
+        "; 3.0 MiB of optimizer state in host memory"
+    )
 
 
-@pytest.mark.parametrize(("engine", "text"), [
-    ({}, ""), ({"engine": "ddp"}, ", ddp"), ({"engine": "zero3_offload"}, ", zero3_offload"),
-    ({"engine": "fsdp2", "fsdp": "hybrid_shard offload"}, ", fsdp2 (hybrid_shard offload)")])
+@pytest.mark.parametrize(
+    ("engine", "text"),
+    [
+        ({}, ""),
+        ({"engine": "ddp"}, ", ddp"),
+        ({"engine": "zero3_offload"}, ", zero3_offload"),
+        ({"engine": "fsdp2", "fsdp": "hybrid_shard offload"}, ", fsdp2 (hybrid_shard offload)"),
+    ],
+)
 def test_the_engine_is_named(engine: dict[str, str], text: str) -> None:
     assert engine_text(SwiftConfig(**engine)) == text
 
@@ -76,9 +130,12 @@ def test_warm_up_is_the_schedule_s_own() -> None:
 
 
 def test_the_course_of_the_learning_rate_is_told_as_it_is() -> None:
-    for options, text in (({}, "cosine to 0,"), ({"lr_scheduler_type": "constant"}, "constant,"),
-                          ({"lr_scheduler_type": "inverse_sqrt"}, "inverse_sqrt,"),
-                          ({"lr_scheduler_type": "inverse_sqrt", "min_lr": 1e-6}, "inverse_sqrt, at least 1e-06,")):
+    for options, text in (
+        ({}, "cosine to 0,"),
+        ({"lr_scheduler_type": "constant"}, "constant,"),
+        ({"lr_scheduler_type": "inverse_sqrt"}, "inverse_sqrt,"),
+        ({"lr_scheduler_type": "inverse_sqrt", "min_lr": 1e-6}, "inverse_sqrt, at least 1e-06,"),
+    ):
         assert f"learning rate 1e-05 {text} weight decay" in optimizer_text(SwiftConfig(**options), 10)
 
 

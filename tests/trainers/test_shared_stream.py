@@ -23,12 +23,22 @@ ROWS, STEPS = 40, 12
 def row(i: int, task: str) -> dict[str, Any]:
     """A conversation or a pair; every tenth pair cannot be used."""
     question, answer = f"question {i}", f"answer {i} " * (1 + i % 5)
-    return chat(question, answer) if task == "sft" else {"prompt": question, "chosen": answer, "rejected": answer if i % 10 == 7 else "no"}
+    return (
+        chat(question, answer)
+        if task == "sft"
+        else {"prompt": question, "chosen": answer, "rejected": answer if i % 10 == 7 else "no"}
+    )
 
 
 def stream(path: Path, geometry: LoaderGeometry, task: str, packing: bool) -> tuple[StreamSource, list[int]]:
     """A stream, and how many texts were tokenised in each piece of work."""
-    options = {"streaming": True, "packing": packing, "max_length": 256, "global_batch_size": 4, "strict": task == "sft"}
+    options = {
+        "streaming": True,
+        "packing": packing,
+        "max_length": 256,
+        "global_batch_size": 4,
+        "strict": task == "sft",
+    }
     cfg = config(path, str(path / "rows.jsonl"), task, **options)
     made: Any = build(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), geometry, task)[0]
     encoder = made.contents.encoder if task == "sft" else made.contents.encoder._texts
@@ -73,9 +83,12 @@ def test_each_row_is_tokenised_once(dp: int, task: str, packing: bool, tmp_path:
 
 
 def test_a_malformed_row_of_another_rank_is_told_when_its_turn_comes(tmp_path: Path) -> None:
-    jsonl(tmp_path / "rows.jsonl", [*(chat(str(i), "a") for i in range(5)), {"messages": 3}, *(chat(str(i), "a") for i in range(6))])
+    jsonl(
+        tmp_path / "rows.jsonl",
+        [*(chat(str(i), "a") for i in range(5)), {"messages": 3}, *(chat(str(i), "a") for i in range(6))],
+    )
     made, _ = stream(tmp_path, LoaderGeometry(0, 1, 4), "sft", False)
-    made.spread = lambda rows, work: [one for k in range(3) for one in work(rows[4 * k: 4 * k + 4])]
+    made.spread = lambda rows, work: [one for k in range(3) for one in work(rows[4 * k : 4 * k + 4])]
     made.options = type(made.options)(**{**vars(made.options), "shuffle": False})
     made.next()
     with pytest.raises(DataError, match=r"rows.jsonl:6: column messages"):

@@ -21,14 +21,19 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"attn_impl": "flash"}, ["needs the package flash_attn", "has no kernel for a CPU; say --attn_impl sdpa"]),
     ({"attn_impl": "flex"}, ["has no backward pass on a CPU"]),
     ({"use_liger": True}, ["needs the package liger_kernel", "its kernels need a GPU"]),
-    ({"optimizer": "adamw_8bit"}, []), ({"torch_compile": True}, []), ({"attn_impl": "eager"}, []), ({"optimizer": "adafactor"}, []),
+    ({"optimizer": "adamw_8bit"}, []),
+    ({"torch_compile": True}, []),
+    ({"attn_impl": "eager"}, []),
+    ({"optimizer": "adafactor"}, []),
 ]
 
 
 @pytest.mark.parametrize(("options", "said"), CASES)
 def test_a_machine_without_a_gpu(options: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_checks, "has_gpu", lambda: False)
-    monkeypatch.setattr(torch_checks, "find_spec", lambda name: None if name in ("flash_attn", "liger_kernel") else object())
+    monkeypatch.setattr(
+        torch_checks, "find_spec", lambda name: None if name in ("flash_attn", "liger_kernel") else object()
+    )
     found = [str(p) for p in machine_problems(SwiftConfig(engine="ddp", **options))]
     assert len(found) == len(said)
     for text, part in zip(found, said, strict=True):
@@ -43,7 +48,9 @@ def test_a_machine_with_one_and_without_packages(monkeypatch: pytest.MonkeyPatch
         assert machine_problems(SwiftConfig(engine="ddp", **options)) == []
         monkeypatch.setattr(torch_checks, "find_spec", lambda name: None)
         found = [str(p) for p in machine_problems(SwiftConfig(engine="ddp", **options))]
-        needs = [s for s in said if "package" in s] or {"adamw_8bit": ["bitsandbytes"]}.get(str(options.get("optimizer")), [])
+        needs = [s for s in said if "package" in s] or {"adamw_8bit": ["bitsandbytes"]}.get(
+            str(options.get("optimizer")), []
+        )
         assert len(found) >= len(needs) and all("pip install" in text for text in found)
 
 
@@ -69,6 +76,14 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_losses_of_routers_need_routers(tmp_path: Path) -> None:
     dense, moe = write_model(tmp_path / "dense"), build("mixtral", tmp_path / "moe")
     shutil.copy(dense / "tokenizer.json", moe)
-    options: dict[str, Any] = {"task": "sft", "dataset": "d", "engine": "ddp", "moe_z_loss_coeff": 0.1, "output_dir": str(tmp_path / "out")}
-    assert ["is for models with experts" in text for text in problems(SwiftConfig(model=str(dense), **options), 2)] == [True]
+    options: dict[str, Any] = {
+        "task": "sft",
+        "dataset": "d",
+        "engine": "ddp",
+        "moe_z_loss_coeff": 0.1,
+        "output_dir": str(tmp_path / "out"),
+    }
+    assert ["is for models with experts" in text for text in problems(SwiftConfig(model=str(dense), **options), 2)] == [
+        True
+    ]
     assert problems(SwiftConfig(model=str(moe), **options), 2) == []

@@ -23,7 +23,11 @@ from tests.trainers.tiny import tiny_loop
 def test_events_are_the_lines(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tiny_loop(4, Metrics(tmp_path / "m.jsonl", 2, Speed([FlopRule(1, 1)], 1, 1), "label_weight"), TensorBoard(tmp_path / "runs")).run()
+    tiny_loop(
+        4,
+        Metrics(tmp_path / "m.jsonl", 2, Speed([FlopRule(1, 1)], 1, 1), "label_weight"),
+        TensorBoard(tmp_path / "runs"),
+    ).run()
     events = EventAccumulator(str(tmp_path / "runs")).Reload()
     lines = read_lines(tmp_path / "m.jsonl")
     for name in ("loss", "grad_norm", "tokens", "token_accuracy"):
@@ -52,7 +56,7 @@ def records(data: bytes) -> Iterator[bytes]:
             at += -at % 32768
             continue
         size, kind = struct.unpack_from("<HB", data, at + 4)
-        whole += data[at + 7: at + 7 + size]
+        whole += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):
             yield whole
@@ -93,8 +97,15 @@ def test_steps_that_a_resumed_run_repeats_arrive_in_weights_and_biases(tmp_path:
 
     In a process of its own: the package keeps a service and settings for the whole process.
     """
-    environ = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "PYTHONPATH": str(ROOT)}
+    environ = os.environ | {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "WANDB_CONSOLE": "off",
+        "PYTHONPATH": str(ROOT),
+    }
     subprocess.run([sys.executable, "-c", RESUMED, str(tmp_path)], cwd=ROOT, env=environ, check=True, timeout=240)
     found = sent(tmp_path)
-    assert [(r["step"], r["train/loss"]) for r in found if "train/loss" in r] == [(s, 10.0 * s) for s in (1, 2, 3, 4, 3, 4, 5)]
+    assert [(r["step"], r["train/loss"]) for r in found if "train/loss" in r] == [
+        (s, 10.0 * s) for s in (1, 2, 3, 4, 3, 4, 5)
+    ]
     assert [(r["step"], r["eval/loss"]) for r in found if "eval/loss" in r] == [(5, 7.0)]

@@ -19,14 +19,41 @@ from tests.trainers.runs import run
 from tests.trainers.trl_steps import ARGUMENTS, trained
 
 STEPS, BATCH, RATE = 5, 4, 2e-3
-ALIKE = ("--max_steps", STEPS, "--lr", RATE, "--lr_scheduler_type", "constant", "--weight_decay", 0, "--adam_epsilon", 1e-6,
-         "--shuffle", "false", "--report_to", "none", "--export_hf", "false")
+ALIKE = (
+    "--max_steps",
+    STEPS,
+    "--lr",
+    RATE,
+    "--lr_scheduler_type",
+    "constant",
+    "--weight_decay",
+    0,
+    "--adam_epsilon",
+    1e-6,
+    "--shuffle",
+    "false",
+    "--report_to",
+    "none",
+    "--export_hf",
+    "false",
+)
 SLOW = pytest.mark.slow
 SPREAD = ("--per_device_train_batch_size", BATCH // 2, "--global_batch_size", BATCH)
 LAYOUTS: list[Any] = [
-    ("--tp", 2), *(pytest.param(layout, marks=SLOW) for layout in (
-        ("--pp", 2), ("--cp", 2), SPREAD, ("--tp", 2, "--packing", "false"), ("--tp", 2, "--pp", 2), ("--engine", "ddp", *SPREAD),
-        ("--engine", "zero3", *SPREAD)))]
+    ("--tp", 2),
+    *(
+        pytest.param(layout, marks=SLOW)
+        for layout in (
+            ("--pp", 2),
+            ("--cp", 2),
+            SPREAD,
+            ("--tp", 2, "--packing", "false"),
+            ("--tp", 2, "--pp", 2),
+            ("--engine", "ddp", *SPREAD),
+            ("--engine", "zero3", *SPREAD),
+        )
+    ),
+]
 LORA = ("--train_type", "lora", "--lora_rank", 4)
 
 
@@ -53,8 +80,14 @@ def curve(trainer: Any) -> list[tuple[float, float]]:
 
 
 def arguments(folder: Path) -> dict[str, Any]:
-    return {**ARGUMENTS, "output_dir": str(folder / "trl"), "per_device_train_batch_size": BATCH, "max_steps": STEPS,
-            "learning_rate": RATE, "train_sampling_strategy": "sequential"}
+    return {
+        **ARGUMENTS,
+        "output_dir": str(folder / "trl"),
+        "per_device_train_batch_size": BATCH,
+        "max_steps": STEPS,
+        "learning_rate": RATE,
+        "train_sampling_strategy": "sequential",
+    }
 
 
 def without_reference(task: str) -> tuple[Any, Any]:
@@ -68,40 +101,76 @@ def without_reference(task: str) -> tuple[Any, Any]:
     return cpo.CPOTrainer, cpo.CPOConfig
 
 
-def of_trl(folder: Path, task: str, base: str = "model", adapter: Path | None = None, **options: Any) -> list[tuple[float, float]]:
+def of_trl(
+    folder: Path, task: str, base: str = "model", adapter: Path | None = None, **options: Any
+) -> list[tuple[float, float]]:
     """TRL's curve of a task; with PEFT from `adapter` on, where it is given."""
     import trl
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     model_folder, tokenizer = folder / base, AutoTokenizer.from_pretrained(folder / "model")
-    rows = load_dataset("json", data_files=str(folder / ("judged.jsonl" if task == "kto" else "pairs.jsonl")), split="train",
-                        cache_dir=str(folder / "trl-cache"))
+    rows = load_dataset(
+        "json",
+        data_files=str(folder / ("judged.jsonl" if task == "kto" else "pairs.jsonl")),
+        split="train",
+        cache_dir=str(folder / "trl-cache"),
+    )
     if task == "rm":
         base = "scored" if base == "model" else base
         model: Any = AutoModelForSequenceClassification.from_pretrained(folder / base, num_labels=1)
-        return curve(trl.RewardTrainer(model=model, args=trl.RewardConfig(**arguments(folder) | options), train_dataset=rows,
-                                       processing_class=tokenizer))
+        return curve(
+            trl.RewardTrainer(
+                model=model,
+                args=trl.RewardConfig(**arguments(folder) | options),
+                train_dataset=rows,
+                processing_class=tokenizer,
+            )
+        )
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     if task in ("orpo", "cpo"):
         kind, config = without_reference(task)
-        return curve(kind(model=model, args=config(**arguments(folder) | options), train_dataset=rows, processing_class=tokenizer))
+        return curve(
+            kind(
+                model=model, args=config(**arguments(folder) | options), train_dataset=rows, processing_class=tokenizer
+            )
+        )
     if adapter is not None:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     kind, config = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "kto": (trl.KTOTrainer, trl.KTOConfig)}[task]
-    reference = AutoModelForCausalLM.from_pretrained(model_folder) if adapter is None else None  # PEFT's reference lies in the model
-    return curve(kind(model=model, ref_model=reference, args=config(**arguments(folder) | options), train_dataset=rows,
-                      processing_class=tokenizer))
+    reference = (
+        AutoModelForCausalLM.from_pretrained(model_folder) if adapter is None else None
+    )  # PEFT's reference lies in the model
+    return curve(
+        kind(
+            model=model,
+            ref_model=reference,
+            args=config(**arguments(folder) | options),
+            train_dataset=rows,
+            processing_class=tokenizer,
+        )
+    )
 
 
 def ours(folder: Path, out: Path, task: str, *options: object) -> list[tuple[float, float]]:
     usual = [] if "--per_device_train_batch_size" in options else ["--per_device_train_batch_size", str(BATCH)]
     base = [] if "--model" in options else ["--model", str(folder / ("scored" if task == "rm" else "model"))]
-    inputs = [*base, "--dataset",
-              str(folder / ("judged.jsonl" if task == "kto" else "pairs.jsonl")), "--dataset_cache_dir", str(folder / "cache"), *usual]
-    alike = [word for name, value in zip(ALIKE[::2], ALIKE[1::2], strict=True) if name not in options for word in (name, value)]
+    inputs = [
+        *base,
+        "--dataset",
+        str(folder / ("judged.jsonl" if task == "kto" else "pairs.jsonl")),
+        "--dataset_cache_dir",
+        str(folder / "cache"),
+        *usual,
+    ]
+    alike = [
+        word
+        for name, value in zip(ALIKE[::2], ALIKE[1::2], strict=True)
+        if name not in options
+        for word in (name, value)
+    ]
     cut = [int(str(options[options.index(name) + 1])) for name in ("--tp", "--pp", "--cp") if name in options]
     run(inputs, out, *alike, *options, task=task, ranks=math.prod(cut) * (2 if "--global_batch_size" in options else 1))
     return [(line["loss"], line["grad_norm"]) for line in read_lines(out / "metrics.jsonl")]
@@ -128,9 +197,19 @@ def test_dpo(layout: tuple[object, ...], folder: Path, dpo: list[tuple[float, fl
 @SLOW
 @pytest.mark.parametrize("layout", [("--tp", 2), ("--engine", "ddp", *SPREAD)])
 def test_dpo_with_a_reference_that_moves(
-        layout: tuple[object, ...], folder: Path, dpo: list[tuple[float, float]], tmp_path: Path) -> None:
+    layout: tuple[object, ...], folder: Path, dpo: list[tuple[float, float]], tmp_path: Path
+) -> None:
     """TR-DPO, every second step."""
-    moves = ("--sync_ref_model", "true", "--ref_model_sync_steps", 2, "--ref_model_mixup_alpha", 0.3, "--offload_reference", "true")
+    moves = (
+        "--sync_ref_model",
+        "true",
+        "--ref_model_sync_steps",
+        2,
+        "--ref_model_mixup_alpha",
+        0.3,
+        "--offload_reference",
+        "true",
+    )
     mine = ours(folder, tmp_path / "out", "dpo", "--beta", 0.5, *moves, *layout)
     theirs = of_trl(folder, "dpo", beta=0.5, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.3)
     assert theirs[1][0] == pytest.approx(dpo[1][0], rel=1e-5) and abs(theirs[-1][0] - dpo[-1][0]) > 1e-3
@@ -139,20 +218,47 @@ def test_dpo_with_a_reference_that_moves(
 
 @pytest.mark.process
 @SLOW
-@pytest.mark.parametrize(("task", "layout"), [
-    ("dpo", ("--ep", 2, *SPREAD)), ("dpo", ("--tp", 2)), ("dpo", ("--engine", "ddp", *SPREAD)),
-    ("kto", ("--tp", 2, "--ep", 2, "--etp", 1)), ("rm", ("--ep", 2, *SPREAD))])
+@pytest.mark.parametrize(
+    ("task", "layout"),
+    [
+        ("dpo", ("--ep", 2, *SPREAD)),
+        ("dpo", ("--tp", 2)),
+        ("dpo", ("--engine", "ddp", *SPREAD)),
+        ("kto", ("--tp", 2, "--ep", 2, "--etp", 1)),
+        ("rm", ("--ep", 2, *SPREAD)),
+    ],
+)
 def test_experts(task: str, layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
     """A mixture, its routers without a loss of their own on either side; small steps, since tokens near a tie change their expert."""
     import torch
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification
 
     plain = json.loads((folder / "model/config.json").read_text())
-    kept = {name: plain[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                                           "head_dim", "max_position_embeddings", "pad_token_id", "eos_token_id")}
+    kept = {
+        name: plain[name]
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "pad_token_id",
+            "eos_token_id",
+        )
+    }
     torch.manual_seed(6)
-    config = Qwen3MoeConfig(**kept, intermediate_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
-                            norm_topk_prob=True, tie_word_embeddings=False, num_labels=1)
+    config = Qwen3MoeConfig(
+        **kept,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        num_labels=1,
+    )
     kind = Qwen3MoeForSequenceClassification if task == "rm" else Qwen3MoeForCausalLM
     kind(config).save_pretrained(folder / "experts")
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "experts")
@@ -164,9 +270,25 @@ def test_experts(task: str, layout: tuple[object, ...], folder: Path, tmp_path: 
 
 @pytest.mark.process
 @SLOW
-@pytest.mark.parametrize(("task", "layout"), [
-    *(("dpo", layout) for layout in (("--tp", 2), ("--pp", 2), ("--cp", 2), SPREAD, ("--tp", 2, "--pp", 2), ("--engine", "ddp", *SPREAD),
-                                     ("--engine", "zero3", *SPREAD))), ("kto", ("--tp", 2)), ("kto", ("--engine", "ddp"))])
+@pytest.mark.parametrize(
+    ("task", "layout"),
+    [
+        *(
+            ("dpo", layout)
+            for layout in (
+                ("--tp", 2),
+                ("--pp", 2),
+                ("--cp", 2),
+                SPREAD,
+                ("--tp", 2, "--pp", 2),
+                ("--engine", "ddp", *SPREAD),
+                ("--engine", "zero3", *SPREAD),
+            )
+        ),
+        ("kto", ("--tp", 2)),
+        ("kto", ("--engine", "ddp")),
+    ],
+)
 def test_adapters(task: str, layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
     """Adapters that start at random numbers on both sides; their reference is how they start."""
     from peft import LoraConfig, get_peft_model
@@ -221,8 +343,17 @@ def kto(folder: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.process
 @SLOW
-@pytest.mark.parametrize("layout", [("--tp", 2), ("--pp", 2), ("--cp", 2), ("--tp", 2, "--packing", "false"), ("--tp", 2, "--pp", 2),
-                                    ("--engine", "ddp")])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("--tp", 2),
+        ("--pp", 2),
+        ("--cp", 2),
+        ("--tp", 2, "--packing", "false"),
+        ("--tp", 2, "--pp", 2),
+        ("--engine", "ddp"),
+    ],
+)
 def test_kto(layout: tuple[object, ...], folder: Path, kto: list[tuple[float, float]], tmp_path: Path) -> None:
     """On one data-parallel rank: which answers are paired with which prompts depends on the micro-batch."""
     assert_same(ours(folder, tmp_path / "out", "kto", "--beta", 0.5, *layout), kto)
@@ -243,24 +374,39 @@ def spread_kto(folder: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.process
 @SLOW
-@pytest.mark.parametrize("layout", [SPREAD, ("--engine", "ddp", *SPREAD), ("--engine", "zero3", *SPREAD), ("--engine", "fsdp2", *SPREAD)])
+@pytest.mark.parametrize(
+    "layout", [SPREAD, ("--engine", "ddp", *SPREAD), ("--engine", "zero3", *SPREAD), ("--engine", "fsdp2", *SPREAD)]
+)
 def test_kto_on_data_parallel_ranks(
-        layout: tuple[object, ...], folder: Path, spread_kto: list[tuple[float, float]], tmp_path: Path) -> None:
+    layout: tuple[object, ...], folder: Path, spread_kto: list[tuple[float, float]], tmp_path: Path
+) -> None:
     """Its point is one number for all ranks."""
     assert_same(ours(folder, tmp_path / "out", "kto", "--beta", 0.5, *layout), spread_kto)
 
 
 @pytest.mark.process
 @SLOW
-@pytest.mark.parametrize("layout", [
-    ("--tp", 2), ("--pp", 2), ("--cp", 2), SPREAD, ("--tp", 2, "--packing", "false"), ("--tp", 2, "--pp", 2), ("--engine", "ddp", *SPREAD),
-    ("--engine", "zero3", *SPREAD)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("--tp", 2),
+        ("--pp", 2),
+        ("--cp", 2),
+        SPREAD,
+        ("--tp", 2, "--packing", "false"),
+        ("--tp", 2, "--pp", 2),
+        ("--engine", "ddp", *SPREAD),
+        ("--engine", "zero3", *SPREAD),
+    ],
+)
 def test_reward_model(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     torch.manual_seed(5)
-    AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1).save_pretrained(folder / "scored")
+    AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1).save_pretrained(
+        folder / "scored"
+    )
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "scored")
     theirs = of_trl(folder, "rm", center_rewards_coefficient=0.01)
     assert_same(ours(folder, tmp_path / "out", "rm", "--center_rewards_coefficient", 0.01, *layout), theirs)

@@ -35,7 +35,9 @@ def test_does_not_fit(tmp_path: Path) -> None:
     assert "are not packed" in told(tmp_path, SEES, packing=True)
     assert "not streamed" in told(tmp_path, SEES, streaming=True, max_steps=1)
     assert "which sft trains" in told(tmp_path, SEES, task="pt")
-    assert "--freeze_llm false: is for vision-language models" in told(tmp_path, {"model_type": "gpt2"} | TEXT, freeze_llm=False)
+    assert "--freeze_llm false: is for vision-language models" in told(
+        tmp_path, {"model_type": "gpt2"} | TEXT, freeze_llm=False
+    )
 
 
 def test_native_engine_names_those_that_do_it(tmp_path: Path) -> None:

@@ -15,15 +15,38 @@ from tests.trainers.test_run import run, values
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-STEPS = ("--max_steps", 6, "--save_steps", 3, "--report_to", "none", "--per_device_train_batch_size", 2, "--lr", "3e-2", "--adam_epsilon",
-         "1e-6", "--dataloader_num_workers", 1)
+STEPS = (
+    "--max_steps",
+    6,
+    "--save_steps",
+    3,
+    "--report_to",
+    "none",
+    "--per_device_train_batch_size",
+    2,
+    "--lr",
+    "3e-2",
+    "--adam_epsilon",
+    "1e-6",
+    "--dataloader_num_workers",
+    1,
+)
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "llava"])
 def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     root = tmp_path_factory.mktemp("inputs")
     model, data = vision.write_model(request.param, root / "model"), vision.write_rows(root / "data.jsonl", 24)
-    return ["--model", str(model), "--dataset", str(data), "--val_dataset", f"{data}#5", "--dataset_cache_dir", str(root / "cache")]
+    return [
+        "--model",
+        str(model),
+        "--dataset",
+        str(data),
+        "--val_dataset",
+        f"{data}#5",
+        "--dataset_cache_dir",
+        str(root / "cache"),
+    ]
 
 
 def test_learns_resumes_and_exports(inputs: list[str], tmp_path: Path) -> None:
@@ -41,7 +64,9 @@ def test_learns_resumes_and_exports(inputs: list[str], tmp_path: Path) -> None:
     mine, theirs, base = (load_file(folder / "model.safetensors") for folder in (out / "hf", rest / "hf", source))
     assert mine.keys() == base.keys() and all(torch.equal(mine[n], t) for n, t in theirs.items())
     still = {n for n, t in base.items() if torch.equal(t, mine[n])}
-    assert still == {n for n in base if any(part in n for part in ("visual.", "vision_tower.", "multi_modal_projector."))}
+    assert still == {
+        n for n in base if any(part in n for part in ("visual.", "vision_tower.", "multi_modal_projector."))
+    }
     files = {p.name for p in source.iterdir()}
     assert files == {p.name for p in (out / "hf").iterdir()}
     other = tmp_path / "fsdp2"
@@ -65,10 +90,15 @@ def test_adapters_stay_off_what_is_frozen(inputs: list[str], tmp_path: Path) -> 
     assert adapter and all("language_model" in name for name in adapter)
     losses = [line["loss"] for line in read_lines(out / "metrics.jsonl")]
     assert losses[-1] < losses[0]
-    model = peft.PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(inputs[1]), out / "adapter").eval()
+    model = peft.PeftModel.from_pretrained(
+        AutoModelForImageTextToText.from_pretrained(inputs[1]), out / "adapter"
+    ).eval()
     merged = AutoModelForImageTextToText.from_pretrained(out / "hf").eval()
-    row = vision.inputs_of(Processor(processor_spec(out / "hf", False)).inner, Path(inputs[3]).read_text().splitlines()[0],
-                           Path(inputs[3]).parent)
+    row = vision.inputs_of(
+        Processor(processor_spec(out / "hf", False)).inner,
+        Path(inputs[3]).read_text().splitlines()[0],
+        Path(inputs[3]).parent,
+    )
     row.pop("assistant_masks")
     with torch.no_grad():
         assert float((model(**row).logits - merged(**row).logits).abs().max()) < 1e-5

@@ -32,7 +32,9 @@ class TinyEngine:
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.layout = SimpleNamespace(dp=1, tp=1, pp=1, cp=1, world_size=1)
-        self.model = nn.Sequential(nn.Embedding(VOCAB, 16), nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, VOCAB))
+        self.model = nn.Sequential(
+            nn.Embedding(VOCAB, 16), nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, VOCAB)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         self.rates: list[float] = []
 
@@ -55,8 +57,12 @@ class TinyEngine:
                 s, c = sums.get(name, (0.0, 0.0))
                 sums[name] = (s + float(metric.sum), c + float(metric.count))
         result = StepResult(
-            float(objective.detach()), {k: s / c for k, (s, c) in sums.items()}, tokens=sum(b.tokens for b in batches),
-            label_tokens=sum(b.label_tokens for b in batches), counts=counts)
+            float(objective.detach()),
+            {k: s / c for k, (s, c) in sums.items()},
+            tokens=sum(b.tokens for b in batches),
+            label_tokens=sum(b.label_tokens for b in batches),
+            counts=counts,
+        )
         return objective, result
 
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
@@ -71,7 +77,9 @@ class TinyEngine:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-        return StepResult(result.loss, result.metrics, norm, not finite, result.tokens, result.label_tokens, result.counts)
+        return StepResult(
+            result.loss, result.metrics, norm, not finite, result.tokens, result.label_tokens, result.counts
+        )
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
@@ -93,7 +101,11 @@ class TinyEngine:
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rng": torch.get_rng_state()}
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
         torch.save(state, directory / "state.pt")
 
     def load(self, directory: Path) -> None:

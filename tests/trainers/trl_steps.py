@@ -5,9 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 ARGUMENTS: dict[str, Any] = {
-    "lr_scheduler_type": "constant", "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-6,
-    "max_grad_norm": 1.0, "optim": "adamw_torch", "logging_steps": 1, "report_to": "none", "save_strategy": "no", "bf16": False,
-    "use_cpu": True, "gradient_checkpointing": False, "disable_tqdm": True}
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-6,
+    "max_grad_norm": 1.0,
+    "optim": "adamw_torch",
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "bf16": False,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
 """Our optimizer, every step logged, nothing written."""
 
 

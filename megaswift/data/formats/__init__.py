@@ -62,17 +62,25 @@ def known_formats(task: str) -> str:
 def recognise(row: Row, task: str) -> Format:
     """The format of a row; RowError that lists the known ones when its columns fit none."""
     present = {k for k, v in row.items() if v is not None}
-    fitting = _ordered(f for f in FORMATS if present.issuperset(f.required) and f.detect(row) and (task in f.tasks or not f.common))
+    fitting = _ordered(
+        f for f in FORMATS if present.issuperset(f.required) and f.detect(row) and (task in f.tasks or not f.common)
+    )
     usable = [f for f in fitting if task in f.tasks]
     if usable and (fitting[0].rank >= 0 or fitting[0] is usable[0]):
         return usable[0]
     if fitting:
         f = fitting[0]
         names = sorted({g.name for g in FORMATS if task in g.tasks})
-        raise RowError(", ".join(f.required), f"the format {f.name} is for megaswift {', '.join(f.tasks)}, not for {task}",
-                       f"a row of {' or '.join(names)}")
-    raise RowError(", ".join(row) or "(none)", "these columns are of no known format", f"one of {known_formats(task)} "
-                   "(rename columns with --columns)")
+        raise RowError(
+            ", ".join(f.required),
+            f"the format {f.name} is for megaswift {', '.join(f.tasks)}, not for {task}",
+            f"a row of {' or '.join(names)}",
+        )
+    raise RowError(
+        ", ".join(row) or "(none)",
+        "these columns are of no known format",
+        f"one of {known_formats(task)} (rename columns with --columns)",
+    )
 
 
 def sample_of(row: Row, task: str) -> Sample:

@@ -10,7 +10,10 @@ from megaswift.data.sample import Sample, conversation, string
 def parse(row: Row) -> Sample:
     """The question is the instruction and, where it is not empty, the input below it."""
     question = "\n".join(t for t in (string(row, "instruction"), string(row, "input", optional=True)) if t)
-    messages = rounds(row) + [{"role": "user", "content": question}, {"role": "assistant", "content": string(row, "output")}]
+    messages = rounds(row) + [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": string(row, "output")},
+    ]
     return conversation(messages, "instruction", string(row, "system", optional=True), row.get("tools"))
 
 

@@ -36,6 +36,11 @@ def _list(row: Row) -> bool:
     return isinstance(row["output"], list)
 
 
-FORMATS.register("alpaca preference", Format("alpaca preference", ("instruction", "chosen", "rejected"), parse, OPTIONAL, PAIRS, rank=-4))
-FORMATS.register("alpaca preference (list)",
-                 Format("alpaca preference", ("instruction", "output"), parse_list, OPTIONAL, PAIRS, _list, rank=-4))
+FORMATS.register(
+    "alpaca preference",
+    Format("alpaca preference", ("instruction", "chosen", "rejected"), parse, OPTIONAL, PAIRS, rank=-4),
+)
+FORMATS.register(
+    "alpaca preference (list)",
+    Format("alpaca preference", ("instruction", "output"), parse_list, OPTIONAL, PAIRS, _list, rank=-4),
+)

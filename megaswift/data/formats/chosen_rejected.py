@@ -42,7 +42,7 @@ def parse(row: Row) -> Unit:
             prompt = commonprefix([chosen, rejected])
             if chosen != rejected:
                 prompt = prompt.removesuffix(" ")
-            chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         plain_row(row)
         return texts(prompt, {"chosen": chosen, "rejected": rejected}, number(row))
     return pair(_joined(row, prompt, chosen), _joined(row, prompt, rejected), number(row), ("chosen", "rejected"))
@@ -59,7 +59,25 @@ def parse_labelled(row: Row) -> Unit:
     return example(sample, truth(row), "completion", begin)
 
 
-FORMATS.register("prompt, chosen, rejected", Format(
-    "prompt, chosen, rejected", ("chosen", "rejected"), parse, ("prompt", "margin", "tools", "system"), PAIRS, rank=-3))
-FORMATS.register("prompt, completion, label", Format(
-    "prompt, completion, label", ("prompt", "completion", "label"), parse_labelled, ("tools", "system"), EXAMPLES, rank=-3))
+FORMATS.register(
+    "prompt, chosen, rejected",
+    Format(
+        "prompt, chosen, rejected",
+        ("chosen", "rejected"),
+        parse,
+        ("prompt", "margin", "tools", "system"),
+        PAIRS,
+        rank=-3,
+    ),
+)
+FORMATS.register(
+    "prompt, completion, label",
+    Format(
+        "prompt, completion, label",
+        ("prompt", "completion", "label"),
+        parse_labelled,
+        ("tools", "system"),
+        EXAMPLES,
+        rank=-3,
+    ),
+)

@@ -13,5 +13,7 @@ def parse(row: Row) -> Unit:
     return example(conversation_of(row), truth(row), "messages")
 
 
-FORMATS.register("messages + label", Format(
-    "messages + label", ("label",), parse, ("tools", "system"), EXAMPLES, is_chat, 6, ("messages",)))
+FORMATS.register(
+    "messages + label",
+    Format("messages + label", ("label",), parse, ("tools", "system"), EXAMPLES, is_chat, 6, ("messages",)),
+)

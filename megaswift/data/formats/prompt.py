@@ -16,7 +16,9 @@ def parse(row: Row) -> Sample:
         plain_row(row)
         return Sample(text=found)
     if found.messages[-1]["role"] == "assistant":
-        raise RowError("prompt", "ends with the assistant's message", "a question at the end; an answer in a column of its own")
+        raise RowError(
+            "prompt", "ends with the assistant's message", "a question at the end; an answer in a column of its own"
+        )
     return conversation(found.messages, "prompt", string(row, "system", optional=True), row.get("tools"))
 
 

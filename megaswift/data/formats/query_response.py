@@ -23,9 +23,13 @@ def rounds(row: Row) -> list[dict[str, Any]]:
 
 def parse(row: Row) -> Sample:
     """History, then the query and its response."""
-    messages = rounds(row) + [{"role": "user", "content": string(row, "query")},
-                              {"role": "assistant", "content": string(row, "response")}]
+    messages = rounds(row) + [
+        {"role": "user", "content": string(row, "query")},
+        {"role": "assistant", "content": string(row, "response")},
+    ]
     return conversation(messages, "query", string(row, "system", optional=True), row.get("tools"))
 
 
-FORMATS.register("query_response", Format("query_response", ("query", "response"), parse, ("history", "system", "tools"), rank=3))
+FORMATS.register(
+    "query_response", Format("query_response", ("query", "response"), parse, ("history", "system", "tools"), rank=3)
+)

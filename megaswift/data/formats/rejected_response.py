@@ -24,8 +24,12 @@ def conversation_of(row: Row) -> Sample:
 def _chosen(row: Row) -> Sample:
     sample = conversation_of(row)
     if sample.messages[-1]["role"] != "assistant":
-        raise UnitError(EMPTY, "messages", f"the last message is the {sample.messages[-1]['role']}'s",
-                        "the chosen answer, an assistant message, at the end")
+        raise UnitError(
+            EMPTY,
+            "messages",
+            f"the last message is the {sample.messages[-1]['role']}'s",
+            "the chosen answer, an assistant message, at the end",
+        )
     return sample
 
 
@@ -56,8 +60,29 @@ def is_chat(row: Row) -> bool:
     return any(bare.issuperset(f.required) and "sft" in f.tasks for f in FORMATS)
 
 
-FORMATS.register("messages + rejected_response", Format(
-    "messages + rejected_response", ("rejected_response",), parse, ("margin", "tools", "system"), PAIRS, is_chat, -2, ("messages",)))
-FORMATS.register("messages + rejected_messages", Format(
-    "messages + rejected_messages", ("rejected_messages",), parse_messages, ("margin", "tools", "system"), PAIRS, is_chat, -1,
-    ("messages",)))
+FORMATS.register(
+    "messages + rejected_response",
+    Format(
+        "messages + rejected_response",
+        ("rejected_response",),
+        parse,
+        ("margin", "tools", "system"),
+        PAIRS,
+        is_chat,
+        -2,
+        ("messages",),
+    ),
+)
+FORMATS.register(
+    "messages + rejected_messages",
+    Format(
+        "messages + rejected_messages",
+        ("rejected_messages",),
+        parse_messages,
+        ("margin", "tools", "system"),
+        PAIRS,
+        is_chat,
+        -1,
+        ("messages",),
+    ),
+)

@@ -25,9 +25,15 @@ def _parse(row: Row, column: str) -> Sample:
         raise RowError(column, describe(rounds), "a list of rounds")
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(rounds):
-        if not isinstance(item, dict) or not isinstance(item.get("human"), str) or not isinstance(item.get("assistant"), str):
+        if (
+            not isinstance(item, dict)
+            or not isinstance(item.get("human"), str)
+            or not isinstance(item.get("assistant"), str)
+        ):
             raise RowError(f"{column}[{i}]", describe(item), 'an object {"human": string, "assistant": string}')
-        answer = {"role": "assistant", "content": item["assistant"]} | ({"loss": item["loss"]} if "loss" in item else {})
+        answer = {"role": "assistant", "content": item["assistant"]} | (
+            {"loss": item["loss"]} if "loss" in item else {}
+        )
         messages += [{"role": "user", "content": item["human"]}, answer]
     return conversation(messages, column, string(row, "system", optional=True), row.get("tools"))
 
@@ -43,5 +49,7 @@ def parse_plural(row: Row) -> Sample:
 
 
 FORMATS.register("sharegpt", Format("sharegpt", ("conversation",), parse, ("tools", "system"), rank=1))
-FORMATS.register("sharegpt (conversations)",
-                 Format("sharegpt", ("conversations",), parse_plural, ("tools", "system"), detect=_pairs, rank=1))
+FORMATS.register(
+    "sharegpt (conversations)",
+    Format("sharegpt", ("conversations",), parse_plural, ("tools", "system"), detect=_pairs, rank=1),
+)

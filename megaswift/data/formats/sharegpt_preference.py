@@ -34,5 +34,14 @@ def parse(row: Row) -> Unit:
     return pair(_answered(row, "chosen"), _answered(row, "rejected"), number(row), ("chosen", "rejected"))
 
 
-FORMATS.register("sharegpt preference", Format(
-    "sharegpt preference", ("conversations", "chosen", "rejected"), parse, ("tools", "system", "margin"), PAIRS, rank=-4))
+FORMATS.register(
+    "sharegpt preference",
+    Format(
+        "sharegpt preference",
+        ("conversations", "chosen", "rejected"),
+        parse,
+        ("tools", "system", "margin"),
+        PAIRS,
+        rank=-4,
+    ),
+)

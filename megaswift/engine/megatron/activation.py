@@ -22,7 +22,9 @@ class _Gated(torch.autograd.Function):
     """[..., 2 f] = [gate, up] to activation(gate) * up [..., f]; `into(gradient, gate, out)` is the activation's backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: Callable[[Tensor], Tensor], into: Callable[[Tensor, Tensor, Tensor], Any]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, activation: Callable[[Tensor], Tensor], into: Callable[[Tensor, Tensor, Tensor], Any]
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.activation, ctx.into = activation, into
         gate, up = x.chunk(2, dim=-1)
@@ -57,7 +59,9 @@ class SwiGLU(nn.Module):
         """[..., 2 f] to [..., f]."""
         return _Gated.apply(x, F.silu, _through_silu)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
         """Nothing to save; Megatron's MLP asks every part."""
         return {}
 

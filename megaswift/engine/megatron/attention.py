@@ -49,7 +49,9 @@ class RowLayout(PackedSeqParams):
         lengths = [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
         runs = [length // (2 * self.cp) if self.cp > 1 else length for length in lengths]
         queries = iter(query.split([run for run in runs for _ in chunks], dim=2))
-        for run, length, keys, values in zip(runs, lengths, key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True):
+        for run, length, keys, values in zip(
+            runs, lengths, key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True
+        ):
             for chunk in chunks:
                 own, end = next(queries), (chunk + 1) * run
                 if run:
@@ -70,7 +72,9 @@ def _mask(queries: int, keys: int, offset: int, window: int | None) -> Tensor | 
 class TorchAttention(MegatronModule):
     """Causal self-attention over documents. Takes [s / cp, b, heads, d], gives [s / cp, b, heads x d]."""
 
-    def __init__(self, config: Any, layer_number: int, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
+    ) -> None:
         super().__init__(config=config)
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
@@ -85,7 +89,9 @@ class TorchAttention(MegatronModule):
             self.softmax_offset = nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any
+    ) -> Tensor:
         """Attention of the local queries to every key of their document that stands before them."""
         rows = packed_seq_params if packed_seq_params is not None else RowLayout(query.shape[0], None, 1, 0)
         if rows.cp > 1:
@@ -97,19 +103,26 @@ class TorchAttention(MegatronModule):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, h, s, d]
         dropout = self.dropout if self.training else 0.0
         outs = []
-        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():  # heads lie on ranks: each draws its own
+        with (
+            get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext()
+        ):  # heads lie on ranks: each draws its own
             for parts, offset in rows.parts(q, k, v):
                 count, keys = parts[0].shape[2], parts[1].shape[2]
                 if self.softcap is not None:
-                    outs.append(CappedAttention.apply(*parts, Scores(self.softmax_scale, self.softcap, offset, self.window)))
+                    outs.append(
+                        CappedAttention.apply(*parts, Scores(self.softmax_scale, self.softcap, offset, self.window))
+                    )
                     continue
                 mask = _mask(count, keys, offset, self.window)
                 mask = None if mask is None else mask.to(q.device)
                 if self.softmax_offset is not None:
                     outs.append(sink_attention(parts, self.softmax_offset, self.softmax_scale, mask, dropout))
                     continue
-                outs.append(F.scaled_dot_product_attention(
-                    *parts, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, dropout_p=dropout))
+                outs.append(
+                    F.scaled_dot_product_attention(
+                        *parts, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, dropout_p=dropout
+                    )
+                )
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
 

@@ -37,10 +37,17 @@ class AuxLosses:
 
     def report(self) -> dict[str, float]:
         """Unscaled losses, averaged over micro-batches and MoE layers, on every rank. Collective where the model is a MoE."""
-        names = [n for n, c in zip(NAMES, (self.scale.aux_coefficient, self.scale.z_coefficient), strict=True) if c and self.moe_layers]
+        names = [
+            n
+            for n, c in zip(NAMES, (self.scale.aux_coefficient, self.scale.z_coefficient), strict=True)
+            if c and self.moe_layers
+        ]
         if not names:
             return {}
-        sums = [sum((v.double() for v in self.scale.values.get(n, {}).values()), torch.zeros((), dtype=torch.float64)) for n in names]
+        sums = [
+            sum((v.double() for v in self.scale.values.get(n, {}).values()), torch.zeros((), dtype=torch.float64))
+            for n in names
+        ]
         total = torch.stack([s.to(self.context.device) for s in sums])
         if self.context.layout.world_size > 1:
             dist.all_reduce(total)

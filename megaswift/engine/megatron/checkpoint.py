@@ -74,8 +74,13 @@ def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:
         "format": FORMAT,
         "layout": dataclasses.asdict(engine.layout),
         "dtype": str(engine.config.params_dtype).removeprefix("torch."),
-        "model": {"family": spec.family, "layers": spec.num_layers, "hidden_size": spec.hidden_size, "vocabulary": spec.vocab_size,
-                  "experts": spec.experts},
+        "model": {
+            "family": spec.family,
+            "layers": spec.num_layers,
+            "hidden_size": spec.hidden_size,
+            "vocabulary": spec.vocab_size,
+            "experts": spec.experts,
+        },
         "train_type": engine.cfg.model.train_type,
         "optimizer": {"name": engine.cfg.optim.optimizer, "step": step, "scaler": states.get_scaler(engine.optimizer)},
     }
@@ -104,7 +109,9 @@ def load(engine: MegatronEngine, directory: Path) -> None:
         rng_state.restore(*random_states)
     else:
         seed = rng_state.reseed(engine.context, directory)
-        log.info(f"{directory} is from another layout or device: same weights and optimizer, random states start anew (seed {seed})")
+        log.info(
+            f"{directory} is from another layout or device: same weights and optimizer, random states start anew (seed {seed})"
+        )
     if engine.cfg.model.fp8_format and engine.cfg.model.fp8_recipe == "delayed":
         log.warn("FP8 scaling histories are not part of a checkpoint and start anew")
 
@@ -117,7 +124,9 @@ def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any
         facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
         problems += _differences(engine, facts)
     except FileNotFoundError:
-        problems.append(Problem(str(directory / FACTS), "is missing: not a checkpoint of this engine, or an interrupted save"))
+        problems.append(
+            Problem(str(directory / FACTS), "is missing: not a checkpoint of this engine, or an interrupted save")
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
     index = files.read_index(directory)
@@ -133,14 +142,23 @@ def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]
     now = _facts(engine, 0)
     if facts.get("train_type", "full") != now["train_type"]:
         saved = facts.get("train_type", "full")
-        return [Problem(f"--train_type {now['train_type']}", f"the checkpoint's run had train_type {saved}", f"--train_type {saved}")]
+        return [
+            Problem(
+                f"--train_type {now['train_type']}",
+                f"the checkpoint's run had train_type {saved}",
+                f"--train_type {saved}",
+            )
+        ]
     problems = [
         Problem(f"model {name}", f"is {facts['model'][name]} in the checkpoint and {value} in this run", "that model")
-        for name, value in now["model"].items() if facts["model"][name] != value
+        for name, value in now["model"].items()
+        if facts["model"][name] != value
     ]
     saved, mine = facts["optimizer"]["name"], now["optimizer"]["name"]
     if saved != mine:
-        problems.append(Problem(f"--optimizer {mine}", f"the checkpoint has the states of {saved}", f"--optimizer {saved}"))
+        problems.append(
+            Problem(f"--optimizer {mine}", f"the checkpoint has the states of {saved}", f"--optimizer {saved}")
+        )
     return problems
 
 
@@ -151,7 +169,11 @@ def _source(box: files.Box, index: Metadata) -> files.Box:
         return dataclasses.replace(box, key=box.key.removeprefix(MAIN))
     if not box.key.startswith(STATES) and box.data.dtype == torch.float32:
         saved = tables.get(box.key)
-        if MAIN + box.key in tables and isinstance(saved, TensorStorageMetadata) and saved.properties.dtype != torch.float32:
+        if (
+            MAIN + box.key in tables
+            and isinstance(saved, TensorStorageMetadata)
+            and saved.properties.dtype != torch.float32
+        ):
             return dataclasses.replace(box, key=MAIN + box.key)
     return box
 
@@ -160,7 +182,9 @@ def _unused(engine: MegatronEngine, index: Metadata, wanted: set[str]) -> list[P
     """Weights of the checkpoint that no rank of this model has."""
     used = {key.removeprefix(MAIN) for keys in _gather(engine, wanted) for key in keys}
     left = [key for key in index.state_dict_metadata if not key.startswith((STATES, KEPT)) and key not in used]
-    return [Problem(key, "is in the checkpoint and not in this model") for key in sorted(left)] if engine.rank == 0 else []
+    return (
+        [Problem(key, "is in the checkpoint and not in this model") for key in sorted(left)] if engine.rank == 0 else []
+    )
 
 
 def _gather(engine: MegatronEngine, value: Any) -> list[Any]:

@@ -49,11 +49,15 @@ class Piece:
 
 
 def _piece(part: ShardedTensor, local: Tensor) -> Piece:
-    assert part.data.is_contiguous() and part.data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr(), part.key
+    assert part.data.is_contiguous() and part.data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr(), (
+        part.key
+    )
     start = part.data.storage_offset() - local.storage_offset()
     shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
     replica = part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id,)
-    return Piece(part.key, start, shape, tuple(part.global_shape), tuple(part.global_offset), replica, part.allow_shape_mismatch)
+    return Piece(
+        part.key, start, shape, tuple(part.global_shape), tuple(part.global_offset), replica, part.allow_shape_mismatch
+    )
 
 
 def pieces(engine: MegatronEngine) -> list[tuple[Tensor, list[Piece]]]:
@@ -94,7 +98,9 @@ def moments(placed: Sequence[tuple[Tensor, list[Piece]]], slices: Sequence[state
     by_weight = {id(local): parts for local, parts in placed}
     for s in slices:
         for p in by_weight[id(s.weight)]:
-            replica = p.replica[:-1] if s.sharded else p.replica  # data-parallel ranks own different ranges of it, none is a copy
+            replica = (
+                p.replica[:-1] if s.sharded else p.replica
+            )  # data-parallel ranks own different ranges of it, none is a copy
             first, last = max(p.start, s.start), min(p.end, s.end)
             if first >= last or (write and any(replica)):
                 continue

@@ -21,7 +21,9 @@ from megaswift.parallel.layout import Layout
 class ParallelContext:
     """The groups of `layout` on this process. Made once a process; `close` before another is made."""
 
-    def __init__(self, layout: Layout, timeout_s: float = 600.0, seed: int = 42, store: dist.Store | None = None) -> None:
+    def __init__(
+        self, layout: Layout, timeout_s: float = 600.0, seed: int = 42, store: dist.Store | None = None
+    ) -> None:
         self.layout = layout
         self.rank = int(os.environ.get("RANK", "0"))
         world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -52,7 +54,9 @@ class ParallelContext:
         if store is None and self.layout.world_size == 1:
             store = dist.HashStore()
         if store is not None:
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.layout.world_size, timeout=timeout)
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.layout.world_size, timeout=timeout
+            )
         else:
             dist.init_process_group(backend, timeout=timeout)
 

@@ -73,20 +73,36 @@ CONSTANTS = (
 
 REPLACEMENTS = (
     Replacement("torch.cuda:current_device", lambda: torch.device("cpu"), "names the device of most factory calls"),
-    Replacement("torch.cuda:set_device", stand_ins.own(stand_ins.nothing), "called by parallel_state and the checkpoint writer"),
+    Replacement(
+        "torch.cuda:set_device", stand_ins.own(stand_ins.nothing), "called by parallel_state and the checkpoint writer"
+    ),
     Replacement("torch.cuda:synchronize", stand_ins.own(stand_ins.nothing), "called by DDP, schedules, checkpoints"),
     Replacement("torch.cuda:empty_cache", stand_ins.own(stand_ins.nothing), "called by DDP"),
     Replacement("torch.cuda:Stream", stand_ins.Stream, "side streams of DDP, pipeline and dispatcher"),
     Replacement("torch.cuda:Event", stand_ins.Event, "side streams of DDP, pipeline and dispatcher"),
-    Replacement("torch.cuda:current_stream", stand_ins.own(stand_ins.Stream), "side streams of DDP, pipeline and dispatcher"),
+    Replacement(
+        "torch.cuda:current_stream", stand_ins.own(stand_ins.Stream), "side streams of DDP, pipeline and dispatcher"
+    ),
     Replacement("torch.cuda:default_stream", stand_ins.own(stand_ins.Stream), "DDP waits for it"),
     Replacement("torch.cuda:stream", stand_ins.stream_context, "side streams of DDP, pipeline and dispatcher"),
     Replacement("torch.cuda.nvtx:range_push", stand_ins.own(stand_ins.nothing), "profiling marks"),
     Replacement("torch.cuda.nvtx:range_pop", stand_ins.own(stand_ins.nothing), "profiling marks"),
     Replacement("torch.cuda:manual_seed", stand_ins.own(torch.manual_seed), "the RNG tracker seeds its states with it"),
-    Replacement("torch.cuda:get_rng_state", stand_ins.own(stand_ins.get_rng), "activation recompute keeps the device's RNG state"),
-    Replacement("torch.cuda:set_rng_state", stand_ins.own(stand_ins.set_rng), "activation recompute keeps the device's RNG state"),
-    Replacement("torch.cuda.random:get_rng_state", stand_ins.own(stand_ins.get_rng), "activation recompute keeps the device's RNG state"),
+    Replacement(
+        "torch.cuda:get_rng_state",
+        stand_ins.own(stand_ins.get_rng),
+        "activation recompute keeps the device's RNG state",
+    ),
+    Replacement(
+        "torch.cuda:set_rng_state",
+        stand_ins.own(stand_ins.set_rng),
+        "activation recompute keeps the device's RNG state",
+    ),
+    Replacement(
+        "torch.cuda.random:get_rng_state",
+        stand_ins.own(stand_ins.get_rng),
+        "activation recompute keeps the device's RNG state",
+    ),
     Replacement("torch:Tensor.cuda", stand_ins.own(stand_ins.same), "moves parameters and gradients"),
     Replacement("torch.nn:Module.cuda", stand_ins.own(stand_ins.same), "moves modules"),
     Replacement("torch.distributed:all_to_all_single", gloo_collectives.all_to_all, _SPLITS),
@@ -95,7 +111,11 @@ REPLACEMENTS = (
     Replacement("torch.distributed:all_gather_into_tensor", gloo_collectives.all_gather_into_tensor, _RING),
     Replacement("torch.distributed:reduce_scatter_tensor", gloo_collectives.reduce_scatter_tensor, _RING),
     Replacement("torch.distributed:all_reduce", gloo_collectives.all_reduce, _RING),
-    Replacement(_CORE + "distributed.param_and_grad_buffer:_coalescing_manager", stand_ins.bundle, "waits for collectives that have ended"),
+    Replacement(
+        _CORE + "distributed.param_and_grad_buffer:_coalescing_manager",
+        stand_ins.bundle,
+        "waits for collectives that have ended",
+    ),
     Replacement(_CORE + "tensor_parallel.random:_get_cuda_rng_state", stand_ins.own(stand_ins.get_rng), _TRACKER),
     Replacement(_CORE + "tensor_parallel.random:_set_cuda_rng_state", stand_ins.own(stand_ins.set_rng), _TRACKER),
 )
@@ -127,7 +147,11 @@ def _cpu_constant(value: Any) -> Any:
     if isinstance(value, str):
         if value == "cuda":
             return "cpu"
-        return value.replace("torch.cuda.", "torch.") if value.startswith("torch.cuda.") and value.endswith("Tensor") else value
+        return (
+            value.replace("torch.cuda.", "torch.")
+            if value.startswith("torch.cuda.") and value.endswith("Tensor")
+            else value
+        )
     if isinstance(value, tuple):
         return tuple(_cpu_constant(v) for v in value)
     if isinstance(value, types.CodeType):
@@ -179,7 +203,9 @@ def install() -> None:
         function = innermost(resolve(row.symbol)[2])
         function.__code__ = _cpu_constant(function.__code__)
     # the tracker of random states warns when the CPU's generator was used: here it is the one to use, at each dropout
-    logging.getLogger(_CORE + "tensor_parallel.random").addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    logging.getLogger(_CORE + "tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
     _without_transformer_engine()
 
 

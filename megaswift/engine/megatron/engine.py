@@ -64,7 +64,9 @@ class MegatronEngine:
         adapters = plan_adapters(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
         if adapters and self.config.quantised:
             family, layout = self.plan.family, self.layout
-            if unfit := four_bits.problems(family, spec, layout.tp, layout.etp) + four_bits.cannot_train(family, adapters.saved):
+            if unfit := four_bits.problems(family, spec, layout.tp, layout.etp) + four_bits.cannot_train(
+                family, adapters.saved
+            ):
                 raise ConfigError(unfit)
             if adapters.settings.dora:
                 raise ConfigError(four_bits.NO_DORA)
@@ -120,7 +122,9 @@ class MegatronEngine:
         missing = [p for p in patterns if not any(g.get(p) for g in gathered)]
         if missing:
             like = ", ".join([name for entry in self.plan.entries[:12] for name in entry.hf][:4])
-            raise ConfigError([Problem(f"--freeze_parameters {p}", f"matches no weight; names are like {like}") for p in missing])
+            raise ConfigError(
+                [Problem(f"--freeze_parameters {p}", f"matches no weight; names are like {like}") for p in missing]
+            )
 
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
@@ -172,7 +176,9 @@ class MegatronEngine:
             passes.run(self.chunks, microbatches, keep, self.context, passes.PassSettings(self.impl, True))
         if self.layout.pp > 1:
             if not found:
-                found = [torch.empty(len(needs.names), *b.input_ids.shape, device=self.context.device) for b in microbatches]
+                found = [
+                    torch.empty(len(needs.names), *b.input_ids.shape, device=self.context.device) for b in microbatches
+                ]
             for tensor in found:
                 dist.broadcast(tensor, group=self.context.groups.pp, group_src=self.layout.pp - 1)
         return [outputs_of(fields, needs) for fields in found]

@@ -29,7 +29,10 @@ SMALL = 1 << 16
 _all_to_all_single = dist.all_to_all_single
 _all_reduce = dist.all_reduce
 _REDUCTIONS: dict[Any, Callable[[Tensor, int], Tensor]] = {
-    dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}
+    dist.ReduceOp.SUM: torch.sum,
+    dist.ReduceOp.MAX: torch.amax,
+    dist.ReduceOp.MIN: torch.amin,
+}
 
 
 _exchanges: WeakKeyDictionary[Any, SharedExchange | None] = WeakKeyDictionary()
@@ -59,8 +62,14 @@ def _rows(sizes: Any, tensor: Tensor, ranks: int) -> list[int]:
     return sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
 
 
-def all_to_all(output: Tensor, input: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None,
-               async_op: bool = False) -> Any:
+def all_to_all(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """Split sizes as lists of ints, also where tensors are given."""
     ranks, exchange, sent = dist.get_world_size(group), _exchange(group), input.detach().contiguous()
     takes, gives = _rows(output_split_sizes, output, ranks), _rows(input_split_sizes, sent, ranks)
@@ -69,7 +78,9 @@ def all_to_all(output: Tensor, input: Tensor, output_split_sizes: Any = None, in
     if found is None:
         _all_to_all_single(output, sent, takes, gives, group)
     else:
-        output.detach().copy_(torch.cat([part[at:at + n * width] for (part, at), n in zip(found, takes, strict=True)]).view_as(output))
+        output.detach().copy_(
+            torch.cat([part[at : at + n * width] for (part, at), n in zip(found, takes, strict=True)]).view_as(output)
+        )
     return Done() if async_op else None
 
 
@@ -88,7 +99,7 @@ def _received(parts: Tensor, counts: list[int], group: Any) -> Tensor:
     """[ranks, elements]: what each rank holds of this rank's part; `parts` are all parts of `counts[rank]` elements end to end."""
     mine, exchange = counts[dist.get_rank(group)], _exchange(group)
     if exchange is not None and (found := exchange(parts, counts)) is not None:
-        return torch.stack([sent[at:at + mine] for sent, at in found])
+        return torch.stack([sent[at : at + mine] for sent, at in found])
     got = parts.new_empty(len(counts), mine)
     _all_to_all_single(got.view(-1), parts, [mine] * len(counts), counts, group)
     return got
@@ -102,7 +113,9 @@ def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, asy
     return Done() if async_op else None
 
 
-def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
     """The ranks' tensors end to end; nothing is sent where the group is this rank alone."""
     ranks = dist.get_world_size(group)
     if ranks > 1:
@@ -112,14 +125,18 @@ def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: A
     return Done() if async_op else None
 
 
-def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+def reduce_scatter(
+    output: Tensor, input_list: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
     """The sum of this rank's part; the parts' first dimensions may differ."""
     parts = torch.cat([part.reshape(-1) for part in input_list])
     output.copy_(_REDUCTIONS[op](_received(parts, [part.numel() for part in input_list], group), 0).view_as(output))
     return Done() if async_op else None
 
 
-def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
     """The sum of this rank's part of equal ones; nothing is sent where the group is this rank alone."""
     ranks = dist.get_world_size(group)
     if ranks > 1:

@@ -66,9 +66,22 @@ class HostAdam(torch.optim.AdamW):
             weight, gradient = (b[: part.stop - start] for b in buffers)
             weight.copy_(flat[part])
             gradient.copy_(gradients[part])
-            adamw([weight], [gradient], [first[part]], [second[part]], [], [state["step"].clone()], fused=True, amsgrad=False,
-                  beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
-                  eps=group["eps"], maximize=False)
+            adamw(
+                [weight],
+                [gradient],
+                [first[part]],
+                [second[part]],
+                [],
+                [state["step"].clone()],
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
             flat[part].copy_(weight)
         state["step"] += 1
 
@@ -78,8 +91,10 @@ class HostAdam(torch.optim.AdamW):
 
     def _buffers(self) -> tuple[Tensor, Tensor]:
         """For weights and for gradients, pinned where a GPU copies from and to them; torch keeps them for the next step."""
-        weight, gradient = (torch.empty(self._staged(), dtype=torch.float32, device="cpu", pin_memory=torch.cuda.is_available())
-                            for _ in range(2))
+        weight, gradient = (
+            torch.empty(self._staged(), dtype=torch.float32, device="cpu", pin_memory=torch.cuda.is_available())
+            for _ in range(2)
+        )
         return weight, gradient
 
     def host_bytes(self) -> int:

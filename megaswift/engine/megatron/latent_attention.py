@@ -13,7 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules, MultiLatentAttention
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+    MultiLatentAttention,
+)
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
@@ -43,14 +47,27 @@ class _ByPosition(MLASelfAttention):
             if hasattr(self, product):
                 getattr(self, product).eps = NORM_EPSILON
 
-    def forward(self, hidden_states: Tensor, attention_mask: Any, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        *args: Any,
+        rotary_pos_emb: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """hidden_states [s / cp (/ tp), b, h], angles [s / cp, b or 1, 1, d] to (output, bias)."""
         self._angles = rotary_pos_emb
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
 
     def get_query_key_value_tensors(  # noqa: PLR0913 (Megatron's signature)
-        self, hidden_states: Tensor, key_value_states: Any = None, position_ids: Any = None, packed_seq_params: Any = None,
-        inference_context: Any = None, *, inference_params: Any = None,
+        self,
+        hidden_states: Tensor,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        *,
+        inference_params: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """[s, b, heads, d] each, d of values apart; [t, heads, d] where Transformer Engine wants packed rows so."""
         c, angles = self.config, self._angles
@@ -67,8 +84,12 @@ class _ByPosition(MLASelfAttention):
             turning = copy_to_tensor_model_parallel_region(turning, group=self.tp_group)
         both, _ = self.linear_kv_up_proj(low)
         heads = self.num_attention_heads_per_partition
-        still, turned = query.unflatten(-1, (heads, self.q_head_dim)).split([c.qk_head_dim, c.qk_pos_emb_head_dim], dim=-1)
-        key, value = both.unflatten(-1, (heads, c.qk_head_dim + c.v_head_dim)).split([c.qk_head_dim, c.v_head_dim], dim=-1)
+        still, turned = query.unflatten(-1, (heads, self.q_head_dim)).split(
+            [c.qk_head_dim, c.qk_pos_emb_head_dim], dim=-1
+        )
+        key, value = both.unflatten(-1, (heads, c.qk_head_dim + c.v_head_dim)).split(
+            [c.qk_head_dim, c.v_head_dim], dim=-1
+        )
         query = torch.cat([still, rotate(turned, angles, c.rope_factor, c.features.latent_pairs)], dim=-1)
         turning = rotate(turning.unsqueeze(-2), angles, c.rope_factor, c.features.latent_pairs)
         key = torch.cat([key, turning.expand(-1, -1, heads, -1)], dim=-1)
@@ -84,13 +105,21 @@ class TorchLatentAttention(_ByPosition):
         MultiLatentAttention.__init__(self, config, submodules, layer_number, attention_type="self", **kwargs)
         heads, hidden = config.num_attention_heads, config.hidden_size
         pair = config.qk_head_dim + config.v_head_dim
-        common = {"config": config, "init_method": config.init_method, "bias": False, "gather_output": False, "tp_group": self.tp_group}
+        common = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "gather_output": False,
+            "tp_group": self.tp_group,
+        }
         if config.q_lora_rank is None:
             self.linear_q_proj = submodules.linear_q_proj(hidden, heads * self.q_head_dim, **common)
         else:
             self.linear_q_down_proj = submodules.linear_q_down_proj(hidden, config.q_lora_rank, config)
             self.linear_q_up_proj = submodules.linear_q_up_proj(config.q_lora_rank, heads * self.q_head_dim, **common)
-        self.linear_kv_down_proj = submodules.linear_kv_down_proj(hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
+        self.linear_kv_down_proj = submodules.linear_kv_down_proj(
+            hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim, config
+        )
         self.linear_kv_up_proj = submodules.linear_kv_up_proj(config.kv_lora_rank, heads * pair, **common)
         self._settle()
 
@@ -126,4 +155,6 @@ class WholeLinear(nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """The same on every rank."""
-        return make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
+        )

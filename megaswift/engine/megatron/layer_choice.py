@@ -29,7 +29,13 @@ def fp8_problems(recipe: str, capability: tuple[int, int]) -> list[Problem]:
         return []
     fits = [name for name, needed in FP8_NEEDS.items() if capability >= needed]
     rule = f"needs compute capability {least[0]}.{least[1]} ({FP8_NAMES[least]}) or newer; this GPU has {capability[0]}.{capability[1]}"
-    return [Problem(f"--fp8_recipe {recipe}", rule, " or ".join(f"--fp8_recipe {name}" for name in reversed(fits)) or "--fp8_format none")]
+    return [
+        Problem(
+            f"--fp8_recipe {recipe}",
+            rule,
+            " or ".join(f"--fp8_recipe {name}" for name in reversed(fits)) or "--fp8_format none",
+        )
+    ]
 
 
 def only_torch(spec: ModelSpec) -> list[str]:
@@ -64,8 +70,13 @@ def only_torch_here(spec: ModelSpec, cp_comm_type: str | None, packing: bool) ->
 def pick(asked: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
     """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`; `lacking` is what only torch layers do."""
     if lacking and asked == "transformer_engine":
-        raise ConfigError(Problem("--transformer_impl transformer_engine", f"its layers have no {lacking}, which this model needs",
-                                  "--transformer_impl torch"))
+        raise ConfigError(
+            Problem(
+                "--transformer_impl transformer_engine",
+                f"its layers have no {lacking}, which this model needs",
+                "--transformer_impl torch",
+            )
+        )
     if lacking and asked == "auto":
         return "torch", f"Transformer Engine's layers have no {lacking}, which this model needs"
     cuda, installed = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None

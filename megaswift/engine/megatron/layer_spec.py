@@ -22,7 +22,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from megaswift.engine.megatron.activation import GATED
 from megaswift.engine.megatron.attention import TorchAttention
@@ -39,7 +43,10 @@ from megaswift.families.spec import Features
 def _outer(features: Features) -> tuple[type, type]:
     """(product into a block, product out of it) of attention and dense MLP."""
     own = features.post_norm or features.residual_scale != 1.0
-    return NormColumnParallelLinear if features.pre_norm else ColumnParallelLinear, ResidualLinear if own else RowParallelLinear
+    return (
+        NormColumnParallelLinear if features.pre_norm else ColumnParallelLinear,
+        ResidualLinear if own else RowParallelLinear,
+    )
 
 
 def _torch_mlp(config: TransformerConfig, moe: bool) -> ModuleSpec:
@@ -52,8 +59,12 @@ def _torch_mlp(config: TransformerConfig, moe: bool) -> ModuleSpec:
     expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear, activation_func=unit)
     experts = ModuleSpec(module=SequentialMLP, submodules=expert)
     every = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=unit)
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=every)  # built only where the configuration has a width for it
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=BalancedRouter))
+    shared = ModuleSpec(
+        module=SharedExpertMLP, submodules=every
+    )  # built only where the configuration has a width for it
+    return ModuleSpec(
+        module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=BalancedRouter)
+    )
 
 
 def torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
@@ -65,7 +76,11 @@ def torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
     wide = features.qk_norm_width == "all"
     norms = ((WideQueryNorm, WideKeyNorm) if wide else (QKNorm, QKNorm)) if config.qk_layernorm else (None, None)
     attention = SelfAttentionSubmodules(
-        linear_qkv=into, core_attention=TorchAttention, linear_proj=out, q_layernorm=norms[0], k_layernorm=norms[1],
+        linear_qkv=into,
+        core_attention=TorchAttention,
+        linear_proj=out,
+        q_layernorm=norms[0],
+        k_layernorm=norms[1],
     )
     module = OwnSelfAttention if wide or features.rope_local is not None else SelfAttention
     return _layer(config, moe, module, attention)
@@ -76,9 +91,15 @@ def _latent_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
     features: Features = config.features
     assert features.pre_norm and not features.post_norm and features.residual_scale == 1.0, "no such latent attention"
     attention = MLASelfAttentionSubmodules(
-        linear_q_proj=ColumnParallelLinear, linear_q_down_proj=WholeLinear, linear_q_up_proj=NormColumnParallelLinear,
-        linear_kv_down_proj=WholeLinear, linear_kv_up_proj=NormColumnParallelLinear, core_attention=TorchAttention,
-        linear_proj=RowParallelLinear, q_layernorm=IdentityOp, kv_layernorm=IdentityOp,
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_down_proj=WholeLinear,
+        linear_q_up_proj=NormColumnParallelLinear,
+        linear_kv_down_proj=WholeLinear,
+        linear_kv_up_proj=NormColumnParallelLinear,
+        core_attention=TorchAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=IdentityOp,
+        kv_layernorm=IdentityOp,
     )
     return _layer(config, moe, TorchLatentAttention, attention, input_layernorm=TorchNorm)
 
@@ -90,7 +111,9 @@ def _layer(config: TransformerConfig, moe: bool, module: type, attention: Any, *
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attention=ModuleSpec(
+                module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
             self_attn_bda=get_bias_dropout_add,
             mlp=_torch_mlp(config, moe),
             mlp_bda=get_bias_dropout_add,
@@ -102,7 +125,9 @@ def _layer(config: TransformerConfig, moe: bool, module: type, attention: Any, *
 def te_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
     """One layer from Transformer Engine's fused modules, with our router."""
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm,
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
     )
     if config.multi_latent_attention:

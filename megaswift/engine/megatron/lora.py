@@ -32,15 +32,23 @@ def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
     if cfg.adapters is not None:
         plan = PeftFolder(cfg.adapters).plan(weights)
         if weights.spec.scored and NEW not in plan.saved:
-            raise WeightsError(Problem(f"--adapters {cfg.adapters}", f"has no {NEW}, the head of a reward model", "adapters of task rm"))
-        return AdapterPlan(weights, [a.projection for a in plan.adapters], replace(plan.settings, dropout=cfg.lora_dropout), plan.saved)
+            raise WeightsError(
+                Problem(
+                    f"--adapters {cfg.adapters}", f"has no {NEW}, the head of a reward model", "adapters of task rm"
+                )
+            )
+        return AdapterPlan(
+            weights, [a.projection for a in plan.adapters], replace(plan.settings, dropout=cfg.lora_dropout), plan.saved
+        )
     settings = AdapterSettings(cfg.lora_rank, cfg.lora_alpha, cfg.use_rslora, cfg.lora_dropout, cfg.use_dora)
     family, spec = weights.family, weights.spec
     chosen = select(family, spec, cfg.target_modules, cfg.target_parameters)
     if unfit := without_dora(chosen, "--use_dora true") if cfg.use_dora else []:
         raise ConfigError(unfit)
     whole = saved(family, spec, cfg.modules_to_save)
-    return AdapterPlan(weights, chosen, settings, dict.fromkeys([*whole, NEW] if spec.scored else whole))  # as PEFT's SEQ_CLS saves it
+    return AdapterPlan(
+        weights, chosen, settings, dict.fromkeys([*whole, NEW] if spec.scored else whole)
+    )  # as PEFT's SEQ_CLS saves it
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,11 @@ class RankAdapters:
         self._base: dict[str, Tensor] = {}
         self._freeze()
         for placed in weights.placed:
-            mine = plan.by_layer.get(placed.entry.megatron.removesuffix(WEIGHT), []) if placed.entry.megatron.endswith(WEIGHT) else []
+            mine = (
+                plan.by_layer.get(placed.entry.megatron.removesuffix(WEIGHT), [])
+                if placed.entry.megatron.endswith(WEIGHT)
+                else []
+            )
             if mine:
                 assert placed.name == "weight", f"{placed.entry.megatron} shares its layer with other experts"
                 made = layers.LayerAdapters(mine, weights.context, placed.held.dtype, plan.settings.dropout)
@@ -100,6 +112,7 @@ class RankAdapters:
 
         From the seed and the name, so that no layout changes a number.
         """
+
         def value(adapter: Adapter, half: Half) -> Tensor:
             shape = adapter.shape(half)
             if half != "A":

@@ -27,7 +27,12 @@ def pieces(lora: RankAdapters) -> list[tuple[Tensor, list[Piece]]]:
         adapter, half = p.adapter, p.half
         replica = _replica(adapter.entry, adapter.sharded(half), context)
         ranges = adapter.ranges(half, p.owner.ranks, p.owner.rank)
-        found.append((p.tensor, list(_pieces(ADAPTER + adapter.name(half), adapter.shape(half), dim_of_half(half), ranges, replica))))
+        found.append(
+            (
+                p.tensor,
+                list(_pieces(ADAPTER + adapter.name(half), adapter.shape(half), dim_of_half(half), ranges, replica)),
+            )
+        )
     for placed in lora.saved:
         entry = placed.entry
         ranks, rank = lora.weights.tp_of(entry)
@@ -35,15 +40,18 @@ def pieces(lora: RankAdapters) -> list[tuple[Tensor, list[Piece]]]:
         parts: list[Piece] = []
         for piece in entry.pieces(Cut(ranks, rank, lora.weights.padded)):
             whole = entry.hf_shapes[piece.source]
-            ranges = [(min(piece.start, whole[dim]), min(piece.stop, whole[dim]))]  # rows of the vocabulary's padding are no one's
+            ranges = [
+                (min(piece.start, whole[dim]), min(piece.stop, whole[dim]))
+            ]  # rows of the vocabulary's padding are no one's
             parts += _pieces(SAVED + entry.hf[piece.source], whole, dim, ranges, replica, at)
             at += piece.length * (placed.tensor.numel() // placed.tensor.shape[dim])
         found.append((placed.tensor, parts))
     return found
 
 
-def _pieces(key: str, whole: tuple[int, ...], dim: int, ranges: list[tuple[int, int]], replica: tuple[int, ...],
-            first: int = 0) -> Iterator[Piece]:
+def _pieces(
+    key: str, whole: tuple[int, ...], dim: int, ranges: list[tuple[int, int]], replica: tuple[int, ...], first: int = 0
+) -> Iterator[Piece]:
     """A local tensor's runs: whole rows, or the one range of columns that it is made of."""
     assert dim == 0 or len(ranges) == 1, f"{key}: several ranges of columns"
     for start, stop in ranges:

@@ -57,7 +57,9 @@ class LayerAdapters(nn.Module):
     weight: Callable[[], Tensor]
     """The layer's own [out, in] of this rank."""
 
-    def __init__(self, adapters: Sequence[Adapter], context: ParallelContext, dtype: torch.dtype, dropout: float) -> None:
+    def __init__(
+        self, adapters: Sequence[Adapter], context: ParallelContext, dtype: torch.dtype, dropout: float
+    ) -> None:
         super().__init__()
         entry, layout, at = adapters[0].entry, context.layout, context.coordinates
         self.adapters = tuple(adapters)
@@ -70,7 +72,10 @@ class LayerAdapters(nn.Module):
         self.order = output_order(adapters, self.ranks, self.rank)
         self.dora = adapters[0].dora
         for half in adapters[0].halves:
-            empty = [torch.empty(a.local_shape(half, self.ranks, self.rank), dtype=dtype, device=context.device) for a in adapters]
+            empty = [
+                torch.empty(a.local_shape(half, self.ranks, self.rank), dtype=dtype, device=context.device)
+                for a in adapters
+            ]
             for number, (adapter, data) in enumerate(zip(adapters, empty, strict=True)):
                 self.register_parameter(f"{half}{number}", self._parameter(adapter, half, data))
 
@@ -119,7 +124,9 @@ class LayerAdapters(nn.Module):
     def _factors(self) -> Tensor:
         """DoRA's factor of each output of this rank, float32 [out]; 1 for a module without an adapter."""
         found = [row_scale(m, squares) for m, squares in zip(self.matrices("M"), self._squares(), strict=True)]
-        return torch.cat([found[0].new_ones(rows) if n is None else found[n][at : at + rows] for n, at, rows in self._runs()])
+        return torch.cat(
+            [found[0].new_ones(rows) if n is None else found[n][at : at + rows] for n, at, rows in self._runs()]
+        )
 
     @torch.no_grad()
     def _squares(self) -> list[Tensor]:
@@ -153,11 +160,18 @@ class LayerAdapters(nn.Module):
         weights = tuple(self.matrices("A"))
         h = F.linear(self._dropped(x), weights[0] if len(weights) == 1 else torch.cat(weights))  # [..., sum of ranks]
         parts = self._between(h).split([w.shape[0] for w in weights], dim=-1)
-        outs = [F.linear(part * a.scale, b) for part, a, b in zip(parts, self.adapters, self.matrices("B"), strict=True)]
+        outs = [
+            F.linear(part * a.scale, b) for part, a, b in zip(parts, self.adapters, self.matrices("B"), strict=True)
+        ]
         if len(outs) == 1 and len(self.order) == 1:
             return outs[0]
-        return torch.cat([outs[0].new_zeros(*outs[0].shape[:-1], rows) if number is None
-                          else outs[number].narrow(-1, at, rows) for number, at, rows in self._runs()], dim=-1)
+        return torch.cat(
+            [
+                outs[0].new_zeros(*outs[0].shape[:-1], rows) if number is None else outs[number].narrow(-1, at, rows)
+                for number, at, rows in self._runs()
+            ],
+            dim=-1,
+        )
 
     def _between(self, h: Tensor) -> Tensor:
         """A's output, complete for B: see the table above. [s, b, r]."""
@@ -222,12 +236,16 @@ def require_grad(_: nn.Module, __: Any, output: Tensor) -> Tensor:
     Recomputed blocks and pipeline stages compute gradients only for inputs that require one; without this, adapters inside would get
     none, in silence.
     """
-    return output.requires_grad_() if torch.is_grad_enabled() and output.is_leaf and not output.requires_grad else output
+    return (
+        output.requires_grad_() if torch.is_grad_enabled() and output.is_leaf and not output.requires_grad else output
+    )
 
 
 def sum_partial_gradients(chunks: Sequence[nn.Module], group: Any) -> None:
     """Expert adapters' replicated halves: each expert-tensor-parallel rank has the gradient of its part. After Megatron's reductions."""
-    found = [p.main_grad for c in chunks for p in c.parameters() if p.requires_grad and getattr(p, "partial_over_etp", False)]
+    found = [
+        p.main_grad for c in chunks for p in c.parameters() if p.requires_grad and getattr(p, "partial_over_etp", False)
+    ]
     if found:
         flat = torch.cat([g.reshape(-1) for g in found])
         torch.distributed.all_reduce(flat, group=group)

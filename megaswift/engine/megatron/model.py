@@ -62,7 +62,9 @@ class SwiftGPT(GPTModel):
             return step.padding.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()].contiguous()
         return step.padding
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
         """Megatron's, which takes an output layer over the vocabulary for granted."""
         if not self.post_process or hasattr(self, "output_layer"):
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -95,19 +97,34 @@ class SwiftGPT(GPTModel):
     def _vocabulary(self, picked: Tensor, labels: Tensor) -> Tensor:
         """hidden [t, h] and labels [t] to the needed fields [f, t]."""
         group = self.pg_collection.tp
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
         first = group.rank() * weight.shape[0]
         features: Features = self.config.features
-        shard = HeadShard(first, self.real_vocabulary - first, group, self.needs.temperature, self.needs.names,
-                          features.logit_scale, features.logit_softcap)
+        shard = HeadShard(
+            first,
+            self.real_vocabulary - first,
+            group,
+            self.needs.temperature,
+            self.needs.names,
+            features.logit_scale,
+            features.logit_softcap,
+        )
         return VocabularyHead.apply(picked, weight, labels, shard)
 
 
 def scaling(features: Features) -> Callable[..., Tensor]:
     """A hook that multiplies the embeddings; the factor itself is rounded to their dtype where the family does so."""
+
     def hook(_module: torch.nn.Module, _args: Any, out: Tensor) -> Tensor:
         factor = features.embedding_scale
-        return out * (torch.tensor(factor, dtype=out.dtype, device=out.device) if features.embedding_scale_rounded else factor)
+        return out * (
+            torch.tensor(factor, dtype=out.dtype, device=out.device) if features.embedding_scale_rounded else factor
+        )
+
     return hook
 
 
@@ -115,6 +132,7 @@ def unlearnt(token: int) -> Callable[..., None]:
     """A hook on Megatron's token embedding: a padding token's vector gets no gradient where it is looked up, as in torch's
     Embedding(padding_idx), of which transformers builds every model whose config.json has a `pad_token_id`. (Some models end their
     turns with that token. A tied head learns from it all the same.)"""
+
     def hook(module: VocabParallelEmbedding, args: tuple[Tensor], out: Tensor) -> None:
         if not out.requires_grad:
             return
@@ -122,6 +140,7 @@ def unlearnt(token: int) -> Callable[..., None]:
         if module.reduce_scatter_embeddings:  # the output is this rank's part of [s, b]
             padding = padding.t().chunk(module.tp_group.size())[module.tp_group.rank()]
         out.register_hook(lambda gradient: gradient.masked_fill(padding.unsqueeze(-1), 0.0))
+
     return hook
 
 
@@ -166,7 +185,9 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
             model.embedding.register_forward_hook(scaling(spec.features))
         chunks.append(model.to(context.device))
     if spec.features.qk_norm_width == "all":
-        config.qk_layernorm = False  # read after construction for one thing: gradients of all `q_layernorm` are summed over TP ranks
+        config.qk_layernorm = (
+            False  # read after construction for one thing: gradients of all `q_layernorm` are summed over TP ranks
+        )
     return chunks
 
 
@@ -176,11 +197,15 @@ def overlaps(cfg: SwiftConfig, cuda: bool) -> tuple[bool, bool]:
     Weights are in parts with the distributed optimizer only, and Megatron-Core gathers them so only where it reduces so too."""
     p = cfg.parallel
     reduce = cuda if p.overlap_grad_reduce is None else p.overlap_grad_reduce
-    gather = (cuda and distributed_optimizer(cfg) and reduce) if p.overlap_param_gather is None else p.overlap_param_gather
+    gather = (
+        (cuda and distributed_optimizer(cfg) and reduce) if p.overlap_param_gather is None else p.overlap_param_gather
+    )
     return reduce, gather
 
 
-def wrap(chunks: list[SwiftGPT], config: TransformerConfig, cfg: SwiftConfig, context: ParallelContext) -> list[DistributedDataParallel]:
+def wrap(
+    chunks: list[SwiftGPT], config: TransformerConfig, cfg: SwiftConfig, context: ParallelContext
+) -> list[DistributedDataParallel]:
     """Precision wrapper and Megatron's DDP with float32 gradients."""
     overlap_reduce, overlap_gather = overlaps(cfg, context.device.type == "cuda")
     ddp = DistributedDataParallelConfig(
@@ -196,14 +221,18 @@ def wrap(chunks: list[SwiftGPT], config: TransformerConfig, cfg: SwiftConfig, co
     for router in (m for c in chunks for m in c.modules() if isinstance(m, BalancedRouter)):
         router._maintain_float32_expert_bias()  # before weights come: Megatron's own call, in the first pass, is after their rounding
     wrapped = [
-        DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0 and not overlap_reduce, pg_collection=context.groups)
+        DistributedDataParallel(
+            config, ddp, m, disable_bucketing=i > 0 and not overlap_reduce, pg_collection=context.groups
+        )
         for i, m in enumerate(inner)
     ]
     config.no_sync_func = [m.no_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     if overlap_reduce:
         config.grad_sync_func = [m.start_grad_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].start_grad_sync
     if overlap_gather:
-        config.param_sync_func = [m.start_param_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].start_param_sync
+        config.param_sync_func = (
+            [m.start_param_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].start_param_sync
+        )
     return wrapped
 
 

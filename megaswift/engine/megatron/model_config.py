@@ -32,7 +32,9 @@ def compute_dtype(cfg: SwiftConfig, spec: ModelSpec, cuda: bool) -> torch.dtype:
     if name == "auto":
         name = spec.dtype if cuda else "float32"
     if name == "float16" and not cuda:
-        raise ConfigError(Problem("--torch_dtype float16", "float16 training needs a CUDA device", "--torch_dtype bfloat16"))
+        raise ConfigError(
+            Problem("--torch_dtype float16", "float16 training needs a CUDA device", "--torch_dtype bfloat16")
+        )
     return DTYPES[name]
 
 
@@ -46,7 +48,9 @@ def _parallel(cfg: SwiftConfig, layout: Layout, dtype: torch.dtype) -> dict[str,
     interleaved = layout.vpp > 1
     overlap_p2p = interleaved if p.overlap_p2p_comm is None else p.overlap_p2p_comm
     if interleaved and layout.pp == 2:
-        overlap_p2p = True  # batched p2p crosses two messages between two ranks in silence (megatron_on_cpu: wrong loss)
+        overlap_p2p = (
+            True  # batched p2p crosses two messages between two ranks in silence (megatron_on_cpu: wrong loss)
+        )
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -101,7 +105,11 @@ def _yarn(config: TransformerConfig, factor: float) -> None:
     It knows it as m(mscale) / m(mscale_all_dim) with m(x) = 0.1 x ln(scale) + 1 (YaRN, arXiv:2309.00071), and 1 for a scale up to 1.
     """
     if factor != 1.0:
-        config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = math.e, 10 * (factor - 1), 0.0
+        config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = (
+            math.e,
+            10 * (factor - 1),
+            0.0,
+        )
 
 
 def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: str) -> TransformerConfig:
@@ -117,7 +125,10 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
     if not spec.experts:
         fields = {k: v for k, v in fields.items() if not k.startswith("moe_")}
     fields.update(
-        params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, autocast_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        autocast_dtype=dtype,
         calculate_per_token_loss=True,  # before DDP is built: set later, gradients are divided by DP x CP in silence
         deallocate_pipeline_outputs=cuda,  # gloo still sends from the storage it frees: wrong numbers with VPP, in silence
         hidden_dropout=fields.get("hidden_dropout", 0.0),

@@ -115,5 +115,7 @@ def quantised(spec: Any) -> Any:
         linear: Any = spec
         return _quantised_class(linear) if issubclass(linear, LINEAR) else linear
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        return dataclasses.replace(spec, **{f.name: quantised(getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.init})
+        return dataclasses.replace(
+            spec, **{f.name: quantised(getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.init}
+        )
     return spec

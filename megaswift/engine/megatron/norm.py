@@ -35,7 +35,9 @@ class TorchNorm(nn.Module):
         super().__init__()
         self.eps, self.kind, self.centred = eps, config.normalization, config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if self.kind == "LayerNorm" else None
+        self.bias = (
+            nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if self.kind == "LayerNorm" else None
+        )
         for p in self.parameters():
             p.sequence_parallel = config.sequence_parallel
 
@@ -60,7 +62,11 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.eps, self.kind, self.centred = config.layernorm_epsilon, config.normalization, config.layernorm_zero_centered_gamma
+        self.eps, self.kind, self.centred = (
+            config.layernorm_epsilon,
+            config.normalization,
+            config.layernorm_zero_centered_gamma,
+        )
         self.return_layernorm_output = False  # Transformer Engine's name: adapters read what the product reads
         self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel

@@ -25,14 +25,29 @@ def build(chunks: list[DistributedDataParallel], config: TransformerConfig, cfg:
     o = cfg.optim
     moments = torch.bfloat16 if o.precision_aware_optimizer else torch.float32
     options = OptimizerConfig(
-        optimizer=o.optimizer, lr=o.learning_rate, min_lr=o.min_lr, weight_decay=o.weight_decay,
-        adam_beta1=o.adam_beta1, adam_beta2=o.adam_beta2, adam_eps=o.adam_epsilon, sgd_momentum=o.sgd_momentum,
-        clip_grad=o.max_grad_norm, bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype,
+        optimizer=o.optimizer,
+        lr=o.learning_rate,
+        min_lr=o.min_lr,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_eps=o.adam_epsilon,
+        sgd_momentum=o.sgd_momentum,
+        clip_grad=o.max_grad_norm,
+        bf16=config.bf16,
+        fp16=config.fp16,
+        params_dtype=config.params_dtype,
         use_distributed_optimizer=distributed_optimizer(cfg),
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-        use_precision_aware_optimizer=o.precision_aware_optimizer, exp_avg_dtype=moments, exp_avg_sq_dtype=moments,
+        use_precision_aware_optimizer=o.precision_aware_optimizer,
+        exp_avg_dtype=moments,
+        exp_avg_sq_dtype=moments,
     )
-    extra = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in inspect.signature(get_megatron_optimizer).parameters else {}
+    extra = (
+        {"use_gloo_process_groups": False}
+        if "use_gloo_process_groups" in inspect.signature(get_megatron_optimizer).parameters
+        else {}
+    )
     optimizer = get_megatron_optimizer(options, chunks, **extra)
     for part in parts(optimizer):
         if o.optimizer_cpu_offload:
@@ -74,6 +89,8 @@ def step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bool]:
         for part in parts(optimizer):
             parameters = part.get_parameters()
             if parameters:
-                apart = getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)  # gradients in `decoupled_grad`
+                apart = getattr(
+                    part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False
+                )  # gradients in `decoupled_grad`
                 clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=norm, use_decoupled_grad=apart)
     return norm, bool(optimizer.step_with_ready_grads())

@@ -97,13 +97,17 @@ def write_back(optimizer: MegatronOptimizer, filled: list[Slice]) -> None:
 def _counts_by_weight(part: MegatronOptimizer) -> bool:
     """torch's Adam counts steps per weight; Transformer Engine's and apex's per group."""
     inner = part.optimizer
-    torchs = isinstance(inner, torch.optim.Adam | torch.optim.AdamW) and type(inner).__module__.startswith("torch.optim")
+    torchs = isinstance(inner, torch.optim.Adam | torch.optim.AdamW) and type(inner).__module__.startswith(
+        "torch.optim"
+    )
     return torchs or isinstance(inner, HostAdam)
 
 
 def _counter(step: int, group: dict[str, Any], p: Tensor) -> Tensor:
     """torch's Adam keeps it beside the weight where its kernel reads it, else on the CPU."""
-    return torch.tensor(float(step), dtype=torch.float32, device=p.device if group.get("fused") or group.get("capturable") else "cpu")
+    return torch.tensor(
+        float(step), dtype=torch.float32, device=p.device if group.get("fused") or group.get("capturable") else "cpu"
+    )
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:
@@ -138,4 +142,6 @@ def set_scaler(optimizer: MegatronOptimizer, saved: dict[str, float]) -> None:
         scaler = getattr(part, "grad_scaler", None)
         if scaler is not None and saved:
             now = scaler.state_dict()
-            scaler.load_state_dict({k: torch.tensor([v]) if isinstance(now[k], Tensor) else int(v) for k, v in saved.items() if k in now})
+            scaler.load_state_dict(
+                {k: torch.tensor([v]) if isinstance(now[k], Tensor) else int(v) for k, v in saved.items() if k in now}
+            )

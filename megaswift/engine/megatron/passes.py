@@ -44,8 +44,13 @@ def _thd(batch: Batch) -> PackedSeqParams | None:
     bounds = batch.cu_seqlens.to(torch.int32)
     longest = int((bounds[1:] - bounds[:-1]).max())
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, cu_seqlens_q_padded=bounds, cu_seqlens_kv_padded=bounds,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
@@ -69,6 +74,13 @@ def prepare(batch: Batch, cp: int, rank: int, device: torch.device, impl: str) -
     if positions.shape[0] > 1 and bool((positions == positions[:1]).all()):
         positions = positions[:1]
     return Pass(
-        batch=batch.to(device), input_ids=cut(batch.input_ids), positions=cut(positions), labels=cut(batch.labels),
-        labelled=cut(batch.loss_weights) != 0, padding=~cut(batch.valid), rows=layout, index=index.to(device), order=order.to(device),
+        batch=batch.to(device),
+        input_ids=cut(batch.input_ids),
+        positions=cut(positions),
+        labels=cut(batch.labels),
+        labelled=cut(batch.loss_weights) != 0,
+        padding=~cut(batch.valid),
+        rows=layout,
+        index=index.to(device),
+        order=order.to(device),
     )

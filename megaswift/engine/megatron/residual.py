@@ -26,7 +26,9 @@ class ResidualLinear(RowParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.scale = config.features.residual_scale
-        self.post_layernorm = TorchNorm(config, output_size, config.layernorm_epsilon) if config.features.post_norm else None
+        self.post_layernorm = (
+            TorchNorm(config, output_size, config.layernorm_epsilon) if config.features.post_norm else None
+        )
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """(output, no bias)."""

@@ -93,8 +93,14 @@ class BalancedRouter(TopKRouter):
         self.choice: Choice | None = None
         if features.router_group_best or (sigmoid and not features.router_normalised):
             self.choice = Choice(
-                config.moe_router_score_function, self.topk, config.moe_router_num_groups or 1, config.moe_router_group_topk or 1,
-                features.router_group_best, sigmoid and features.router_normalised, config.moe_router_topk_scaling_factor or 1.0)
+                config.moe_router_score_function,
+                self.topk,
+                config.moe_router_num_groups or 1,
+                config.moe_router_group_topk or 1,
+                features.router_group_best,
+                sigmoid and features.router_normalised,
+                config.moe_router_topk_scaling_factor or 1.0,
+            )
 
     def is_aux_loss_enabled(self) -> bool:
         """Ours is added in `routing`; Megatron's stays off."""
@@ -114,7 +120,11 @@ class BalancedRouter(TopKRouter):
             weights = weights.to(logits.dtype)
             self._apply_expert_bias(picks, padding_mask)
         if self.training and torch.is_grad_enabled() and (self.scale.aux_coefficient or self.scale.z_coefficient):
-            valid = torch.ones(flat.shape[0], dtype=torch.bool, device=flat.device) if padding_mask is None else ~padding_mask.reshape(-1)
+            valid = (
+                torch.ones(flat.shape[0], dtype=torch.bool, device=flat.device)
+                if padding_mask is None
+                else ~padding_mask.reshape(-1)
+            )
             weights = self._attach(weights, flat.float(), picks, valid)
         return weights, picks
 

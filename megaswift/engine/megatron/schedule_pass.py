@@ -36,7 +36,13 @@ Callback = Callable[[Batch, Tensor], Tensor]
 """A micro-batch and its fields [f, b, s] to the scalar that is differentiated."""
 
 
-def run(chunks: Sequence[Any], microbatches: Sequence[Batch], callback: Callback, context: ParallelContext, settings: PassSettings) -> None:
+def run(
+    chunks: Sequence[Any],
+    microbatches: Sequence[Batch],
+    callback: Callback,
+    context: ParallelContext,
+    settings: PassSettings,
+) -> None:
     """All micro-batches through the pipeline; gradients are left in DDP's buffers, reduced, divided by nothing."""
     layout, at = context.layout, context.coordinates
     passes = [prepare(b, layout.cp, at.cp, context.device, settings.impl) for b in microbatches]
@@ -48,7 +54,11 @@ def run(chunks: Sequence[Any], microbatches: Sequence[Batch], callback: Callback
         step = next(data)
 
         def close(fields: Tensor) -> LossResult:
-            return callback(step.batch, fields), torch.zeros((), dtype=torch.int, device=fields.device), {}  # no tokens to divide by
+            return (
+                callback(step.batch, fields),
+                torch.zeros((), dtype=torch.int, device=fields.device),
+                {},
+            )  # no tokens to divide by
 
         return plain(module).run(module, step), close
 

@@ -59,7 +59,9 @@ class WideNorm(nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Cut by heads."""
-        return make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
+        )
 
 
 class WideQueryNorm(WideNorm):
@@ -83,7 +85,9 @@ class OwnSelfAttention(SelfAttention):
         super().__init__(config, *args, **kwargs)
         self.two_rotaries = config.features.rope_local is not None
         self.windowed = window_of(config, self.layer_number) is not None
-        if self.two_rotaries and self.windowed:  # only full layers are scaled: yarn's factor on cosine and sine is theirs
+        if (
+            self.two_rotaries and self.windowed
+        ):  # only full layers are scaled: yarn's factor on cosine and sine is theirs
             self.config = copy.copy(config)
             self.config.yarn_rotary_scaling_factor = 1.0  # Megatron-Core 0.16 asks the configuration in each pass,
             self._yarn_concentration_factor = 1.0  # 0.19 has asked it by now
@@ -91,8 +95,14 @@ class OwnSelfAttention(SelfAttention):
             if isinstance(norm, WideNorm):
                 norm.group = self.pg_collection.tp
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *args: Any, rotary_pos_emb: Tensor | None = None,
-                **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        rotary_pos_emb: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
         """`rotary_pos_emb` [s, b, 1, d], or [s, b, 1, 2 d]: angles of full layers, then of windowed ones."""
         if self.two_rotaries and rotary_pos_emb is not None:
             rotary_pos_emb = rotary_pos_emb.chunk(2, dim=-1)[int(self.windowed)]

@@ -56,9 +56,9 @@ class SharedExchange:
         self._rank, self._pids, self._timeout, self._turn = rank, pids, timeout_s, 0
         ranks, head = len(pids), _head(len(pids))
         self._turns = memoryview(memory)[:head].cast("q")
-        self._sizes = self._turns[ranks * LINE:]
+        self._sizes = self._turns[ranks * LINE :]
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=head)
-        self._slots = [[slots[at:at + SLOT] for at in range(half, len(slots), 2 * SLOT)] for half in (0, SLOT)]
+        self._slots = [[slots[at : at + SLOT] for at in range(half, len(slots), 2 * SLOT)] for half in (0, SLOT)]
 
     def __call__(self, sent: Tensor, counts: Sequence[int]) -> list[tuple[Tensor, int]] | None:
         """What each rank sent (a vector, to be read before the next turn) and where this rank's part of it begins.
@@ -106,9 +106,13 @@ class SharedExchange:
         try:
             os.kill(self._pids[rank], 0)
         except ProcessLookupError:
-            raise DistBackendError(f"rank {rank} of a group of {len(self._pids)} has ended (process {self._pids[rank]})") from None
+            raise DistBackendError(
+                f"rank {rank} of a group of {len(self._pids)} has ended (process {self._pids[rank]})"
+            ) from None
         if waited > self._timeout:
-            raise DistBackendError(f"rank {rank} of a group of {len(self._pids)} did not come in {waited:.0f} s (--ddp_timeout)")
+            raise DistBackendError(
+                f"rank {rank} of a group of {len(self._pids)} did not come in {waited:.0f} s (--ddp_timeout)"
+            )
 
 
 def _head(ranks: int) -> int:
@@ -116,7 +120,9 @@ def _head(ranks: int) -> int:
     return -(-8 * ranks * (LINE + 2 * (ranks + 2)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def begin(rank: int, ranks: int, timeout_s: float, gather: Callable[[list[int]], list[list[int]]]) -> SharedExchange | None:
+def begin(
+    rank: int, ranks: int, timeout_s: float, gather: Callable[[list[int]], list[list[int]]]
+) -> SharedExchange | None:
     """The exchange of a group of which this is `rank`, or None, on every rank, where it cannot be. Collective.
 
     `gather`: some numbers of this rank to those of all, by whatever means.

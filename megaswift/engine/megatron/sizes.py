@@ -57,9 +57,17 @@ def _weights(chunk: nn.Module) -> Iterator[nn.Parameter | NF4Matrix]:
 
 def measure(engine: MegatronEngine) -> ParameterReport:
     """Sizes of the largest rank, parameters in all. Collective."""
-    own, weights = (sum(held) for held in zip(*((p.numel(), p.nbytes) for c in engine.plain for p in _weights(c)), strict=True))
-    gradients = sum(b.grad_data.numel() * b.grad_data.element_size() for c in engine.chunks for b in c.buffers + c.expert_parallel_buffers)
-    largest = torch.tensor([own, weights, gradients, *_optimizer_bytes(engine)], dtype=torch.int64, device=engine.context.device)
+    own, weights = (
+        sum(held) for held in zip(*((p.numel(), p.nbytes) for c in engine.plain for p in _weights(c)), strict=True)
+    )
+    gradients = sum(
+        b.grad_data.numel() * b.grad_data.element_size()
+        for c in engine.chunks
+        for b in c.buffers + c.expert_parallel_buffers
+    )
+    largest = torch.tensor(
+        [own, weights, gradients, *_optimizer_bytes(engine)], dtype=torch.int64, device=engine.context.device
+    )
     if engine.layout.world_size > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     own, weights, gradients, optimizer, host = largest.tolist()
@@ -68,4 +76,6 @@ def measure(engine: MegatronEngine) -> ParameterReport:
         return ParameterReport(total, own, weights, gradients, optimizer, flops, host_bytes=host)
     adapters, trained = engine.lora.plan.added, engine.lora.plan.parameters
     active = adapters * flops // total  # of experts' adapters as many as of experts
-    return ParameterReport(total + adapters, own, weights, gradients, optimizer, flops * 2 // 3 + active, trained, flops, host)
+    return ParameterReport(
+        total + adapters, own, weights, gradients, optimizer, flops * 2 // 3 + active, trained, flops, host
+    )

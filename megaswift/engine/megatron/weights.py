@@ -107,14 +107,18 @@ class RankWeights:
                 if isinstance(module, NF4Matrix):
                     self._place(plan.by_megatron[canonical_name(name, chunk, spec, context)], chunk, name)
             for p in self.placed if chunk.config.quantised else ():
-                assert isinstance(p.held, NF4Matrix) == four_bits.held(p.entry.rule), f"{p.entry.megatron} is not held as it should be"
+                assert isinstance(p.held, NF4Matrix) == four_bits.held(p.entry.rule), (
+                    f"{p.entry.megatron} is not held as it should be"
+                )
         self.by_name = {p.entry.megatron: p for p in self.placed}
 
     def _place(self, entry: Entry, chunk: nn.Module, name: str) -> None:
         path, _, attribute = name.rpartition(".")
         placed = Placed(entry, chunk.get_submodule(path), attribute)
         shape = tuple(entry.shard_shape(self.tp_of(entry)[0], self.padded))
-        assert shape == tuple(placed.held.shape), f"{entry.megatron}: module has {tuple(placed.held.shape)}, plan says {shape}"
+        assert shape == tuple(placed.held.shape), (
+            f"{entry.megatron}: module has {tuple(placed.held.shape)}, plan says {shape}"
+        )
         self.placed.append(placed)
 
     def tp_of(self, entry: Entry) -> tuple[int, int]:
@@ -129,7 +133,9 @@ class RankWeights:
             ranks, rank = self.tp_of(placed.entry)
             placed.held.copy_(placed.entry.read(source, ranks, rank, self.padded))
 
-    def stream(self, value: Callable[[Tensor], Tensor | None], everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def stream(
+        self, value: Callable[[Tensor], Tensor | None], everywhere: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the CPU) of `value(parameter)` for all entries in the plan's order.
 
         Collective: every rank iterates to the end; only rank 0 yields tensors, one group of entries at a time. `everywhere`: all do.
@@ -152,7 +158,9 @@ class RankWeights:
         shapes = [entry.shard_shape(self.tp_of(entry)[0], self.padded)] * len(holders)
         return self.collect(holders, shapes, lambda: value(self.by_name[entry.megatron].tensor))
 
-    def collect(self, holders: Sequence[int], shapes: Sequence[tuple[int, ...]], mine: Callable[[], Tensor | None]) -> list[Tensor] | None:
+    def collect(
+        self, holders: Sequence[int], shapes: Sequence[tuple[int, ...]], mine: Callable[[], Tensor | None]
+    ) -> list[Tensor] | None:
         """`mine()` of each holder (None: zeros), of these shapes, on rank 0; None elsewhere. CPU tensors travel, whatever the device."""
         here = self.context.rank
         parts: list[Tensor] = []

@@ -57,8 +57,13 @@ def save(engine: TorchEngine, directory: Path) -> None:
     agree(engine, problems)
 
 
-def written(engine: TorchEngine, folder: Path, metas: Mapping[str, TensorMeta], tensors: Iterable[tuple[str, Tensor]],
-            close: Callable[[HfWriter], object]) -> list[Problem]:
+def written(
+    engine: TorchEngine,
+    folder: Path,
+    metas: Mapping[str, TensorMeta],
+    tensors: Iterable[tuple[str, Tensor]],
+    close: Callable[[HfWriter], object],
+) -> list[Problem]:
     """A stream of tensors into a folder, on rank 0; what went wrong. Every rank goes through the stream, also when rank 0 cannot write."""
     problems: list[Problem] = []
     writer: HfWriter | None = None
@@ -137,7 +142,9 @@ def load(engine: TorchEngine, directory: Path) -> None:
         rng_state.restore(*states)
     else:
         engine.context.seed(rng_state.fresh_seed(directory))
-        log.info(f"{directory} is of {facts['world_size']} processes: same weights and optimizer, random states start anew")
+        log.info(
+            f"{directory} is of {facts['world_size']} processes: same weights and optimizer, random states start anew"
+        )
 
 
 def _entries(engine: TorchEngine) -> dict[tuple[str, str], TensorMeta]:
@@ -150,13 +157,23 @@ def _entries(engine: TorchEngine) -> dict[tuple[str, str], TensorMeta]:
 
 
 def _tensors(engine: TorchEngine) -> dict[str, TensorMeta]:
-    weights = {} if engine.adapts else {f"{WEIGHT}.{n}": TensorMeta(tuple(t.shape), t.dtype) for n, t in disk_metas(engine).items()}
+    weights = (
+        {}
+        if engine.adapts
+        else {f"{WEIGHT}.{n}": TensorMeta(tuple(t.shape), t.dtype) for n, t in disk_metas(engine).items()}
+    )
     return weights | {f"{kind}.{name}": meta for (name, kind), meta in _entries(engine).items()}
 
 
 def _facts(engine: TorchEngine) -> dict[str, Any]:
-    return {"format": FORMAT, "kind": engine.kind, "world_size": engine.layout.world_size, "step": engine.strategy.steps,
-            "train_type": engine.cfg.model.train_type, "optimizer": engine.cfg.optim.optimizer}
+    return {
+        "format": FORMAT,
+        "kind": engine.kind,
+        "world_size": engine.layout.world_size,
+        "step": engine.strategy.steps,
+        "train_type": engine.cfg.model.train_type,
+        "optimizer": engine.cfg.optim.optimizer,
+    }
 
 
 def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSource]:
@@ -167,8 +184,13 @@ def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSourc
     try:
         facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
         if facts["format"] != FORMAT:
-            problems.append(Problem(str(directory), f"has format {facts['format']}, this version reads {FORMAT}",
-                                    f"--model {directory.parent} to start from its weights"))
+            problems.append(
+                Problem(
+                    str(directory),
+                    f"has format {facts['format']}, this version reads {FORMAT}",
+                    f"--model {directory.parent} to start from its weights",
+                )
+            )
         else:
             source = HfSource(directory / WHOLE)
             problems += _differences(engine, facts, source)
@@ -183,16 +205,22 @@ def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSourc
 
 def _differences(engine: TorchEngine, facts: dict[str, Any], source: HfSource) -> list[Problem]:
     now = _facts(engine)
-    problems = [Problem(f"--{name} {now[name]}", f"the checkpoint's run had {facts[name]}", f"--{name} {facts[name]}")
-                for name in ("train_type", "optimizer") if facts[name] != now[name]]
+    problems = [
+        Problem(f"--{name} {now[name]}", f"the checkpoint's run had {facts[name]}", f"--{name} {facts[name]}")
+        for name in ("train_type", "optimizer")
+        if facts[name] != now[name]
+    ]
     if problems:
         return problems
     engine.strategy.steps = int(facts["step"])
     wanted, stored = _tensors(engine), set(source.names())
     problems = [Problem(name, "is in the checkpoint and not in this model") for name in sorted(stored - set(wanted))]
     problems += [Problem(name, "is in this model and not in the checkpoint") for name in sorted(set(wanted) - stored)]
-    problems += [Problem(name, f"has shape {source.shape(name)} in the checkpoint and {meta.shape} in this model")
-                 for name, meta in wanted.items() if name in stored and tuple(source.shape(name)) != meta.shape]
+    problems += [
+        Problem(name, f"has shape {source.shape(name)} in the checkpoint and {meta.shape} in this model")
+        for name, meta in wanted.items()
+        if name in stored and tuple(source.shape(name)) != meta.shape
+    ]
     return problems[:12]
 
 
@@ -205,4 +233,3 @@ def agree(engine: TorchEngine, problems: list[Problem]) -> None:
     everyone = list(dict.fromkeys(p for own in found for p in own))
     if everyone:
         raise CheckpointError(everyone)
-

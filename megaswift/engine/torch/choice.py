@@ -37,8 +37,12 @@ def wrap(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext
     layers = units(cfg, base(module.model))
     words, machines = cfg.engine.fsdp, started("nnodes", os.environ) or 1
     options = FsdpOptions(
-        layers, reshard="shard_grad_op" not in words, replicas=machines if "hybrid_shard" in words else 1, offload="offload" in words,
-        param_dtype=None if dtype == torch.float32 else dtype)
+        layers,
+        reshard="shard_grad_op" not in words,
+        replicas=machines if "hybrid_shard" in words else 1,
+        offload="offload" in words,
+        param_dtype=None if dtype == torch.float32 else dtype,
+    )
     return Sharded(module, cfg.optim, context, options)
 
 
@@ -48,6 +52,12 @@ def units(cfg: SwiftConfig, model: nn.Module) -> frozenset[str]:
     layers = layer_classes(model)
     if unknown := [name for name in named if name not in present]:
         fix = f"{' '.join(sorted(layers))}, the decoder layers, or leave it out"
-        raise ConfigError([Problem(f"--fsdp_transformer_layer_cls_to_wrap {name}", f"is no module of this {type(model).__name__}", fix)
-                           for name in unknown])
+        raise ConfigError(
+            [
+                Problem(
+                    f"--fsdp_transformer_layer_cls_to_wrap {name}", f"is no module of this {type(model).__name__}", fix
+                )
+                for name in unknown
+            ]
+        )
     return frozenset(named) or layers

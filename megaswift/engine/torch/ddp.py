@@ -47,10 +47,15 @@ class Replicated:
             return module
         devices = [self.context.device] if self.context.device.type == "cuda" else None
         known = inspect.signature(DistributedDataParallel.__init__).parameters
-        no_sync_of_buffers: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
-        idle = trains_tower(base(getattr(module, "model", module)))  # the last layers of some towers have no effect, and so no gradient
+        no_sync_of_buffers: dict[str, Any] = {
+            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
+        }
+        idle = trains_tower(
+            base(getattr(module, "model", module))
+        )  # the last layers of some towers have no effect, and so no gradient
         return DistributedDataParallel(
-            module, device_ids=devices, gradient_as_bucket_view=True, find_unused_parameters=idle, **no_sync_of_buffers)
+            module, device_ids=devices, gradient_as_bucket_view=True, find_unused_parameters=idle, **no_sync_of_buffers
+        )
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by name in the module that was wrapped."""
@@ -130,7 +135,9 @@ class Replicated:
         whole = {name: self.optimizer.nbytes(self.parameters[name]) for name in trained}
         states = sum(whole[name] * parts[name].numel() // self.parameters[name].numel() for name in trained)
         scales = sum(scale_bytes(p) for p in self.parameters.values())
-        count = sum(elements(p) if getattr(p, "quant_state", None) else parts[n].numel() for n, p in self.parameters.items())
+        count = sum(
+            elements(p) if getattr(p, "quant_state", None) else parts[n].numel() for n, p in self.parameters.items()
+        )
         return count, sum(p.nbytes for p in parts.values()) + scales, gradients, states
 
     def local(self, tensor: Tensor) -> Tensor:

@@ -114,7 +114,9 @@ class TorchEngine:
             self.routers.begin(train)
             value = objective(here, self._fields(here)) + self.routers.take(here.valid, max(counted.microbatches, 1))
             last = i == len(microbatches) - 1
-            if train and last and self.allocation is not None:  # once a global batch, of which every rank adds its share
+            if (
+                train and last and self.allocation is not None
+            ):  # once a global batch, of which every rank adds its share
                 orthogonal = self.allocation.penalty()
                 value = value + orthogonal / self.layout.world_size
             if train:
@@ -131,11 +133,18 @@ class TorchEngine:
     def _fields(self, batch: Batch) -> Tensor:
         """float32 [f, b, s]."""
         half = self.kind in ZERO and self.dtype != torch.float32  # DeepSpeed casts weights and no inputs
-        extra: dict[str, Any] = {k: v.to(self.dtype) if half and v.is_floating_point() else v for k, v in batch.extra.items()}
+        extra: dict[str, Any] = {
+            k: v.to(self.dtype) if half and v.is_floating_point() else v for k, v in batch.extra.items()
+        }
         if batch.cu_seqlens is not None and self.cfg.model.attn_impl == "flash":
             bounds = batch.cu_seqlens.to(torch.int32)
             longest = int((bounds[1:] - bounds[:-1]).max())
-            extra |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+            extra |= {
+                "cu_seq_lens_q": bounds,
+                "cu_seq_lens_k": bounds,
+                "max_length_q": longest,
+                "max_length_k": longest,
+            }
         with self._precision():
             positions = None if batch.cu_seqlens is None else batch.positions
             return self.strategy.module(batch.input_ids, positions, batch.labels, batch.loss_weights != 0, extra)
@@ -198,14 +207,22 @@ class TorchEngine:
 
         config.json is the source's, but for a model with a scalar head.
         """
-        metas, config = metas_like(checkpoint.disk_metas(self), source), self.spec.hf_config if self.spec.scored else None
+        metas, config = (
+            metas_like(checkpoint.disk_metas(self), source),
+            self.spec.hf_config if self.spec.scored else None,
+        )
         metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
-        checkpoint.agree(self, checkpoint.written(self, folder, metas, self.hf_weights(), lambda writer: writer.close(source, config)))
+        checkpoint.agree(
+            self,
+            checkpoint.written(self, folder, metas, self.hf_weights(), lambda writer: writer.close(source, config)),
+        )
 
     def write_adapter(self, folder: Path, base: str) -> None:
         """A PEFT folder with what trains. Collective; rank 0 writes."""
         state = {name: self.strategy.full(name, WEIGHT) for name in self.strategy.trained()}
-        state |= {adapters.PREFIX + name: tensor for name, tensor in buffers(self.fields.model).items()}  # VeRA's projections
+        state |= {
+            adapters.PREFIX + name: tensor for name, tensor in buffers(self.fields.model).items()
+        }  # VeRA's projections
         if self.rank == 0:
             adapters.write(self.fields.model, {n: t.detach().cpu() for n, t in state.items()}, folder, base)
 
@@ -224,7 +241,9 @@ class TorchEngine:
     def kernels(self) -> str:
         """For the first screen."""
         attention, chosen = getattr(adapters.base(self.fields.model).config, "_attn_implementation", ""), self.cfg.model
-        extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile + ["liger-kernel"] * chosen.use_liger
+        extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile + [
+            "liger-kernel"
+        ] * chosen.use_liger
         return ", ".join(["transformers", f"{attention} attention", str(self.dtype).removeprefix("torch."), *extra])
 
     def report(self) -> ParameterReport:
@@ -255,6 +274,11 @@ def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torc
         return getattr(torch, cfg.model.torch_dtype)
     dtype = config_dtype(folder) if device.type == "cuda" else torch.float32
     if dtype == torch.float16:  # as config.engine_rules refuses it
-        raise ConfigError(Problem("--torch_dtype auto", "is the checkpoint's float16, whose gradients need a loss scale; the native engine "
-                                  "alone has one", "--torch_dtype bfloat16"))
+        raise ConfigError(
+            Problem(
+                "--torch_dtype auto",
+                "is the checkpoint's float16, whose gradients need a loss scale; the native engine alone has one",
+                "--torch_dtype bfloat16",
+            )
+        )
     return dtype

@@ -50,7 +50,9 @@ class FieldsModel(nn.Module):
         self.placed = not self.places and "position_ids" in taken
         """It takes positions; models without any (state spaces, ALiBi) do not."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor | None, labels: Tensor, labelled: Tensor, extra: dict[str, Any]) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor | None, labels: Tensor, labelled: Tensor, extra: dict[str, Any]
+    ) -> Tensor:
         """float32 [f, b, s], 0 where `labelled` is False. Only columns with a label go through the head, where the model can choose.
 
         No attention mask: rows are padded on the right, where causal attention does not look, and transformers tells packed documents

@@ -50,11 +50,15 @@ class Sharded(Replicated):
         mesh, kind = self._mesh(), self.context.device.type
         half = self.options.param_dtype
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
-        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=kind == "cuda") if self.options.offload else OffloadPolicy()
+        offload: OffloadPolicy = (
+            CPUOffloadPolicy(pin_memory=kind == "cuda") if self.options.offload else OffloadPolicy()
+        )
         units = alone([m for m in module.modules() if type(m).__name__ in self.options.layers], module)
         for unit in (*reversed(units), module):  # inner units first; one at a time is whole, and on the device
             make_real(unit.parameters(), self.context.device)
-            fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=self.options.reshard)
+            fully_shard(
+                unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=self.options.reshard
+            )
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)
@@ -87,7 +91,9 @@ class Sharded(Replicated):
         place = self.place(name, kind)
         if isinstance(place, DTensor):
             whole = tensor.to(self.context.device)
-            tensor = distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None).to(place.device)  # nothing is sent
+            tensor = distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None).to(
+                place.device
+            )  # nothing is sent
         super().put(name, kind, tensor)
 
     def live(self, names: Iterable[str]) -> list[Tensor]:

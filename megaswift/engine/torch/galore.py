@@ -160,11 +160,20 @@ def targets(module: Any, optim: OptimConfig) -> set[str]:
             stack = p.dim() == 3 and not isinstance(owner, nn.modules.conv._ConvNd)
             full = f"{name}.{own}" if name else own
             label = name if linear else full
-            wanted = owner is not head if every else any(re.search(pattern, label) for pattern in optim.galore_target_modules)
+            wanted = (
+                owner is not head
+                if every
+                else any(re.search(pattern, label) for pattern in optim.galore_target_modules)
+            )
             if (linear or stack) and wanted and p.requires_grad and min(p.shape[-2:]) > optim.galore_rank:
                 found.add(full)
     if not found:
         given = " ".join(optim.galore_target_modules)
-        raise ConfigError(Problem(f"--galore_target_modules {given} --galore_rank {optim.galore_rank}",
-                                  "match no trained matrix with more rows and columns than the rank", "a lower rank, or other patterns"))
+        raise ConfigError(
+            Problem(
+                f"--galore_target_modules {given} --galore_rank {optim.galore_rank}",
+                "match no trained matrix with more rows and columns than the rank",
+                "a lower rank, or other patterns",
+            )
+        )
     return found

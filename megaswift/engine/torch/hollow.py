@@ -37,7 +37,9 @@ def make_hollow(module: nn.Module) -> None:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.is_meta:
-                empty = nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), parameter.requires_grad)
+                empty = nn.Parameter(
+                    torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), parameter.requires_grad
+                )
                 part._parameters[name] = made.setdefault(id(parameter), empty)
 
 

@@ -13,5 +13,7 @@ def apply(model: Any) -> None:
     patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
     kind = model.config.model_type
     if kind not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ConfigError(Problem("--use_liger true", f"liger-kernel has no kernels for model_type {kind}", "--use_liger false"))
+        raise ConfigError(
+            Problem("--use_liger true", f"liger-kernel has no kernels for model_type {kind}", "--use_liger false")
+        )
     patches._apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)

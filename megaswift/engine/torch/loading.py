@@ -97,7 +97,9 @@ def _stays_hollow(directory: Path, cfg: SwiftConfig) -> bool:
     if cfg.model.train_type == "full":
         return True
     if cfg.lora.adapters is not None:
-        kind = json.loads((Path(cfg.lora.adapters) / "adapter_config.json").read_text(encoding="utf-8")).get("peft_type")
+        kind = json.loads((Path(cfg.lora.adapters) / "adapter_config.json").read_text(encoding="utf-8")).get(
+            "peft_type"
+        )
         return kind == "LORA"
     return cfg.model.train_type == "lora" and not cfg.lora.use_dora
 
@@ -108,8 +110,11 @@ def _differences(bare: Any, source: WeightSource, found: list[Piece]) -> list[Pr
     stored = {first.get(name, name): shape for name, shape in shapes(bare, source, found).items()}
     adapted = bool(getattr(bare, "peft_config", None)) or any(hasattr(m, "base_layer") for m in bare.modules())
     wanted = {unwrapped(name): p for name, p in bare.named_parameters() if not adapted or hollow.is_hollow(p)}
-    return [Problem(str(source.directory), f"has no {name} of shape {list(p.shape)}, which this model asks for")
-            for name, p in wanted.items() if stored.get(name) != tuple(p.shape)][:12]
+    return [
+        Problem(str(source.directory), f"has no {name} of shape {list(p.shape)}, which this model asks for")
+        for name, p in wanted.items()
+        if stored.get(name) != tuple(p.shape)
+    ][:12]
 
 
 def read(engine: TorchEngine, found: list[Piece], source: WeightSource, first: Mapping[str, str]) -> None:

@@ -39,7 +39,10 @@ class Adapted:
 
     def merged(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's own parameters by the names that they have without adapters, from all whole tensors by their names here."""
-        given = {id(p): nn.Parameter(whole[name].detach().float().clone(), False) for name, p in self.layer.named_parameters()}
+        given = {
+            id(p): nn.Parameter(whole[name].detach().float().clone(), False)
+            for name, p in self.layer.named_parameters()
+        }
         made = _copied(self.layer, given).to(next(iter(whole.values())).device)
         for part in filter(_adapts, made.modules()):
             part.merge()
@@ -98,8 +101,11 @@ class Merging:
     def buffers(self, bare: nn.Module) -> dict[str, Tensor]:
         """What a checkpoint of the model holds that is no parameter, and no part of an adapter or of quantised weights."""
         known = {name for name, _ in bare.named_buffers()}
-        return {unwrapped(name): tensor for name, tensor in buffers(bare).items()
-                if name in known and KEPT not in name and _inside(OWN + name, self.layers) is None}
+        return {
+            unwrapped(name): tensor
+            for name, tensor in buffers(bare).items()
+            if name in known and KEPT not in name and _inside(OWN + name, self.layers) is None
+        }
 
 
 def merging_of(fields: FieldsModel) -> Merging:
@@ -115,14 +121,21 @@ def merging_of(fields: FieldsModel) -> Merging:
         place, at = base_name(name), _inside(name, found.layers)
         if not name.startswith(OWN) or KEPT in name or at is not None and not name.startswith(f"{at}.base_layer."):
             continue
-        if at is not None and not quantised.is_packed(found.layers[at].get_base_layer()):  # layers in layers have such names too
+        if at is not None and not quantised.is_packed(
+            found.layers[at].get_base_layer()
+        ):  # layers in layers have such names too
             continue
         module = fields.get_submodule(name.rpartition(".")[0])
         if name.endswith(".weight") and quantised.is_packed(module):
             adapter = found.layers.get(at or "")
             if getattr(adapter, "lora_variant", None):  # DoRA's in a folder of adapters: of new ones the options tell
-                raise ConfigError(Problem("--adapters", "holds no plain LoRA, which is all that can be merged over weights in few bits",
-                                          "the model in plain weights"))
+                raise ConfigError(
+                    Problem(
+                        "--adapters",
+                        "holds no plain LoRA, which is all that can be merged over weights in few bits",
+                        "the model in plain weights",
+                    )
+                )
             found.packed[place] = Packed(module, adapter)
         else:
             found.plain[place] = name
@@ -132,7 +145,11 @@ def merging_of(fields: FieldsModel) -> Merging:
 def _adapted(name: str, module: Any, first: Mapping[int, str]) -> Adapted:
     given = {id(p): nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), False) for p in module.parameters()}
     places = {own: first[id(p)] for own, p in module.named_parameters()}
-    return Adapted(_copied(module, given), places, {n: base_name(f"{name}.{n}") for n, _ in module.get_base_layer().named_parameters()})
+    return Adapted(
+        _copied(module, given),
+        places,
+        {n: base_name(f"{name}.{n}") for n, _ in module.get_base_layer().named_parameters()},
+    )
 
 
 def _copied(module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> Any:

@@ -29,9 +29,16 @@ ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfuse
 """`--attn_impl` to transformers' name."""
 
 
-def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool) -> nn.Module:
+def build(
+    folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool
+) -> nn.Module:
     """The model in float32 on the CPU, with the folder's weights (and `quantised.loading`), random ones (all ranks the same), or empty."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one a rank
@@ -44,12 +51,18 @@ def build(folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, furthe
         if weights:
             options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
             return quantised.whole_floats(_loaded(auto, folder, options, cfg, spec), folder)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {}))
+        config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {})
+        )
         with torch.random.fork_rng():
             torch.manual_seed(cfg.train.seed)
             with hollow.without_weights() if empty else nullcontext():
                 return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
-    except (OSError, ValueError, ImportError) as error:  # what transformers raises for a folder or an option that it cannot serve
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+    ) as error:  # what transformers raises for a folder or an option that it cannot serve
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise WeightsError(Problem(f"--model {folder}", f"transformers cannot load it: {reason}")) from None
 
@@ -78,8 +91,14 @@ def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     options = peft_config.make(cfg, "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
     if (excluded := vision.without_adapters(model, cfg.model)) is not None:
         if not hasattr(options, "exclude_modules"):
-            raise ConfigError(Problem(f"--train_type {cfg.model.train_type}", "cannot leave out the parts of a vision-language model that "
-                                      "are frozen (PEFT has no exclude_modules for it)", "--train_type lora"))
+            raise ConfigError(
+                Problem(
+                    f"--train_type {cfg.model.train_type}",
+                    "cannot leave out the parts of a vision-language model that "
+                    "are frozen (PEFT has no exclude_modules for it)",
+                    "--train_type lora",
+                )
+            )
         options.exclude_modules = excluded
     if options.target_modules == "all-linear":
         options.target_modules = quantised.packed_layers(model) or options.target_modules
@@ -90,10 +109,16 @@ def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
         except ValueError as error:  # targets that match nothing; dropout and DoRA on parameters
             name = "parameters" if lora.target_parameters else "modules"
             given = " ".join(lora.target_parameters or lora.target_modules)
-            label = f"--target_{name} {given}" if cfg.model.train_type in ("lora", "qlora") else f"--train_type {cfg.model.train_type}"
+            label = (
+                f"--target_{name} {given}"
+                if cfg.model.train_type in ("lora", "qlora")
+                else f"--train_type {cfg.model.train_type}"
+            )
             raise ConfigError(Problem(label, str(error).splitlines()[0])) from None
     if lora.target_parameters and not made.base_model.targeted_parameter_names:
-        raise ConfigError(Problem(f"--target_parameters {' '.join(lora.target_parameters)}", "matches no parameter of this model"))
+        raise ConfigError(
+            Problem(f"--target_parameters {' '.join(lora.target_parameters)}", "matches no parameter of this model")
+        )
     return made
 
 
@@ -109,7 +134,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def prepare(
-        folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool = False) -> FieldsModel:
+    folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool = False
+) -> FieldsModel:
     """Everything that is done to a model before it is wrapped. `empty`: its parameters have no memory (`hollow`)."""
     model = build(folder, cfg, weights, spec, further, empty)
     hollow.make_hollow(model)

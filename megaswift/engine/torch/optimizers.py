@@ -111,8 +111,12 @@ class BitsAndBytes(Elementwise):
         self.place = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
         self.lion, self.eight = optim.optimizer in LIONS, optim.optimizer.endswith("8bit")
         options: dict[str, Any] = {
-            "lr": optim.learning_rate, "betas": (optim.adam_beta1, optim.adam_beta2), "optim_bits": 8 if self.eight else 32,
-            "is_paged": optim.optimizer in PAGED, "min_8bit_size": SMALLEST}
+            "lr": optim.learning_rate,
+            "betas": (optim.adam_beta1, optim.adam_beta2),
+            "optim_bits": 8 if self.eight else 32,
+            "is_paged": optim.optimizer in PAGED,
+            "min_8bit_size": SMALLEST,
+        }
         return Lion(groups, **options) if self.lion else AdamW(groups, eps=optim.adam_epsilon, **options)
 
     def metas(self, parameter: Tensor) -> Metas:

@@ -46,8 +46,17 @@ class Parts(Elementwise):
         found = self.stepped.states(self.parts[parameter], steps)
         if not isinstance(parameter.data, DTensor):
             return found
-        return {name: DTensor.from_local(t, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-                                         stride=parameter.stride()) for name, t in found.items()}
+        return {
+            name: DTensor.from_local(
+                t,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            for name, t in found.items()
+        }
 
     def count(self, parameter: nn.Parameter, steps: int) -> None:
         """Of the part."""

@@ -36,8 +36,10 @@ class Piece:
         once = copy.deepcopy(self.conversion)
         for pattern, name in self.stored:
             once.add_tensor(self.target, name, pattern, tensors[name])
-        return {name: found[0] if isinstance(found, list) else found
-                for name, found in once.convert(self.target, model=model, config=model.config).items()}
+        return {
+            name: found[0] if isinstance(found, list) else found
+            for name, found in once.convert(self.target, model=model, config=model.config).items()
+        }
 
 
 def pieces(model: Any, source: WeightSource) -> list[Piece]:

@@ -52,7 +52,9 @@ class RankAllocation:
     def write(self, directory: Path) -> None:
         """The allocator's state. On one rank."""
         allocator = self.tuner.rankallocator
-        found = {f"{kind}.{name}": t.contiguous().cpu() for kind in AVERAGES for name, t in getattr(allocator, kind).items()}
+        found = {
+            f"{kind}.{name}": t.contiguous().cpu() for kind in AVERAGES for name, t in getattr(allocator, kind).items()
+        }
         pattern = {self._full(name): kept for name, kept in (self.settings.rank_pattern or {}).items()}
         found |= {f"{_MASK}.{name}": torch.tensor(kept, dtype=torch.bool) for name, kept in pattern.items()}
         save_file(found, directory / FILE)

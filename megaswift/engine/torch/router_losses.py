@@ -74,7 +74,9 @@ class RouterLosses:
             scores, chosen = F.normalize(torch.sigmoid(logits), p=1, dim=-1), logits.detach().topk(topk, dim=-1).indices
         else:
             scores = torch.softmax(logits, dim=-1)
-        routed = logits.new_zeros(experts).index_add_(0, chosen.reshape(-1), valid.to(logits.dtype).repeat_interleave(topk))
+        routed = logits.new_zeros(experts).index_add_(
+            0, chosen.reshape(-1), valid.to(logits.dtype).repeat_interleave(topk)
+        )
         share = (scores * valid[:, None]).sum(0) / tokens
         z = (torch.logsumexp(logits, dim=-1).square() * valid).sum() / tokens
         return experts * (routed / (tokens * topk) * share).sum(), z

@@ -55,8 +55,13 @@ def check(engine: TorchEngine) -> None:
         limit = EXACT if engine.dtype == torch.float32 else ROUNDED
         found = [*_problems(read, spec.vocab_size, limit, bool(engine.cfg.data.packing), named)]
     if longest is not None and engine.cfg.data.max_length > longest:
-        found.append(Problem(f"--max_length {engine.cfg.data.max_length}", f"is more than the {longest} positions that this model has "
-                             "learned", f"--max_length {longest}"))
+        found.append(
+            Problem(
+                f"--max_length {engine.cfg.data.max_length}",
+                f"is more than the {longest} positions that this model has learned",
+                f"--max_length {longest}",
+            )
+        )
     if found and known:
         found = [replace(p, fix=f"{p.fix}, or --engine megatron, which keeps them apart") for p in found]
     if found:
@@ -71,20 +76,33 @@ def _problems(read: Read, vocab: int, limit: float, packing: bool, model: str) -
     ended = read(row(torch.cat([document[:-END], end])))
     same = DOCUMENT - END - 1  # the label after these is exchanged too
     if _differs(alone[:, :same], ended[:, :same], limit * _apart(alone, ended)):
-        yield Problem(f"--model {model}", "does not read from left to right: what it says of a token changes with the tokens behind it",
-                      'a model that writes text; of an encoder, "is_decoder": true in config.json')
+        yield Problem(
+            f"--model {model}",
+            "does not read from left to right: what it says of a token changes with the tokens behind it",
+            'a model that writes text; of an encoder, "is_decoder": true in config.json',
+        )
         return
     if packing:
         kept, joined = read(row(before, document))[:, BEFORE:], read(row(torch.cat([before, document])))[:, BEFORE:]
-        rounding = _apart(alone[:, :-1], read(row(torch.cat([document, end])))[:, :DOCUMENT - 1])  # of a row of another length
+        rounding = _apart(
+            alone[:, :-1], read(row(torch.cat([document, end])))[:, : DOCUMENT - 1]
+        )  # of a row of another length
         if _differs(alone, kept, max(limit * _apart(alone, joined), 3 * rounding)):
-            yield Problem("--packing true", f"does not go with this model ({model}): in a row with others it says something else of a "
-                          "document than alone", "--packing false")
+            yield Problem(
+                "--packing true",
+                f"does not go with this model ({model}): in a row with others it says something else of a "
+                "document than alone",
+                "--packing false",
+            )
 
 
 def positions(model: nn.Module) -> int | None:
     """How many a model has a learned vector for; None where positions need none."""
-    tables = [m for name, m in model.named_modules() if isinstance(m, nn.Embedding) and re.search(r"(^|\.)(wpe|\w*pos\w*)$", name)]
+    tables = [
+        m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Embedding) and re.search(r"(^|\.)(wpe|\w*pos\w*)$", name)
+    ]
     return min((m.num_embeddings - int(getattr(m, "offset", 0)) for m in tables), default=None)
 
 
@@ -110,4 +128,6 @@ def row(*documents: Tensor) -> Batch:
 def _document(ids: Tensor) -> Batch:
     weights = torch.ones(1, len(ids))
     weights[0, -1] = 0.0
-    return Batch(ids[None], ids.roll(-1)[None], weights, torch.arange(len(ids))[None], torch.ones(1, len(ids), dtype=torch.bool))
+    return Batch(
+        ids[None], ids.roll(-1)[None], weights, torch.arange(len(ids))[None], torch.ones(1, len(ids), dtype=torch.bool)
+    )

@@ -61,7 +61,9 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 def groups_of(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """Parameters with weight decay, and those without."""
-    groups: list[dict[str, Any]] = [{"params": [p for n, p in named if decays(n, p) == flag], "decays": flag} for flag in (True, False)]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in named if decays(n, p) == flag], "decays": flag} for flag in (True, False)
+    ]
     return [g for g in groups if g["params"]]
 
 
@@ -70,7 +72,9 @@ def make_optimizer(named: list[tuple[str, nn.Parameter]], optim: OptimConfig) ->
     groups = groups_of(named)
     if optim.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.sgd_momentum)
-    return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon)
+    return torch.optim.AdamW(
+        groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon
+    )
 
 
 def set_rates(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:

@@ -39,13 +39,20 @@ class Parts:
     """Which part of a model each name belongs to."""
 
     def __init__(self, model: Any) -> None:
-        self._tower, self._language = _names(model, model.get_encoder(modality="image")), _names(model, model.get_decoder())
+        self._tower, self._language = (
+            _names(model, model.get_encoder(modality="image")),
+            _names(model, model.get_decoder()),
+        )
         self._language += _names(model, model.get_output_embeddings()) if self._language else []
         if not self._tower or not self._language:
-            raise ConfigError(Problem(
-                "--freeze_vit, --freeze_aligner, --freeze_llm", f"transformers does not say which module of {type(model).__name__} is the "
-                + ("language model" if self._tower else "tower"),
-                "--freeze_vit false --freeze_aligner false, and --freeze_parameters PATTERN for what is not to train"))
+            raise ConfigError(
+                Problem(
+                    "--freeze_vit, --freeze_aligner, --freeze_llm",
+                    f"transformers does not say which module of {type(model).__name__} is the "
+                    + ("language model" if self._tower else "tower"),
+                    "--freeze_vit false --freeze_aligner false, and --freeze_parameters PATTERN for what is not to train",
+                )
+            )
 
     def of(self, name: str) -> str:
         """The part of a parameter."""
@@ -66,7 +73,11 @@ def _below(name: str, modules: list[str]) -> bool:
 def frozen_parts(model: nn.Module, cfg: ModelConfig) -> set[str]:
     """The parts that do not train; none of a model that reads text only."""
     given = {VIT: cfg.freeze_vit, ALIGNER: cfg.freeze_aligner, LLM: cfg.freeze_llm}
-    return {part for part, value in given.items() if (DEFAULTS[part] if value is None else value)} if has_tower(model) else set()
+    return (
+        {part for part, value in given.items() if (DEFAULTS[part] if value is None else value)}
+        if has_tower(model)
+        else set()
+    )
 
 
 def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:

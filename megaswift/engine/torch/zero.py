@@ -36,7 +36,11 @@ from megaswift.engine.torch.strategy import WEIGHT, make_optimizer, set_rates
 from megaswift.engine.torch.zero_tensors import MOMENTS, WholeTensors, get_steps, set_steps, shards, start_states
 from megaswift.errors import ConfigError, Problem
 
-_OPTIMIZERS = {1: ("DeepSpeedZeroOptimizer", "BF16_Optimizer"), 2: ("DeepSpeedZeroOptimizer",), 3: ("DeepSpeedZeroOptimizer_Stage3",)}
+_OPTIMIZERS = {
+    1: ("DeepSpeedZeroOptimizer", "BF16_Optimizer"),
+    2: ("DeepSpeedZeroOptimizer",),
+    3: ("DeepSpeedZeroOptimizer_Stage3",),
+}
 
 
 class ZeroStrategy:
@@ -193,4 +197,8 @@ class ZeroStrategy:
 def _finer_than_bfloat16(module: nn.Module) -> dict[str, Tensor]:
     """Copies on the CPU of trained weights that bfloat16 cannot hold: none of a bfloat16 checkpoint, or of a partitioned model."""
     whole = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "ds_tensor")}
-    return {n: p.cpu().clone() for n, p in whole.items() if p.dtype == torch.float32 and not torch.equal(p, p.bfloat16().float())}
+    return {
+        n: p.cpu().clone()
+        for n, p in whole.items()
+        if p.dtype == torch.float32 and not torch.equal(p, p.bfloat16().float())
+    }

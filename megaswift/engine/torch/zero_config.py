@@ -51,7 +51,12 @@ def for_engine(config: Mapping[str, Any], world: int, device_type: str) -> dict[
     made = copy.deepcopy(dict(config))
     zero = made.setdefault("zero_optimization", {"stage": 0})
     stage = int(zero.get("stage", 0))
-    made |= {"train_batch_size": world, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+    made |= {
+        "train_batch_size": world,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+    }
     made |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     made.setdefault("steps_per_print", 2**31)
     made.setdefault("communication_data_type", "fp32")

@@ -67,7 +67,9 @@ class WholeTensors:
             return self._gather(param)
         if kind == GRADIENT:
             found = self.calls.safe_get_full_grad(param)
-            found = torch.zeros(getattr(param, "ds_shape", param.shape), device=param.device) if found is None else found
+            found = (
+                torch.zeros(getattr(param, "ds_shape", param.shape), device=param.device) if found is None else found
+            )
         elif self.stage == 0:
             found = self.inner.state[param][kind]
         elif kind == WEIGHT:
@@ -115,7 +117,12 @@ class WholeTensors:
         """(Parameters, bytes of weights, of gradients at the end of a backward pass, of moments with fp32 masters) on this rank."""
         trained = [p for p in module.parameters() if p.requires_grad]
         own = shards(self.zero)
-        moments = sum(t.nbytes for shard in own for t in self.inner.state[shard].values() if isinstance(t, Tensor) and t.numel() > 1)
+        moments = sum(
+            t.nbytes
+            for shard in own
+            for t in self.inner.state[shard].values()
+            if isinstance(t, Tensor) and t.numel() > 1
+        )
         masters = sum(t.nbytes for t in own) if self.stage else 0
         if self.stage == 3:
             gradients = self.zero.grad_partitions_flat_buffer.nbytes

@@ -51,7 +51,9 @@ class Correctness:
         found = {pair: self._known[pair] for pair in pairs if pair in self._known}
         for start in range(0, len(new), CHUNK):
             part = new[start : start + CHUNK]
-            outcomes = self.sandbox.run([{"solution": solution, "completion": completion} for solution, completion in part])
+            outcomes = self.sandbox.run(
+                [{"solution": solution, "completion": completion} for solution, completion in part]
+            )
             for pair, outcome in zip(part, outcomes, strict=True):
                 found[pair] = {"null": None, "1.0": 1.0}.get(outcome.result if outcome.how == "ended" else "", 0.0)
         self._known = found
@@ -82,7 +84,9 @@ class ByAccuracy:
         solution = sample.columns.get(SOLUTION)
         if not isinstance(solution, str | int | float) or isinstance(solution, bool):
             what = f"the solution of sample {number} is {solution!r}, not a text"
-            raise RewardError(Problem(f"--reward_funcs {self.name}", what, "a column `solution` of texts: --columns YOURS=solution"))
+            raise RewardError(
+                Problem(f"--reward_funcs {self.name}", what, "a column `solution` of texts: --columns YOURS=solution")
+            )
         return str(solution), sample.text.rpartition(THOUGHT)[2] if self.after_thought else sample.text
 
     def __call__(self, judged: Sequence[Judged]) -> list[float]:
@@ -93,7 +97,9 @@ class ByAccuracy:
         if None in verdicts and not judge.warned:
             judge.warned = True
             example = pairs[verdicts.index(None)][0]
-            log.warn(f"{self.name}: some solutions cannot be parsed, and their rows get 0, for example {example[:80]!r}")
+            log.warn(
+                f"{self.name}: some solutions cannot be parsed, and their rows get 0, for example {example[:80]!r}"
+            )
         return self.shape(judged, verdicts)
 
 
@@ -128,7 +134,9 @@ def cosine(options: RewardOptions) -> ByAccuracy:
         short, long = right if verdict else wrong
         return long + 0.5 * (short - long) * (1.0 + math.cos(min(len(sample.token_ids) / longest, 1.0) * math.pi))
 
-    return _built(ByAccuracy("cosine", lambda judged, verdicts: [value(*pair) for pair in zip(judged, verdicts, strict=True)]))
+    return _built(
+        ByAccuracy("cosine", lambda judged, verdicts: [value(*pair) for pair in zip(judged, verdicts, strict=True)])
+    )
 
 
 def length(options: RewardOptions) -> ByAccuracy:
@@ -141,7 +149,9 @@ def length(options: RewardOptions) -> ByAccuracy:
             sizes = [len(sample.token_ids) for sample, _ in members]
             spread = max(sizes) - min(sizes)
             values = [0.5 - (size - min(sizes)) / spread if spread else 0.0 for size in sizes]
-            found += [value if verdict else min(value, 0.0) for value, (_, verdict) in zip(values, members, strict=True)]
+            found += [
+                value if verdict else min(value, 0.0) for value, (_, verdict) in zip(values, members, strict=True)
+            ]
         return found
 
     return _built(ByAccuracy("length", shape, whole_groups=True))

@@ -44,10 +44,19 @@ def checked(name: str, returned: Any, judged: Sequence[Judged]) -> list[Value]:
     """The values as floats; RewardError unless they are one finite number for each sample, or for each token that the model wrote in it."""
     values = _plain(returned)
     if not isinstance(values, list | tuple):
-        raise RewardError(Problem(_flag(name), f"returned {_kind(returned)}, not a list of {len(judged)} numbers",
-                                  "return [float, ...], one for each completion"))
+        raise RewardError(
+            Problem(
+                _flag(name),
+                f"returned {_kind(returned)}, not a list of {len(judged)} numbers",
+                "return [float, ...], one for each completion",
+            )
+        )
     if len(values) != len(judged):
-        raise RewardError(Problem(_flag(name), f"returned {len(values)} values for {len(judged)} samples", "one value for each completion"))
+        raise RewardError(
+            Problem(
+                _flag(name), f"returned {len(values)} values for {len(judged)} samples", "one value for each completion"
+            )
+        )
     return [_checked(name, value, judged[i], f"sample {i} of {len(judged)}") for i, value in enumerate(values)]
 
 
@@ -56,8 +65,12 @@ def _checked(name: str, value: Any, sample: Judged, where: str) -> Value:
     if not isinstance(each, list | tuple):
         return _finite(name, value, sample, where)
     if len(each) != sample.written:
-        rule = f"returned {len(each)} numbers for the {sample.written} tokens of {where}, the completion {_shown(sample)}"
-        raise RewardError(Problem(_flag(name), rule, "one number, or one for each of completion_ids where completion_mask is 1"))
+        rule = (
+            f"returned {len(each)} numbers for the {sample.written} tokens of {where}, the completion {_shown(sample)}"
+        )
+        raise RewardError(
+            Problem(_flag(name), rule, "one number, or one for each of completion_ids where completion_mask is 1")
+        )
     return tuple(_finite(name, one, sample, f"token {t} of {where}") for t, one in enumerate(each))
 
 
@@ -65,8 +78,14 @@ def _finite(name: str, value: Any, sample: Judged, where: str) -> float:
     number = _number(value)
     if number is None or not math.isfinite(number):
         what = f"{value!r} ({type(value).__name__})" if number is None else str(number)
-        fix = "float(...)" if isinstance(_item(value), bool) else "a finite number for every sample, 0.0 where there is nothing to say"
-        raise RewardError(Problem(_flag(name), f"returned {what[:SHOWN]} for {where}, the completion {_shown(sample)}", fix))
+        fix = (
+            "float(...)"
+            if isinstance(_item(value), bool)
+            else "a finite number for every sample, 0.0 where there is nothing to say"
+        )
+        raise RewardError(
+            Problem(_flag(name), f"returned {what[:SHOWN]} for {where}, the completion {_shown(sample)}", fix)
+        )
     return number
 
 
@@ -106,6 +125,8 @@ def failed(name: str, judged: Sequence[Judged]) -> Callable[[str], RewardError]:
 
 def trace(error: BaseException) -> str:
     """The last frames outside of this package, indented, and what was raised."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((OURS, "<frozen importlib"))]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((OURS, "<frozen importlib"))
+    ]
     lines = [*traceback.format_list(frames[-FRAMES:]), *traceback.format_exception_only(error)]
     return "\n".join("    " + line for entry in lines for line in entry.rstrip().splitlines())

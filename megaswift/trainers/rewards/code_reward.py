@@ -50,8 +50,13 @@ class Code:
         try:
             return read_tests(sample.columns.get(TESTS))
         except ValueError as error:
-            raise RewardError(Problem(f"--reward_funcs {self.name}", f"the column {TESTS} of sample {number} {error}",
-                                      '[{"input": "1 2", "output": "3"}], or another form of docs/rewards.md')) from None
+            raise RewardError(
+                Problem(
+                    f"--reward_funcs {self.name}",
+                    f"the column {TESTS} of sample {number} {error}",
+                    '[{"input": "1 2", "output": "3"}], or another form of docs/rewards.md',
+                )
+            ) from None
 
     def _passed(self, programs: Sequence[str | None], tests: Sequence[Sequence[CodeTest]]) -> list[int]:
         """Tests that each program passes. One after the other: a program that hangs or attacks has no second chance to do so."""
@@ -62,7 +67,9 @@ class Code:
             going = []
             for start in range(0, len(alive), CHUNK):
                 part = alive[start : start + CHUNK]
-                for (i, program), outcome in zip(part, self.sandbox.run([tests[i][turn].job(p) for i, p in part]), strict=True):
+                for (i, program), outcome in zip(
+                    part, self.sandbox.run([tests[i][turn].job(p) for i, p in part]), strict=True
+                ):
                     passed[i] += self._right(tests[i][turn], outcome)
                     if outcome.how in ("ended", "failed"):
                         going.append((i, program))
@@ -82,7 +89,9 @@ def _sandbox(limits: Limits, locked: bool) -> Sandbox:
 def _built(name: str, options: RewardOptions, all_or_nothing: bool) -> Code:
     sandbox = _sandbox(Limits(options.code_timeout, options.code_memory), not options.allow_unsafe_code)
     if options.allow_unsafe_code:
-        log.warn("--allow_unsafe_code true: programs of the model run on this machine with limits, but without a sandbox")
+        log.warn(
+            "--allow_unsafe_code true: programs of the model run on this machine with limits, but without a sandbox"
+        )
     else:
         check(sandbox, f"--reward_funcs {name}")
     return Code(name, sandbox, all_or_nothing)

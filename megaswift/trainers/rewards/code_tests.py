@@ -59,7 +59,11 @@ def same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
-    if isinstance(one, int | float) and isinstance(other, int | float) and isinstance(one, float) | isinstance(other, float):
+    if (
+        isinstance(one, int | float)
+        and isinstance(other, int | float)
+        and isinstance(one, float) | isinstance(other, float)
+    ):
         return _near(one, other)
     return type(one) is type(other) and one == other
 
@@ -81,7 +85,12 @@ def read_tests(value: Any) -> list[CodeTest]:
     if isinstance(value, Mapping) and "test_cases" in value:
         value = value["test_cases"]
     if isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
-        return _checked([_one(i, o, value.get("fn_name"), wrapped=True) for i, o in zip(value["inputs"], value["outputs"], strict=True)])
+        return _checked(
+            [
+                _one(i, o, value.get("fn_name"), wrapped=True)
+                for i, o in zip(value["inputs"], value["outputs"], strict=True)
+            ]
+        )
     if not isinstance(value, list | tuple):
         raise ValueError(f"is {type(value).__name__}, not a list of tests")
     return _checked([_entry(test) for test in value])
@@ -125,7 +134,14 @@ def _assertion(text: str) -> CodeTest:
     """`assert f(1, [2]) == 3`: a function, arguments and a value, all literals."""
     with suppress(SyntaxError, ValueError):
         match ast.parse(text.strip()).body:
-            case [ast.Assert(test=ast.Compare(left=ast.Call(func=ast.Name(id=name), args=given, keywords=[]), ops=[ast.Eq()],
-                                              comparators=[value]))]:
+            case [
+                ast.Assert(
+                    test=ast.Compare(
+                        left=ast.Call(func=ast.Name(id=name), args=given, keywords=[]),
+                        ops=[ast.Eq()],
+                        comparators=[value],
+                    )
+                )
+            ]:
                 return _one([ast.literal_eval(argument) for argument in given], ast.literal_eval(value), name)
     raise ValueError(f"holds {text[:80]!r}, which is not `assert FUNCTION(VALUES) == VALUE`")

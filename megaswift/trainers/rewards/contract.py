@@ -126,8 +126,11 @@ def missing_columns(functions: Sequence[RewardFunction], columns: frozenset[str]
     """What is wrong with a data set of these columns; to be asked before anything is built."""
     has = f"the data has {', '.join(sorted(columns))}" if columns else "the data has no further columns"
     yours = next(iter(columns)) if len(columns) == 1 else "YOURS"
-    return [Problem(f"--reward_funcs {f.name}", f"needs the column {name}; {has}", f"--columns {yours}={name}")
-            for f in functions for name in sorted(f.columns - columns)]
+    return [
+        Problem(f"--reward_funcs {f.name}", f"needs the column {name}; {has}", f"--columns {yours}={name}")
+        for f in functions
+        for name in sorted(f.columns - columns)
+    ]
 
 
 @functools.cache
@@ -140,7 +143,9 @@ def score_all(functions: Sequence[RewardFunction], weights: Sequence[float], jud
     """Every function's values and their weighted sum; RewardError where a function fails or returns what is no reward."""
     assert len(functions) == len(weights), "checked with the configuration"
     waiting = [f for f in functions if isinstance(f, AsyncRewardFunction)] if judged else []
-    found: dict[str, list[Value]] = dict(zip((f.name for f in waiting), _loop().run(_all(waiting, judged)), strict=True)) if waiting else {}
+    found: dict[str, list[Value]] = (
+        dict(zip((f.name for f in waiting), _loop().run(_all(waiting, judged)), strict=True)) if waiting else {}
+    )
     for f in functions if judged else ():
         if f.name not in found:
             with told(failed(f.name, judged)):
@@ -151,7 +156,11 @@ def score_all(functions: Sequence[RewardFunction], weights: Sequence[float], jud
     total = [sum(w * v for w, v in zip(weights, each, strict=True)) for each in zip(*sums.values(), strict=True)]
     every = list(zip(*values.values(), strict=True))
     of_tokens = any(isinstance(value, tuple) for each in every for value in each)
-    return Rewards(sums, total, [_by_token(weights, each, s.written) for each, s in zip(every, judged, strict=True)] if of_tokens else [])
+    return Rewards(
+        sums,
+        total,
+        [_by_token(weights, each, s.written) for each, s in zip(every, judged, strict=True)] if of_tokens else [],
+    )
 
 
 def _by_token(weights: Sequence[float], each: Sequence[Value], count: int) -> tuple[float, ...] | None:

@@ -44,7 +44,9 @@ def repetition(options: RewardOptions) -> Each:
     """The share of n-grams of tokens that were there before, times the (negative) penalty: arXiv 2502.03373, appendix C.2."""
     n, most = options.repetition_n_grams, options.repetition_max_penalty
     if most > 0:
-        raise ConfigError(Problem(f"--repetition_max_penalty {most}", "would reward repetition", "a number of 0 or less"))
+        raise ConfigError(
+            Problem(f"--repetition_max_penalty {most}", "would reward repetition", "a number of 0 or less")
+        )
 
     def reward(sample: Judged) -> float:
         ids = tuple(sample.token_ids)
@@ -59,11 +61,21 @@ def soft_overlong(options: RewardOptions) -> Each:
     """0 up to soft_max_length - soft_cache_length tokens, then falling to -1: DAPO, arXiv 2503.14476, equation 13."""
     longest, cache = options.soft_max_length or options.max_completion_length, options.soft_cache_length
     if cache is None:
-        raise ConfigError(Problem("--reward_funcs soft_overlong", "needs --soft_cache_length, the tokens over which the punishment grows",
-                                  f"--soft_cache_length {max(longest // 5, 1)}"))
+        raise ConfigError(
+            Problem(
+                "--reward_funcs soft_overlong",
+                "needs --soft_cache_length, the tokens over which the punishment grows",
+                f"--soft_cache_length {max(longest // 5, 1)}",
+            )
+        )
     if cache > longest:
-        raise ConfigError(Problem(f"--soft_cache_length {cache}", f"is more than the longest completion, {longest} tokens",
-                                  f"--soft_cache_length {max(longest // 5, 1)}"))
+        raise ConfigError(
+            Problem(
+                f"--soft_cache_length {cache}",
+                f"is more than the longest completion, {longest} tokens",
+                f"--soft_cache_length {max(longest // 5, 1)}",
+            )
+        )
 
     def reward(sample: Judged) -> float:
         over = len(sample.token_ids) - (longest - cache)

@@ -31,12 +31,47 @@ RESULT = 3
 """The descriptor of a function's result, as JSON."""
 NOBODY = 65534
 _PDEATHSIG, _NO_NEW_PRIVS, _DUMPABLE, _SECCOMP, _FILTER = 1, 38, 4, 22, 2
-_IMPORT = re.compile(r"(?:^|;|:)[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+\(?([\w \t,]*)|import[ \t]+([\w., \t]+))", re.MULTILINE)
-LEFT_OUT = {"antigravity", "curses", "ensurepip", "idlelib", "lib2to3", "readline", "site", "test", "this", "tkinter", "turtle",
-            "turtledemo", "venv"}
+_IMPORT = re.compile(
+    r"(?:^|;|:)[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+\(?([\w \t,]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
+)
+LEFT_OUT = {
+    "antigravity",
+    "curses",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "readline",
+    "site",
+    "test",
+    "this",
+    "tkinter",
+    "turtle",
+    "turtledemo",
+    "venv",
+}
 """Modules of the standard library that do something when they are imported, or that no program on a pipe needs."""
-COMMON = ("_strptime", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq", "io",
-          "itertools", "linecache", "math", "operator", "re", "statistics", "string", "time", "typing")
+COMMON = (
+    "_strptime",
+    "bisect",
+    "collections",
+    "copy",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "fractions",
+    "functools",
+    "heapq",
+    "io",
+    "itertools",
+    "linecache",
+    "math",
+    "operator",
+    "re",
+    "statistics",
+    "string",
+    "time",
+    "typing",
+)
 """Imported once, in the runner."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -103,7 +138,11 @@ def named_modules(source: str) -> list[str]:
     """Modules of the standard library that a program's text says it imports. A pattern finds them: nothing is parsed before the lock."""
     found: dict[str, None] = {}
     for package, names, plain in _IMPORT.findall(source):
-        asked = [package, *(f"{package}.{n.split()[0]}" for n in names.split(",") if n.split())] if package else plain.split(",")
+        asked = (
+            [package, *(f"{package}.{n.split()[0]}" for n in names.split(",") if n.split())]
+            if package
+            else plain.split(",")
+        )
         found |= dict.fromkeys(name.split()[0].strip(".") for name in asked if name.split())
     return [n for n in found if n.split(".")[0] in sys.stdlib_module_names and n.split(".")[0] not in LEFT_OUT]
 
@@ -158,7 +197,9 @@ def run_program(job: Mapping[str, Any], locked: Callable[[], None]) -> int:
     except SystemExit as end:
         code = 0 if end.code in (None, 0) else 1
         code = 1 if job.get("function") else code
-    except BaseException:  # the judged program may raise anything, KeyboardInterrupt too: its own traceback, and a failure
+    except (
+        BaseException
+    ):  # the judged program may raise anything, KeyboardInterrupt too: its own traceback, and a failure
         traceback.print_exc()
         code = 1
     try:

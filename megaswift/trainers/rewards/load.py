@@ -58,7 +58,9 @@ def reward_functions(names: Sequence[str], options: RewardOptions) -> list[Rewar
         if function.name in found and isinstance(function, UserFunction):
             function = replace(function, name=f"{Path(name.rpartition(':')[0]).stem}.{function.name}")
         if function.name in found:
-            problems.append(Problem(f"--reward_funcs {name}", "is given twice", "once, with a larger weight in --reward_weights"))
+            problems.append(
+                Problem(f"--reward_funcs {name}", "is given twice", "once, with a larger weight in --reward_weights")
+            )
         found[function.name] = function
     if problems:
         raise ConfigError(problems)

@@ -20,7 +20,9 @@ WARMING = (("$\\frac{1}{2}$", "\\boxed{0.5}"), ("5", "\\boxed{\\sqrt{25}}"), ("$
 def answer_settings() -> list[Any]:
     """A box first; else LaTeX after words like "the answer is"."""
     normal = NormalizationConfig(units=True)
-    return [LatexExtractionConfig(normalization_config=normal, boxed_match_priority=0, try_extract_without_anchor=False)]
+    return [
+        LatexExtractionConfig(normalization_config=normal, boxed_match_priority=0, try_extract_without_anchor=False)
+    ]
 
 
 def verdict(solution: str, completion: str) -> float | None:

@@ -44,16 +44,31 @@ class RewardModel:
         from transformers import AutoModelForSequenceClassification
 
         if self._model is None:
-            dtype = self.options.torch_dtype if self.options.torch_dtype == "auto" else getattr(torch, self.options.torch_dtype)
-            how: dict[str, Any] = {} if self.options.attn_impl == "auto" else {"attn_implementation": self.options.attn_impl}
+            dtype = (
+                self.options.torch_dtype
+                if self.options.torch_dtype == "auto"
+                else getattr(torch, self.options.torch_dtype)
+            )
+            how: dict[str, Any] = (
+                {} if self.options.attn_impl == "auto" else {"attn_implementation": self.options.attn_impl}
+            )
             try:
                 model, told = AutoModelForSequenceClassification.from_pretrained(
-                    self.folder, dtype=dtype, trust_remote_code=self.options.trust_remote_code, output_loading_info=True, **how)
+                    self.folder,
+                    dtype=dtype,
+                    trust_remote_code=self.options.trust_remote_code,
+                    output_loading_info=True,
+                    **how,
+                )
             except REFUSALS as error:
-                raise WeightsError(Problem(f"--reward_model {self.folder}", f"transformers cannot load it: {first_line(error)}")) from None
+                raise WeightsError(
+                    Problem(f"--reward_model {self.folder}", f"transformers cannot load it: {first_line(error)}")
+                ) from None
             lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
             if lost:
-                raise WeightsError(Problem(f"--reward_model {self.folder}", f"has no weights for {', '.join(lost[:4])}"))
+                raise WeightsError(
+                    Problem(f"--reward_model {self.folder}", f"has no weights for {', '.join(lost[:4])}")
+                )
             self._model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         return self._model
 
@@ -62,8 +77,13 @@ class RewardModel:
         if isinstance(sample.prompt, str):
             return f"{sample.prompt}{sample.completion}"
         if self.tokenizer.chat_template is None:
-            raise RewardError(Problem(f"--reward_model {self.folder}", "its tokenizer has no chat template, and the prompts are messages",
-                                      "prompts of plain text, or chat_template.jinja in that folder"))
+            raise RewardError(
+                Problem(
+                    f"--reward_model {self.folder}",
+                    "its tokenizer has no chat template, and the prompts are messages",
+                    "prompts of plain text, or chat_template.jinja in that folder",
+                )
+            )
         return self.tokenizer.apply_chat_template([*sample.prompt, *sample.completion], tokenize=False)
 
     @torch.inference_mode()
@@ -88,7 +108,12 @@ class RewardModel:
         mask = torch.arange(longest) < torch.tensor([len(row) for row in rows])[:, None]
         config.pad_token_id = padding
         try:
-            return model(input_ids=ids.to(model.device), attention_mask=mask.long().to(model.device)).logits[:, 0].float().cpu()
+            return (
+                model(input_ids=ids.to(model.device), attention_mask=mask.long().to(model.device))
+                .logits[:, 0]
+                .float()
+                .cpu()
+            )
         finally:
             config.pad_token_id = own
 
@@ -123,7 +148,11 @@ def reward_models(folders: Sequence[str], options: WeightsOptions, taken: Collec
     names = set(taken)
     for folder in folders:
         parts = [part for part in Path(folder).absolute().parts if part != "hf"]
-        name = next(n for i in range(1, len(folders) + len(names) + 2) if (n := parts[-1] if i == 1 else f"{parts[-1]}-{i}") not in names)
+        name = next(
+            n
+            for i in range(1, len(folders) + len(names) + 2)
+            if (n := parts[-1] if i == 1 else f"{parts[-1]}-{i}") not in names
+        )
         names.add(name)
         try:
             found.append(_made(replace(options, model=folder), name))

@@ -67,7 +67,10 @@ def _judge_maths(job: Mapping[str, Any], locked: Callable[[], None]) -> int:
     return 0
 
 
-KINDS: dict[str, Callable[[Mapping[str, Any], Callable[[], None]], int]] = {"program": jail.run_program, "maths": _judge_maths}
+KINDS: dict[str, Callable[[Mapping[str, Any], Callable[[], None]], int]] = {
+    "program": jail.run_program,
+    "maths": _judge_maths,
+}
 
 
 def _child(request: Request, job: Mapping[str, Any], files: list[int], runner: int) -> int:
@@ -120,7 +123,9 @@ def _ended(child: Child, status: int, used: float, request: Request) -> dict[str
     out, errors, result = (_read(file, request.output) for file in child.files[1:])
     code = os.waitstatus_to_exitcode(status)
     how = "unlocked" if code == jail.UNLOCKED else "ended" if code == 0 else "failed"
-    deaf = -code == signal.SIGKILL and used > request.cpu / 2  # the kernel limits by ticks and reports other sums; else memory ran out
+    deaf = (
+        -code == signal.SIGKILL and used > request.cpu / 2
+    )  # the kernel limits by ticks and reports other sums; else memory ran out
     if child.overdue or deaf or -code == signal.SIGXCPU:
         how = "time"
     elif -code == signal.SIGSYS:

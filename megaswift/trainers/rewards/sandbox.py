@@ -87,9 +87,22 @@ class Sandbox:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         bare = ["-S"] if self.kind == "program" else []
         command = [sys.executable, "-s", "-P", *bare, "-m", f"{__package__}.runner", self.kind]
-        environment = {"PYTHONPATH": ROOT, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        self._process = subprocess.Popen(command, env=environment, cwd=self._folder.name, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=self._errors, start_new_session=True)
+        environment = {
+            "PYTHONPATH": ROOT,
+            "PYTHONHASHSEED": "0",
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=self._folder.name,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,
+        )
         return self._process
 
     def run(self, jobs: Sequence[Mapping[str, Any]], limits: Limits | None = None) -> list[Outcome]:
@@ -100,8 +113,16 @@ class Sandbox:
         with self._one:
             process, at_a_time = self._start(), workers()
             assert process.stdin is not None and process.stdout is not None
-            request = {"kind": self.kind, "jobs": list(jobs), "workers": at_a_time, "locked": self.locked, **asdict(limits)}
-            clock = threading.Timer(math.ceil(len(jobs) / at_a_time) * (limits.seconds * limits.patience + 1) + SLACK, process.kill)
+            request = {
+                "kind": self.kind,
+                "jobs": list(jobs),
+                "workers": at_a_time,
+                "locked": self.locked,
+                **asdict(limits),
+            }
+            clock = threading.Timer(
+                math.ceil(len(jobs) / at_a_time) * (limits.seconds * limits.patience + 1) + SLACK, process.kill
+            )
             clock.start()
             try:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -112,7 +133,9 @@ class Sandbox:
             finally:
                 clock.cancel()
             if not answer.endswith(b"\n"):
-                raise RewardError(Problem("the sandbox", f"its runner ended in the middle of {len(jobs)} jobs\n{self._said()}"))
+                raise RewardError(
+                    Problem("the sandbox", f"its runner ended in the middle of {len(jobs)} jobs\n{self._said()}")
+                )
         found = [Outcome(**one) for one in json.loads(answer)]
         unlocked = [o for o in found if o.how == "unlocked"]
         if unlocked:
@@ -121,7 +144,9 @@ class Sandbox:
 
     def _said(self) -> str:
         self._errors.seek(0)
-        return "".join("    " + line for line in self._errors.read().decode(errors="replace").splitlines(keepends=True)[-6:])
+        return "".join(
+            "    " + line for line in self._errors.read().decode(errors="replace").splitlines(keepends=True)[-6:]
+        )
 
     def close(self) -> None:
         """Ends the runner and its children."""
@@ -144,9 +169,14 @@ def check(sandbox: Sandbox, flag: str) -> None:
     """ConfigError unless a good program runs and attacks are held; costs a fraction of a second."""
     problem = _doubt(sandbox)
     if problem:
-        raise ConfigError(Problem(flag, f"programs of the model run in a sandbox, and this system offers none: {problem}",
-                                  "Linux on x86_64 or aarch64, in a container that allows seccomp filters; or "
-                                  "--allow_unsafe_code true, on a machine that holds nothing of value"))
+        raise ConfigError(
+            Problem(
+                flag,
+                f"programs of the model run in a sandbox, and this system offers none: {problem}",
+                "Linux on x86_64 or aarch64, in a container that allows seccomp filters; or "
+                "--allow_unsafe_code true, on a machine that holds nothing of value",
+            )
+        )
 
 
 def _doubt(sandbox: Sandbox) -> str:

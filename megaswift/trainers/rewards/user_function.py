@@ -37,9 +37,12 @@ class UserFunction:
         """Prompts, completions and columns, each a list over the samples; None where a row lacks a column."""
         every = dict.fromkeys(name for sample in judged for name in sample.columns)
         given: dict[str, list[Any]] = {name: [sample.columns.get(name) for sample in judged] for name in every}
-        given |= {"prompts": [s.prompt for s in judged], "completions": [s.completion for s in judged],
-                  "completion_ids": [list(s.token_ids) for s in judged],
-                  "completion_mask": [[1] * len(s.token_ids) if s.own is None else [*map(int, s.own)] for s in judged]}
+        given |= {
+            "prompts": [s.prompt for s in judged],
+            "completions": [s.completion for s in judged],
+            "completion_ids": [list(s.token_ids) for s in judged],
+            "completion_mask": [[1] * len(s.token_ids) if s.own is None else [*map(int, s.own)] for s in judged],
+        }
         return given if self.takes is None else {name: value for name, value in given.items() if name in self.takes}
 
     def __call__(self, judged: Sequence[Judged]) -> Any:
@@ -80,13 +83,19 @@ def user_function(text: str) -> UserFunction:
     names = imported(path, flag)
     if name not in names:
         own = [n for n, thing in names.items() if callable(thing) and not n.startswith("_")]
-        raise ConfigError(Problem(flag, f"{path.name} has no {name}; it has {', '.join(own) or 'no function'}", nearest(name, own)))
+        raise ConfigError(
+            Problem(flag, f"{path.name} has no {name}; it has {', '.join(own) or 'no function'}", nearest(name, own))
+        )
     function = names[name]
     if not callable(function):
         kind = type(function).__name__
-        raise ConfigError(Problem(flag, f"{name} is {kind}, not a function", f"def {name}(prompts, completions, **columns)"))
+        raise ConfigError(
+            Problem(flag, f"{name} is {kind}, not a function", f"def {name}(prompts, completions, **columns)")
+        )
     if inspect.isclass(function):
-        raise ConfigError(Problem(flag, f"{name} is a class", f"an instance of it in {path.name}: {name.lower()} = {name}(...)"))
+        raise ConfigError(
+            Problem(flag, f"{name} is a class", f"an instance of it in {path.name}: {name.lower()} = {name}(...)")
+        )
     return _described(name, function, flag)
 
 
@@ -97,7 +106,11 @@ def _described(name: str, function: Callable[..., Any], flag: str) -> UserFuncti
         return UserFunction(name, function, None, frozenset())
     unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     if unnamed:
-        raise ConfigError(Problem(flag, f"{name} takes {', '.join(unnamed)} by position only; it is called with names", "leave out the /"))
+        raise ConfigError(
+            Problem(
+                flag, f"{name} takes {', '.join(unnamed)} by position only; it is called with names", "leave out the /"
+            )
+        )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in named)
     needed = frozenset(p.name for p in named if p.default is p.empty) - set(OURS)

@@ -46,18 +46,33 @@ def merged_because(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> str:
     told = _stored(cfg)
     reasons: tuple[tuple[Any, str], ...] = (
         (cfg.model.train_type == "full", "there are no adapters"),
-        (cfg.model.train_type not in ("lora", "qlora"), f"{cfg.model.train_type} is PEFT's, and not every sampler knows it"),
-        (bits_of(cfg) or cfg.model.train_type == "qlora", "the trained model's weights have few bits, the sampler's would not"),
-        (read_config(folder).get(FIELD), "the model's weights are stored quantised, and samplers compute with them in their own way"),
+        (
+            cfg.model.train_type not in ("lora", "qlora"),
+            f"{cfg.model.train_type} is PEFT's, and not every sampler knows it",
+        ),
+        (
+            bits_of(cfg) or cfg.model.train_type == "qlora",
+            "the trained model's weights have few bits, the sampler's would not",
+        ),
+        (
+            read_config(folder).get(FIELD),
+            "the model's weights are stored quantised, and samplers compute with them in their own way",
+        ),
         (told.get("use_dora", cfg.lora.use_dora), "DoRA changes the lengths of weights"),
         (told.get("modules_to_save", cfg.lora.modules_to_save), "modules_to_save are no adapters"),
         (any(told.get(name) for name in OWN_RANKS), "the adapters' ranks or scales differ from module to module"),
         (has_tower(spec.hf_config), "the model has a tower for images"),
-        (find_checkpoint(folder) and cfg.rl.rollout_backend != "transformers", "the model is a checkpoint, which only trainers read"),
+        (
+            find_checkpoint(folder) and cfg.rl.rollout_backend != "transformers",
+            "the model is a checkpoint, which only trainers read",
+        ),
         (told.get("bias", "none") != "none", "biases train too"),
         (cfg.rl.rollout_backend == "transformers" and util.find_spec("peft") is None, "PEFT is not installed"),
-        (told.get("target_parameters", cfg.lora.target_parameters), EXPERTS))
-    return next((why for holds, why in reasons if holds), "") or (EXPERTS if _experts(cfg, spec) else "") or _too_wide(cfg)
+        (told.get("target_parameters", cfg.lora.target_parameters), EXPERTS),
+    )
+    return (
+        next((why for holds, why in reasons if holds), "") or (EXPERTS if _experts(cfg, spec) else "") or _too_wide(cfg)
+    )
 
 
 def rank_of(cfg: SwiftConfig) -> int:

@@ -40,11 +40,15 @@ class Alarms(Hook):
         apart = step.result.metrics.get("sampling/token_mult_prob_error", 1.0)
         return {
             "spread": f"{whose} the same reward (mean {found['reward']:.4g}), which teaches nothing. completions.jsonl shows them: are the "
-                      "rewards what they should be, the prompts neither too hard nor too easy?" if same else "",
+            "rewards what they should be, the prompts neither too hard nor too easy?"
+            if same
+            else "",
             "length": "every completion was cut off at --max_completion_length: the model may need more tokens, or does not know the token "
-                      "that ends an answer (its tokenizer's eos_token, eos_token_id of generation_config.json)"
-                      if found["completions/clipped_ratio"] == 1 else "",
+            "that ends an answer (its tokenizer's eos_token, eos_token_id of generation_config.json)"
+            if found["completions/clipped_ratio"] == 1
+            else "",
             "sampler": "the sampler's log-probabilities are not the trainer's (sampling/token_mult_prob_error "
-                       f"{apart:.3g}, 1 is none): the same dtype on both sides? --importance_sampling_correction true bounds the harm"
-                       if apart > APART and "sampling/staleness" not in found else "",
+            f"{apart:.3g}, 1 is none): the same dtype on both sides? --importance_sampling_correction true bounds the harm"
+            if apart > APART and "sampling/staleness" not in found
+            else "",
         }

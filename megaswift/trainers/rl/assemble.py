@@ -75,11 +75,18 @@ def with_more(facts: Facts, build: Build, source: PromptSource, critic: Engine |
     names = (*cfg.rl.reward_funcs, *cfg.rl.reward_model)
     judges = ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, weights_of(cfg), strict=True))
     samplers = build.layout.world_size if samples_everywhere(cfg) else build.layout.dp
-    sampling = (f"{amount(plan.generations, 'completion')} each of {amount(plan.prompts, 'prompt')} at a time, up to "
-                f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {amount(samplers, 'rank')}, "
-                f"for {amount(plan.steps, 'step')}")
+    sampling = (
+        f"{amount(plan.generations, 'completion')} each of {amount(plan.prompts, 'prompt')} at a time, up to "
+        f"{cfg.rl.max_completion_length} tokens, by {cfg.rl.rollout_backend} on {amount(samplers, 'rank')}, "
+        f"for {amount(plan.steps, 'step')}"
+    )
     rows = source.rows * plan.generations * plan.iterations
-    more = (("sampling", sampling), *weight_sync(build), ("rewards", judges), *(() if critic is None else critic_row(cfg, critic)))
+    more = (
+        ("sampling", sampling),
+        *weight_sync(build),
+        ("rewards", judges),
+        *(() if critic is None else critic_row(cfg, critic)),
+    )
     return replace(facts, rows_per_epoch=rows, more=more)
 
 
@@ -88,7 +95,10 @@ def weight_sync(build: Build) -> Iterator[tuple[str, str]]:
     if build.adapts:
         cfg, alone = build.cfg, goes_alone(build.cfg, build.spec, build.folder)
         why = merged_because(cfg, build.spec, build.folder) if cfg.rl.rollout_lora is None else "rollout_lora is false"
-        yield "weight sync", f"adapters alone, of rank {rank_of(cfg)}" if alone else f"all weights, adapters merged in: {why}"
+        yield (
+            "weight sync",
+            f"adapters alone, of rank {rank_of(cfg)}" if alone else f"all weights, adapters merged in: {why}",
+        )
 
 
 def critic_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
@@ -96,8 +106,13 @@ def critic_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
     sizes, start = critic.report(), cfg.rl.critic_model or "the model as it starts"
     held = bytes_text(sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes)
     rate = cfg.rl.critic_learning_rate or cfg.optim.learning_rate
-    yield "critic", (f"{start}, with a scalar head: {sizes.parameters_total:,} parameters{trained_text(sizes)}, {held} more on the largest "
-                     f"rank, learning rate {rate:g}")
+    yield (
+        "critic",
+        (
+            f"{start}, with a scalar head: {sizes.parameters_total:,} parameters{trained_text(sizes)}, {held} more on the largest "
+            f"rank, learning rate {rate:g}"
+        ),
+    )
 
 
 class Closing(Hook):
@@ -136,23 +151,45 @@ def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt
     cfg, context, tokenizer, engine = build.cfg, build.context, build.tokenizer, loop.engine
     settings, geometry = settings_of(cfg, build.layout.dp), build.geometry()
     alone = build.adapts and goes_alone(cfg, build.spec, build.folder)
-    sampler = sampler_of(cfg, build.folder, context, str(engine.dtype).removeprefix("torch."), rank_of(cfg) if alone else 0)
+    sampler = sampler_of(
+        cfg, build.folder, context, str(engine.dtype).removeprefix("torch."), rank_of(cfg) if alone else 0
+    )
     rounds = Rounds(sync_folder(cfg), "adapter") if alone else None
-    generation = Generation(engine, context.coordinates, sampler, sampling_of(cfg, tokenizer, build.folder), cfg.train.seed,
-                            talk_of(cfg, tokenizer), rounds, build.base, samples_everywhere(cfg))
+    generation = Generation(
+        engine,
+        context.coordinates,
+        sampler,
+        sampling_of(cfg, tokenizer, build.folder),
+        cfg.train.seed,
+        talk_of(cfg, tokenizer),
+        rounds,
+        build.base,
+        samples_everywhere(cfg),
+    )
     judge = Judge(rewards_of(cfg), weights_of(cfg), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     layout = Layout(data.shape_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform)
     trained = critic(build, loop.learning_rate, loop.total_steps)
-    leaves = frozenset({"optimizer"} if cfg.rl.offload_optimizer else ()) | frozenset({"model"} if cfg.rl.offload_model else ())
-    drawing = Drawing(source, generation, settings.group, cfg.rl.async_generation, cfg.rl.rollout_sleep, leaves,
-                      None if trained is None else trained.engine)
+    leaves = frozenset({"optimizer"} if cfg.rl.offload_optimizer else ()) | frozenset(
+        {"model"} if cfg.rl.offload_model else ()
+    )
+    drawing = Drawing(
+        source,
+        generation,
+        settings.group,
+        cfg.rl.async_generation,
+        cfg.rl.rollout_sleep,
+        leaves,
+        None if trained is None else trained.engine,
+    )
     parts = Parts(drawing, judge, Estimator(cfg, settings, settings.beta), layout, geometry, trained)
     loop.source = rollouts = RolloutSource(settings, parts)
     loop.beside, loop.mark = rollouts.beside, rollouts.mark
     hooks: list[Hook] = [Closing(drawing), Alarms(rollouts)]
     if trained is not None:
         loop.prepare, loop.engines = trained.prepare, {CRITIC: trained.engine}
-        build.rules.append(rule_of(trained.engine, build.spec, 1 / settings.iterations))  # its values, once a generation
+        build.rules.append(
+            rule_of(trained.engine, build.spec, 1 / settings.iterations)
+        )  # its values, once a generation
         hooks.append(trained)
     if cfg.rl.log_completions:
         hooks.append(Record(build.outputs.completions, rollouts, cfg.rl.num_completions_to_print))

@@ -25,7 +25,11 @@ CONFIG, EXPORT = "config.json", "hf"
 def policy_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """All of them, on `world_size` processes. What the layout itself breaks is told elsewhere."""
     checks: list[Callable[[], Iterator[Problem]]] = [
-        lambda: batches(cfg, world_size), lambda: rewards(cfg), lambda: folders(cfg), lambda: sampler(cfg)]
+        lambda: batches(cfg, world_size),
+        lambda: rewards(cfg),
+        lambda: folders(cfg),
+        lambda: sampler(cfg),
+    ]
     problems: list[Problem] = []
     for check in checks:
         try:
@@ -48,7 +52,10 @@ def batches(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
 
 def rewards(cfg: SwiftConfig) -> Iterator[Problem]:
     """Reward functions that nobody knows, files and environments that are not there."""
-    for flag, texts in (("reward_funcs", cfg.rl.reward_funcs), ("environment", [cfg.rl.environment] if cfg.rl.environment else [])):
+    for flag, texts in (
+        ("reward_funcs", cfg.rl.reward_funcs),
+        ("environment", [cfg.rl.environment] if cfg.rl.environment else []),
+    ):
         for text in texts:
             file = Path(text.rpartition(":")[0]).expanduser()
             if flag == "reward_funcs" and not is_file_function(text):
@@ -73,8 +80,13 @@ def folders(cfg: SwiftConfig) -> Iterator[Problem]:
         if not (path / CONFIG).is_file():
             rule = f"has no {CONFIG}" if path.is_dir() else "no such folder"
             exported = (path / EXPORT / CONFIG).is_file()
-            yield Problem(f"--{flag} {folder}", rule, f"--{flag} {Path(folder) / EXPORT}" if exported else
-                          f"a Hugging Face model folder; OUT/{EXPORT} of a run is one")
+            yield Problem(
+                f"--{flag} {folder}",
+                rule,
+                f"--{flag} {Path(folder) / EXPORT}"
+                if exported
+                else f"a Hugging Face model folder; OUT/{EXPORT} of a run is one",
+            )
         elif flag == "reward_model":
             yield from score_problems(f"--{flag} {folder}", read_config(path))
 
@@ -91,4 +103,6 @@ def sampler(cfg: SwiftConfig) -> Iterator[Problem]:
     problems = missing(rl.rollout_backend, options)
     yield from problems
     if rl.rollout_backend == "vllm" and rl.rollout_sleep and not problems and for_cpus():
-        yield Problem("--rollout_sleep true", "the vLLM that is installed is made for CPUs, and cannot sleep", "leave it out")
+        yield Problem(
+            "--rollout_sleep true", "the vLLM that is installed is made for CPUs, and cannot sleep", "leave it out"
+        )

@@ -67,8 +67,16 @@ class _Open:
 
     def closed(self) -> Conversation:
         """As it is now."""
-        return Conversation(tuple(self.tokens), tuple(self.logprobs), self.finished, tuple(self.own), tuple(self.messages),
-                            tuple(self.rewards), tuple(self.ends), self.turns)
+        return Conversation(
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            self.finished,
+            tuple(self.own),
+            tuple(self.messages),
+            tuple(self.rewards),
+            tuple(self.ends),
+            self.turns,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ class Talk:
 
         RewardError that names the environment (`flag`) where the template has none.
         """
+
         def after(messages: Sequence[Message], prompt: bool) -> str:
             text = str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
             _, found, rest = text.partition(SAID)
@@ -94,22 +103,42 @@ class Talk:
 
         try:
             tail, rest, stop = after(DUMMY, False), after([*DUMMY, *answers], True), self.tokenizer.eos_token or ""
-        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:  # whatever a template's expressions raise
+        except (
+            TemplateError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            ValueError,
+        ) as error:  # whatever a template's expressions raise
             roles = " and ".join(dict.fromkeys(str(m["role"]) for m in answers))
-            raise RewardError(Problem(flag, f"answers as {roles}, and the chat template has no text for that: {first_line(error)}",
-                                      "another role in what step returns, such as user, or --chat_template FILE.jinja")) from None
-        end = tail.index(stop) + len(stop) if stop and stop in tail else len(commonprefix([tail, rest]))  # the model wrote its end of turn
+            raise RewardError(
+                Problem(
+                    flag,
+                    f"answers as {roles}, and the chat template has no text for that: {first_line(error)}",
+                    "another role in what step returns, such as user, or --chat_template FILE.jinja",
+                )
+            ) from None
+        end = (
+            tail.index(stop) + len(stop) if stop and stop in tail else len(commonprefix([tail, rest]))
+        )  # the model wrote its end of turn
         return list(self.tokenizer(rest[end:], add_special_tokens=False)["input_ids"])
 
-    def write(self, sampler: Sampler, sampling: Sampling, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
+    def write(
+        self, sampler: Sampler, sampling: Sampling, prompts: Sequence[Prompt], seeds: Sequence[int]
+    ) -> list[Completion]:
         """One conversation for each prompt."""
         every = [_Open(p, s, self.make()) for p, s in zip(prompts, seeds, strict=True)]
         for one in every:
-            one.environment.reset(one.prompt.said if isinstance(one.prompt.said, str) else list(one.prompt.said), one.prompt.columns)
+            one.environment.reset(
+                one.prompt.said if isinstance(one.prompt.said, str) else list(one.prompt.said), one.prompt.columns
+            )
         while under_way := [one for one in every if not one.ended]:
             room = max(sampling.max_tokens - len(one.tokens) for one in under_way)
             asked = [[*one.prompt.token_ids, *one.tokens] for one in under_way]
-            drawn = [int(np.random.SeedSequence([one.seed, one.turns]).generate_state(1, np.uint64)[0] >> 1) for one in under_way]
+            drawn = [
+                int(np.random.SeedSequence([one.seed, one.turns]).generate_state(1, np.uint64)[0] >> 1)
+                for one in under_way
+            ]
             said = sampler.generate(asked, replace(sampling, max_tokens=room), drawn)
             for one, completion in zip(under_way, said, strict=True):
                 self._turn(one, completion, sampling.max_tokens)

@@ -120,7 +120,11 @@ class Drawing:
         self.settle()
         if self.ahead is None:
             return {}
-        return {"before": self.ahead.before, "number": self.ahead.number, "completions": [asdict(c) for c in self.ahead.completions]}
+        return {
+            "before": self.ahead.before,
+            "number": self.ahead.number,
+            "completions": [asdict(c) for c in self.ahead.completions],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse; moves the prompts on past that draw."""
@@ -138,5 +142,7 @@ class Drawing:
 
 def completion_of(state: Mapping[str, Any]) -> Completion:
     """The inverse of `asdict`."""
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list | tuple) else value for name, value in state.items()}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list | tuple) else value for name, value in state.items()
+    }
     return Conversation(**values) if "own" in values else Completion(**values)

@@ -37,10 +37,16 @@ def environment_class(text: str) -> Callable[[], Environment]:
     names = imported(Path(file).expanduser(), flag)
     made = names.get(name)
     if made is None:
-        raise ConfigError(Problem(flag, f"{Path(file).name} has no {name}", nearest(name, [n for n in names if not n.startswith("_")])))
+        raise ConfigError(
+            Problem(
+                flag, f"{Path(file).name} has no {name}", nearest(name, [n for n in names if not n.startswith("_")])
+            )
+        )
     lacking = [method for method in ("reset", "step") if not callable(getattr(made, method, None))]
     if isinstance(made, type) and lacking:
-        raise ConfigError(Problem(flag, f"has no {' and no '.join(lacking)}", "reset(prompt, **columns) and step(answer)"))
+        raise ConfigError(
+            Problem(flag, f"has no {' and no '.join(lacking)}", "reset(prompt, **columns) and step(answer)")
+        )
     return made
 
 
@@ -63,7 +69,15 @@ class Checked:
             raise RewardError(Problem(self.flag, f"step returned {returned!r:.80}", "(messages, reward, done)"))
         messages, reward, done = returned
         if not isinstance(reward, Real) or isinstance(reward, bool) or not math.isfinite(float(reward)):
-            raise RewardError(Problem(self.flag, f"step returned the reward {reward!r:.80}", "a finite number, 0.0 where there is none"))
+            raise RewardError(
+                Problem(
+                    self.flag, f"step returned the reward {reward!r:.80}", "a finite number, 0.0 where there is none"
+                )
+            )
         if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and m.get("role") for m in messages):
-            raise RewardError(Problem(self.flag, f"step returned the messages {messages!r:.80}", '[{"role": "tool", "content": "..."}]'))
+            raise RewardError(
+                Problem(
+                    self.flag, f"step returned the messages {messages!r:.80}", '[{"role": "tool", "content": "..."}]'
+                )
+            )
         return [dict(m) for m in messages], float(reward), bool(done)

@@ -46,24 +46,40 @@ class Estimator:
             found = {"advantages": self.of_completions(rollouts, penalties.sum(1)).unsqueeze(1).expand(mask.shape)}
         if self.settings.corrects:
             found["ratio"] = self.ratios(padded(completed, "old", mask) - padded(completed, "sampled", mask))
-        return {name: [row[own].numpy() for row, own in zip(values.float(), mask, strict=True)] for name, values in found.items()}
+        return {
+            name: [row[own].numpy() for row, own in zip(values.float(), mask, strict=True)]
+            for name, values in found.items()
+        }
 
     def penalties(self, completed: Sequence[Completed], mask: Tensor) -> Tensor:
         """[n, t]: what the divergence from the reference costs in rewards; moves the controller."""
         if not self.settings.kl_in_reward:
             return torch.zeros(mask.shape)
-        kl = formulas.kl_estimate(padded(completed, "old", mask), padded(completed, "reference", mask), self.settings.kl_estimator) * mask
+        kl = (
+            formulas.kl_estimate(
+                padded(completed, "old", mask), padded(completed, "reference", mask), self.settings.kl_estimator
+            )
+            * mask
+        )
         cost, rl = self.beta * kl, self.cfg.rl
         per_completion = float(kl.sum(1).mean())
-        self.metrics = {"kl": float(kl.sum() / mask.sum().clamp(min=1)), "objective/kl": per_completion, "objective/kl_coef": self.beta}
+        self.metrics = {
+            "kl": float(kl.sum() / mask.sum().clamp(min=1)),
+            "objective/kl": per_completion,
+            "objective/kl_coef": self.beta,
+        }
         if rl.kl_controller == "adaptive":
-            self.beta = formulas.next_kl_coefficient(self.beta, per_completion, rl.target_kl, len(completed), rl.kl_horizon)
+            self.beta = formulas.next_kl_coefficient(
+                self.beta, per_completion, rl.target_kl, len(completed), rl.kl_horizon
+            )
         return cost
 
     def ratios(self, gap: Tensor) -> Tensor:
         """[n, t]: weights against the sampler's mismatch, of each token or each completion."""
         rl = self.cfg.rl
-        correction = Correction(rl.importance_sampling_mode, rl.importance_sampling_clip_max, rl.importance_sampling_clip_min)
+        correction = Correction(
+            rl.importance_sampling_mode, rl.importance_sampling_clip_max, rl.importance_sampling_clip_min
+        )
         gap = gap.nan_to_num(nan=0.0)
         return correction.bound(gap.sum(1, keepdim=True).expand_as(gap) if correction.level == "sequence" else gap)
 
@@ -82,7 +98,9 @@ class Estimator:
             return formulas.aggregated(each, weights, group, rl.multi_objective_aggregation)
         return formulas.group_advantages(total, group, rl.scale_rewards)
 
-    def of_tokens(self, rollouts: Sequence[Rollout], completed: Sequence[Completed], rest: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    def of_tokens(
+        self, rollouts: Sequence[Rollout], completed: Sequence[Completed], rest: tuple[Tensor, Tensor]
+    ) -> dict[str, Tensor]:
         """Advantages and returns by the critic's values."""
         penalties, mask = rest
         rl, values = self.cfg.rl, padded(completed, "values", mask)
@@ -90,7 +108,10 @@ class Estimator:
         if rl.whiten_rewards:
             rewards = formulas.whiten(rewards, mask, shift_mean=False)
         advantages, returns = formulas.gae(rewards, values, mask, rl.gamma, rl.lam)
-        return {"advantages": formulas.whiten(advantages, mask) if self.settings.whitens else advantages, "returns": returns}
+        return {
+            "advantages": formulas.whiten(advantages, mask) if self.settings.whitens else advantages,
+            "returns": returns,
+        }
 
     def state_dict(self) -> dict[str, float]:
         """The weight of the divergence."""

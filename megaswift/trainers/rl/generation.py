@@ -27,7 +27,9 @@ def samples_here(at: Coordinates) -> bool:
 
 def seeds(seed: int, generation: int, count: int) -> list[int]:
     """One for each completion, below 2^63."""
-    return [int(np.random.SeedSequence([seed, generation, i]).generate_state(1, np.uint64)[0] >> 1) for i in range(count)]
+    return [
+        int(np.random.SeedSequence([seed, generation, i]).generate_state(1, np.uint64)[0] >> 1) for i in range(count)
+    ]
 
 
 @dataclass
@@ -87,7 +89,9 @@ class Generation:
         """Rank 0 writes them, every sampler reads them; samplers may come back to the folder until the next is there. Collective."""
         folder = agree.on_main(rounds.begin)
         agree.together(lambda: self.engine.write_adapter(folder, self.base))
-        agree.together(lambda: self.sampler.update_adapter(folder) if self.sampler is not None and self.updates else None)
+        agree.together(
+            lambda: self.sampler.update_adapter(folder) if self.sampler is not None and self.updates else None
+        )
         if agree.rank() == 0:
             rounds.taken(folder)
 

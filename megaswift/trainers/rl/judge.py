@@ -62,8 +62,14 @@ class Judge:
         said: Any = text if isinstance(prompt.said, str) else [{"role": "assistant", "content": text}]
         if isinstance(completion, Conversation):
             said = list(completion.messages)
-        return Judged(prompt.said if isinstance(prompt.said, str) else list(prompt.said), said, completion.token_ids, completion.finished,
-                      prompt.columns, own_of(completion))
+        return Judged(
+            prompt.said if isinstance(prompt.said, str) else list(prompt.said),
+            said,
+            completion.token_ids,
+            completion.finished,
+            prompt.columns,
+            own_of(completion),
+        )
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion], mine: range) -> list[Rollout]:
         """All rollouts, on every rank; this one judges `mine`. An environment's own rewards count beside. Collective."""
@@ -74,12 +80,20 @@ class Judge:
                 return [({}, 0.0, None)] * len(mine)
             if not mine:
                 return []
-            found = score_all(self.functions, self.weights, [self.judged(prompts[i], completions[i], texts[i]) for i in mine])
+            found = score_all(
+                self.functions, self.weights, [self.judged(prompts[i], completions[i], texts[i]) for i in mine]
+            )
             tokens = found.tokens or [None] * len(mine)
-            return [({n: values[k] for n, values in found.per_function.items()}, found.total[k], tokens[k]) for k in range(len(mine))]
+            return [
+                ({n: values[k] for n, values in found.per_function.items()}, found.total[k], tokens[k])
+                for k in range(len(mine))
+            ]
 
         rewards = [reward for share in agree.together(work) for reward in share]
-        found = [Rollout(*one, *reward) for one, reward in zip(zip(prompts, completions, texts, strict=True), rewards, strict=True)]
+        found = [
+            Rollout(*one, *reward)
+            for one, reward in zip(zip(prompts, completions, texts, strict=True), rewards, strict=True)
+        ]
         return [with_environment(r, r.completion) if isinstance(r.completion, Conversation) else r for r in found]
 
 

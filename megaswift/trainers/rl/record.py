@@ -34,8 +34,16 @@ def line_of(step: int, rollout: Rollout, advantage: float) -> dict[str, Any]:
     rewards: dict[str, Any] = {f"rewards/{name}": value for name, value in rollout.rewards.items()}
     rewards |= {} if rollout.tokens is None else {"token_rewards": rollout.by_token}
     rewards |= {"turn_rewards": rollout.completion.rewards} if isinstance(rollout.completion, Conversation) else {}
-    return {"step": step, "prompt": rollout.prompt.said, "completion": said(rollout), "reward": rollout.total, **rewards,
-            "advantage": advantage, "tokens": len(rollout.completion.token_ids), "finished": rollout.completion.finished}
+    return {
+        "step": step,
+        "prompt": rollout.prompt.said,
+        "completion": said(rollout),
+        "reward": rollout.total,
+        **rewards,
+        "advantage": advantage,
+        "tokens": len(rollout.completion.token_ids),
+        "finished": rollout.completion.finished,
+    }
 
 
 def said(rollout: Rollout) -> Any:

@@ -12,7 +12,9 @@ from megaswift.trainers.rewards.load import reward_functions
 def rewards_of(cfg: SwiftConfig) -> list[RewardFunction]:
     """In the order of `reward_weights`; ConfigError with all that is wrong."""
     rl = cfg.rl
-    found = reward_functions(rl.reward_funcs, RewardOptions(**{f.name: getattr(rl, f.name) for f in fields(RewardOptions)}))
+    found = reward_functions(
+        rl.reward_funcs, RewardOptions(**{f.name: getattr(rl, f.name) for f in fields(RewardOptions)})
+    )
     if not rl.reward_model:
         return found
     from megaswift.config.inference import WeightsOptions

@@ -19,8 +19,15 @@ SYNC = "sync"
 def sampling_of(cfg: SwiftConfig, tokenizer: Any, folder: Path) -> Sampling:
     """How tokens are drawn; completions end at the tokenizer's end of a turn, or where the model's generation configuration says."""
     rl = cfg.rl
-    return Sampling(max_tokens=rl.max_completion_length, temperature=rl.temperature, top_k=rl.top_k, top_p=rl.top_p, min_p=rl.min_p or 0.0,
-                    repetition_penalty=rl.repetition_penalty, stop_token_ids=stops(tokenizer, folder))
+    return Sampling(
+        max_tokens=rl.max_completion_length,
+        temperature=rl.temperature,
+        top_k=rl.top_k,
+        top_p=rl.top_p,
+        min_p=rl.min_p or 0.0,
+        repetition_penalty=rl.repetition_penalty,
+        stop_token_ids=stops(tokenizer, folder),
+    )
 
 
 def stops(tokenizer: Any, folder: Path) -> tuple[int, ...]:
@@ -44,10 +51,17 @@ def sampler_options(cfg: SwiftConfig, device: str = "cpu", dtype: str = "auto", 
     """What the backend is made of; `rank`: of adapters that come alone."""
     rl = cfg.rl
     return SamplerOptions(
-        dtype=dtype, device=device, trust_remote_code=cfg.model.trust_remote_code, batch_size=rl.rollout_batch_size,
-        max_length=cfg.data.max_length, memory_share=rl.vllm_gpu_memory_utilization,
-        base_urls=rl.rollout_server_url, timeout=rl.rollout_server_timeout, sync_folder=sync_folder(cfg),
-        lora_rank=rank)
+        dtype=dtype,
+        device=device,
+        trust_remote_code=cfg.model.trust_remote_code,
+        batch_size=rl.rollout_batch_size,
+        max_length=cfg.data.max_length,
+        memory_share=rl.vllm_gpu_memory_utilization,
+        base_urls=rl.rollout_server_url,
+        timeout=rl.rollout_server_timeout,
+        sync_folder=sync_folder(cfg),
+        lora_rank=rank,
+    )
 
 
 def sampler_of(cfg: SwiftConfig, folder: Path, context: Context, dtype: str, rank: int) -> Sampler | None:

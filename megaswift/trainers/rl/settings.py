@@ -62,8 +62,19 @@ def settings_of(cfg: SwiftConfig, dp: int) -> Settings:
     """The settings of a run on `dp` data-parallel ranks."""
     rl, plan = cfg.rl, generation_plan(cfg, dp)
     return Settings(
-        seed=cfg.train.seed, group=plan.generations, generation=plan.completions, slices=plan.batches, iterations=plan.iterations,
-        temperature=rl.temperature, beta=beta_of(cfg),
-        estimator=estimator_of(cfg), kl_in_reward=kl_in_reward_of(cfg), kl_estimator=kl_estimator_of(cfg), whitens=whitens(cfg),
-        mask_truncated=rl.mask_truncated_completions, corrects=corrects_sampler(cfg),
-        tries=1 + rl.max_resample_times if rl.dynamic_sample else 1, top_entropy_quantile=rl.top_entropy_quantile)
+        seed=cfg.train.seed,
+        group=plan.generations,
+        generation=plan.completions,
+        slices=plan.batches,
+        iterations=plan.iterations,
+        temperature=rl.temperature,
+        beta=beta_of(cfg),
+        estimator=estimator_of(cfg),
+        kl_in_reward=kl_in_reward_of(cfg),
+        kl_estimator=kl_estimator_of(cfg),
+        whitens=whitens(cfg),
+        mask_truncated=rl.mask_truncated_completions,
+        corrects=corrects_sampler(cfg),
+        tries=1 + rl.max_resample_times if rl.dynamic_sample else 1,
+        top_entropy_quantile=rl.top_entropy_quantile,
+    )

@@ -102,7 +102,9 @@ class RolloutSource:
         self.metrics |= {"advantages/mean": float(own.mean()), "advantages/std": float(own.std())}
         if self.parts.drawing.asynchronous:
             self.metrics["sampling/staleness"] = float(late)
-        self.fresh = [(r, float(a.mean()) if len(a) else 0.0) for r, a in zip(rollouts, made["advantages"], strict=True)]
+        self.fresh = [
+            (r, float(a.mean()) if len(a) else 0.0) for r, a in zip(rollouts, made["advantages"], strict=True)
+        ]
 
     def sample(self) -> list[Rollout]:
         """Prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for it."""
@@ -112,9 +114,11 @@ class RolloutSource:
             prompts, completions = self.parts.drawing.draw(self.generations, tried > 0, self.timed)
             self.generations += 1
             with self.timed("rewards"):
-                rollouts = self.parts.judge(prompts, completions, self.parts.drawing.generation.own(len(prompts), settings.group))
+                rollouts = self.parts.judge(
+                    prompts, completions, self.parts.drawing.generation.own(len(prompts), settings.group)
+                )
             for start in range(0, len(rollouts), settings.group):
-                group = rollouts[start:start + settings.group]
+                group = rollouts[start : start + settings.group]
                 (kept if settings.tries == 1 or spread(group) else spare).extend(group)
             if len(kept) >= settings.generation:
                 break
@@ -139,21 +143,30 @@ class RolloutSource:
 
     def put(self, name: str, numbers: Numbers) -> None:
         """One more field of every completion; of silent ones without numbers."""
-        self.completed = [replace(c, values={**c.values, name: NOTHING if c.silent else numbers[c.number]}) for c in self.completed]
+        self.completed = [
+            replace(c, values={**c.values, name: NOTHING if c.silent else numbers[c.number]}) for c in self.completed
+        ]
 
     def micros(self, part: int) -> list[Micro]:
         """This rank's micro-batches of one of the generation's optimizer steps, as completions."""
         order = np.random.default_rng([self.settings.seed, self.generations]).permutation(len(self.completed))
-        which = order[part * self.settings.batch:(part + 1) * self.settings.batch]
+        which = order[part * self.settings.batch : (part + 1) * self.settings.batch]
         return [[self.completed[i] for i in micro] for micro in self.parts.geometry.own(which)]
 
     def with_uncertain_ones(self, micros: list[Micro]) -> list[Micro]:
         """`keep`: the tokens whose entropy is in the upper part, over all ranks (arXiv:2506.01939)."""
         needs = Needs(fields=frozenset({"entropy"}), temperature=self.settings.temperature)
-        found = token_numbers(self.parts.drawing.generation.engine, micros, self.parts.layout, needs, self.parts.drawing.generation.first)
+        found = token_numbers(
+            self.parts.drawing.generation.engine, micros, self.parts.layout, needs, self.parts.drawing.generation.first
+        )
         least = np.quantile(np.concatenate([*found.values()]), 1 - self.settings.top_entropy_quantile) if found else 0.0
-        return [[None if c is None else replace(c, values={**c.values, "keep": found.get(c.number, NOTHING) >= least}) for c in micro]
-                for micro in micros]
+        return [
+            [
+                None if c is None else replace(c, values={**c.values, "keep": found.get(c.number, NOTHING) >= least})
+                for c in micro
+            ]
+            for micro in micros
+        ]
 
     def timed(self, part: str) -> AbstractContextManager[None]:
         """Adds the block's time to a part of the step."""
@@ -178,14 +191,25 @@ class RolloutSource:
         """The position; a generation that is not used up goes along."""
         kept = self.completed if self.used < self.settings.steps else []
         drawing = self.parts.drawing
-        return {"ahead": drawing.state_dict(), "prompts": drawing.prompts.state_dict(), "generations": self.generations, "used": self.used,
-                "estimator": self.parts.estimator.state_dict(), "metrics": dict(self.metrics), "completed": [to_json(c) for c in kept]}
+        return {
+            "ahead": drawing.state_dict(),
+            "prompts": drawing.prompts.state_dict(),
+            "generations": self.generations,
+            "used": self.used,
+            "estimator": self.parts.estimator.state_dict(),
+            "metrics": dict(self.metrics),
+            "completed": [to_json(c) for c in kept],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
         self.parts.drawing.load_state_dict(state["ahead"])
         self.parts.drawing.prompts.load_state_dict(state["prompts"])
-        self.generations, self.used, self.metrics = int(state["generations"]), int(state["used"]), dict(state["metrics"])
+        self.generations, self.used, self.metrics = (
+            int(state["generations"]),
+            int(state["used"]),
+            dict(state["metrics"]),
+        )
         self.completed = [from_json(c) for c in state["completed"]]
         if len(self.completed) != self.settings.generation:  # used up, or a run whose generations had another size
             self.used, self.completed = self.settings.steps, []
@@ -203,11 +227,19 @@ def completed_of(number: int, rollout: Rollout, mask_truncated: bool) -> Complet
 def to_json(c: Completed) -> dict[str, Any]:
     """A completion as plain values; float32 survives."""
     values = {name: [str(v.dtype), v.tolist()] for name, v in c.values.items()}
-    return {"number": c.number, "prompt": [*c.prompt], "written": [*c.written], "own": [*map(int, c.own)], "values": values,
-            "silent": c.silent}
+    return {
+        "number": c.number,
+        "prompt": [*c.prompt],
+        "written": [*c.written],
+        "own": [*map(int, c.own)],
+        "values": values,
+        "silent": c.silent,
+    }
 
 
 def from_json(state: Mapping[str, Any]) -> Completed:
     """The inverse."""
     values = {name: np.asarray(v, dtype=dtype) for name, (dtype, v) in state["values"].items()}
-    return Completed(state["number"], state["prompt"], state["written"], [*map(bool, state["own"])], values, state["silent"])
+    return Completed(
+        state["number"], state["prompt"], state["written"], [*map(bool, state["own"])], values, state["silent"]
+    )

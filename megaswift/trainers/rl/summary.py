@@ -19,11 +19,17 @@ def statistics(rollouts: Sequence[Rollout], group: int) -> dict[str, float]:
     """`reward` and `reward_std` over all of them, each function's, lengths, and shares of odd ones."""
     totals = np.asarray([r.total for r in rollouts], dtype=np.float64).reshape(-1, group)
     deviation = totals.std(1, ddof=1) if group > 1 else np.zeros(len(totals))
-    found = {"reward": totals.mean(), "reward_std": totals.std(ddof=1) if totals.size > 1 else 0.0,
-             "frac_reward_zero_std": (deviation < 1e-8).mean()}
+    found = {
+        "reward": totals.mean(),
+        "reward_std": totals.std(ddof=1) if totals.size > 1 else 0.0,
+        "frac_reward_zero_std": (deviation < 1e-8).mean(),
+    }
     for name in rollouts[0].rewards:
         values = np.asarray([r.rewards[name] for r in rollouts], dtype=np.float64)
-        found |= {f"rewards/{name}/mean": values.mean(), f"rewards/{name}/std": values.std(ddof=1) if len(values) > 1 else 0.0}
+        found |= {
+            f"rewards/{name}/mean": values.mean(),
+            f"rewards/{name}/std": values.std(ddof=1) if len(values) > 1 else 0.0,
+        }
     lengths = np.asarray([sum(own_of(r.completion)) for r in rollouts])
     finished = np.asarray([r.completion.finished for r in rollouts])
     found |= _lengths("completions/", lengths) | {"completions/clipped_ratio": 1 - finished.mean()}

@@ -96,7 +96,10 @@ def go(rank: int, world: int, run: Run) -> Result:
         engine.write_adapter(run.adapter, str(run.folder))
     if run.export is not None:
         engine.export(run.export, run.folder)
-    out.weights = {n.removeprefix("model."): engine.strategy.full(n, "weight").detach().cpu().clone() for n in engine.strategy.trained()}
+    out.weights = {
+        n.removeprefix("model."): engine.strategy.full(n, "weight").detach().cpu().clone()
+        for n in engine.strategy.trained()
+    }
     torch.distributed.barrier()
     context.close()
     return out
@@ -123,7 +126,9 @@ def orthogonal(model: Any) -> Tensor:
     return model(ids, labels=ids).loss - model.get_base_model()(ids, labels=ids).loss
 
 
-def plain(model: Any, extra: Callable[[Any], Tensor] | None = None, after: Callable[[int], None] = lambda step: None) -> Result:
+def plain(
+    model: Any, extra: Callable[[Any], Tensor] | None = None, after: Callable[[int], None] = lambda step: None
+) -> Result:
     """The loop as one writes it: loss over the labels of the global batch, clipping, AdamW."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = adamw(named, RECIPE)

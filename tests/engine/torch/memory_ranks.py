@@ -52,7 +52,11 @@ class Peaks:
 
 def storages(tensors: Any) -> dict[int, int]:
     """Address -> bytes of what the tensors lie in, each once."""
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu" and t.numel()}
+    return {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if t.device.type == "cpu" and t.numel()
+    }
 
 
 def tensors(engine: Any) -> list[Tensor]:
@@ -95,7 +99,9 @@ def live(rank: int, world: int, job: Job) -> Live:
         from megaswift.engine.torch.zero_tensors import shards
 
         masters = [t.data for t in shards(zero)]
-    states = {at: size for at, size in storages([*optimizer_tensors(engine.strategy), *masters]).items() if at not in weights}
+    states = {
+        at: size for at, size in storages([*optimizer_tensors(engine.strategy), *masters]).items() if at not in weights
+    }
     gradients = [p.grad for p in engine.fields.parameters() if p.grad is not None]
     found = storages([*(g.to_local() if hasattr(g, "to_local") else g for g in gradients), *tensors(engine)])
     rest = sum(size for at, size in found.items() if at not in weights and at not in states)

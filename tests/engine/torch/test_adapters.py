@@ -21,19 +21,25 @@ GO = "tests.engine.torch.adapter_ranks:go"
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # train_type: our options, PEFT's fields
-    "lora": ({"lora_rank": 4, "lora_alpha": 16, "modules_to_save": ["lm_head"]},
-             {"r": 4, "lora_alpha": 16, "modules_to_save": ["lm_head"]}),
+    "lora": (
+        {"lora_rank": 4, "lora_alpha": 16, "modules_to_save": ["lm_head"]},
+        {"r": 4, "lora_alpha": 16, "modules_to_save": ["lm_head"]},
+    ),
     "dora": ({"lora_rank": 4, "lora_alpha": 16}, {"r": 4, "lora_alpha": 16, "use_dora": True}),
     "rslora": ({"lora_rank": 4, "lora_alpha": 16}, {"r": 4, "lora_alpha": 16, "use_rslora": True}),
-    "adalora": ({"init_r": 6, "target_r": 2, "total_step": 3, "tfinal": 1, "lora_alpha": 16},
-                {"init_r": 6, "target_r": 2, "total_step": 3, "tfinal": 1, "lora_alpha": 16}),
+    "adalora": (
+        {"init_r": 6, "target_r": 2, "total_step": 3, "tfinal": 1, "lora_alpha": 16},
+        {"init_r": 6, "target_r": 2, "total_step": 3, "tfinal": 1, "lora_alpha": 16},
+    ),
     "boft": ({"boft_block_size": 8}, {"boft_block_size": 8}),
     "delora": ({}, {}),
     "fourierft": ({"n_frequency": 40, "scaling": 50}, {"n_frequency": 40, "scaling": 50.0}),
     "gralora": ({"lora_rank": 8, "peft_config": {"gralora_k": "4"}}, {"r": 8, "gralora_k": 4}),
     "hra": ({"lora_rank": 4}, {"r": 4}),
-    "ia3": ({"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
-            {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "ia3": (
+        {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+        {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    ),
     "loha": ({"lora_rank": 4}, {"r": 4}),
     "lokr": ({"peft_config": {"decompose_factor": "4"}}, {"decompose_factor": 4}),
     "miss": ({"lora_rank": 8}, {"r": 8}),
@@ -41,8 +47,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "randlora": ({"lora_rank": 8, "lora_alpha": 16}, {"r": 8, "randlora_alpha": 16}),
     "road": ({"peft_config": {"group_size": "16"}}, {"group_size": 16}),
     "shira": ({"lora_rank": 4}, {"r": 4}),
-    "vblora": ({"lora_rank": 2, "peft_config": {"vector_length": "16", "num_vectors": "12"}},
-               {"r": 2, "vector_length": 16, "num_vectors": 12}),
+    "vblora": (
+        {"lora_rank": 2, "peft_config": {"vector_length": "16", "num_vectors": "12"}},
+        {"r": 2, "vector_length": 16, "num_vectors": 12},
+    ),
     "vera": ({"lora_rank": 16}, {"r": 16}),
     "waveft": ({"n_frequency": 40}, {"n_frequency": 40}),
 }
@@ -84,7 +92,9 @@ def test_equals_peft(name: str, pool: Pool, dense: Path, tmp_path: Path) -> None
 
     folder = dense
     options = {"engine": "ddp", "train_type": name, **SETTINGS[name][0]}
-    got, other = pool.run(GO, Run(folder, options, adapter=tmp_path / "adapter", save=tmp_path / "step", merges=True), 2)
+    got, other = pool.run(
+        GO, Run(folder, options, adapter=tmp_path / "adapter", save=tmp_path / "step", merges=True), 2
+    )
     want = reference(name, folder)
     assert got.wrapper == "DistributedDataParallel" and far(other.weights, got.weights) == 0
     assert got.losses == pytest.approx(want.losses, rel=1e-5) and got.norms == pytest.approx(want.norms, rel=1e-4)
@@ -109,7 +119,11 @@ def test_goes_on_bit_for_bit(name: str, pool: Pool, dense: Path, tmp_path: Path)
     assert first.losses + rest.losses == whole.losses
     assert all(torch.equal(t, whole.weights[n]) for n, t in rest.weights.items())
     if name != "adalora":  # whose ranks are settled
-        start = {"engine": "ddp", "train_type": "lora" if name in ("dora", "rslora") else name, "adapters": str(tmp_path / "a")}
+        start = {
+            "engine": "ddp",
+            "train_type": "lora" if name in ("dora", "rslora") else name,
+            "adapters": str(tmp_path / "a"),
+        }
         again = pool.run(GO, Run(dense, start, last=0), 2)[0].weights
         assert again.keys() == first.weights.keys() and all(torch.equal(t, first.weights[n]) for n, t in again.items())
 
@@ -123,9 +137,13 @@ SPLIT = [name for name in SETTINGS if name not in METHODS or not METHODS[name].e
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "engine"), [
-    *(("lora", engine) for engine in ("zero0", "zero1", "zero2_offload", "zero3_offload")),
-    *((name, engine) for name in SPLIT for engine in ("zero2", "zero3", "fsdp2") if serves(name, engine))])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        *(("lora", engine) for engine in ("zero0", "zero1", "zero2_offload", "zero3_offload")),
+        *((name, engine) for name in SPLIT for engine in ("zero2", "zero3", "fsdp2") if serves(name, engine)),
+    ],
+)
 def test_other_engines(name: str, engine: str, pool: Pool, dense: Path, tmp_path: Path) -> None:
     """The same three steps where gradients, or weights too, are split; the folder is whole."""
     options = {"engine": engine, "train_type": name, **SETTINGS[name][0]}
@@ -146,8 +164,15 @@ def test_adapters_on_stacked_experts_are_merged_for_samplers(engine: str, pool: 
     import peft
 
     folder = build("moe", tmp_path / "moe")
-    where = {"target_modules": ["q_proj", "o_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-    got = pool.run(GO, Run(folder, {"engine": engine, "train_type": "lora", "lora_rank": 4, "lora_alpha": 16, **where}, merges=True), 2)[0]
+    where = {
+        "target_modules": ["q_proj", "o_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }
+    got = pool.run(
+        GO,
+        Run(folder, {"engine": engine, "train_type": "lora", "lora_rank": 4, "lora_alpha": 16, **where}, merges=True),
+        2,
+    )[0]
     trained = adapted(model_of(folder), peft.LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **where))
     trained.load_state_dict(got.weights, strict=False)
     assert far(got.merged, merged(trained, tmp_path)) < 1e-6

@@ -75,7 +75,9 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
     if kind in APART:
         assert told == []
     else:
-        said = "does not read from left to right" if kind in ENCODERS else "says something else of a document than alone"
+        said = (
+            "does not read from left to right" if kind in ENCODERS else "says something else of a document than alone"
+        )
         assert len(told) == 1 and said in told[0] and kind in told[0]
     if kind in MIXING:
         assert not list(row_check._problems(partial(fields, engine), VOCAB, row_check.EXACT, False, kind))
@@ -83,8 +85,14 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("variant", [
-    pytest.param(v, marks=[] if v in ("gpt_oss", "gemma2") else pytest.mark.slow) for v in VARIANTS if not v.endswith("-nf4")])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(v, marks=[] if v in ("gpt_oss", "gemma2") else pytest.mark.slow)
+        for v in VARIANTS
+        if not v.endswith("-nf4")
+    ],
+)
 def test_families_keep_documents_apart_too(variant: str) -> None:
     """Whatever transformers' class does: those that mix are asked before they train, the others need not be."""
     torch.manual_seed(0)
@@ -94,7 +102,7 @@ def test_families_keep_documents_apart_too(variant: str) -> None:
     docs = [torch.randint(3, VOCAB, (n,), generator=drawn) for n in (9, 14, 6)]
     together = fields(engine, row_check.row(*docs))[0].split([len(ids) for ids in docs])
     worst = max(float((t[:-1] - logprobs(model, ids)).abs().max()) for t, ids in zip(together, docs, strict=True))
-    assert (worst > 1e-2 if model.config.model_type in row_check.LOSES_DOCUMENTS else worst < 2e-5), worst
+    assert worst > 1e-2 if model.config.model_type in row_check.LOSES_DOCUMENTS else worst < 2e-5, worst
 
 
 def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
@@ -118,17 +126,27 @@ def test_units_that_are_none_are_refused(folders: Callable[[str], Path]) -> None
     """FSDP's units by name; a name that no module has would leave the model in one."""
     model = model_of(folders("gpt2"))
     assert choice.units(SwiftConfig(engine="fsdp2"), model) == {"GPT2Block"}
-    assert choice.units(SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP"]), model) == {"GPT2MLP"}
-    with pytest.raises(ConfigError, match=r"cls_to_wrap GPT2Blok: is no module of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers"):
+    assert choice.units(SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP"]), model) == {
+        "GPT2MLP"
+    }
+    with pytest.raises(
+        ConfigError,
+        match=r"cls_to_wrap GPT2Blok: is no module of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers",
+    ):
         choice.units(SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP", "GPT2Blok"]), model)
 
 
-@pytest.mark.parametrize(("kind", "classes", "kept"), [
-    ("bert", {"BertEmbeddings", "BertLayer"}, ["BertLayer", "BertLayer"]),  # its embeddings are the head's
-    ("roberta", {"RobertaLayer", "RobertaOutput"}, ["RobertaLayer", "RobertaOutput"] * 2),
-    ("gpt2", {"GPT2Model", "GPT2Block"}, ["GPT2Block", "GPT2Block"])])
-def test_units_share_no_weight(kind: str, classes: set[str], kept: list[str], folders: Callable[[str], Path],
-                               capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "classes", "kept"),
+    [
+        ("bert", {"BertEmbeddings", "BertLayer"}, ["BertLayer", "BertLayer"]),  # its embeddings are the head's
+        ("roberta", {"RobertaLayer", "RobertaOutput"}, ["RobertaLayer", "RobertaOutput"] * 2),
+        ("gpt2", {"GPT2Model", "GPT2Block"}, ["GPT2Block", "GPT2Block"]),
+    ],
+)
+def test_units_share_no_weight(
+    kind: str, classes: set[str], kept: list[str], folders: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """A weight in two of FSDP's units cannot be; the one around both has it."""
     model = model_of(folders(kind))
     capsys.readouterr()
@@ -142,10 +160,18 @@ ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("kind", "engine"), [
-    pytest.param(kind, engine, marks=[] if (kind, engine) == ("gpt2", "fsdp2") else [pytest.mark.slow])
-    for kind in KINDS if kind not in ENCODERS for engine in ENGINES])
-def test_trains_as_in_plain_torch(kind: str, engine: str, folders: Callable[[str], Path], pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        pytest.param(kind, engine, marks=[] if (kind, engine) == ("gpt2", "fsdp2") else [pytest.mark.slow])
+        for kind in KINDS
+        if kind not in ENCODERS
+        for engine in ENGINES
+    ],
+)
+def test_trains_as_in_plain_torch(
+    kind: str, engine: str, folders: Callable[[str], Path], pool: Pool, tmp_path: Path
+) -> None:
     """Three steps on 2 ranks, packed where the model can; the export is what trained, and transformers loads it."""
     folder = folders(kind)
     case = PACKED if kind in APART else CASE
@@ -160,14 +186,27 @@ def test_trains_as_in_plain_torch(kind: str, engine: str, folders: Callable[[str
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "options", "said"), [
-    ("mamba", {"packing": True}, "--packing true: does not go with this model"),
-    ("mamba", {"packing": True, "torch_dtype": "bfloat16", "engine": "fsdp2"}, "--packing true: does not go with this model"),
-    ("gpt_oss", {"packing": True}, "(?s)--packing true: does not go with this model.*--packing false, or --engine megatron"),
-    ("bert-encoder", {}, "does not read from left to right"),
-    ("gpt2", {"max_length": 129}, "--max_length 129: is more than the 128 positions")])
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("mamba", {"packing": True}, "--packing true: does not go with this model"),
+        (
+            "mamba",
+            {"packing": True, "torch_dtype": "bfloat16", "engine": "fsdp2"},
+            "--packing true: does not go with this model",
+        ),
+        (
+            "gpt_oss",
+            {"packing": True},
+            "(?s)--packing true: does not go with this model.*--packing false, or --engine megatron",
+        ),
+        ("bert-encoder", {}, "does not read from left to right"),
+        ("gpt2", {"max_length": 129}, "--max_length 129: is more than the 128 positions"),
+    ],
+)
 def test_refused_before_the_first_step(
-        kind: str, options: dict[str, Any], said: str, folders: Callable[[str], Path], pool: Pool) -> None:
+    kind: str, options: dict[str, Any], said: str, folders: Callable[[str], Path], pool: Pool
+) -> None:
     with pytest.raises(Exception, match=said):
         pool.run(GO, Run(folders(kind), {"engine": "ddp", "max_length": 128, **options}, last=0), 2)
 

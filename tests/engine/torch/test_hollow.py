@@ -34,7 +34,9 @@ def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
     cfg = SwiftConfig(model=str(folder), engine="fsdp2", **options)
     fields = model.prepare(folder, cfg, False, any_spec(folder), {}, empty=True)
     bare, source = base(fields.model), open_weights(folder)
-    assert all(hollow.is_hollow(p) for n, p in bare.named_parameters() if "lora_" not in n and "modules_to_save" not in n)
+    assert all(
+        hollow.is_hollow(p) for n, p in bare.named_parameters() if "lora_" not in n and "modules_to_save" not in n
+    )
     found, first = pieces(bare, source), first_names(bare)
     assert not loading._differences(bare, source, found)
     hollow.make_real(fields.parameters(), torch.device("cpu"))
@@ -55,7 +57,10 @@ def test_equals_from_pretrained(variant: str, options: dict[str, Any], tmp_path:
     folder = build(variant, tmp_path / variant)
     got, sizes = filled(folder, **options)
     want = model.prepare(folder, SwiftConfig(model=str(folder), engine="fsdp2", **options), True, any_spec(folder), {})
-    for mine, theirs in ((got.named_parameters(), want.named_parameters()), (got.named_buffers(), want.named_buffers())):
+    for mine, theirs in (
+        (got.named_parameters(), want.named_parameters()),
+        (got.named_buffers(), want.named_buffers()),
+    ):
         own, others = dict(mine), dict(theirs)
         assert list(own) == list(others)
         assert all(torch.equal(own[name], tensor) for name, tensor in others.items())
@@ -87,18 +92,24 @@ def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
     folder.mkdir()
     shutil.copy(tmp_path / "m" / "config.json", folder)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    fields = model.prepare(folder, SwiftConfig(model=str(folder), engine="fsdp2"), False, any_spec(folder), {}, empty=True)
+    fields = model.prepare(
+        folder, SwiftConfig(model=str(folder), engine="fsdp2"), False, any_spec(folder), {}, empty=True
+    )
     source = open_weights(folder)
     told = "\n".join(str(p) for p in loading._differences(fields.model, source, pieces(fields.model, source)))
     assert "model.layers.1.mlp.up_proj.weight" in told and "model.norm.weight" in told and told.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", [{"train_type": "lora", "use_dora": True}, {"train_type": "qlora"}, {"train_type": "vera"}])
+@pytest.mark.parametrize(
+    "options", [{"train_type": "lora", "use_dora": True}, {"train_type": "qlora"}, {"train_type": "vera"}]
+)
 def test_adapters_that_need_weights_are_not_made_over_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
     """DoRA's magnitudes would be those of an empty model."""
     hf_to_megatron(build("dense", tmp_path / "m"), tmp_path / "c")
     folder = tmp_path / "c" / "model"
-    engine: Any = SimpleNamespace(cfg=SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options), kind="ddp", spec=any_spec(folder))
+    engine: Any = SimpleNamespace(
+        cfg=SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options), kind="ddp", spec=any_spec(folder)
+    )
     with pytest.raises(WeightsError, match="convert megatron-to-hf"):
         loading.from_files(folder, engine)
 

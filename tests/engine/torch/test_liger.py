@@ -50,8 +50,13 @@ def test_the_kernels_compute_what_transformers_does(variant: str) -> None:
     """By Triton's interpreter, which computes on a CPU what a GPU would be given."""
     pytest.importorskip("liger_kernel")
     pytest.importorskip("triton")
-    done = subprocess.run([sys.executable, "-m", "tests.engine.torch.liger_interpreted", variant], cwd=ROOT, capture_output=True, text=True,
-                          timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.torch.liger_interpreted", variant],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["logits"] < 1e-5 and found["gradients"] < 1e-5, found

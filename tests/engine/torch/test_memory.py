@@ -21,10 +21,22 @@ from tests.parity.pool import Pool
 pytestmark = pytest.mark.process
 RANKS = "tests.engine.torch.memory_ranks:"
 SIZES = {**BASE, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 2048}
-LARGE = {**BASE, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 16, "vocab_size": 4096}
+LARGE = {
+    **BASE,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "vocab_size": 4096,
+}
 FALLS: dict[str, tuple[str, ...]] = {
-    "ddp": (), "zero0": (), "zero1": ("states",), "zero2": ("states",), "zero3": ("weights", "states"),
-    "fsdp2": ("weights", "states", "rest")}
+    "ddp": (),
+    "zero0": (),
+    "zero1": ("states",),
+    "zero2": ("states",),
+    "zero3": ("weights", "states"),
+    "fsdp2": ("weights", "states", "rest"),
+}
 """What has to be 1 / N. `rest` is gradients and what is there to communicate with."""
 SLACK = 48 << 20
 """Bytes beside tensors: code that is first used, allocators, queues."""
@@ -34,7 +46,9 @@ SLACK = 48 << 20
 def ranks() -> Iterator[Pool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
-        with Pool((*PRELOAD, "tests.engine.torch.memory_ranks", "megaswift.engine.torch.engine", "safetensors.torch")) as started:
+        with Pool(
+            (*PRELOAD, "tests.engine.torch.memory_ranks", "megaswift.engine.torch.engine", "safetensors.torch")
+        ) as started:
             yield started
 
 
@@ -91,8 +105,10 @@ def test_nothing_is_whole_that_is_sharded(kind: str, ranks: Pool, large: Path, t
     whole = 2 * sum(p.stat().st_size for p in large.glob("*.safetensors"))
     largest = 4 * 1024 * 4096
     job = Job(large, {"engine": kind}, out=tmp_path)
-    for found in (ranks.run(RANKS + "peaks", job, 4, timeout=240), ranks.run(
-            RANKS + "peaks", Job(large, {"engine": kind}, "keep", tmp_path / "engine"), 4, timeout=240)):
+    for found in (
+        ranks.run(RANKS + "peaks", job, 4, timeout=240),
+        ranks.run(RANKS + "peaks", Job(large, {"engine": kind}, "keep", tmp_path / "engine"), 4, timeout=240),
+    ):
         for rank, seen in enumerate(found):
             show(kind, rank, seen, whole)
             beyond = seen.build - seen.kept

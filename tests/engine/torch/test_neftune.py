@@ -29,7 +29,7 @@ def test_full_rows_get_transformers_own_noise() -> None:
     ids, ours, theirs = torch.arange(24).view(2, 12), nn.Embedding(24, 16), nn.Embedding(24, 16)
     theirs.load_state_dict(ours.state_dict())
     noise = Noise(ours, ALPHA)
-    noise.scale = torch.full((2, 12), ALPHA / 12 ** 0.5)
+    noise.scale = torch.full((2, 12), ALPHA / 12**0.5)
     theirs.neftune_noise_alpha = ALPHA  # type: ignore[assignment]
     theirs.register_forward_hook(neftune_post_forward_hook)
     made = []
@@ -53,4 +53,4 @@ def test_it_is_uniform_in_the_bounds_of_each_document() -> None:
         own = drawn[i, : len(d.ids)]
         assert 0.98 * bound < float(own.abs().max()) <= bound * 1.0001
         assert abs(float(own.mean())) < 0.05 * bound and float(own.var()) == pytest.approx(bound**2 / 3, rel=0.1)
-        assert not drawn[i, len(d.ids):].any(), "padding has noise"
+        assert not drawn[i, len(d.ids) :].any(), "padding has noise"

@@ -26,7 +26,12 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.up, self.norm, self.head = nn.Embedding(70, 64), nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 70, bias=False)
+        self.embed, self.up, self.norm, self.head = (
+            nn.Embedding(70, 64),
+            nn.Linear(64, 96),
+            nn.LayerNorm(96),
+            nn.Linear(96, 70, bias=False),
+        )
         self.experts = nn.Parameter(0.1 * torch.randn(3, 96, 80))
 
     @property
@@ -94,7 +99,9 @@ def test_what_galore_projects() -> None:
 class PlainGaLore:
     """The paper's algorithm 2 for each matrix of a model, in so many words; `inner` steps what is left."""
 
-    def __init__(self, matrices: list[nn.Parameter], every: Iterable[nn.Parameter], inner: Any, more: dict[str, Any]) -> None:
+    def __init__(
+        self, matrices: list[nn.Parameter], every: Iterable[nn.Parameter], inner: Any, more: dict[str, Any]
+    ) -> None:
         self.matrices, self.inner, self.kind = matrices, inner, more.get("galore_proj_type", "std")
         self.gap, self.low, self.sides, self.t = more["galore_update_proj_gap"], {}, {}, 0
         self.rest = inner([p for p in every if all(p is not m for m in matrices)])
@@ -110,10 +117,15 @@ class PlainGaLore:
         """Project, step, project back."""
         for p in self.matrices:
             m, n = p.shape
-            kind = {"std": "right" if m >= n else "left", "reverse_std": "left" if m >= n else "right"}.get(self.kind, self.kind)
+            kind = {"std": "right" if m >= n else "left", "reverse_std": "left" if m >= n else "right"}.get(
+                self.kind, self.kind
+            )
             if self.t % self.gap == 0:
                 u, _, vt = torch.linalg.svd(p.grad, full_matrices=False)
-                self.sides[p] = (u[:, :RANK] if kind != "right" else torch.eye(m), vt[:RANK] if kind != "left" else torch.eye(n))
+                self.sides[p] = (
+                    u[:, :RANK] if kind != "right" else torch.eye(m),
+                    vt[:RANK] if kind != "left" else torch.eye(n),
+                )
             u, vt = self.sides[p]
             if p not in self.low:
                 low = torch.zeros(u.shape[1], vt.shape[0], requires_grad=True)
@@ -140,13 +152,19 @@ def five_steps(*sides: tuple[torch.nn.Module, Any]) -> None:
 def test_galore_is_the_papers(kind: str) -> None:
     """Five steps, with new directions in the third and the fifth, and with weight decay."""
     ours, theirs = Block(), Block()
-    optimizer = make(ours, optim("galore_adamw", galore_proj_type=kind, galore_target_modules=["up", "head"], adam_epsilon=1e-6))
+    optimizer = make(
+        ours, optim("galore_adamw", galore_proj_type=kind, galore_target_modules=["up", "head"], adam_epsilon=1e-6)
+    )
 
     def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        groups = [{"params": [p for p in parameters if (p.dim() > 1) == m], "weight_decay": 0.1 * m} for m in (True, False)]
+        groups = [
+            {"params": [p for p in parameters if (p.dim() > 1) == m], "weight_decay": 0.1 * m} for m in (True, False)
+        ]
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-3, betas=(0.9, 0.95), eps=1e-6)
 
-    plain = PlainGaLore([theirs.up.weight, theirs.head.weight], theirs.parameters(), adam, GALORE | {"galore_proj_type": kind})
+    plain = PlainGaLore(
+        [theirs.up.weight, theirs.head.weight], theirs.parameters(), adam, GALORE | {"galore_proj_type": kind}
+    )
     set_rates(optimizer.inner, 1e-3, 0.1)
     five_steps((ours, optimizer), (theirs, plain))
     for (n, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
@@ -160,13 +178,25 @@ def test_galore_is_the_package(kind: str, inner: str) -> None:
     """galore-torch 1.0 on the same gradients: its Adam adds epsilon before the bias correction, and decays after the step."""
     package = pytest.importorskip("galore_torch")
     ours, theirs = Block(), Block()
-    optimizer = make(ours, optim(f"galore_{inner}", galore_proj_type=kind, galore_target_modules=["up", "head"], **(
-        {"adam_epsilon": 1e-12} if inner == "adamw" else {})))
+    optimizer = make(
+        ours,
+        optim(
+            f"galore_{inner}",
+            galore_proj_type=kind,
+            galore_target_modules=["up", "head"],
+            **({"adam_epsilon": 1e-12} if inner == "adamw" else {}),
+        ),
+    )
     chosen = [theirs.up.weight, theirs.head.weight]
-    groups = [{"params": [p for p in theirs.parameters() if all(p is not c for c in chosen)]},
-              {"params": chosen, "rank": RANK, "update_proj_gap": GAP, "scale": SCALE, "proj_type": kind}]
-    plain = package.GaLoreAdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-12, no_deprecation_warning=True) if inner == "adamw" \
+    groups = [
+        {"params": [p for p in theirs.parameters() if all(p is not c for c in chosen)]},
+        {"params": chosen, "rank": RANK, "update_proj_gap": GAP, "scale": SCALE, "proj_type": kind},
+    ]
+    plain = (
+        package.GaLoreAdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-12, no_deprecation_warning=True)
+        if inner == "adamw"
         else package.GaLoreAdafactor(groups, lr=1e-3, scale_parameter=False, relative_step=False)
+    )
     for group in optimizer.inner.param_groups:
         group["lr"], group["weight_decay"] = 1e-3, 0.0
     five_steps((ours, optimizer), (theirs, plain))

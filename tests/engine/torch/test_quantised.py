@@ -40,23 +40,46 @@ HALF = {"bnb_4bit_compute_dtype": torch.bfloat16}
 EIGHT = {"load_in_8bit": True}
 
 
-@pytest.mark.parametrize(("options", "bits"), [({}, FOUR), *(pytest.param(o, b, marks=pytest.mark.slow) for o, b in (
-    (DOUBLE, FOUR | DOUBLE), ({"bnb_4bit_compute_dtype": "bfloat16"}, FOUR | HALF), ({"recompute_granularity": "full"}, FOUR),
-    ({"engine": "zero0"}, FOUR), ({"engine": "zero1"}, FOUR), ({"engine": "zero2"}, FOUR), ({"engine": "zero2_offload"}, FOUR),
-    ({"train_type": "lora", "quantization_bit": 8}, EIGHT)))])
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ({}, FOUR),
+        *(
+            pytest.param(o, b, marks=pytest.mark.slow)
+            for o, b in (
+                (DOUBLE, FOUR | DOUBLE),
+                ({"bnb_4bit_compute_dtype": "bfloat16"}, FOUR | HALF),
+                ({"recompute_granularity": "full"}, FOUR),
+                ({"engine": "zero0"}, FOUR),
+                ({"engine": "zero1"}, FOUR),
+                ({"engine": "zero2"}, FOUR),
+                ({"engine": "zero2_offload"}, FOUR),
+                ({"train_type": "lora", "quantization_bit": 8}, EIGHT),
+            )
+        ),
+    ],
+)
 def test_qlora_equals_peft_on_bitsandbytes(
-        options: dict[str, Any], bits: dict[str, Any], pool: Pool, dense: Path, tmp_path: Path) -> None:
+    options: dict[str, Any], bits: dict[str, Any], pool: Pool, dense: Path, tmp_path: Path
+) -> None:
     """Products in 8 and 16 bits round differently where a batch is cut differently, so they are compared loosely."""
     folder, exact = dense, bits.get("bnb_4bit_compute_dtype") == torch.float32
-    run = Run(folder, {"engine": "ddp", "train_type": "qlora", **SETTINGS["lora"][0], **options}, adapter=tmp_path / "a",
-              save=tmp_path / "step", merges=True)
+    run = Run(
+        folder,
+        {"engine": "ddp", "train_type": "qlora", **SETTINGS["lora"][0], **options},
+        adapter=tmp_path / "a",
+        save=tmp_path / "step",
+        merges=True,
+    )
     got = pool.run(GO, run, 2)[0]
     want = reference("lora", loaded(folder, **bits))
     assert ("Linear8bitLt" if bits == EIGHT else "Linear4bit") in got.kinds
     assert got.losses == pytest.approx(want.losses, rel=1e-5 if exact else 2e-3)
     assert far(got.weights, want.weights) < (1e-4 if exact else 0.05)
     held = sum(p.stat().st_size for p in (tmp_path / "step" / "state").iterdir())
-    assert held < 4 * sum(t.nbytes for t in got.weights.values()), "three tensors a trained parameter, nothing of the base"
+    assert held < 4 * sum(t.nbytes for t in got.weights.values()), (
+        "three tensors a trained parameter, nothing of the base"
+    )
     assert {n.split(".")[-2] for n in saved(tmp_path / "a")} >= {"lora_A", "lora_B", "lm_head"}
     trained = adapted(loaded(folder, **bits).dequantize(), config_of("lora"))
     trained.load_state_dict(got.weights, strict=False)
@@ -66,8 +89,10 @@ def test_qlora_equals_peft_on_bitsandbytes(
 @pytest.mark.slow
 def test_sizes_on_the_screen(pool: Pool, dense: Path) -> None:
     """The same number of parameters as without quantisation; weights in bytes as bitsandbytes counts them."""
-    ranks = {kind: pool.run(GO, Run(dense, {"engine": "ddp", "train_type": kind, **SETTINGS["lora"][0]}, last=0), 1)[0]
-             for kind in ("lora", "qlora")}
+    ranks = {
+        kind: pool.run(GO, Run(dense, {"engine": "ddp", "train_type": kind, **SETTINGS["lora"][0]}, last=0), 1)[0]
+        for kind in ("lora", "qlora")
+    }
     assert ranks["qlora"].elements == ranks["lora"].elements
     model = loaded(dense, **FOUR)
     linear = [p for p in model.parameters() if hasattr(p, "quant_state") and p.quant_state is not None]

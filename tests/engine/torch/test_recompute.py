@@ -66,7 +66,9 @@ def test_layers_are_compiled_and_recomputed(folder: Path, checkpointing: bool) -
     torch._dynamo.reset()
     counters.clear()
     plain, gradients = run(folder)
-    kept, again = run(folder, torch_compile=True, torch_compile_backend="aot_eager", gradient_checkpointing=checkpointing)
+    kept, again = run(
+        folder, torch_compile=True, torch_compile_backend="aot_eager", gradient_checkpointing=checkpointing
+    )
     assert counters["stats"]["unique_graphs"] >= 1 and not counters["graph_break"]
     assert (kept < 0.5 * plain) == checkpointing
     for n, t in gradients.items():

@@ -12,9 +12,14 @@ from megaswift.config.model import ModelConfig
 from megaswift.engine.torch import vision
 from tests.parity.vision import KINDS, tokenizer
 
-ALIGNERS = {"qwen2_vl": ("model.visual.merger",), "qwen3_vl": ("model.visual.merger", "model.visual.deepstack_merger_list"),
-            "llava": ("model.multi_modal_projector",), "llava_next": ("model.multi_modal_projector", "model.image_newline"),
-            "gemma3": ("model.multi_modal_projector",), "idefics3": ("model.connector",)}
+ALIGNERS = {
+    "qwen2_vl": ("model.visual.merger",),
+    "qwen3_vl": ("model.visual.merger", "model.visual.deepstack_merger_list"),
+    "llava": ("model.multi_modal_projector",),
+    "llava_next": ("model.multi_modal_projector", "model.image_newline"),
+    "gemma3": ("model.multi_modal_projector",),
+    "idefics3": ("model.connector",),
+}
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -24,12 +29,20 @@ def test_every_weight_has_one_part(kind: str) -> None:
     of = {name: parts.of(name) for name, _ in model.named_parameters()}
     assert Counter(of.values()).keys() == {"vit", "aligner", "llm"}
     assert {n for n, p in of.items() if p == "aligner"} == {n for n in of if n.startswith(ALIGNERS[kind])}
-    assert {n for n, p in of.items() if p == "llm"} == {n for n in of if re.search(r"language_model|text_model|^lm_head", n)}
+    assert {n for n, p in of.items() if p == "llm"} == {
+        n for n in of if re.search(r"language_model|text_model|^lm_head", n)
+    }
 
 
-@pytest.mark.parametrize(("flags", "trains"), [
-    ({}, {"llm"}), ({"freeze_vit": False}, {"llm", "vit"}), ({"freeze_llm": True, "freeze_aligner": False}, {"aligner"}),
-    ({"freeze_vit": False, "freeze_aligner": False}, {"llm", "vit", "aligner"})])
+@pytest.mark.parametrize(
+    ("flags", "trains"),
+    [
+        ({}, {"llm"}),
+        ({"freeze_vit": False}, {"llm", "vit"}),
+        ({"freeze_llm": True, "freeze_aligner": False}, {"aligner"}),
+        ({"freeze_vit": False, "freeze_aligner": False}, {"llm", "vit", "aligner"}),
+    ],
+)
 def test_flags(flags: dict[str, bool], trains: set[str]) -> None:
     model = KINDS["llava"](tokenizer("llava"))[0]
     vision.freeze_parts(model, ModelConfig(**flags))
@@ -49,14 +62,18 @@ def test_adapters_follow_the_flags(kind: str) -> None:
         parts, cfg = vision.Parts(model), ModelConfig(**flags)
         options = peft.LoraConfig(r=2, target_modules="all-linear", exclude_modules=vision.without_adapters(model, cfg))
         made = peft.get_peft_model(model, options)
-        adapted = [n.removeprefix("base_model.model.").split(".lora_A")[0] for n, p in made.named_parameters() if "lora_A" in n]
+        adapted = [
+            n.removeprefix("base_model.model.").split(".lora_A")[0] for n, p in made.named_parameters() if "lora_A" in n
+        ]
         assert {parts.of(n) for n in adapted} == wanted, flags
 
 
 def test_a_text_model_has_no_parts() -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    )
     vision.freeze_parts(model, ModelConfig())
     assert all(p.requires_grad for p in model.parameters()) and vision.without_adapters(model, ModelConfig()) is None
     assert isinstance(model, torch.nn.Module)

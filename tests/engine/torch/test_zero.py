@@ -14,8 +14,16 @@ from tests.engine.torch.zero_model import Fields, Plain, adam, rows
 from tests.parity.pool import Pool
 
 pytestmark = pytest.mark.process
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3", "deepspeed",
-           "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer", "tests.engine.torch.zero_ranks")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "transformers.models.qwen3.modeling_qwen3",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "tests.engine.torch.zero_ranks",
+)
 """With what DeepSpeed imports late: seconds, once instead of in every rank."""
 RANKS = "tests.engine.torch.zero_ranks:"
 CLIP = 0.5
@@ -49,7 +57,9 @@ def weights(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [k if k == "zero3_offload" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize(
+    "kind", [k if k == "zero3_offload" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
 def test_equals_plain_torch(pool: Pool, kind: str, ranks: int) -> None:
     norms, gradients, module = Plain(3, ranks, 2, CLIP).run()
     found = run(pool, kind, ranks)
@@ -66,7 +76,10 @@ def test_equals_plain_torch(pool: Pool, kind: str, ranks: int) -> None:
 def shards(found: list[dict[str, Any]], kind: str, ranks: int) -> None:
     """The stage that was asked for ran, and what it shards is 1/N of the whole, but for padding."""
     stage = int(kind[4])
-    assert found[0]["optimizer"] == ["AdamW", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"][stage]
+    assert (
+        found[0]["optimizer"]
+        == ["AdamW", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"][stage]
+    )
     names = ("weights", "gradients", "optimizer")
     whole = (4 * PARAMETERS, 4 * PARAMETERS, (8 if stage == 0 else 12) * PARAMETERS)
     for name, total, first, *sizes in zip(names, whole, (3, 2, 1), *(r["sizes"][1:] for r in found), strict=True):
@@ -94,7 +107,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(pool: Pool, kind: str) ->
 def state() -> dict[str, dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(3)
     shapes = {n: p.shape for n, p in Fields().named_parameters()}
-    made = {k: {n: 0.1 * torch.randn(s, generator=draw) for n, s in shapes.items()} for k in ("weight", "exp_avg", "exp_avg_sq")}
+    made = {
+        k: {n: 0.1 * torch.randn(s, generator=draw) for n, s in shapes.items()}
+        for k in ("weight", "exp_avg", "exp_avg_sq")
+    }
     made["exp_avg_sq"] = {n: t.square() for n, t in made["exp_avg_sq"].items()}
     return made
 
@@ -166,12 +182,16 @@ def test_bfloat16(pool: Pool, kind: str) -> None:
     for what, tensors in found[0]["states"][0].items():
         assert all(torch.equal(t, found[0]["states"][1][what][n]) for n, t in tensors.items()), what
     near(found[0]["states"][0]["weight"], weights(Plain(1, 2, 2, CLIP, precision=precision).run()[2]), 1e-4)
-    for name, tensor in weights(module).items():  # single values differ where rounding turned the sign of a first Adam step
+    for name, tensor in weights(
+        module
+    ).items():  # single values differ where rounding turned the sign of a first Adam step
         assert float((found[0]["final"]["weight"][name] - tensor).norm() / tensor.norm()) < 5e-4, name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (3, "float32"), (2, "bfloat16")])  # x 3 in bfloat16 rounds otherwise
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), [(2, "float32"), (3, "float32"), (2, "bfloat16")]
+)  # x 3 in bfloat16 rounds otherwise
 @pytest.mark.parametrize("kind", ["zero3", "zero3_offload"])
 def test_a_hollow_model_is_sharded_before_it_has_weights(pool: Pool, kind: str, ranks: int, dtype: str) -> None:
     """No rank ever has the whole model, and training is the same as ever, from float32 masters."""
@@ -181,7 +201,9 @@ def test_a_hollow_model_is_sharded_before_it_has_weights(pool: Pool, kind: str, 
         assert rank["held"] < 0.1 * PARAMETERS
         assert rank["shards"] < 1.15 * PARAMETERS * (4 if dtype == "float32" else 2) / ranks
         near(rank["gradients"], gradients[0], 5e-6)
-        near(rank["final"], weights(module), 1e-3)  # Adam's first step is a sign: rounding shows where a gradient is nearly zero
+        near(
+            rank["final"], weights(module), 1e-3
+        )  # Adam's first step is a sign: rounding shows where a gradient is nearly zero
 
 
 @pytest.mark.slow

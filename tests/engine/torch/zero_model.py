@@ -29,9 +29,17 @@ class Fields(nn.Module):
         super().__init__()
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        sizes = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 70}
+        sizes = {
+            "hidden_size": HIDDEN,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "intermediate_size": 70,
+        }
         torch.manual_seed(5)
-        self.model = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, num_hidden_layers=2, tie_word_embeddings=False, **sizes))
+        self.model = Qwen3ForCausalLM(
+            Qwen3Config(vocab_size=VOCAB, num_hidden_layers=2, tie_word_embeddings=False, **sizes)
+        )
         self.extra = nn.Parameter(torch.randn(7, HIDDEN))
         with torch.no_grad():
             for name, p in self.named_parameters():
@@ -48,7 +56,9 @@ class Fields(nn.Module):
 def adam(module: nn.Module, **more: Any) -> torch.optim.AdamW:
     """AdamW in two groups: matrices decay, 1-D parameters do not."""
     trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if (p.ndim > 1) == matrix], "wd_mult": float(matrix)} for matrix in (True, False)]
+    groups = [
+        {"params": [p for p in trained if (p.ndim > 1) == matrix], "wd_mult": float(matrix)} for matrix in (True, False)
+    ]
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-6, **more)
 
 

@@ -43,7 +43,12 @@ def sharded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     passes(strategy, 0, rank, world, job)
     gradients = everything(strategy, "gradient")["gradient"]
     strategy.step(1e-3, replace(OPTIM, max_grad_norm=job["clip"]))
-    return {"held": held, "shards": strategy.sizes()[1], "gradients": gradients, "final": everything(strategy, "weight")["weight"]}
+    return {
+        "held": held,
+        "shards": strategy.sizes()[1],
+        "gradients": gradients,
+        "final": everything(strategy, "weight")["weight"],
+    }
 
 
 def passes(strategy: ZeroStrategy, step: int, rank: int, world: int, job: dict[str, Any]) -> None:
@@ -54,7 +59,9 @@ def passes(strategy: ZeroStrategy, step: int, rank: int, world: int, job: dict[s
         extra = job["uses"][step * micro + m] if job.get("uses") else True
         fields = strategy.module(r.ids, r.labels, extra)
         loss = -(fields * r.weights).sum() / count(batches)
-        strategy.backward(loss * float("inf") if step in job.get("broken", ()) and rank == 0 and m == 0 else loss, last=m == micro - 1)
+        strategy.backward(
+            loss * float("inf") if step in job.get("broken", ()) and rank == 0 and m == 0 else loss, last=m == micro - 1
+        )
 
 
 def everything(strategy: ZeroStrategy, *kinds: str) -> dict[str, dict[str, torch.Tensor]]:
@@ -78,9 +85,17 @@ def train(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         taken.append(done)
         if job.get("states"):
             states.append(everything(strategy, "weight", "exp_avg", "exp_avg_sq"))
-    return {"norms": norms, "taken": taken, "gradients": gradients if rank == 0 else None, "states": states, "sizes": sizes,
-            "final": everything(strategy, "weight", "exp_avg", "exp_avg_sq"), "steps": strategy.steps,
-            "held": held(strategy), "optimizer": type(strategy.module.optimizer).__name__}
+    return {
+        "norms": norms,
+        "taken": taken,
+        "gradients": gradients if rank == 0 else None,
+        "states": states,
+        "sizes": sizes,
+        "final": everything(strategy, "weight", "exp_avg", "exp_avg_sq"),
+        "steps": strategy.steps,
+        "held": held(strategy),
+        "optimizer": type(strategy.module.optimizer).__name__,
+    }
 
 
 def held(strategy: ZeroStrategy) -> int:

@@ -15,4 +15,10 @@ def judged(text: str, tokens: int | None = None, **columns: Any) -> Judged:
 
 def said(text: str, **columns: Any) -> Judged:
     """The same as messages."""
-    return Judged([{"role": "user", "content": "Q"}], [{"role": "assistant", "content": text}], tuple(map(ord, text)), True, columns)
+    return Judged(
+        [{"role": "user", "content": "Q"}],
+        [{"role": "assistant", "content": text}],
+        tuple(map(ord, text)),
+        True,
+        columns,
+    )

@@ -41,7 +41,10 @@ def samples() -> list[Judged]:
 def of_trl(function: Any, **more: Any) -> list[float]:
     """None is left out of TRL's sum."""
     completions = [[{"role": "assistant", "content": completion}] for _, completion in PAIRS]
-    return [value or 0.0 for value in function(completions=completions, solution=[solution for solution, _ in PAIRS], **more)]
+    return [
+        value or 0.0
+        for value in function(completions=completions, solution=[solution for solution, _ in PAIRS], **more)
+    ]
 
 
 def test_accuracy_is_trls() -> None:
@@ -57,7 +60,9 @@ def test_reasoning_accuracy_is_trls() -> None:
 def test_cosine_is_trls() -> None:
     options = replace(OPTIONS, cosine_max_len=30)
     ids = [list(sample.token_ids) for sample in samples()]
-    trl = get_cosine_scaled_reward(30, min_value_wrong=-0.5, max_value_wrong=0.0, min_value_correct=0.5, max_value_correct=1.0)
+    trl = get_cosine_scaled_reward(
+        30, min_value_wrong=-0.5, max_value_wrong=0.0, min_value_correct=0.5, max_value_correct=1.0
+    )
     assert accuracy.cosine(options)(samples()) == pytest.approx(of_trl(trl, completion_ids=ids), abs=1e-12)
     assert max(map(len, ids)) > 30 > min(map(len, ids))
 

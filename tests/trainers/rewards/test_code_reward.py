@@ -69,12 +69,20 @@ def test_a_program_cannot_pass_for_equal() -> None:
     tests = [{"fn_name": "add", "input": [1, 2], "output": 3}]
     always = "class Same:\n    def __eq__(self, other): return True\n    def __repr__(self): return '3'\ndef add(a, b): return Same()"
     assert reward(always, tests) == 0.0
-    assert reward("class Three(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Three(4)", tests) == 0.0
+    assert (
+        reward("class Three(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Three(4)", tests)
+        == 0.0
+    )
     assert reward("def add(a, b): return {1, 2}", ["assert add(1, 2) == {2, 1}"]) == 1.0
 
 
 def test_all_or_nothing_and_messages() -> None:
-    samples = [said(fenced(ADD), tests=SUMS), said(fenced("print(3)"), tests=SUMS), said("no program", tests=SUMS), said(ADD, tests=SUMS)]
+    samples = [
+        said(fenced(ADD), tests=SUMS),
+        said(fenced("print(3)"), tests=SUMS),
+        said("no program", tests=SUMS),
+        said(ADD, tests=SUMS),
+    ]
     assert code_reward.code_all(OPTIONS)(samples) == [1.0, 0.0, 0.0, 0.0]
     assert code_reward.code(OPTIONS)(samples) == [1.0, 0.5, 0.0, 0.0]
 
@@ -108,4 +116,7 @@ def test_tests_that_are_none_are_told_with_their_sample(tests: Any, told: str) -
 def test_nested_answers_do_not_harm_the_trainer() -> None:
     deep = "import os\ndef add(a, b):\n    os.write(3, b'[' * 900000)\n    os._exit(0)"
     assert reward(deep, [{"fn_name": "add", "input": [1, 2], "output": 3}]) == 0.0
-    assert reward("import os\ndef add(a, b):\n    os.write(3, b'9' * 9000)\n    os._exit(0)", ["assert add(1, 2) == 3"]) == 0.0
+    assert (
+        reward("import os\ndef add(a, b):\n    os.write(3, b'9' * 9000)\n    os._exit(0)", ["assert add(1, 2) == 3"])
+        == 0.0
+    )

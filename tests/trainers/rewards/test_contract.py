@@ -87,10 +87,17 @@ def test_prompts_completions_and_columns_arrive_as_lists() -> None:
         return [0.0] * len(given["prompts"])
 
     score(UserFunction("keep", keep, None, frozenset()))
-    assert got == {"prompts": ["Q"] * 3, "completions": ["a", "bb", "ccc"], "completion_ids": [[97], [98, 98], [99, 99, 99]],
-                   "completion_mask": [[1], [1, 1], [1, 1, 1]], "answer": [1, 2, None]}
+    assert got == {
+        "prompts": ["Q"] * 3,
+        "completions": ["a", "bb", "ccc"],
+        "completion_ids": [[97], [98, 98], [99, 99, 99]],
+        "completion_mask": [[1], [1, 1], [1, 1, 1]],
+        "answer": [1, 2, None],
+    }
     score(UserFunction("keep", keep, None, frozenset()), samples=[said("hi")])
-    assert got["prompts"] == [[{"role": "user", "content": "Q"}]] and got["completions"] == [[{"role": "assistant", "content": "hi"}]]
+    assert got["prompts"] == [[{"role": "user", "content": "Q"}]] and got["completions"] == [
+        [{"role": "assistant", "content": "hi"}]
+    ]
 
 
 def test_async_functions_wait_together_and_keep_one_loop() -> None:
@@ -118,12 +125,22 @@ def test_async_functions_wait_together_and_keep_one_loop() -> None:
         score(AsyncUserFunction("wrong", wrong, None, frozenset()))
 
 
-@pytest.mark.parametrize("values", [
-    [1, [2, 3], 4], [np.float32(1), np.array([2, 3]), 4.0], [torch.tensor(1), torch.tensor([2.0, 3.0]), 4], (1, (2.0, 3), 4)], ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, [2, 3], 4],
+        [np.float32(1), np.array([2, 3]), 4.0],
+        [torch.tensor(1), torch.tensor([2.0, 3.0]), 4],
+        (1, (2.0, 3), 4),
+    ],
+    ids=str,
+)
 def test_rewards_of_tokens_add_up_and_keep_their_places(values: Any) -> None:
     """What another function says of the whole completion stands at its last token."""
     rewards = score(returning(values), returning([10, 20, 30], "whole"), weights=(0.5, 2.0))
-    assert rewards == Rewards({"mine": [1.0, 5.0, 4.0], "whole": [10.0, 20.0, 30.0]}, [20.5, 42.5, 62.0], [None, (1.0, 41.5), None])
+    assert rewards == Rewards(
+        {"mine": [1.0, 5.0, 4.0], "whole": [10.0, 20.0, 30.0]}, [20.5, 42.5, 62.0], [None, (1.0, 41.5), None]
+    )
 
 
 def test_rewards_of_tokens_are_of_those_that_the_model_wrote() -> None:
@@ -144,8 +161,9 @@ def test_no_samples_call_nobody() -> None:
 def test_a_missing_column_is_told_before_the_run() -> None:
     needy = Each("accuracy", lambda s: 0.0, frozenset({"solution"}))
     (problem,) = missing_columns([needy, returning([])], frozenset({"answer"}))
-    assert str(problem) == ("--reward_funcs accuracy: needs the column solution; the data has answer\n"
-                            "    try: --columns answer=solution")
+    assert str(problem) == (
+        "--reward_funcs accuracy: needs the column solution; the data has answer\n    try: --columns answer=solution"
+    )
     assert missing_columns([needy], frozenset({"solution"})) == []
 
 
@@ -155,4 +173,6 @@ def test_the_text_is_what_the_model_said_last() -> None:
     turns = [call, {"role": "tool", "content": "42"}, {"role": "assistant", "content": parts}]
     assert said("x").text == judged("x").text == "x"
     assert Judged([], turns, (), True).text == "It is 42"
-    assert Judged([], [call], (), True).text == "" == Judged([], [{"role": "assistant", "content": None}], (), True).text
+    assert (
+        Judged([], [call], (), True).text == "" == Judged([], [{"role": "assistant", "content": None}], (), True).text
+    )

@@ -29,20 +29,26 @@ def test_think_format_is_trls() -> None:
 def test_format_asks_for_thought_and_answer_and_nothing_else() -> None:
     """By hand from ms-swift's rule: a thought, white space, an answer, the end of the text."""
     right = {9, 10, 13}
-    assert functions.answer_format(OPTIONS)([judged(text) for text in TEXTS]) == [float(i in right) for i in range(len(TEXTS))]
+    assert functions.answer_format(OPTIONS)([judged(text) for text in TEXTS]) == [
+        float(i in right) for i in range(len(TEXTS))
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_repetition_is_trls(n: int) -> None:
     ids = [[1, 2, 3, 4], [5] * 5, [1, 2, 1, 2, 1], [], [1], list(range(50)) * 2, [7, 7, 8, 8, 7, 7]]
-    ours = functions.repetition(replace(OPTIONS, repetition_n_grams=n, repetition_max_penalty=-0.7))([Judged("", "", i, True) for i in ids])
+    ours = functions.repetition(replace(OPTIONS, repetition_n_grams=n, repetition_max_penalty=-0.7))(
+        [Judged("", "", i, True) for i in ids]
+    )
     assert ours == get_repetition_penalty_reward(n, -0.7)(ids) and min(ours) < 0
 
 
 @pytest.mark.parametrize(("longest", "cache"), [(100, 20), (100, 100), (7, 3), (100, 0)])
 def test_soft_overlong_is_trls(longest: int, cache: int) -> None:
     lengths = [0, 1, 4, 5, 6, 7, 8, 79, 80, 81, 90, 99, 100, 101, 1000]
-    ours = functions.soft_overlong(replace(OPTIONS, soft_max_length=longest, soft_cache_length=cache))([judged("", n) for n in lengths])
+    ours = functions.soft_overlong(replace(OPTIONS, soft_max_length=longest, soft_cache_length=cache))(
+        [judged("", n) for n in lengths]
+    )
     assert ours == get_soft_overlong_punishment(longest, cache)([[1] * n for n in lengths]) and ours[-1] == -1
 
 

@@ -12,7 +12,7 @@ from megaswift.trainers.rewards.load import NAMED, SPELLINGS, reward_functions
 from tests.trainers.rewards.samples import judged
 
 OPTIONS = RewardOptions(max_completion_length=20)
-FILE = '''
+FILE = """
 from dataclasses import dataclass
 from beside_it import BONUS
 
@@ -39,7 +39,7 @@ NUMBER = 5
 
 def positional(completions, /):
     return []
-'''
+"""
 
 
 @pytest.fixture

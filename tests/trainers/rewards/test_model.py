@@ -42,7 +42,10 @@ def alone(folder: Path, texts: list[str]) -> list[float]:
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        return [model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits[0, 0].item() for text in texts]
+        return [
+            model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits[0, 0].item()
+            for text in texts
+        ]
 
 
 def with_padding(folder: Path, token: int | None) -> None:
@@ -52,17 +55,24 @@ def with_padding(folder: Path, token: int | None) -> None:
 
 @pytest.mark.parametrize("padding", ["none", "own", "of a text"])
 @pytest.mark.parametrize("tokens", [1, 30, 10000])
-def test_scores_are_those_of_each_text_alone(padding: str, tokens: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_those_of_each_text_alone(
+    padding: str, tokens: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    with_padding(folder, {"none": None, "own": 0, "of a text": tokenizer("b", add_special_tokens=False)["input_ids"][-1]}[padding])
+    with_padding(
+        folder,
+        {"none": None, "own": 0, "of a text": tokenizer("b", add_special_tokens=False)["input_ids"][-1]}[padding],
+    )
     monkeypatch.setattr(rewards, "TOKENS", tokens)
     (model,) = reward_models([str(folder)], WeightsOptions())
     assert model.name == folder.parent.name and model._model is None
     scores = score_all([model], [2.0], [judged(text) for text in TEXTS])
     assert scores.per_function[model.name] == pytest.approx(alone(folder, ["Q" + text for text in TEXTS]), abs=1e-5)
-    assert scores.total == [2 * score for score in scores.per_function[model.name]] and len(set(scores.total)) == len(TEXTS)
+    assert scores.total == [2 * score for score in scores.per_function[model.name]] and len(set(scores.total)) == len(
+        TEXTS
+    )
 
 
 def test_a_text_may_end_in_any_token(folder: Path) -> None:
@@ -79,7 +89,9 @@ def test_messages_are_rendered_by_the_models_own_template(folder: Path) -> None:
     with_padding(folder, None)
     (model,) = reward_models([str(folder)], WeightsOptions())
     model.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    assert model([said("hi"), said("ho")]) == pytest.approx(alone(folder, ["<user>Q<assistant>hi", "<user>Q<assistant>ho"]), abs=1e-5)
+    assert model([said("hi"), said("ho")]) == pytest.approx(
+        alone(folder, ["<user>Q<assistant>hi", "<user>Q<assistant>ho"]), abs=1e-5
+    )
     model.tokenizer.chat_template = None
     with pytest.raises(RewardError, match="has no chat template, and the prompts are messages"):
         model([said("hi")])
@@ -88,11 +100,18 @@ def test_messages_are_rendered_by_the_models_own_template(folder: Path) -> None:
 
 def test_several_models_have_names_of_their_own(folder: Path) -> None:
     name = folder.parent.name
-    assert [m.name for m in reward_models([str(folder)] * 2, WeightsOptions(), taken=[name])] == [f"{name}-2", f"{name}-3"]
+    assert [m.name for m in reward_models([str(folder)] * 2, WeightsOptions(), taken=[name])] == [
+        f"{name}-2",
+        f"{name}-3",
+    ]
 
 
 def test_mistakes_are_told_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "language")
     with pytest.raises(WeightsError) as error:
         reward_models([str(tmp_path / "language"), str(tmp_path / "nowhere"), str(folder)], WeightsOptions())
-    assert "is no reward model" in str(error.value) and "no such folder" in str(error.value) and len(error.value.problems) == 2
+    assert (
+        "is no reward model" in str(error.value)
+        and "no such folder" in str(error.value)
+        and len(error.value.problems) == 2
+    )

@@ -25,7 +25,13 @@ from tests.trainers.rewards.samples import judged
 
 pytestmark = pytest.mark.wide
 
-NUMBERS = {**system_calls.FATAL, **system_calls.ALLOWED, **system_calls.WITHOUT_EXEC, "openat": (257, 56), "prlimit64": (302, 261)}
+NUMBERS = {
+    **system_calls.FATAL,
+    **system_calls.ALLOWED,
+    **system_calls.WITHOUT_EXEC,
+    "openat": (257, 56),
+    "prlimit64": (302, 261),
+}
 COLUMN = 0 if os.uname().machine == "x86_64" else 1
 C = "import ctypes, os, sys, time, signal\nlibc = ctypes.CDLL(None, use_errno=True)\ncall = libc.syscall\n"
 ESCAPED = "escaped"
@@ -52,7 +58,10 @@ def syscall(name: str, *arguments: object) -> str:
     """A raw system call that reports success."""
     number = NUMBERS[name][COLUMN]
     assert number is not None
-    return C + f"r = call({', '.join(map(str, (number, *arguments)))})\nprint({ESCAPED!r} if r >= 0 else (r, ctypes.get_errno()))"
+    return (
+        C
+        + f"r = call({', '.join(map(str, (number, *arguments)))})\nprint({ESCAPED!r} if r >= 0 else (r, ctypes.get_errno()))"
+    )
 
 
 FORBIDDEN = {
@@ -123,7 +132,9 @@ ENDLESS = {
 
 def test_what_never_ends_is_ended(box: Sandbox) -> None:
     start = time.monotonic()
-    outcomes = box.run([{"source": program} for program in ENDLESS.values()], Limits(seconds=1.0, patience=2.0, memory=256))
+    outcomes = box.run(
+        [{"source": program} for program in ENDLESS.values()], Limits(seconds=1.0, patience=2.0, memory=256)
+    )
     assert {name: o.how for name, o in zip(ENDLESS, outcomes, strict=True)} == dict.fromkeys(ENDLESS, "time")
     assert time.monotonic() - start < len(ENDLESS) * 2 + 10
 
@@ -132,12 +143,20 @@ def test_time_is_the_programs_own(box: Sandbox) -> None:
     """CPU time is limited; waiting is, by the clock, more generously."""
     work = "import time\nwhile time.process_time() < {}: pass\nprint('done')"
     limits = Limits(seconds=1.0, patience=20.0)
-    assert [o.how for o in box.run([{"source": "import time\ntime.sleep(1.5)"}, {"source": work.format(3)}], limits)] == ["ended", "time"]
+    assert [
+        o.how for o in box.run([{"source": "import time\ntime.sleep(1.5)"}, {"source": work.format(3)}], limits)
+    ] == ["ended", "time"]
 
 
-@pytest.mark.parametrize("program", [
-    "while True: print('escaped' * 1000)", C + "while True: os.write(2, b'x' * 100000)", C + "while True: os.write(3, b'x' * 100000)",
-    "print('escaped'); print('x' * (1 << 21))"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: print('escaped' * 1000)",
+        C + "while True: os.write(2, b'x' * 100000)",
+        C + "while True: os.write(3, b'x' * 100000)",
+        "print('escaped'); print('x' * (1 << 21))",
+    ],
+)
 def test_output_without_end_is_no_answer(program: str, box: Sandbox) -> None:
     outcome = attempt(box, program)
     assert outcome.how in ("output", "time") and len(outcome.out) < 1 << 20
@@ -169,9 +188,20 @@ def test_what_lies_outside_stays_as_it_is(tmp_path: Path, box: Sandbox) -> None:
                 f"print(open({str(kept)!r}).read())", f"import os\nos.mkdir({str(tmp_path / 'new')!r})",
                 f"import os\nos.mkfifo({str(tmp_path / 'fifo')!r})"]  # fmt: skip
     before = kept.stat()
-    assert all(o.how in ("forbidden", "failed") and "as it was" not in o.out for o in box.run([{"source": p} for p in programs]))
-    assert [p.name for p in tmp_path.iterdir()] == ["kept"] and kept.read_text() == "as it was" and kept.stat().st_mode == before.st_mode
-    assert kept.stat().st_mtime == before.st_mtime and box._folder is not None and list(Path(box._folder.name).iterdir()) == []
+    assert all(
+        o.how in ("forbidden", "failed") and "as it was" not in o.out
+        for o in box.run([{"source": p} for p in programs])
+    )
+    assert (
+        [p.name for p in tmp_path.iterdir()] == ["kept"]
+        and kept.read_text() == "as it was"
+        and kept.stat().st_mode == before.st_mode
+    )
+    assert (
+        kept.stat().st_mtime == before.st_mtime
+        and box._folder is not None
+        and list(Path(box._folder.name).iterdir()) == []
+    )
 
 
 def test_a_program_has_its_memory(box: Sandbox) -> None:
@@ -196,7 +226,9 @@ def test_no_process_is_left(box: Sandbox) -> None:
 def test_the_runner_and_its_programs_end_with_the_trainer() -> None:
     program = ("from megaswift.trainers.rewards.sandbox import *\nbox = Sandbox('program', Limits(seconds=60))\n"
                "box.run([{'source': '1'}])\nprint(box._process.pid, flush=True)\nbox.run([{'source': 'while True: pass'}])")  # fmt: skip
-    trainer = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": ROOT}, stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": ROOT}, stdout=subprocess.PIPE, text=True
+    )
     assert trainer.stdout is not None
     runner = psutil.Process(int(trainer.stdout.readline()))
     deadline = time.monotonic() + 30
@@ -235,7 +267,9 @@ def test_without_a_sandbox_nothing_runs() -> None:
                "try: check(box, '--reward_funcs code')\nexcept ConfigError as e: print(e)\n"
                "box.close(); box.locked = False; print(box.run([{'source': 'print(1)'}])[0].out)")  # fmt: skip
     done = run_python(program)
-    assert done.stdout.splitlines()[1].startswith("  - the sandbox: could not be locked, nothing was run: [Errno 0] no filter for i686")
+    assert done.stdout.splitlines()[1].startswith(
+        "  - the sandbox: could not be locked, nothing was run: [Errno 0] no filter for i686"
+    )
     assert "--reward_funcs code: programs of the model run in a sandbox, and this system offers none" in done.stdout
     assert "--allow_unsafe_code true" in done.stdout and done.stdout.endswith("1\n\n")
 

@@ -26,8 +26,15 @@ from megaswift.trainers.rl.source import Parts, RolloutSource
 
 def config(**options: Any) -> SwiftConfig:
     """Of a run of eight completions a step, two of a prompt."""
-    usual = {"task": "grpo", "model": "m", "dataset": "d", "reward_funcs": ("format",), "num_generations": 2, "global_batch_size": 8,
-             "per_device_train_batch_size": 2}
+    usual = {
+        "task": "grpo",
+        "model": "m",
+        "dataset": "d",
+        "reward_funcs": ("format",),
+        "num_generations": 2,
+        "global_batch_size": 8,
+        "per_device_train_batch_size": 2,
+    }
     return SwiftConfig(**{**usual, **options})
 
 
@@ -40,9 +47,17 @@ def rollout(total: float, count: int = 3, finished: bool = True, **rewards: floa
 def completed(values: dict[str, list[torch.Tensor]], silent: Sequence[int] = ()) -> list[Completed]:
     """One completion for each tensor, of as many own tokens."""
     first = next(iter(values.values()))
-    return [Completed(i, (3, 4), (0,) * len(v), (True,) * len(v),
-                      {n: (t[i][:0] if i in silent else t[i]).float().numpy() for n, t in values.items()}, i in silent)
-            for i, v in enumerate(first)]
+    return [
+        Completed(
+            i,
+            (3, 4),
+            (0,) * len(v),
+            (True,) * len(v),
+            {n: (t[i][:0] if i in silent else t[i]).float().numpy() for n, t in values.items()},
+            i in silent,
+        )
+        for i, v in enumerate(first)
+    ]
 
 
 class Prompts:
@@ -66,7 +81,9 @@ class Engine:
     def score(self, batches: Sequence[Batch], needs: Needs) -> list[Outputs]:
         """At the labels."""
         (name,) = needs.names
-        return [Outputs(**{name: b.labels / 10 if name == "entropy" else -self.times * b.labels / 100}) for b in batches]
+        return [
+            Outputs(**{name: b.labels / 10 if name == "entropy" else -self.times * b.labels / 100}) for b in batches
+        ]
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -99,9 +116,10 @@ class Samples:
     def write(self, prompts: Sequence[Prompt], generation: int) -> list[Completion]:
         """Two to four tokens that tell generation and number."""
         self.asked.append(generation)
-        return [Completion(tuple(10 * generation + i + k for k in range(2 + i % 3)), (-0.5,) * (2 + i % 3), i % 3 != 0)
-                for i in range(len(prompts))]
-
+        return [
+            Completion(tuple(10 * generation + i + k for k in range(2 + i % 3)), (-0.5,) * (2 + i % 3), i % 3 != 0)
+            for i in range(len(prompts))
+        ]
 
     def share(self, prompts: Sequence[Prompt], generation: int) -> list[Completion]:
         """The same, in a thread."""
@@ -118,18 +136,30 @@ def source(worth: Any = None, **options: Any) -> RolloutSource:
     """A source of a run with `options`; rewards are `worth` of a sample, its number of tokens if not given."""
     cfg = config(**options)
     settings = settings_of(cfg, 1)
-    judge = Judge([Each("worth", worth or (lambda s: float(len(s.token_ids))))], [1.0], lambda ids: " ".join(map(str, ids)))
+    judge = Judge(
+        [Each("worth", worth or (lambda s: float(len(s.token_ids))))], [1.0], lambda ids: " ".join(map(str, ids))
+    )
     width = cfg.train.per_device_train_batch_size
     geometry = LoaderGeometry(per_device=width, accumulation=settings.batch // width)
     prompts: Any = Prompts()
     samples: Any = Samples()
-    drawing = Drawing(PromptSource(prompts, settings.generation // settings.group, Order(len(prompts), False, 0)), samples, settings.group,
-                      cfg.rl.async_generation)
+    drawing = Drawing(
+        PromptSource(prompts, settings.generation // settings.group, Order(len(prompts), False, 0)),
+        samples,
+        settings.group,
+        cfg.rl.async_generation,
+    )
     parts = Parts(drawing, judge, Estimator(cfg, settings, settings.beta), Layout(Shape(), True, False), geometry)
     return RolloutSource(settings, parts)
 
 
 def told(batches: Sequence[Batch]) -> list[dict[str, list[Any]]]:
     """Tokens, weights and fields as lists."""
-    return [{"input_ids": b.input_ids.tolist(), "loss_weights": b.loss_weights.tolist(), **{n: v.tolist() for n, v in b.fields.items()}}
-            for b in batches]
+    return [
+        {
+            "input_ids": b.input_ids.tolist(),
+            "loss_weights": b.loss_weights.tolist(),
+            **{n: v.tolist() for n, v in b.fields.items()},
+        }
+        for b in batches
+    ]

@@ -38,20 +38,31 @@ def why(options: Options, spec: ModelSpec, folder: Path) -> str:
     return merged_because(config(train_type="lora", **options), spec, folder)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"use_rslora": True}, {"target_modules": ["linear_qkv"]}, {"rollout_backend": "sglang", "lora_rank": 1000},
-    {"rollout_backend": "vllm", "lora_rank": 512}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True},
+        {"target_modules": ["linear_qkv"]},
+        {"rollout_backend": "sglang", "lora_rank": 1000},
+        {"rollout_backend": "vllm", "lora_rank": 512},
+    ],
+)
 def test_plain_adapters_go_alone(options: Options, dense: ModelSpec, tmp_path: Path) -> None:
     cfg = config(train_type="lora", **options)
     assert merged_because(cfg, dense, tmp_path) == "" and goes_alone(cfg, dense, tmp_path)
     assert not goes_alone(config(train_type="lora", **options, rollout_lora=False), dense, tmp_path)
 
 
-@pytest.mark.parametrize("options, told", [
-    ({"use_dora": True}, "DoRA"), ({"modules_to_save": ["norm"]}, "modules_to_save"),
-    ({"rollout_backend": "vllm", "lora_rank": 513}, "vLLM takes adapters up to rank 512"),
-    ({"rollout_backend": "vllm_server", "lora_rank": 513}, "vLLM takes adapters up to rank 512"),
-])
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["norm"]}, "modules_to_save"),
+        ({"rollout_backend": "vllm", "lora_rank": 513}, "vLLM takes adapters up to rank 512"),
+        ({"rollout_backend": "vllm_server", "lora_rank": 513}, "vLLM takes adapters up to rank 512"),
+    ],
+)
 def test_others_are_merged(options: Options, told: str, dense: ModelSpec, tmp_path: Path) -> None:
     assert told in why(options, dense, tmp_path)
     cfg = config(train_type="lora", **options, rollout_lora=True)
@@ -62,11 +73,15 @@ def test_others_are_merged(options: Options, told: str, dense: ModelSpec, tmp_pa
 
 def test_weights_in_few_bits_are_merged(dense: ModelSpec, tmp_path: Path) -> None:
     assert "few bits" in merged_because(config(train_type="qlora"), dense, tmp_path)
-    stored = model(tmp_path, {**dense.hf_config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
+    stored = model(
+        tmp_path, {**dense.hf_config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    )
     assert "stored quantised" in why({}, stored, tmp_path)
 
 
-@pytest.mark.parametrize("options, alone", [({}, False), (ATTENTION, True), ({"target_modules": ["linear_fc1"]}, False)])
+@pytest.mark.parametrize(
+    "options, alone", [({}, False), (ATTENTION, True), ({"target_modules": ["linear_fc1"]}, False)]
+)
 def test_adapters_on_experts_are_merged(options: Options, alone: bool, tmp_path: Path) -> None:
     found = why(options, model(tmp_path, OLMOE_1B_7B), tmp_path)
     assert found == "" if alone else "experts have adapters" in found
@@ -79,9 +94,16 @@ def test_experts_that_share_a_parameter_carry_none_unless_it_is_named(tmp_path: 
     assert "experts have adapters" in why({"target_parameters": ["mlp.experts.down_proj"]}, spec, tmp_path)
 
 
-@pytest.mark.parametrize("config_of, told", [
-    ({"r": 3}, ""), ({"r": 3, "use_dora": True}, "DoRA"), ({"r": 3, "modules_to_save": ["lm_head"]}, "modules_to_save"),
-    ({"r": 3, "rank_pattern": {"q_proj": 5}}, "differ from module to module"), ({"r": 3, "bias": "all"}, "biases")])
+@pytest.mark.parametrize(
+    "config_of, told",
+    [
+        ({"r": 3}, ""),
+        ({"r": 3, "use_dora": True}, "DoRA"),
+        ({"r": 3, "modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"r": 3, "rank_pattern": {"q_proj": 5}}, "differ from module to module"),
+        ({"r": 3, "bias": "all"}, "biases"),
+    ],
+)
 def test_a_folder_to_go_on_from_says_it_itself(config_of: Options, told: str, dense: ModelSpec, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config_of}))
     found = why({"adapters": str(tmp_path)}, dense, tmp_path)
@@ -92,20 +114,30 @@ def test_a_folder_to_go_on_from_says_it_itself(config_of: Options, told: str, de
 @pytest.mark.parametrize("module, alone", [("self_attn.q_proj", True), ("mlp.experts.5.up_proj", False)])
 def test_a_folder_with_experts(module: str, alone: bool, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
-    save_file({f"base_model.model.model.layers.0.{module}.lora_A.weight": torch.ones(2, 4)}, tmp_path / "adapter_model.safetensors")
+    save_file(
+        {f"base_model.model.model.layers.0.{module}.lora_A.weight": torch.ones(2, 4)},
+        tmp_path / "adapter_model.safetensors",
+    )
     assert (why({"adapters": str(tmp_path)}, model(tmp_path, OLMOE_1B_7B), tmp_path) == "") == alone
 
 
 def test_without_peft_the_sampler_in_the_process_gets_merged_weights(
-        dense: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(adapters.util, "find_spec", lambda name: None)
     assert why({}, dense, tmp_path) == "PEFT is not installed"
     assert why({"rollout_backend": "sglang"}, dense, tmp_path) == ""
 
 
 def test_it_is_told_with_what_else_is_wrong_before_a_process_group_exists(tmp_path: Path) -> None:
-    cfg = config(train_type="lora", use_dora=True, rollout_lora=True, model=str(model_folder(tmp_path)),
-                 output_dir=str(tmp_path / "out"), reward_funcs=["formt"])
+    cfg = config(
+        train_type="lora",
+        use_dora=True,
+        rollout_lora=True,
+        model=str(model_folder(tmp_path)),
+        output_dir=str(tmp_path / "out"),
+        reward_funcs=["formt"],
+    )
     with pytest.raises(UserError) as error:
         preflight(cfg, 1)
     assert {"--rollout_lora true", "reward function 'formt'"} <= {p.what for p in error.value.problems}

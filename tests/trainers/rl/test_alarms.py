@@ -20,8 +20,10 @@ def told(made: Any, steps: int, capsys: Capture, gaps: Mapping[int, float] | Non
     alarms, found, text = Alarms(made), list[int](), ""
     for number in range(1, steps + 1):
         made.next()
-        step: Any = SimpleNamespace(number=number, result=SimpleNamespace(
-            metrics={"sampling/token_mult_prob_error": (gaps or {}).get(number, 1.0)}))
+        step: Any = SimpleNamespace(
+            number=number,
+            result=SimpleNamespace(metrics={"sampling/token_mult_prob_error": (gaps or {}).get(number, 1.0)}),
+        )
         alarms.on_step(SimpleNamespace(), step)
         said = capsys.readouterr().err
         text += said
@@ -56,11 +58,15 @@ def test_trouble_that_went_and_came_back(capsys: Capture) -> None:
     steps, text = told(source(), 12, capsys, dict.fromkeys([1, 2, 4, 5, 6, 7, 9, 10, 11], 1.2))
     assert steps == [6, 11] and "token_mult_prob_error 1.2" in text
     assert told(source(), 12, capsys, dict.fromkeys(range(1, 13), 1.04)) == ([], "")
-    assert told(source(async_generation=True), 12, capsys, dict.fromkeys(range(1, 13), 1.2)) == ([], ""), "the policy is another by then"
+    assert told(source(async_generation=True), 12, capsys, dict.fromkeys(range(1, 13), 1.2)) == ([], ""), (
+        "the policy is another by then"
+    )
 
 
 def test_completions_without_an_end(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     write = Samples.write
-    monkeypatch.setattr(Samples, "write", lambda self, prompts, n: [replace(c, finished=False) for c in write(self, prompts, n)])
+    monkeypatch.setattr(
+        Samples, "write", lambda self, prompts, n: [replace(c, finished=False) for c in write(self, prompts, n)]
+    )
     steps, text = told(source(), 4, capsys)
     assert steps == [3] and "cut off at --max_completion_length" in text

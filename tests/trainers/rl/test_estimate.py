@@ -41,13 +41,21 @@ def values() -> dict[str, list[torch.Tensor]]:
 def theirs(trl: Any, per_function: dict[str, list[float]], weights: tuple[float, ...], **more: Any) -> torch.Tensor:
     """TRL's advantages of the same."""
     rewards = torch.tensor([*per_function.values()]).T
-    found = trainers.scored(trl, models(), rollouts(*models(), masked=False), rewards, num_generations=GROUP,
-                            reward_weights=torch.tensor(weights), **more)
+    found = trainers.scored(
+        trl,
+        models(),
+        rollouts(*models(), masked=False),
+        rewards,
+        num_generations=GROUP,
+        reward_weights=torch.tensor(weights),
+        **more,
+    )
     return found["advantages"]
 
 
-def ours(made: Estimator, per_function: dict[str, list[float]], weights: tuple[float, ...],
-         silent: tuple[int, ...] = ()) -> list[np.ndarray]:
+def ours(
+    made: Estimator, per_function: dict[str, list[float]], weights: tuple[float, ...], silent: tuple[int, ...] = ()
+) -> list[np.ndarray]:
     rewards = [dict(zip(per_function, row, strict=True)) for row in zip(*per_function.values(), strict=True)]
     judged = [rollout(sum(w * r for w, r in zip(weights, row.values(), strict=True)), **row) for row in rewards]
     return made(judged, completed(values(), silent))["advantages"]
@@ -69,7 +77,9 @@ def test_grpo_is_trl_s(grpo: Any, scale: str) -> None:
 
 def test_normalised_first_is_trl_s(grpo: Any) -> None:
     wanted = theirs(grpo, TWO, WEIGHTS, multi_objective_aggregation="normalize_then_sum")
-    made = estimator(multi_objective_aggregation="normalize_then_sum", reward_weights=WEIGHTS, reward_funcs=("format", "length"))
+    made = estimator(
+        multi_objective_aggregation="normalize_then_sum", reward_weights=WEIGHTS, reward_funcs=("format", "length")
+    )
     assert_same(ours(made, TWO, WEIGHTS), wanted)
 
 
@@ -100,8 +110,12 @@ def test_all_silent() -> None:
 @pytest.mark.parametrize("least", [None, 1.2])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_weights_against_the_sampler_are_bounded_by_hand(mode: str, least: float | None) -> None:
-    made = estimator(importance_sampling_correction=True, importance_sampling_mode=mode, importance_sampling_clip_max=1.5,
-                     importance_sampling_clip_min=least)
+    made = estimator(
+        importance_sampling_correction=True,
+        importance_sampling_mode=mode,
+        importance_sampling_clip_max=1.5,
+        importance_sampling_clip_min=least,
+    )
     found = made([rollout(t) for t in TOTALS], completed(values()))["ratio"]
     for ratio in found:
         gaps = 0.3 * np.arange(len(ratio))
@@ -141,7 +155,9 @@ def test_gae_by_definition(whiten: bool | None) -> None:
         reward = -0.1 * (old - reference).double()
         reward[-1] += total
         delta = [float(reward[t] + (0.9 * value[t + 1] if t + 1 < len(old) else 0) - value[t]) for t in range(len(old))]
-        advantages.append(np.asarray([sum((0.9 * 0.8) ** (k - t) * delta[k] for k in range(t, len(old))) for t in range(len(old))]))
+        advantages.append(
+            np.asarray([sum((0.9 * 0.8) ** (k - t) * delta[k] for k in range(t, len(old))) for t in range(len(old))])
+        )
         returns.append(advantages[-1] + value.numpy())
     if whiten is None:
         every = np.concatenate(advantages)
@@ -155,7 +171,9 @@ def test_rewards_of_a_batch_at_one_deviation() -> None:
     """Deviation 1, the mean as it was; with gamma and lambda 1 and a critic that says 0, returns are the sums of what follows."""
     known = values()
     made = estimator(task="ppo", num_generations=1, beta=0.0, lam=1.0, whiten_rewards=True, whiten_advantages=False)
-    found = made([rollout(t) for t in TOTALS], completed({**known, "values": [torch.zeros(len(o)) for o in known["old"]]}))
+    found = made(
+        [rollout(t) for t in TOTALS], completed({**known, "values": [torch.zeros(len(o)) for o in known["old"]]})
+    )
     rewards = [np.asarray([0.0] * (len(o) - 1) + [t]) for o, t in zip(known["old"], TOTALS, strict=True)]
     every = np.concatenate(rewards)
     for mine, one in zip(found["returns"], rewards, strict=True):
@@ -166,8 +184,10 @@ def test_rewards_of_a_batch_at_one_deviation() -> None:
 def by_token() -> list[Any]:
     """Rewards of tokens for every other completion: 0.5, -0.25, 0.125, ...; the rest have TOTALS."""
     steps = [tuple((-0.5) ** (t + 1) * -1 for t in range(len(o))) for o in values()["old"]]
-    return [replace(rollout(sum(some), len(some)), tokens=some) if i % 2 else rollout(t, len(some))
-            for i, (t, some) in enumerate(zip(TOTALS, steps, strict=True))]
+    return [
+        replace(rollout(sum(some), len(some)), tokens=some) if i % 2 else rollout(t, len(some))
+        for i, (t, some) in enumerate(zip(TOTALS, steps, strict=True))
+    ]
 
 
 def at_tokens(beta: float) -> list[torch.Tensor]:
@@ -186,7 +206,9 @@ def test_gae_of_rewards_in_the_middle() -> None:
     guesses = [torch.linspace(-0.5, 0.8, len(o)) for o in known["old"]]
     made = estimator(task="ppo", num_generations=1, beta=0.1, gamma=0.9, lam=0.8, whiten_advantages=False)
     found = made(by_token(), completed({**known, "values": guesses}))
-    for mine, returns, rewards, value in zip(found["advantages"], found["returns"], at_tokens(0.1), guesses, strict=True):
+    for mine, returns, rewards, value in zip(
+        found["advantages"], found["returns"], at_tokens(0.1), guesses, strict=True
+    ):
         n = len(value)
         delta = [float(rewards[t] + (0.9 * value[t + 1] if t + 1 < n else 0) - value[t]) for t in range(n)]
         wanted = np.asarray([sum((0.9 * 0.8) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)])
@@ -198,18 +220,27 @@ def test_rewards_of_tokens_in_a_second_implementation() -> None:
     """The loops of PPO's own test: lambda-returns, advantages whitened over all tokens."""
     known, (policy, reference) = values(), models()
     critic = torch.randn(test_ppo.TOKENS + 1, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    guesses = [critic[torch.tensor(d.ids[d.begin - 1:-1])] for d in DOCS]
-    judged = [replace(one, total=sum(one.tokens) if one.tokens else score)
-              for one, score in zip(by_token(), test_ppo.SCORES, strict=True)]
+    guesses = [critic[torch.tensor(d.ids[d.begin - 1 : -1])] for d in DOCS]
+    judged = [
+        replace(one, total=sum(one.tokens) if one.tokens else score)
+        for one, score in zip(by_token(), test_ppo.SCORES, strict=True)
+    ]
     made = estimator(task="ppo", num_generations=1, beta=test_ppo.KL, gamma=test_ppo.GAMMA, lam=test_ppo.LAM)
     found = made(judged, completed({**known, "values": guesses}))
-    wanted = test_ppo.told(policy, reference, critic, [torch.ones(len(o)) for o in known["old"]],
-                           {i: one.tokens for i, one in enumerate(judged) if one.tokens})
+    wanted = test_ppo.told(
+        policy,
+        reference,
+        critic,
+        [torch.ones(len(o)) for o in known["old"]],
+        {i: one.tokens for i, one in enumerate(judged) if one.tokens},
+    )
     assert np.concatenate(found["advantages"]) == pytest.approx([t.advantage for t in wanted], rel=1e-4, abs=1e-5)
     assert np.concatenate(found["returns"]) == pytest.approx([t.target for t in wanted], rel=1e-4, abs=1e-5)
 
 
-TURNS = Conversation((10, 11, 20, 21, 12), (-1.0, -1.0, -1.0), True, (True, True, False, False, True), (), (1.0, 2.0), (2, 3), 2)
+TURNS = Conversation(
+    (10, 11, 20, 21, 12), (-1.0, -1.0, -1.0), True, (True, True, False, False, True), (), (1.0, 2.0), (2, 3), 2
+)
 """Two tokens of the model, two of its environment, which gives 1, one of the model, for which it gives 2."""
 
 
@@ -217,8 +248,13 @@ def episode(given: Each | None = None, **options: Any) -> Any:
     """What an estimator makes of TURNS; values 0.5, 0.25, 1; `given`: a reward function beside the environment."""
     judge = Judge([given] if given else [], [1.0] if given else [], lambda ids: "")
     judged = judge([Prompt(0, (3, 4), "Q", {})] * 2, [TURNS, TURNS], range(2))
-    known = {n: [torch.tensor(v)] * 2 for n, v in (("old", [-1.0] * 3), ("reference", [-1.0] * 3), ("values", [0.5, 0.25, 1.0]))}
-    made = estimator(task="ppo", num_generations=1, global_batch_size=2, gamma=0.5, lam=0.5, whiten_advantages=False, **options)
+    known = {
+        n: [torch.tensor(v)] * 2
+        for n, v in (("old", [-1.0] * 3), ("reference", [-1.0] * 3), ("values", [0.5, 0.25, 1.0]))
+    }
+    made = estimator(
+        task="ppo", num_generations=1, global_batch_size=2, gamma=0.5, lam=0.5, whiten_advantages=False, **options
+    )
     return judged[0], {name: numbers[0].tolist() for name, numbers in made(judged, completed(known)).items()}
 
 
@@ -240,9 +276,11 @@ def test_turns_beside_a_reward_function(gives: Any, rewards: list[float]) -> Non
     assert found["advantages"] == [rewards[0] + 0.125 - 0.5 + middle / 4, middle, last]
 
 
-@pytest.mark.parametrize(("own", "ends", "rewards"), [((), (0,), []), ((True,), (0, 1), [3.0]), ((True, True), (1, 1, 2), [3.0, 4.0])])
+@pytest.mark.parametrize(
+    ("own", "ends", "rewards"), [((), (0,), []), ((True,), (0, 1), [3.0]), ((True, True), (1, 1, 2), [3.0, 4.0])]
+)
 def test_turns_without_a_token(own: tuple[bool, ...], ends: tuple[int, ...], rewards: list[float]) -> None:
-    talk = replace(TURNS, own=own, rewards=(1.0, 2.0, 4.0)[:len(ends)], ends=ends)
+    talk = replace(TURNS, own=own, rewards=(1.0, 2.0, 4.0)[: len(ends)], ends=ends)
     (judged,) = Judge([], [], lambda ids: "")([Prompt(0, (3, 4), "Q", {})], [talk], range(1))
     assert judged.by_token == rewards
 
@@ -252,11 +290,15 @@ def test_estimators_of_turns() -> None:
     twice = replace(TURNS, rewards=(2.0, 4.0))
     judged = Judge([], [], lambda ids: "")([Prompt(0, (3, 4), "Q", {})] * 2, [TURNS, twice], range(2))
     some = completed({"old": [torch.zeros(3)] * 2})
-    found = {kind: estimator(advantage_estimator=kind, num_generations=2, global_batch_size=2)(judged, some)["advantages"]
-             for kind in ("reinforce_plus_plus", "grpo")}
+    found = {
+        kind: estimator(advantage_estimator=kind, num_generations=2, global_batch_size=2)(judged, some)["advantages"]
+        for kind in ("reinforce_plus_plus", "grpo")
+    }
     wanted = np.asarray([-1, -1, -2, 2, 2, 0]) / np.sqrt(14 / 5)
     assert np.concatenate(found["reinforce_plus_plus"]) == pytest.approx(wanted, rel=1e-5)
-    assert np.concatenate(found["grpo"]) == pytest.approx([-1.5 / (4.5**0.5 + 1e-4)] * 3 + [1.5 / (4.5**0.5 + 1e-4)] * 3, rel=1e-5)
+    assert np.concatenate(found["grpo"]) == pytest.approx(
+        [-1.5 / (4.5**0.5 + 1e-4)] * 3 + [1.5 / (4.5**0.5 + 1e-4)] * 3, rel=1e-5
+    )
 
 
 def test_silent_completions_of_rewards_of_tokens() -> None:
@@ -274,7 +316,7 @@ def test_reinforce_plus_plus_of_rewards_in_the_middle(beta: float) -> None:
     returns = [np.asarray([float(rewards[t:].sum()) for t in range(len(rewards))]) for rewards in at_tokens(beta)]
     centred = []
     for start in range(0, len(returns), GROUP):
-        group = returns[start:start + GROUP]
+        group = returns[start : start + GROUP]
         centred += [r - np.concatenate(group).mean() for r in group]
     for mine, wanted in zip(found, centred, strict=True):
         assert mine == pytest.approx(wanted / np.concatenate(centred).std(ddof=1), rel=1e-4, abs=1e-5)
@@ -283,7 +325,10 @@ def test_reinforce_plus_plus_of_rewards_in_the_middle(beta: float) -> None:
 @pytest.mark.parametrize("options", [{}, {"advantage_estimator": "rloo"}, {"scale_rewards": "none"}])
 def test_comparisons_within_a_group_take_the_sum_of_rewards_of_tokens(options: dict[str, Any]) -> None:
     made = estimator(**options)
-    found, wanted = (made(some, completed(values()))["advantages"] for some in (by_token(), [replace(r, tokens=None) for r in by_token()]))
+    found, wanted = (
+        made(some, completed(values()))["advantages"]
+        for some in (by_token(), [replace(r, tokens=None) for r in by_token()])
+    )
     assert all((a == b).all() for a, b in zip(found, wanted, strict=True)) and any(a.any() for a in found)
 
 

@@ -16,7 +16,9 @@ LAYOUT = Layout(8, tp=2, pp=2)
 
 
 @pytest.mark.parametrize(("everywhere", "samplers"), [(False, 2), (True, 8)])
-def test_shares_are_whole_groups_and_nothing_is_written_twice(everywhere: bool, samplers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_are_whole_groups_and_nothing_is_written_twice(
+    everywhere: bool, samplers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where every rank has an engine. One rank a replica speaks for it, whoever samples."""
     engine: Any = SimpleNamespace(layout=LAYOUT)
     found, speaking = [], 0

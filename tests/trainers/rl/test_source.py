@@ -40,8 +40,11 @@ def test_every_completion_is_trained_on_once_a_pass() -> None:
 def test_fields_are_those_that_the_loss_reads() -> None:
     on_policy, off, pulled = source(), source(**FOUR), source(beta=0.1, **FOUR)
     names = [{n for b in made.next() for n in b.fields} for made in (on_policy, off, pulled)]
-    assert names == [{"completions", "sampled", "advantages"}, {"completions", "sampled", "advantages", "old"},
-                     {"completions", "sampled", "advantages", "old", "reference"}]
+    assert names == [
+        {"completions", "sampled", "advantages"},
+        {"completions", "sampled", "advantages", "old"},
+        {"completions", "sampled", "advantages", "old", "reference"},
+    ]
     for batch in pulled.next():
         at = batch.loss_weights != 0
         for name, factor in (("old", -0.01), ("reference", -0.02)):
@@ -58,8 +61,17 @@ def test_fresh_completions_are_told_once() -> None:
     assert made.beside().metrics["completions/mean_length"] == pytest.approx(sum(2 + i % 3 for i in range(16)) / 16)
 
 
-@pytest.mark.parametrize("options", [{}, {"beta": 0.1}, {"mask_truncated_completions": True}, {"top_entropy_quantile": 0.5},
-                                     {"advantage_estimator": "rloo", "beta": 0.1, "kl_controller": "adaptive"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"beta": 0.1},
+        {"mask_truncated_completions": True},
+        {"top_entropy_quantile": 0.5},
+        {"advantage_estimator": "rloo", "beta": 0.1, "kl_controller": "adaptive"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("taken", [0, 1, 3, 4, 5])
 def test_a_source_goes_on_where_it_was(taken: int, options: dict[str, Any]) -> None:
     """Through JSON, at the end of a generation and within one."""
@@ -74,7 +86,9 @@ def test_a_source_goes_on_where_it_was(taken: int, options: dict[str, Any]) -> N
     assert (len(state["completed"]) == 0) == (taken in (0, 4))
 
 
-@pytest.mark.parametrize("options", [{}, {"async_generation": True}, {"beta": 0.1, "kl_in_reward": True, "kl_controller": "adaptive"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"async_generation": True}, {"beta": 0.1, "kl_in_reward": True, "kl_controller": "adaptive"}]
+)
 @pytest.mark.parametrize("taken", [0, 1, 3, 4, 5])
 @pytest.mark.parametrize("further", [1, 4])
 def test_a_source_goes_back(further: int, taken: int, options: dict[str, Any]) -> None:
@@ -106,8 +120,14 @@ def test_a_draw_that_is_under_way_stays_so() -> None:
     assert samples.asked[:2] == [0, 1] and made.beside().metrics["sampling/staleness"] == 4
 
 
-@pytest.mark.parametrize("other", [{"generation_batch_size": 8, "num_iterations": 2}, {"generation_batch_size": 16, "num_iterations": 1},
-                                   {"generation_batch_size": 16, "num_iterations": 3}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"generation_batch_size": 8, "num_iterations": 2},
+        {"generation_batch_size": 16, "num_iterations": 1},
+        {"generation_batch_size": 16, "num_iterations": 3},
+    ],
+)
 def test_a_run_may_go_on_with_other_generations(other: dict[str, int]) -> None:
     for taken in (3, 4):
         first, second = source(**FOUR), source(**other)
@@ -119,7 +139,13 @@ def test_a_run_may_go_on_with_other_generations(other: dict[str, int]) -> None:
 
 
 def test_silent_completions_reach_the_loss_without_labels() -> None:
-    made = source(mask_truncated_completions=True, num_iterations=2, beta=0.1, top_entropy_quantile=0.5, per_device_train_batch_size=1)
+    made = source(
+        mask_truncated_completions=True,
+        num_iterations=2,
+        beta=0.1,
+        top_entropy_quantile=0.5,
+        per_device_train_batch_size=1,
+    )
     silent, names = 0, ("sampled", "advantages", "old", "reference", "keep")
     for batch in made.next():
         assert {*batch.fields} == {"completions", *names} and len(batch.fields["completions"]) == 1
@@ -134,25 +160,40 @@ def test_uncertain_tokens_are_trl_s(tmp_path: Path) -> None:
     trl: Any = trainers.grpo(tmp_path)
     batches = source(top_entropy_quantile=0.3).next()
     width = max(b.labels.shape[1] for b in batches)
+
     def wide(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(x, (0, width - x.shape[1]))
-    entropies, mask, kept = (torch.cat([wide(x) for x in some]) for some in (
-        [b.labels / 10 for b in batches], [b.loss_weights != 0 for b in batches], [b.fields["keep"] for b in batches]))
+
+    entropies, mask, kept = (
+        torch.cat([wide(x) for x in some])
+        for some in (
+            [b.labels / 10 for b in batches],
+            [b.loss_weights != 0 for b in batches],
+            [b.fields["keep"] for b in batches],
+        )
+    )
     assert torch.equal(kept, trl.get_high_entropy_mask(entropies, mask, 0.7))
     assert 0.2 < float(kept.sum() / mask.sum()) < 0.5
 
 
 def test_groups_without_spread_are_drawn_again() -> None:
     """Prompts 1 and 4 teach nothing: later prompts come in their place, and the first tries fill what is left."""
+
     def worth(same: set[str]) -> Any:
         return lambda s: 1.0 if s.prompt in same else float(len(s.token_ids))
+
     made = source(worth({"Q1", "Q4"}), dynamic_sample=True)
     made.next()
     assert [r.prompt.said for r, _ in made.fresh] == ["Q0", "Q0", "Q2", "Q2", "Q3", "Q3", "Q5", "Q5"]
     assert asked(made) == [0, 1, 1] and made.metrics["frac_reward_zero_std"] == 0
     hopeless = source(worth({f"Q{i}" for i in range(99)} - {"Q6"}), dynamic_sample=True, max_resample_times=2)
     hopeless.next()
-    assert [r.prompt.said for r, _ in hopeless.fresh[::2]] == ["Q6", "Q0", "Q1", "Q2"] and asked(hopeless) == [0, 1, 2, 1]
+    assert [r.prompt.said for r, _ in hopeless.fresh[::2]] == ["Q6", "Q0", "Q1", "Q2"] and asked(hopeless) == [
+        0,
+        1,
+        2,
+        1,
+    ]
     assert hopeless.metrics["frac_reward_zero_std"] == 0.75
     numbers = [c.number for c in hopeless.completed]
     assert numbers == [*range(8)]
@@ -162,9 +203,12 @@ def test_groups_without_spread_are_drawn_again() -> None:
 @pytest.mark.parametrize("taken", [1, 2, 3, 5])
 def test_sampling_anew_goes_on_where_it_was(taken: int, ahead: bool) -> None:
     """Generations that took one draw, two and three; what was drawn ahead is looked at like any other."""
+
     def made() -> RolloutSource:
         same = {"Q1", "Q4", "Q9", "Q10", "Q11", "Q12", "Q13"}
-        return source(lambda s: 1.0 if s.prompt in same else float(len(s.token_ids)), dynamic_sample=True, async_generation=ahead)
+        return source(
+            lambda s: 1.0 if s.prompt in same else float(len(s.token_ids)), dynamic_sample=True, async_generation=ahead
+        )
 
     first, second = made(), made()
     for _ in range(taken):
@@ -172,7 +216,9 @@ def test_sampling_anew_goes_on_where_it_was(taken: int, ahead: bool) -> None:
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for _ in range(4):
         assert told(first.next()) == told(second.next()) and timeless(first) == timeless(second)
-        assert [r for r, _ in first.fresh] == [r for r, _ in second.fresh] and first.metrics["frac_reward_zero_std"] == 0
+        assert [r for r, _ in first.fresh] == [r for r, _ in second.fresh] and first.metrics[
+            "frac_reward_zero_std"
+        ] == 0
     assert first.generations == second.generations > taken + 4
 
 

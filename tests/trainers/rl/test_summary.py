@@ -34,9 +34,17 @@ def rollouts() -> list[Rollout]:
 def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """TRL's, of one generation."""
     trl: Any = trainers.grpo(tmp_path_factory.mktemp("grpo"))
-    trl.rollout_func = lambda prompts, trainer: {"prompt_ids": [[3, 4]] * 4, "completion_ids": WRITTEN, "logprobs": None}
+    trl.rollout_func = lambda prompts, trainer: {
+        "prompt_ids": [[3, 4]] * 4,
+        "completion_ids": WRITTEN,
+        "logprobs": None,
+    }
     names = [*REWARDS]
-    trl.reward_func_names, trl.reward_weights, trl.eos_token_ids = names, torch.tensor([WEIGHTS[n] for n in names]), [STOP]
+    trl.reward_func_names, trl.reward_weights, trl.eos_token_ids = (
+        names,
+        torch.tensor([WEIGHTS[n] for n in names]),
+        [STOP],
+    )
     trl._calculate_rewards = lambda *_: torch.tensor([REWARDS[n] for n in names]).T
     trl.num_generations = GROUP
     trl._metrics["train"] = defaultdict(list)
@@ -49,7 +57,9 @@ def test_they_are_trl_s(logged: dict[str, float]) -> None:
     found = statistics(rollouts(), GROUP)
     assert found == {name: pytest.approx(logged[name], rel=1e-6) for name in found}
     assert set(logged) - set(found) <= {"num_tokens"}
-    assert found["frac_reward_zero_std"] == 0.5 and found["completions/clipped_ratio"] == 0.5 and found["reward_std"] > 0.1
+    assert (
+        found["frac_reward_zero_std"] == 0.5 and found["completions/clipped_ratio"] == 0.5 and found["reward_std"] > 0.1
+    )
 
 
 def test_of_one_completion_alone() -> None:
@@ -59,4 +69,4 @@ def test_of_one_completion_alone() -> None:
 
 
 def test_spread() -> None:
-    assert [spread(rollouts()[i:i + 2]) for i in (0, 2)] == [True, False]
+    assert [spread(rollouts()[i : i + 2]) for i in (0, 2)] == [True, False]

@@ -33,7 +33,11 @@ Options = dict[str, Any]
 
 def run(**options: Any) -> SwiftConfig:
     """Of ppo where an option is its own."""
-    ppo = {"task": "ppo", "num_generations": 1} if options.keys() & {"critic_learning_rate", "vf_coef", "cliprange_value"} else {}
+    ppo = (
+        {"task": "ppo", "num_generations": 1}
+        if options.keys() & {"critic_learning_rate", "vf_coef", "cliprange_value"}
+        else {}
+    )
     return config(**ppo, **options)
 
 
@@ -48,20 +52,38 @@ LOSS: dict[str, tuple[Options, Policy]] = {
     "epsilon": ({"epsilon": 0.1}, replace(PLAIN, settings=Formulas(epsilon=0.1))),
     "epsilon_high": ({"epsilon_high": 0.5}, replace(PLAIN, settings=Formulas(epsilon_high=0.5))),
     "delta": ({"delta": 4.0}, replace(PLAIN, settings=Formulas(delta=4.0))),
-    "importance_sampling_level": ({"importance_sampling_level": "sequence"}, replace(PLAIN, importance_sampling_level="sequence")),
+    "importance_sampling_level": (
+        {"importance_sampling_level": "sequence"},
+        replace(PLAIN, importance_sampling_level="sequence"),
+    ),
     "entropy_coef": ({"entropy_coef": 0.2}, replace(PLAIN, entropy_coef=0.2)),
     "off_policy_mask_threshold": ({"off_policy_mask_threshold": 0.7}, replace(PLAIN, off_policy_mask_threshold=0.7)),
-    "use_bias_correction_kl": ({"use_bias_correction_kl": False, "beta": 0.3}, replace(PLAIN, use_bias_correction_kl=False, beta=0.3)),
+    "use_bias_correction_kl": (
+        {"use_bias_correction_kl": False, "beta": 0.3},
+        replace(PLAIN, use_bias_correction_kl=False, beta=0.3),
+    ),
     "kl_estimator": ({"kl_estimator": "k2", "beta": 0.3}, replace(PLAIN, kl_estimator="k2", beta=0.3)),
-    "kl_in_reward": ({"kl_in_reward": True, "beta": 0.3}, replace(PLAIN, kl_in_reward=True, beta=0.3, kl_estimator="k1")),
-    "importance_sampling_mode": ({"importance_sampling_mode": "token_mask", "importance_sampling_correction": True},
-                                 replace(PLAIN, ratio_level="token")),
+    "kl_in_reward": (
+        {"kl_in_reward": True, "beta": 0.3},
+        replace(PLAIN, kl_in_reward=True, beta=0.3, kl_estimator="k1"),
+    ),
+    "importance_sampling_mode": (
+        {"importance_sampling_mode": "token_mask", "importance_sampling_correction": True},
+        replace(PLAIN, ratio_level="token"),
+    ),
     "max_completion_length": ({"max_completion_length": 99}, replace(PLAIN, max_completion_length=99)),
     "temperature": ({"temperature": 0.7}, replace(PLAIN, temperature=0.7)),
 } | {
-    (option := f"{kind}_{name}"): ({"loss_type": kind, option: 0.6}, replace(PLAIN, loss_type=kind, settings=Formulas(**{option: 0.6})))
-    for kind, names in {"sapo": ("temperature_pos", "temperature_neg"), "vespo": ("k_pos", "lambda_pos", "k_neg", "lambda_neg")}.items()
-    for name in names}
+    (option := f"{kind}_{name}"): (
+        {"loss_type": kind, option: 0.6},
+        replace(PLAIN, loss_type=kind, settings=Formulas(**{option: 0.6})),
+    )
+    for kind, names in {
+        "sapo": ("temperature_pos", "temperature_neg"),
+        "vespo": ("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
+    }.items()
+    for name in names
+}
 
 
 @pytest.mark.parametrize("name", LOSS)
@@ -77,8 +99,11 @@ def test_the_loss_type(name: str) -> None:
 
 
 SAMPLING: dict[str, tuple[Options, Options]] = {
-    "max_completion_length": ({"max_completion_length": 7}, {"max_tokens": 7}), "temperature": ({"temperature": 0.7}, {"temperature": 0.7}),
-    "top_p": ({"top_p": 0.9}, {"top_p": 0.9}), "top_k": ({"top_k": 5}, {"top_k": 5}), "min_p": ({"min_p": 0.1}, {"min_p": 0.1}),
+    "max_completion_length": ({"max_completion_length": 7}, {"max_tokens": 7}),
+    "temperature": ({"temperature": 0.7}, {"temperature": 0.7}),
+    "top_p": ({"top_p": 0.9}, {"top_p": 0.9}),
+    "top_k": ({"top_k": 5}, {"top_k": 5}),
+    "min_p": ({"min_p": 0.1}, {"min_p": 0.1}),
     "repetition_penalty": ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
 }
 TOKENIZER = SimpleNamespace(eos_token_id=3)
@@ -93,7 +118,9 @@ def test_how_tokens_are_drawn(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("told", "stops"), [(7, (3, 7)), ([3, 8, 9], (3, 8, 9))])
-def test_completions_end_where_the_model_s_own_generation_does(told: int | list[int], stops: tuple[int, ...], tmp_path: Path) -> None:
+def test_completions_end_where_the_model_s_own_generation_does(
+    told: int | list[int], stops: tuple[int, ...], tmp_path: Path
+) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
     assert sampling_of(run(), TOKENIZER, tmp_path).stop_token_ids == stops
 
@@ -101,7 +128,10 @@ def test_completions_end_where_the_model_s_own_generation_does(told: int | list[
 SERVER = {"rollout_backend": "sglang"}
 SAMPLER: dict[str, tuple[Options, Options]] = {
     "rollout_batch_size": ({"rollout_batch_size": 9}, {"batch_size": 9}),
-    "vllm_gpu_memory_utilization": ({"rollout_backend": "vllm", "vllm_gpu_memory_utilization": 0.5}, {"memory_share": 0.5}),
+    "vllm_gpu_memory_utilization": (
+        {"rollout_backend": "vllm", "vllm_gpu_memory_utilization": 0.5},
+        {"memory_share": 0.5},
+    ),
     "rollout_server_url": ({**SERVER, "rollout_server_url": ["http://h:1"]}, {"base_urls": ("http://h:1",)}),
     "rollout_server_timeout": ({**SERVER, "rollout_server_timeout": 5}, {"timeout": 5.0}),
     "rollout_sync_folder": ({**SERVER, "rollout_sync_folder": "d"}, {"sync_folder": Path("d")}),
@@ -116,12 +146,15 @@ def test_the_sampler(name: str) -> None:
     assert sampler_options(run(**usual)) == plain
     assert sampler_options(run(**usual, **options)) == replace(plain, **expected) != plain
     assert sampler_options(run(**usual, **options), "cuda:1", "bfloat16", 4) == replace(
-        plain, **expected, device="cuda:1", dtype="bfloat16", lora_rank=4)
+        plain, **expected, device="cuda:1", dtype="bfloat16", lora_rank=4
+    )
 
 
 CRITIC: dict[str, tuple[Options, Value, float]] = {
-    "cliprange_value": ({"cliprange_value": 0.6}, Value(0.6, 0.1), 1.0), "vf_coef": ({"vf_coef": 0.7}, Value(0.2, 0.7), 1.0),
-    "critic_learning_rate": ({"critic_learning_rate": 0.003, "learning_rate": 0.001}, Value(0.2, 0.1), 3.0)}
+    "cliprange_value": ({"cliprange_value": 0.6}, Value(0.6, 0.1), 1.0),
+    "vf_coef": ({"vf_coef": 0.7}, Value(0.2, 0.7), 1.0),
+    "critic_learning_rate": ({"critic_learning_rate": 0.003, "learning_rate": 0.001}, Value(0.2, 0.1), 3.0),
+}
 
 
 @pytest.mark.parametrize("name", CRITIC)
@@ -138,9 +171,12 @@ def test_the_critic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SETTINGS: dict[str, tuple[Options, Options]] = {
-    "num_generations": ({"num_generations": 4}, {"group": 4}), "generation_batch_size": ({"generation_batch_size": 16}, {"slices": 2}),
-    "steps_per_generation": ({"steps_per_generation": 12}, {"slices": 3}), "num_iterations": ({"num_iterations": 3}, {"iterations": 3}),
-    "temperature": ({"temperature": 0.7}, {"temperature": 0.7}), "dynamic_sample": ({"dynamic_sample": True}, {"tries": 4}),
+    "num_generations": ({"num_generations": 4}, {"group": 4}),
+    "generation_batch_size": ({"generation_batch_size": 16}, {"slices": 2}),
+    "steps_per_generation": ({"steps_per_generation": 12}, {"slices": 3}),
+    "num_iterations": ({"num_iterations": 3}, {"iterations": 3}),
+    "temperature": ({"temperature": 0.7}, {"temperature": 0.7}),
+    "dynamic_sample": ({"dynamic_sample": True}, {"tries": 4}),
     "max_resample_times": ({"dynamic_sample": True, "max_resample_times": 7}, {"tries": 8}),
     "advantage_estimator": ({"advantage_estimator": "reinforce_plus_plus"}, {"estimator": "reinforce_plus_plus"}),
     "kl_in_reward": ({"kl_in_reward": True, "beta": 0.1}, {"kl_in_reward": True}),
@@ -162,10 +198,20 @@ def test_the_source_of_steps(name: str) -> None:
 def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions in the order of their names, then models; every option of theirs goes along."""
     asked: list[Any] = []
-    monkeypatch.setattr(rewards_module, "reward_functions", lambda names, options: asked.append((tuple(names), options)) or [])
-    numbers: Options = {"max_completion_length": 200, "soft_max_length": 77, "soft_cache_length": 5, "cosine_max_len": 88,
-                        "code_memory": 99, "repetition_n_grams": 4, "repetition_max_penalty": -0.5, "code_timeout": 0.25,
-                        "allow_unsafe_code": True}
+    monkeypatch.setattr(
+        rewards_module, "reward_functions", lambda names, options: asked.append((tuple(names), options)) or []
+    )
+    numbers: Options = {
+        "max_completion_length": 200,
+        "soft_max_length": 77,
+        "soft_cache_length": 5,
+        "cosine_max_len": 88,
+        "code_memory": 99,
+        "repetition_n_grams": 4,
+        "repetition_max_penalty": -0.5,
+        "code_timeout": 0.25,
+        "allow_unsafe_code": True,
+    }
     numbers |= {f.name: 0.25 for f in fields(RewardOptions) if f.name.endswith(("_wrong", "_correct"))}
     assert numbers.keys() == {f.name for f in fields(RewardOptions)}
     names = ("cosine", "soft_overlong", "repetition", "code")
@@ -196,14 +242,31 @@ def test_so_many_completions_are_written(most: int | None, lines: int, tmp_path:
 
 
 ELSEWHERE = {
-    "async_generation": "test_policy_run", "environment": "test_policy_run", "max_turns": "here", "rollout_backend": "test_lora_sync",
-    "rollout_sleep": "test_colocated", "offload_model": "test_colocated", "offload_optimizer": "test_colocated",
-    "rollout_lora": "rl/test_adapters", "reward_funcs": "test_grpo_run", "reward_model": "here", "reward_weights": "here",
-    "scale_rewards": "rl/test_estimate", "multi_objective_aggregation": "rl/test_estimate", "kl_controller": "rl/test_estimate",
-    "target_kl": "rl/test_estimate", "kl_horizon": "rl/test_estimate", "importance_sampling_clip_max": "rl/test_estimate",
-    "importance_sampling_clip_min": "rl/test_estimate", "critic_model": "test_ppo_trajectories", "gamma": "rl/test_estimate",
-    "lam": "rl/test_estimate", "whiten_rewards": "rl/test_estimate", "log_completions": "test_ppo_trajectories",
-    "num_completions_to_print": "test_colocated"}
+    "async_generation": "test_policy_run",
+    "environment": "test_policy_run",
+    "max_turns": "here",
+    "rollout_backend": "test_lora_sync",
+    "rollout_sleep": "test_colocated",
+    "offload_model": "test_colocated",
+    "offload_optimizer": "test_colocated",
+    "rollout_lora": "rl/test_adapters",
+    "reward_funcs": "test_grpo_run",
+    "reward_model": "here",
+    "reward_weights": "here",
+    "scale_rewards": "rl/test_estimate",
+    "multi_objective_aggregation": "rl/test_estimate",
+    "kl_controller": "rl/test_estimate",
+    "target_kl": "rl/test_estimate",
+    "kl_horizon": "rl/test_estimate",
+    "importance_sampling_clip_max": "rl/test_estimate",
+    "importance_sampling_clip_min": "rl/test_estimate",
+    "critic_model": "test_ppo_trajectories",
+    "gamma": "rl/test_estimate",
+    "lam": "rl/test_estimate",
+    "whiten_rewards": "rl/test_estimate",
+    "log_completions": "test_ppo_trajectories",
+    "num_completions_to_print": "test_colocated",
+}
 """Options whose arrival other tests show."""
 
 
