@@ -1,6 +1,7 @@
 """megaswift: train any supported Hugging Face model with Megatron-Core on any parallel layout.
 
-Owns the names of the Python API. They are looked up on first use, so that `import megaswift` and `--help` need no torch.
+Owns the names of the Python API. They are looked up on first use, so that `import megaswift` and `--help` need no
+torch.
 """
 
 from __future__ import annotations

@@ -16,9 +16,11 @@ from megaswift.launchers import local
 
 
 class Trainer:
-    """Trains `model` as `config` says: `Trainer(model="DIR", config=SwiftConfig(dtype="bf16")).train(dataset="d.jsonl")`.
+    """Trains `model` as `config` says: `Trainer(model="DIR",
+    config=SwiftConfig(dtype="bf16")).train(dataset="d.jsonl")`.
 
-    Under torchrun every process makes one; without it the run has one process. Mistakes raise `megaswift.errors.UserError`.
+    Under torchrun every process makes one; without it the run has one process. Mistakes raise
+    `megaswift.errors.UserError`.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, config: SwiftConfig | None = None) -> None:

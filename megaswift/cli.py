@@ -50,7 +50,8 @@ def _data(argv: list[str]) -> int:
     if argv and argv[0] not in HELP:
         raise no_command("megaswift data", argv[0], ("show",))
     print(
-        "megaswift data show DATASET --model DIR     samples as tokens with their loss mask; lengths and packing (show --help)"
+        "megaswift data show DATASET --model DIR     samples as tokens with their loss mask; lengths and packing "
+        "(show --help)"
     )
     return 0 if argv else 2
 

@@ -1,4 +1,5 @@
-"""`megaswift convert ...` and the scripts in converters/: options in, exit code out. Nothing heavy is imported before it is needed."""
+"""`megaswift convert ...` and the scripts in converters/: options in, exit code out. Nothing heavy is imported before
+it is needed."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def _dtype(name: str | None) -> Any:
 def to_megatron(argv: Sequence[str]) -> int:
     """`megaswift convert hf-to-megatron`."""
     text = (
-        "Hugging Face folder -> sharded Megatron checkpoint (torch_dist). The checkpoint loads on any layout; the sizes below are "
+        "Hugging Face folder -> sharded Megatron checkpoint (torch_dist). The checkpoint loads on any layout; the "
+        "sizes below are "
         "those it is meant for."
     )
     parser = _parser("hf-to-megatron", text, "a Hugging Face folder with safetensors")
@@ -177,7 +179,9 @@ def merge_lora(argv: Sequence[str]) -> int:
     parser = _Parser(
         prog="megaswift convert merge-lora",
         allow_abbrev=False,
-        description="A model with the adapters of a PEFT folder merged in. Computed in float32, each tensor keeps its dtype.",
+        description=(
+            "A model with the adapters of a PEFT folder merged in. Computed in float32, each tensor keeps its dtype."
+        ),
     )
     parser.add_argument(
         "base",

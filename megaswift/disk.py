@@ -1,4 +1,5 @@
-"""What was written is on the disk, not only in the system's memory: for folders that are complete only once they are renamed."""
+"""What was written is on the disk, not only in the system's memory: for folders that are complete only once they are
+renamed."""
 
 from __future__ import annotations
 

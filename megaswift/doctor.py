@@ -42,7 +42,10 @@ def main(argv: list[str]) -> int:
 def report() -> Iterator[str]:
     """Lines `name  value`."""
     yield f"{'megaswift':<22}{__version__}"
-    yield f"{'python':<22}{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores"
+    yield (
+        f"{'python':<22}{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} "
+        f"CPU cores"
+    )
     for package in PACKAGES:
         yield f"{package:<22}{_version(package)}"
     if importlib.util.find_spec("torch") is None:
@@ -52,7 +55,10 @@ def report() -> Iterator[str]:
 
     for i in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(i)
-        yield f"{f'cuda:{i}':<22}{device.name}, {device.total_memory / 2**30:.1f} GiB, capability {device.major}.{device.minor}"
+        yield (
+            f"{f'cuda:{i}':<22}{device.name}, {device.total_memory / 2**30:.1f} GiB, capability "
+            f"{device.major}.{device.minor}"
+        )
     if torch.cuda.is_available():
         yield f"{'CUDA, NCCL':<22}{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}"
     else:

@@ -1,4 +1,5 @@
-"""Direct preference optimisation and its kin: `torchrun megaswift/dpo.py`, `torchrun -m megaswift.dpo`, `megaswift dpo`."""
+"""Direct preference optimisation and its kin: `torchrun megaswift/dpo.py`, `torchrun -m megaswift.dpo`, `megaswift
+dpo`."""
 
 import sys
 from pathlib import Path

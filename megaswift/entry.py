@@ -1,6 +1,7 @@
 """What every training command does: parse, check, then start processes (torchrun, Ray) or train in this one.
 
-Owns the order of these and the exit codes. Workers of any launcher come through here too; how a mistake is told is `refusal.py`.
+Owns the order of these and the exit codes. Workers of any launcher come through here too; how a mistake is told is
+`refusal.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ RLHF = "rlhf"
 
 
 def main(task: str, argv: Sequence[str] | None = None) -> int:
-    """The command line of `task`; returns the exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else the launcher's."""
+    """The command line of `task`; returns the exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else the
+    launcher's."""
     words = list(sys.argv[1:] if argv is None else argv)
     if any(w in HELP for w in words):
         from megaswift.config.helptext import RLHF_USAGE, task_help
@@ -85,7 +87,8 @@ def processes(cfg: SwiftConfig) -> int:
 
 
 def beyond_options(refused: SwiftConfig) -> list[Problem]:
-    """What layout and files say of a configuration that is refused already, so that this is not told on the next attempt."""
+    """What layout and files say of a configuration that is refused already, so that this is not told on the next
+    attempt."""
     from megaswift.trainers.preflight import beside_options
 
     return beside_options(refused, processes(refused))

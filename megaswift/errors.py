@@ -1,7 +1,7 @@
 """The errors that users meet: one clear message, what to do next, exit code 2.
 
-Owns the exception classes and how several mistakes are told together. Printing and exiting belong to `megaswift.refusal`; an `assert`
-elsewhere marks an invariant of ours, not a user's mistake.
+Owns the exception classes and how several mistakes are told together. Printing and exiting belong to
+`megaswift.refusal`; an `assert` elsewhere marks an invariant of ours, not a user's mistake.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def beside(path: Path) -> str:
-    """What to say of a path that is not there: a neighbour of nearly that name, else where the path stops being there."""
+    """What to say of a path that is not there: a neighbour of nearly that name, else where the path stops being
+    there."""
     there = next(p for p in path.absolute().parents if p.is_dir())
     try:
         names = [p.name for p in there.iterdir()] if there == path.absolute().parent else []

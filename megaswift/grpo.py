@@ -1,4 +1,5 @@
-"""Group-relative policy optimisation and its kin: `torchrun megaswift/grpo.py`, `torchrun -m megaswift.grpo`, `megaswift grpo`."""
+"""Group-relative policy optimisation and its kin: `torchrun megaswift/grpo.py`, `torchrun -m megaswift.grpo`,
+`megaswift grpo`."""
 
 import sys
 from pathlib import Path

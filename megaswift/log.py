@@ -1,4 +1,5 @@
-"""Messages of a run: rank 0 speaks, the others are silent. No torch here: the rank comes from torchrun's environment."""
+"""Messages of a run: rank 0 speaks, the others are silent. No torch here: the rank comes from torchrun's
+environment."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def warn(text: str) -> None:
 
 
 def quieten() -> None:
-    """Keeps the libraries' notes to developers (optional packages, renamed functions) off the user's screen; -W and PYTHONWARNINGS win."""
+    """Keeps the libraries' notes to developers (optional packages, renamed functions) off the user's screen; -W and
+    PYTHONWARNINGS win."""
     if not sys.warnoptions:
         for module in ("megatron", "torch.distributed", "torch.nn.modules", "transformers", "peft"):
             warnings.filterwarnings("ignore", module=rf"{module}\..*", category=UserWarning)

@@ -1,4 +1,5 @@
-"""Proximal policy optimisation with a critic: `torchrun megaswift/ppo.py`, `torchrun -m megaswift.ppo`, `megaswift ppo`."""
+"""Proximal policy optimisation with a critic: `torchrun megaswift/ppo.py`, `torchrun -m megaswift.ppo`, `megaswift
+ppo`."""
 
 import sys
 from pathlib import Path

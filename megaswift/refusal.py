@@ -1,7 +1,8 @@
 """How a process ends on a user's mistake: one message, exit code 2, no traceback.
 
-Rank 0 speaks at once. Another rank waits: when rank 0 met the same mistake, the launcher ends the others meanwhile; when it
-did not, the mistake is this rank's alone (a malformed row, too little memory), and the first such rank of the machine speaks.
+Rank 0 speaks at once. Another rank waits: when rank 0 met the same mistake, the launcher ends the others meanwhile;
+when it did not, the mistake is this rank's alone (a malformed row, too little memory), and the first such rank of the
+machine speaks.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def _say(text: str) -> None:
 
 
 def _marker(environ: Mapping[str, str]) -> Path | None:
-    """A file that the ranks of one machine and one attempt share: children of one launcher, or of Ray's. None without one."""
+    """A file that the ranks of one machine and one attempt share: children of one launcher, or of Ray's. None without
+    one."""
     if not is_worker(environ):
         return None
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")

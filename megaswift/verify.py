@@ -1,6 +1,8 @@
-"""`megaswift convert verify A B`: are two sets of weights the same? A table for the eye, a report for machines, an exit code for scripts.
+"""`megaswift convert verify A B`: are two sets of weights the same? A table for the eye, a report for machines, an exit
+code for scripts.
 
-Owns what is printed and written; options are read by `megaswift.convert`. Comparing belongs to `bridge.compare` and `bridge.logits`.
+Owns what is printed and written; options are read by `megaswift.convert`. Comparing belongs to `bridge.compare` and
+`bridge.logits`.
 """
 
 from __future__ import annotations

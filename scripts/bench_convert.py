@@ -1,11 +1,13 @@
-"""Speed of the converters against a plain copy of the same files on the same disk, in one run, with the growth over sizes.
+"""Speed of the converters against a plain copy of the same files on the same disk, in one run, with the growth over
+sizes.
 
     python scripts/bench_convert.py --sizes 1 4 16 --folder /some/disk
 
-For each size (GB of bfloat16 weights, random bytes): `cp -r --reflink=never` and sync, HF -> checkpoint, the copy again, checkpoint -> HF.
-All read from the page cache if the machine's memory holds the files, as the copy does; each is on disk when its time ends. Where memory
-does not hold twice the files, what is left of them in the cache depends on what ran before: `--cold` reads all from the disk. Imports
-and the making of the files are not counted. Peak memory is that of the converting process, which each conversion has to itself.
+For each size (GB of bfloat16 weights, random bytes): `cp -r --reflink=never` and sync, HF -> checkpoint, the copy
+again, checkpoint -> HF. All read from the page cache if the machine's memory holds the files, as the copy does; each is
+on disk when its time ends. Where memory does not hold twice the files, what is left of them in the cache depends on
+what ran before: `--cold` reads all from the disk. Imports and the making of the files are not counted. Peak memory is
+that of the converting process, which each conversion has to itself.
 """
 
 from __future__ import annotations

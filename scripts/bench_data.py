@@ -1,9 +1,9 @@
 """Tokenise, mask and pack conversations: megaswift beside TRL's SFTTrainer.
 
-Both sides get the same file, the same tokenizer (trained on the spot), the same marked chat template, assistant-only loss, best-fit
-packing, the same number of processes and empty caches, each in a process tree of its own, one after the other. Timed for
-megaswift: everything from the file to packed rows (reading, hashing, tokenising, writing the store, packing). Timed for TRL:
-`SFTTrainer._prepare_dataset` alone; its reading of the file is printed apart and not counted.
+Both sides get the same file, the same tokenizer (trained on the spot), the same marked chat template, assistant-only
+loss, best-fit packing, the same number of processes and empty caches, each in a process tree of its own, one after the
+other. Timed for megaswift: everything from the file to packed rows (reading, hashing, tokenising, writing the store,
+packing). Timed for TRL: `SFTTrainer._prepare_dataset` alone; its reading of the file is printed apart and not counted.
 
     python scripts/bench_data.py                  # 100,000 conversations
     python scripts/bench_data.py --rows 5000      # a quick look
@@ -37,7 +37,8 @@ TEMPLATE = """{%- for m in messages %}
 
 
 def make_data(folder: Path, rows: int) -> None:
-    """A file of conversations with log-normal lengths over a Zipf vocabulary, and a tokenizer trained on its beginning."""
+    """A file of conversations with log-normal lengths over a Zipf vocabulary, and a tokenizer trained on its
+    beginning."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -242,7 +243,8 @@ def report(results: dict[str, dict[str, float]], processes: int) -> None:
         speed = f"{r['seconds']:8.1f} s {r['rows'] / r['seconds']:8,.0f} rows/s  {r['cpu']:.1f} s of CPU"
         print(
             f"{side:10} {speed}  peak {r['peak_gib']:.2f} GiB  "
-            f"{r['tokens']:,} tokens, {r['labels']:,} labels in {r['packed']:,} rows, fill {100 * r['fill']:.2f}%{extra}"
+            f"{r['tokens']:,} tokens, {r['labels']:,} labels in {r['packed']:,} rows, fill "
+            f"{100 * r['fill']:.2f}%{extra}"
         )
     a, b = results["megaswift"], results["trl"]
     print(

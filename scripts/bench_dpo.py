@@ -4,9 +4,9 @@
     python scripts/bench_dpo.py --memory              # peak memory, one process a contender
     python scripts/bench_dpo.py --unpacked            # padded rows on our side too: what packing is worth
 
-The same weights, reference, pairs and order, one process; each side makes its batches in its own way, none groups them by length.
-Lengths of answers are log-normal: the median document is a quarter of `--length` or less. The contenders take turns, a step each
-(the first one of a round moves on), and the median counts.
+The same weights, reference, pairs and order, one process; each side makes its batches in its own way, none groups them
+by length. Lengths of answers are log-normal: the median document is a quarter of `--length` or less. The contenders
+take turns, a step each (the first one of a round moves on), and the median counts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def steps(args: argparse.Namespace) -> list[list[Pair]]:
 
 
 def lengths_of(args: argparse.Namespace) -> dict[str, float]:
-    """What the documents are like: their median and longest, and the real tokens' share of rows padded to a step's longest."""
+    """What the documents are like: their median and longest, and the real tokens' share of rows padded to a step's
+    longest."""
     documents = [
         [len(p.prompt) + len(answer) for p in step for answer in (p.chosen, p.rejected)]
         for step in steps(args)[args.warmup : -1]
@@ -177,9 +178,11 @@ def tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """The medians and their ratio."""
     lengths = result["lengths"]
     print(
-        f"{args.size}, {args.dtype}, {args.pairs} pairs a step, documents of {lengths['median']:.0f} tokens in the median and "
+        f"{args.size}, {args.dtype}, {args.pairs} pairs a step, documents of {lengths['median']:.0f} tokens in the "
+        f"median and "
         f"{lengths['longest']} at most, {lengths['fill_of_padded_rows']:.0%} of padded rows filled; {args.device}, "
-        f"{torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}; {args.steps} alternating steps"
+        f"{torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}; {args.steps} "
+        f"alternating steps"
     )
     for name, seconds in result["median_s"].items():
         print(

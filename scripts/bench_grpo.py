@@ -1,11 +1,13 @@
-"""Time per GRPO step, on one process: megaswift and TRL's GRPOTrainer, the same model and prompts, as many and as long completions.
+"""Time per GRPO step, on one process: megaswift and TRL's GRPOTrainer, the same model and prompts, as many and as long
+completions.
 
     python scripts/bench_grpo.py                      # about 20 M parameters, float32, CPU
 
-The contenders take turns, a step each (the first one of a round moves on), and the median counts. Both generate with transformers, train
-on what they have just sampled, and log; neither writes checkpoints. The tokenizer's end of text is no token of the model, so every
-completion has the full length and both do the same work. A step is split into generation, weight sync, scoring (log-probabilities outside
-of the training pass), rewards, and the rest, which is training.
+The contenders take turns, a step each (the first one of a round moves on), and the median counts. Both generate with
+transformers, train on what they have just sampled, and log; neither writes checkpoints. The tokenizer's end of text is
+no token of the model, so every completion has the full length and both do the same work. A step is split into
+generation, weight sync, scoring (log-probabilities outside of the training pass), rewards, and the rest, which is
+training.
 """
 
 from __future__ import annotations
@@ -203,7 +205,8 @@ def timed(turn: Sampling, part: str, method: Callable[..., Any]) -> Callable[...
 
 
 def prepare(args: argparse.Namespace, folder: Path) -> None:
-    """The model, a tokenizer of a word a token whose end of text lies beyond the model's vocabulary, so that no completion ends early."""
+    """The model, a tokenizer of a word a token whose end of text lies beyond the model's vocabulary, so that no
+    completion ends early."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -248,8 +251,10 @@ def split_of(parts: list[dict[str, float]], seconds: list[float]) -> dict[str, f
 def tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Medians, parts and ratios."""
     print(
-        f"{args.size}, float32, {args.prompts} x {args.generations} completions of {args.prompt_length} + {args.length} tokens a step, "
-        f"{args.device}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}, torch {torch.__version__}; "
+        f"{args.size}, float32, {args.prompts} x {args.generations} completions of {args.prompt_length} + "
+        f"{args.length} tokens a step, "
+        f"{args.device}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}, torch "
+        f"{torch.__version__}; "
         f"median of {args.steps} alternating steps"
     )
     for name, seconds in result["median_s"].items():
@@ -257,7 +262,8 @@ def tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
         print(f"  {name:10} {seconds * 1e3:9.1f} ms: {split}")
     if "ratio" in result:
         print(
-            f"  megaswift / trl {result['ratio']:.3f} of the medians, {result['ratio_by_round']:.3f} median of the rounds' ratios, "
+            f"  megaswift / trl {result['ratio']:.3f} of the medians, {result['ratio_by_round']:.3f} median of the "
+            f"rounds' ratios, "
             f"{result['ratio_of_processor_time']:.3f} of processor time"
         )
 

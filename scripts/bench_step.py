@@ -1,12 +1,14 @@
-"""Time per optimizer step: megaswift's engine on one process, a plain PyTorch loop over the Hugging Face model, and TRL's SFTTrainer.
+"""Time per optimizer step: megaswift's engine on one process, a plain PyTorch loop over the Hugging Face model, and
+TRL's SFTTrainer.
 
     python scripts/bench_step.py                      # about 20 M parameters, float32, CPU
     python scripts/bench_step.py --size 1b --dtype bfloat16          # on a GPU
     python scripts/bench_step.py --memory             # peak memory, one process a contender
 
-The same weights, the same batches, one process: the contenders take turns, a step each (the first one of a round moves on), and
-the median counts. Each runs in its own thread, TRL in its own train loop, which waits for its turn in the trainer's
-callbacks. In bfloat16 the engine keeps float32 main weights; the two others run float32 weights under autocast.
+The same weights, the same batches, one process: the contenders take turns, a step each (the first one of a round moves
+on), and the median counts. Each runs in its own thread, TRL in its own train loop, which waits for its turn in the
+trainer's callbacks. In bfloat16 the engine keeps float32 main weights; the two others run float32 weights under
+autocast.
 """
 
 from __future__ import annotations
@@ -150,16 +152,20 @@ def compared(args: argparse.Namespace, turns: Mapping[str, Turn], times: list[di
 def tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """The medians and their ratios."""
     print(
-        f"{args.size}, {args.dtype}, {args.rows} x {args.length} tokens a step, {args.device}, {torch.get_num_threads()} threads, "
-        f"{platform.processor() or platform.machine()}, torch {torch.__version__}; median of {args.steps} alternating steps"
+        f"{args.size}, {args.dtype}, {args.rows} x {args.length} tokens a step, {args.device}, "
+        f"{torch.get_num_threads()} threads, "
+        f"{platform.processor() or platform.machine()}, torch {torch.__version__}; median of {args.steps} "
+        f"alternating steps"
     )
     for name, seconds in result["median_s"].items():
         print(
-            f"  {name:10} {seconds * 1e3:9.1f} ms   (best {result['best_s'][name] * 1e3:.1f} ms)   losses {result['first_losses'][name]}"
+            f"  {name:10} {seconds * 1e3:9.1f} ms   (best {result['best_s'][name] * 1e3:.1f} ms)   losses "
+            f"{result['first_losses'][name]}"
         )
     for other, ratio in result["ratio"].items():
         print(
-            f"  megaswift / {other:6} {ratio:.3f} of the medians, {result['ratio_by_round'][other]:.3f} median of the rounds' ratios"
+            f"  megaswift / {other:6} {ratio:.3f} of the medians, {result['ratio_by_round'][other]:.3f} median of "
+            f"the rounds' ratios"
         )
 
 

@@ -1,9 +1,11 @@
-"""Starts a run on N processes of M machines, for those whose job scripts call such a script: the commands of megaswift do the same.
+"""Starts a run on N processes of M machines, for those whose job scripts call such a script: the commands of megaswift
+do the same.
 
     python scripts/run_distributed.py --nproc_per_node 8 --config run.yaml --algorithm sft --learning_rate 2e-5
 
-is `megaswift sft run.yaml --nproc_per_node 8 --learning_rate 2e-5`: it checks the run, then starts the processes. With `--use_torchrun`
-torchrun is started at once, also for one process, and the processes check. Options after these go over the file.
+is `megaswift sft run.yaml --nproc_per_node 8 --learning_rate 2e-5`: it checks the run, then starts the processes. With
+`--use_torchrun` torchrun is started at once, also for one process, and the processes check. Options after these go over
+the file.
 """
 
 from __future__ import annotations

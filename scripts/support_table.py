@@ -3,8 +3,8 @@
     python scripts/support_table.py            # rewrite the tables
     python scripts/support_table.py --check    # only say whether they are up to date (exit code 1: not)
 
-What a family is comes from its file's docstring, what it refuses from its configuration rows, what was tested from the lists that
-tests/parity and tests/families run.
+What a family is comes from its file's docstring, what it refuses from its configuration rows, what was tested from the
+lists that tests/parity and tests/families run.
 """
 
 from __future__ import annotations

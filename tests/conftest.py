@@ -14,8 +14,8 @@ import pytest
 from tests.parity.pool import Pool, close_shared, shared
 
 TOGETHER = ("tests/parity/test_parity.py", "tests/trainers/test_run.py", "tests/engine/torch/test_zero.py")
-"""Files that one worker runs as a whole under `--dist loadgroup`: two layouts of eight ranks at a time cost more than one after the
-other, and what a file's tests share would be made twice."""
+"""Files that one worker runs as a whole under `--dist loadgroup`: two layouts of eight ranks at a time cost more than
+one after the other, and what a file's tests share would be made twice."""
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 gc.disable()  # what is imported and collected stays to the end: the collector would look through it again and again
@@ -29,7 +29,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files of TOGETHER stay together, every other test is for the next free worker. xdist's marks do not reach pytest 9."""
+    """Files of TOGETHER stay together, every other test is for the next free worker. xdist's marks do not reach pytest
+    9."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -42,7 +43,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def megatron() -> ModuleType:
-    """megatron.core, made to run without CUDA: our engine package has to be imported before it, whichever test comes first."""
+    """megatron.core, made to run without CUDA: our engine package has to be imported before it, whichever test comes
+    first."""
     importlib.import_module("megaswift.engine.megatron")
     importlib.import_module("megatron.core.transformer")
     return importlib.import_module("megatron.core")

@@ -10,7 +10,8 @@ from tests.contests import contest
 @pytest.mark.process
 @pytest.mark.slow
 def test_contenders_train_on_the_same_pairs() -> None:
-    """The loss of each step is one number; it starts at log 2 and then shows reference, pairs and optimizers to agree."""
+    """The loss of each step is one number; it starts at log 2 and then shows reference, pairs and optimizers to
+    agree."""
     result = contest("bench_dpo.py", "--pairs 2 --length 96 --steps 2 --warmup 2 --json")
     ours, theirs = result["losses"]["megaswift"], result["losses"]["trl"]
     assert len(ours) == len(theirs) == 4

@@ -46,7 +46,10 @@ def ran(*words: str, cwd: Path | None = None, **environ: str) -> tuple[int, str,
     return process.returncode, out, err
 
 
-HEAVY = "import sys; heavy = {'torch', 'yaml', 'numpy', 'transformers', 'megatron'} & set(sys.modules); print('heavy', sorted(heavy))"
+HEAVY = (
+    "import sys; heavy = {'torch', 'yaml', 'numpy', 'transformers', 'megatron'} & set(sys.modules); "
+    "print('heavy', sorted(heavy))"
+)
 
 
 @pytest.mark.process
@@ -250,7 +253,8 @@ def test_config_prints_what_it_understood(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_script_s_own_folder_leaves_the_path(tmp_path: Path) -> None:
-    """`python megaswift/sft.py` must not make megaswift/data importable as `data`; the checkpoint writer's spawn reads it again."""
+    """`python megaswift/sft.py` must not make megaswift/data importable as `data`; the checkpoint writer's spawn reads
+    it again."""
     code, out, err = ran(
         "-c",
         f"import runpy, sys; sys.path[0] = {str(ROOT / 'megaswift')!r}\n"

@@ -1,4 +1,5 @@
-"""What the pages name is there: options, files and folders, the headings that links lead to; commands of training are understood."""
+"""What the pages name is there: options, files and folders, the headings that links lead to; commands of training are
+understood."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ STAND_IN = dict.fromkeys(("run.yaml", "OUT/config.yaml"), "configs/sft/quick.yam
 
 
 def known_options() -> set[str]:
-    """Of training and inference by every spelling; of scripts, of converters and of other programs as our code writes them."""
+    """Of training and inference by every spelling; of scripts, of converters and of other programs as our code writes
+    them."""
     tables = {*NAMES, *(name for module in (infer, deploy, export) for name in module.COMMAND.table.names)}
     files = [
         p

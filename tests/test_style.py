@@ -33,12 +33,18 @@ IMPORT_NAMES = {
 FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 PICKLE_ALLOWED = {
     "megaswift/bridge/dist_files.py": "the format's own tables, by an Unpickler that knows their classes only",
-    "megaswift/bridge/torch_item.py": "the description of one tensor in that format, by an Unpickler that calls nothing",
+    "megaswift/bridge/torch_item.py": (
+        "the description of one tensor in that format, by an Unpickler that calls nothing"
+    ),
 }
 CATCH_ALL_ALLOWED = {
-    "megaswift/data/tokenizer.py": "the tokenizers library raises Exception itself; its subclasses of others' making go on",
+    "megaswift/data/tokenizer.py": (
+        "the tokenizers library raises Exception itself; its subclasses of others' making go on"
+    ),
     "megaswift/trainers/rewards/jail.py": "a judged program may raise anything; it ends its own process",
-    "megaswift/trainers/rewards/checked.py": "a user's reward function may raise anything; it is told with the user's own traceback",
+    "megaswift/trainers/rewards/checked.py": (
+        "a user's reward function may raise anything; it is told with the user's own traceback"
+    ),
 }
 RUNS_PROGRAMS = {"megaswift/trainers/rewards/jail.py": "judged programs, in a process that can only compute"}
 FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
@@ -92,7 +98,8 @@ def names(source: Source) -> Iterator[str]:
 
 
 def handlers(source: Source) -> Iterator[str]:
-    """What also catches our own mistakes: `except:`, `except Exception`, `suppress(Exception)`. Where it must be, its line says why."""
+    """What also catches our own mistakes: `except:`, `except Exception`, `suppress(Exception)`. Where it must be, its
+    line says why."""
     for node in source.nodes:
         if isinstance(node, ast.ExceptHandler):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
@@ -130,7 +137,8 @@ def calls(source: Source) -> Iterator[str]:
 
 
 def skips(source: Source) -> Iterator[str]:
-    """A test that is left out where a library that the tests install is missing: it is not missing, so the test would hide."""
+    """A test that is left out where a library that the tests install is missing: it is not missing, so the test would
+    hide."""
     for node in source.nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("importorskip"):
             name = ast.unparse(node.args[0]).strip("'")
@@ -139,7 +147,8 @@ def skips(source: Source) -> Iterator[str]:
 
 
 def claims(function: ast.AST, names: set[str]) -> bool:
-    """Whether something in it can fail a test: an assertion, an expected error, a call of one of `names`, `check` or `assert_...`."""
+    """Whether something in it can fail a test: an assertion, an expected error, a call of one of `names`, `check` or
+    `assert_...`."""
     called = {ast.unparse(n.func).split(".")[-1] for n in ast.walk(function) if isinstance(n, ast.Call)}
     return (
         any(isinstance(n, ast.Assert) for n in ast.walk(function))

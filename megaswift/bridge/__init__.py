@@ -1,4 +1,5 @@
-"""Hugging Face safetensors to Megatron shards and back, each rank reading only what it owns, with no conversion step."""
+"""Hugging Face safetensors to Megatron shards and back, each rank reading only what it owns, with no conversion
+step."""
 
 from megaswift.bridge.export import ExportOptions, export_hf
 from megaswift.bridge.hf_source import HfSource, TensorMeta

@@ -1,11 +1,12 @@
 """Low-rank adapters of a model: which Hugging Face module each belongs to, and how its two matrices lie on ranks.
 
-An adapter adds scale x B A x to a linear layer's W x (Hu et al. 2021, arXiv:2106.09685), with A [r, in] and B [out, r] of the Hugging
-Face module. One of DoRA (arXiv:2402.09353) has magnitudes m [out] beside them and makes each row of W + scale x B A as long as its m
-says; they lie on ranks as B's rows do. Megatron joins several modules in one layer; which rows of its output belong to which module
-follows from the pieces of the base weight's rule, so nothing is said twice. A column-parallel layer cuts B by rows, a row-parallel one A
-by columns; the other matrix is on every rank. Experts that share a parameter have an A and B each like any other; that they are one
-tensor in a folder, with gate and up in alternating rows, is `Stored`'s affair. Pure: no ranks, no files, no modules.
+An adapter adds scale x B A x to a linear layer's W x (Hu et al. 2021, arXiv:2106.09685), with A [r, in] and B [out, r]
+of the Hugging Face module. One of DoRA (arXiv:2402.09353) has magnitudes m [out] beside them and makes each row of W +
+scale x B A as long as its m says; they lie on ranks as B's rows do. Megatron joins several modules in one layer; which
+rows of its output belong to which module follows from the pieces of the base weight's rule, so nothing is said twice. A
+column-parallel layer cuts B by rows, a row-parallel one A by columns; the other matrix is on every rank. Experts that
+share a parameter have an A and B each like any other; that they are one tensor in a folder, with gate and up in
+alternating rows, is `Stored`'s affair. Pure: no ranks, no files, no modules.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class AdapterSettings:
 
 
 def by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that is the end of the module's name, as PEFT reads `rank_pattern` and `alpha_pattern`."""
+    """The value of the first pattern that is the end of the module's name, as PEFT reads `rank_pattern` and
+    `alpha_pattern`."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
@@ -156,7 +158,8 @@ def one_by_one(rows: Tensor, kinds: int) -> Tensor:
 
 
 def merged(adapters: Sequence[Adapter], weight: Tensor, halves: Sequence[Sequence[Tensor]]) -> Tensor:
-    """A Hugging Face tensor with its adapters in it, float32: one, or one for each expert of a stack [experts, in, out]."""
+    """A Hugging Face tensor with its adapters in it, float32: one, or one for each expert of a stack [experts, in,
+    out]."""
     if not adapters[0].projection.stack:
         return adapters[0].merged(weight, *halves[0])
     return torch.stack([a.merged(w, *h) for a, w, h in zip(adapters, weight, halves, strict=True)])
@@ -176,7 +179,8 @@ def dim_of_half(half: Half) -> int:
 
 
 def output_order(adapters: Sequence[Adapter], tp: int, rank: int) -> list[tuple[int | None, int]]:
-    """(number of the adapter, or None; rows) of each run of rows in a rank's output of the layer that these adapters share."""
+    """(number of the adapter, or None; rows) of each run of rows in a rank's output of the layer that these adapters
+    share."""
     entry = adapters[0].entry
     if dim_of(entry.rule) == 1:
         return [(0, adapters[0].projection.shape[0])]
@@ -202,7 +206,8 @@ class Stored:
         return tuple(shape)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The tensor from those of its adapters: A expert by expert, B's columns rank by rank (PEFT's `ParamWrapper`)."""
+        """The tensor from those of its adapters: A expert by expert, B's columns rank by rank (PEFT's
+        `ParamWrapper`)."""
         if self.half == "A":
             return torch.cat(list(parts))
         rows = [a.rows(part) for a, part in zip(self.adapters, parts, strict=True)]

@@ -1,4 +1,5 @@
-"""transformers' settings for linear layers that bitsandbytes quantises while a model is loaded: of training and of inference."""
+"""transformers' settings for linear layers that bitsandbytes quantises while a model is loaded: of training and of
+inference."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import torch
 
 
 def settings(bits: int, dtype: torch.dtype, kind: str = "nf4", double: bool = False) -> Any:
-    """NF4 (or FP4) whose products are in `dtype`, its scales quantised too (`double`); or LLM.int8() (arXiv:2208.07339)."""
+    """NF4 (or FP4) whose products are in `dtype`, its scales quantised too (`double`); or LLM.int8()
+    (arXiv:2208.07339)."""
     from transformers import BitsAndBytesConfig
 
     if bits == 8:

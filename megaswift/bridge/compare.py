@@ -1,7 +1,7 @@
 """Two sets of weights, tensor by tensor, bit by bit.
 
-Owns what counts as equal and the digests. Tensors are read in blocks, one of each side at a time, so that models far larger than
-memory can be compared. How the result is shown belongs to `megaswift.verify`.
+Owns what counts as equal and the digests. Tensors are read in blocks, one of each side at a time, so that models far
+larger than memory can be compared. How the result is shown belongs to `megaswift.verify`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Side:
 
 @dataclass(frozen=True)
 class Row:
-    """The verdict on one tensor. `status`: equal, different, shape, dtype, missing (B lacks it), extra (A lacks it), ignored."""
+    """The verdict on one tensor. `status`: equal, different, shape, dtype, missing (B lacks it), extra (A lacks it),
+    ignored."""
 
     name: str
     status: str
@@ -92,7 +93,8 @@ def check_same_architecture(a: Side, b: Side) -> None:
 
 
 def settings(a: Side, b: Side) -> list[tuple[str, Any, Any]] | None:
-    """(setting, of A, of B) where the two config.json describe different models; None where they cannot be read as models."""
+    """(setting, of A, of B) where the two config.json describe different models; None where they cannot be read as
+    models."""
     sides = []
     for side in (a, b):
         if side.config is None or str(side.config.get("model_type")) not in FAMILIES:
@@ -130,7 +132,8 @@ def _nbytes(side: Side, name: str) -> int:
 def compare(
     a: Side, b: Side, dtype: torch.dtype | None = None, done: Callable[[int], None] = lambda _: None
 ) -> Iterator[Row]:
-    """A verdict on each tensor, those of A first, in its order. `dtype`: both are cast before; `done` hears of bytes read."""
+    """A verdict on each tensor, those of A first, in its order. `dtype`: both are cast before; `done` hears of bytes
+    read."""
     names_a, names_b = a.weights.names(), b.weights.names()
     known_a, known_b = set(names_a), set(names_b)
     for name in names_a:

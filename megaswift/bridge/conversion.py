@@ -1,7 +1,8 @@
 """What all converters share: tensors streamed into planned places of a folder, block by block.
 
-Owns the loop, the progress on the screen and what an interruption leaves. Where the tensors come from and where they go is said by
-`hf_to_megatron`, `megatron_to_hf` and `merge`. Held at any time: some blocks of 16 MiB, whatever the model's size.
+Owns the loop, the progress on the screen and what an interruption leaves. Where the tensors come from and where they go
+is said by `hf_to_megatron`, `megatron_to_hf` and `merge`. Held at any time: some blocks of 16 MiB, whatever the model's
+size.
 """
 
 from __future__ import annotations
@@ -115,7 +116,10 @@ class Meter:
         """`3.2 of 16.0 GB, 1.07 GB/s, ETA 0:12`."""
         speed = (self.done - self.first) / max(now - self.began, 1e-9)
         left = round((self.total - self.done) / speed) if speed else 0
-        return f"{self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB, {speed / 1e9:.2f} GB/s, ETA {left // 60}:{left % 60:02d}"
+        return (
+            f"{self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB, {speed / 1e9:.2f} GB/s, ETA "
+            f"{left // 60}:{left % 60:02d}"
+        )
 
     def close(self) -> None:
         """Leaves the bar as it is."""
@@ -159,7 +163,10 @@ def run(work: Work, stream: TextIO | None = None) -> Path:
                 work.finish(stage.folder)
                 stage.commit()
         except KeyboardInterrupt:
-            told = f"stopped; what is done stays in {stage.folder}: the same command goes on from there, and removing it gives up"
+            told = (
+                f"stopped; what is done stays in {stage.folder}: the same command goes on from there, and "
+                f"removing it gives up"
+            )
             raise Interrupted(told) from None
         finally:
             meter.close()

@@ -1,8 +1,9 @@
 """The files of a sharded checkpoint: boxes of named tensors, written and read in the torch_dist format.
 
-Owns writing (each rank its own boxes, one file a rank, flushed to disk), the checks before a read, and reading. The format is that
-of Megatron-Core's `dist_checkpointing`, through `torch.distributed.checkpoint`: boxes may lie anywhere, so a flat shard of the
-distributed optimizer needs no gather and any layout reads what it needs. Which boxes there are is not here.
+Owns writing (each rank its own boxes, one file a rank, flushed to disk), the checks before a read, and reading. The
+format is that of Megatron-Core's `dist_checkpointing`, through `torch.distributed.checkpoint`: boxes may lie anywhere,
+so a flat shard of the distributed optimizer needs no gather and any layout reads what it needs. Which boxes there are
+is not here.
 
 Reading unpickles nothing but tables: `.metadata` is a pickle in this format, and `_Tables` lets only the classes of
 torch.distributed.checkpoint through; tensors are read with `weights_only`.
@@ -57,14 +58,16 @@ _CLASSES = {
 
 @dataclass(frozen=True)
 class Box:
-    """A rank's part of a named tensor: `data` is the region of `data.shape` at `offset` of a tensor of shape `whole`."""
+    """A rank's part of a named tensor: `data` is the region of `data.shape` at `offset` of a tensor of shape
+    `whole`."""
 
     key: str
     whole: tuple[int, ...]
     offset: tuple[int, ...]
     data: Tensor
     padded: bool = False
-    """The first dimension is a vocabulary, padded as the layout needs: its length may differ, rows beyond it are zero."""
+    """The first dimension is a vocabulary, padded as the layout needs: its length may differ, rows beyond it are
+    zero."""
     read: Callable[[], Tensor] | None = None
     """Gives the content when it is written; `data` then tells shape and dtype only."""
 
@@ -253,7 +256,8 @@ def plan_reads(index: Metadata, boxes: Sequence[Box]) -> tuple[list[planner.Read
 
 
 def read(directory: Path, index: Metadata, boxes: Sequence[Box], items: Sequence[planner.ReadItem]) -> None:
-    """Fills the boxes that `items` were planned for, in place; rows that a padded vocabulary has more than the saved one become zero."""
+    """Fills the boxes that `items` were planned for, in place; rows that a padded vocabulary has more than the saved
+    one become zero."""
     for box in boxes:
         if box.padded:
             box.data.detach().zero_()

@@ -1,7 +1,9 @@
-"""Where each parameter of a weight plan lies in a sharded checkpoint: key, whole shape, offset. No Megatron-Core needed.
+"""Where each parameter of a weight plan lies in a sharded checkpoint: key, whole shape, offset. No Megatron-Core
+needed.
 
-Owns the names: those of Megatron's `sharded_state_dict` with per-layer keys. A parameter's whole tensor is its shard for one
-tensor-parallel rank; the experts of a layer are stacked in one tensor `mlp.experts.experts.*`, in the order of their numbers.
+Owns the names: those of Megatron's `sharded_state_dict` with per-layer keys. A parameter's whole tensor is its shard
+for one tensor-parallel rank; the experts of a layer are stacked in one tensor `mlp.experts.experts.*`, in the order of
+their numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A sharded checkpoint (torch_dist), read region by region whatever layout it was saved on.
 
-Owns finding the saved boxes that a region needs and reading no more than these, with memory for the region alone. The tables and
-their checks are `dist_files`'; which parameter a key is belongs to `dist_keys`.
+Owns finding the saved boxes that a region needs and reading no more than these, with memory for the region alone. The
+tables and their checks are `dist_files`'; which parameter a key is belongs to `dist_keys`.
 """
 
 from __future__ import annotations

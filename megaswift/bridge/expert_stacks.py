@@ -1,7 +1,8 @@
-"""Stacks of experts in PEFT's folders, taken apart: A [experts x r, in] and B [out, r x experts] for a parameter that holds all experts.
+"""Stacks of experts in PEFT's folders, taken apart: A [experts x r, in] and B [out, r x experts] for a parameter that
+holds all experts.
 
-Owns which experts' projections a stack is about and what part of it each one's A and B are. How a stack is put together is
-`adapters.Stored`'s affair.
+Owns which experts' projections a stack is about and what part of it each one's A and B are. How a stack is put together
+is `adapters.Stored`'s affair.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def stacks(names: Iterable[str]) -> list[str]:
 def taken_apart(stack: str, a: Read, b: Read, known: Mapping[str, Projection]) -> Iterator[tuple[str, Read]]:
     """(name, how to read it) of an A and B for each expert's module; nothing where the stack fits none of the model's.
 
-    The module's name does not say which of its parameters a stack is for; shapes do: [2 f, h] is never [h, f]. Where gate and up are
-    two modules here, both get a copy of the A that they share in this form.
+    The module's name does not say which of its parameters a stack is for; shapes do: [2 f, h] is never [h, f]. Where
+    gate and up are two modules here, both get a copy of the A that they share in this form.
     """
     (rows_a, width), (out, columns_b) = a().shape, b().shape
     layers: dict[str, list[Projection]] = {}

@@ -24,7 +24,8 @@ class ExportOptions:
     """How a folder is written."""
 
     source: Path | None = None
-    """The folder the weights came from: each tensor keeps the dtype it had there; config and tokenizer files are copied."""
+    """The folder the weights came from: each tensor keeps the dtype it had there; config and tokenizer files are
+    copied."""
     dtype: torch.dtype | None = None
     """One dtype for all tensors instead; tensors that are carried along unchanged keep theirs."""
     max_shard_bytes: int = MAX_SHARD_BYTES
@@ -52,7 +53,8 @@ def export_hf(
     weights: Iterable[tuple[str, Tensor]],
     options: ExportOptions = ExportOptions(),
 ) -> Path:  # noqa: B008
-    """Write `weights` (all HF tensors of the model, in any order, one at a time) as a Hugging Face folder. On one rank only."""
+    """Write `weights` (all HF tensors of the model, in any order, one at a time) as a Hugging Face folder. On one rank
+    only."""
     dtypes = options.dtype or stored_dtypes(plan, options.source)
     stored = open_weights(options.source) if options.source is not None and has_weights(options.source) else None
     kept = plan.kept(stored.names()) if stored is not None else []

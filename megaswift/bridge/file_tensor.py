@@ -1,9 +1,9 @@
 """Tensors that lie as plain row-major bytes in a file, read part by part.
 
-Owns reading with `pread` into memory of the caller's: a mapped page would count as this process's memory until the file is unmapped,
-and a converter may not grow with the model. Parts that are no runs of bytes (columns) are copied out of a mapping that lives no longer
-than the copy; `mapped` is for tensors of which a caller wants one part and then another. What the bytes mean (safetensors, torch_dist)
-belongs to the sources.
+Owns reading with `pread` into memory of the caller's: a mapped page would count as this process's memory until the file
+is unmapped, and a converter may not grow with the model. Parts that are no runs of bytes (columns) are copied out of a
+mapping that lives no longer than the copy; `mapped` is for tensors of which a caller wants one part and then another.
+What the bytes mean (safetensors, torch_dist) belongs to the sources.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def data_of(tensor: Tensor) -> memoryview:
 def new_block(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An empty tensor; a large one's memory goes back to the system with it.
 
-    malloc keeps what was freed, and finds no use for it when the next block is to be aligned: reading a model block by block grew a
-    process by 130 to 180 MiB in place of two blocks of 16.
+    malloc keeps what was freed, and finds no use for it when the next block is to be aligned: reading a model block by
+    block grew a process by 130 to 180 MiB in place of two blocks of 16.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < MAPPED:

@@ -1,6 +1,8 @@
-"""A short name for the weights of a model folder: the same for a copy of it, another one for any other training of the model.
+"""A short name for the weights of a model folder: the same for a copy of it, another one for any other training of the
+model.
 
-Reads the headers and a few bytes of each tensor, so it is quick on any disk. It tells models apart; it does not prove that no bit changed.
+Reads the headers and a few bytes of each tensor, so it is quick on any disk. It tells models apart; it does not prove
+that no bit changed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A Hugging Face folder of safetensors, read slice by slice.
 
-Owns finding the shards, checking them before any weight is read, and reading parts of tensors. Which tensors a model needs is `plan`'s.
+Owns finding the shards, checking them before any weight is read, and reading parts of tensors. Which tensors a model
+needs is `plan`'s.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ class HfSource:
         return index
 
     def _inside(self, name: str) -> str | None:
-        """What is wrong with a file name in the index; None when nothing is. A hub cache links its files to `blobs` beside it."""
+        """What is wrong with a file name in the index; None when nothing is. A hub cache links its files to `blobs`
+        beside it."""
         if Path(name).is_absolute() or ".." in Path(name).parts:
             return "points outside its folder"
         try:

@@ -50,7 +50,8 @@ class Options:
     """How a checkpoint is made."""
 
     layout: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of AXES that the checkpoint is meant for: checked against the model; the vocabulary is padded for this tp."""
+    """Sizes of AXES that the checkpoint is meant for: checked against the model; the vocabulary is padded for this
+    tp."""
     dtype: torch.dtype | None = None
     """One dtype for all tensors; None: each keeps its own."""
     file_bytes: int = FILE_BYTES
@@ -165,7 +166,8 @@ def _cast(blocks: functools.partial[Iterator[Tensor]], dtype: torch.dtype) -> It
 
 
 def entry_blocks(entry: Entry, weights: WeightSource, padded_vocab: int | None) -> Iterator[Tensor]:
-    """A whole parameter in row-major order, in parts; at once where it is no row of ranges of rows (an expert's transposed matrix)."""
+    """A whole parameter in row-major order, in parts; at once where it is no row of ranges of rows (an expert's
+    transposed matrix)."""
     pieces, dim = entry.pieces(Cut(1, 0, padded_vocab)), dim_of(entry.rule)
     whole = len(pieces) == 1
     if any(p.transposed or p.stride != 1 or (dim and not whole) for p in pieces):

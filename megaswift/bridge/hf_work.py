@@ -36,7 +36,8 @@ class HfFolder:
 
 
 def make(folder: HfFolder, blocks: Callable[[str], Iterator[Tensor]], made_from: Mapping[str, Any]) -> Path:
-    """The folder, whole or not at all; `blocks` gives a tensor in row-major order, `made_from` is what decides its bytes."""
+    """The folder, whole or not at all; `blocks` gives a tensor in row-major order, `made_from` is what decides its
+    bytes."""
     files = plan_files(folder.tensors, folder.max_shard_bytes)
     items = [
         Item(file.name, file.places[name], nbytes(folder.tensors[name]), functools.partial(blocks, name))

@@ -1,9 +1,10 @@
 """A Hugging Face folder of safetensors, written tensor by tensor.
 
-Owns the layout of the files, what lies beside the tensors, and the commit of a folder whose tensors come whole, one at a time
-(`hf_work` makes one from blocks). A safetensors file is the header's length in 8 bytes, a JSON header, and raw bytes; as all names,
-shapes and dtypes are known beforehand, headers are written first and each tensor goes straight to its place, in any order: no more than
-one tensor is held. The folder appears under its name by rename when all is on disk, or not at all.
+Owns the layout of the files, what lies beside the tensors, and the commit of a folder whose tensors come whole, one at
+a time (`hf_work` makes one from blocks). A safetensors file is the header's length in 8 bytes, a JSON header, and raw
+bytes; as all names, shapes and dtypes are known beforehand, headers are written first and each tensor goes straight to
+its place, in any order: no more than one tensor is held. The folder appears under its name by rename when all is on
+disk, or not at all.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def write_small_files(
     config: Mapping[str, Any] | None,
     source: Path | None,
 ) -> None:
-    """All but the tensors: the index of several files, config.json from `config`, tokenizer and the like from `source`."""
+    """All but the tensors: the index of several files, config.json from `config`, tokenizer and the like from
+    `source`."""
     if len(files) > 1:
         _write_json(folder / INDEX, index_of(files, tensors))
     if config is not None:
@@ -124,7 +126,8 @@ def nbytes(meta: TensorMeta) -> int:
 
 
 class HfWriter:
-    """Writes the folder `directory` with exactly `tensors`. As a context manager: an exception leaves nothing behind."""
+    """Writes the folder `directory` with exactly `tensors`. As a context manager: an exception leaves nothing
+    behind."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """Two sets of weights as models: the logits that transformers computes from each, in float32 on the CPU.
 
-Owns the prompts, the tolerance and loading any set of weights into transformers' own model. The tolerance is what one and the same model
-shows between two ways of computing attention, so that it follows the model's size instead of being a number out of the air.
+Owns the prompts, the tolerance and loading any set of weights into transformers' own model. The tolerance is what one
+and the same model shows between two ways of computing attention, so that it follows the model's size instead of being a
+number out of the air.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ def check_prompts(model: Any, prompts: Sequence[Prompt]) -> None:
 
 
 def spread(model: Any, prompts: Sequence[Prompt], first: Sequence[Tensor]) -> tuple[list[float], str]:
-    """How far the model is from itself on each prompt, and between what: sdpa and eager attention; where it has no two, float64."""
+    """How far the model is from itself on each prompt, and between what: sdpa and eager attention; where it has no two,
+    float64."""
     other = "eager" if model.config._attn_implementation == "sdpa" else "sdpa"
     try:
         model.set_attn_implementation(other)

@@ -1,8 +1,8 @@
 """A sharded checkpoint, read by Hugging Face names.
 
-Owns the way back through a family's weight table, slice by slice: of a tensor, only the part that is asked for is read, wherever it lies
-in Megatron's arrangement. Half-precision runs keep float32 main weights; a tensor that goes out in a wider dtype than its weights have
-comes from these.
+Owns the way back through a family's weight table, slice by slice: of a tensor, only the part that is asked for is read,
+wherever it lies in Megatron's arrangement. Half-precision runs keep float32 main weights; a tensor that goes out in a
+wider dtype than its weights have comes from these.
 """
 
 from __future__ import annotations

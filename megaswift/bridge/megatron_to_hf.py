@@ -1,6 +1,8 @@
-"""A checkpoint (converted, or saved by a run of either engine) into a Hugging Face folder. Nothing but the checkpoint is needed.
+"""A checkpoint (converted, or saved by a run of either engine) into a Hugging Face folder. Nothing but the checkpoint
+is needed.
 
-Owns which checkpoint a path means and the order of tensors. What each is made of is `megatron_source`'s, the folder is `hf_work`'s.
+Owns which checkpoint a path means and the order of tensors. What each is made of is `megatron_source`'s, the folder is
+`hf_work`'s.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Options:
 
 
 def megatron_to_hf(source: Path | str, target: Path | str, options: Options = Options()) -> Path:  # noqa: B008
-    """Convert `source`: a converted checkpoint, `step-N`, or a run's output directory. `target` appears whole or not at all."""
+    """Convert `source`: a converted checkpoint, `step-N`, or a run's output directory. `target` appears whole or not at
+    all."""
     folder, target = Path(source), Path(target)
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:

@@ -1,8 +1,8 @@
 """Adapters merged into the weights they belong to: a model's folder and a PEFT folder to a Hugging Face folder.
 
-W + scale x B A, with DoRA its rows times m / length, is computed in float32, some rows at a time, and rounded once to the dtype that the
-tensor had. No model is built, and what is held at any time is a few blocks and one adapter. Tensors without an adapter go through
-unchanged, bit by bit.
+W + scale x B A, with DoRA its rows times m / length, is computed in float32, some rows at a time, and rounded once to
+the dtype that the tensor had. No model is built, and what is held at any time is a few blocks and one adapter. Tensors
+without an adapter go through unchanged, bit by bit.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def merge_folders(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> Path:
-    """Write `target`: the model of `base` with the adapters of `adapter` merged in. WeightsError where they do not belong together.
+    """Write `target`: the model of `base` with the adapters of `adapter` merged in. WeightsError where they do not
+    belong together.
 
     `target` appears whole or not at all; an interrupted merge goes on when it is asked for again.
     """

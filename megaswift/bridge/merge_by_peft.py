@@ -1,7 +1,7 @@
 """Adapters merged by PEFT itself: those that are not LoRA, and those of models that are no family here.
 
-Unlike `merge`, which streams, this builds the model: in float32, in the memory of one process. Each tensor is rounded once, to the
-dtype that it had.
+Unlike `merge`, which streams, this builds the model: in float32, in the memory of one process. Each tensor is rounded
+once, to the dtype that it had.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def is_needed(home: Path, adapter: Path) -> bool:
 
 
 def merge(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwrite: bool) -> Path:
-    """`target`: the model in `base`, a Hugging Face folder, with the adapters merged in. It appears whole or not at all."""
+    """`target`: the model in `base`, a Hugging Face folder, with the adapters merged in. It appears whole or not at
+    all."""
     kind, quantised = kind_of(adapter), method_of(read_config(base))
     if not name_of(kind):
         raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not served"))
@@ -54,7 +55,8 @@ def merge(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwri
 
 
 def classifier(config: Mapping[str, Any], home: Path) -> dict[str, Any]:
-    """The config.json of a reward model whose tokenizer lies in `home`: transformers reads a row's score at its last token."""
+    """The config.json of a reward model whose tokenizer lies in `home`: transformers reads a row's score at its last
+    token."""
     if config.get("pad_token_id") is not None:
         return dict(config)
     return with_padding(config, pad_of(load_tokenizer(home, False, "the tokenizer's files beside the base model")))

@@ -1,4 +1,5 @@
-"""What a sharded checkpoint carries beside its tensors, so that it becomes a Hugging Face folder with nothing else at hand.
+"""What a sharded checkpoint carries beside its tensors, so that it becomes a Hugging Face folder with nothing else at
+hand.
 
     model/config.json       as it was read, without quantisation (weights lie dequantised)
     model/weights.json      the dtype that each Hugging Face tensor had

@@ -1,8 +1,10 @@
-"""Matrices in NF4: four bits a value and a float32 scale for each block of inputs (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
+"""Matrices in NF4: four bits a value and a float32 scale for each block of inputs (QLoRA, Dettmers et al. 2023,
+arXiv:2305.14314).
 
-Owns the codebook and both directions on real tensors; which weights are held so is `families.four_bits`. Blocks run along rows, so a
-shard of a matrix is quantised to the very values of the whole one. Values and bytes are bitsandbytes' (quant_type nf4, blocksize 64,
-no double quantisation). That package is not used here: importing it (0.50) on a CPU looks for kernels on the hub.
+Owns the codebook and both directions on real tensors; which weights are held so is `families.four_bits`. Blocks run
+along rows, so a shard of a matrix is quantised to the very values of the whole one. Values and bytes are bitsandbytes'
+(quant_type nf4, blocksize 64, no double quantisation). That package is not used here: importing it (0.50) on a CPU
+looks for kernels on the hub.
 """
 
 from __future__ import annotations

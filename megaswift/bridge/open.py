@@ -1,4 +1,5 @@
-"""The weights at any path a user may give, by their Hugging Face names: a model folder, or a checkpoint of either engine."""
+"""The weights at any path a user may give, by their Hugging Face names: a model folder, or a checkpoint of either
+engine."""
 
 from __future__ import annotations
 

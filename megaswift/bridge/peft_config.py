@@ -1,4 +1,5 @@
-"""A run's adapters as PEFT's configuration object, without a model. Mistakes that PEFT itself finds are told as ours."""
+"""A run's adapters as PEFT's configuration object, without a model. Mistakes that PEFT itself finds are told as
+ours."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """PEFT's adapter folder: adapter_config.json and adapter_model.safetensors, read and written without PEFT.
 
-Owns the two files' meaning: names with PEFT's prefix, ranks and scales by module, and what other kinds of adapters are refused.
-Experts stand in it as their weights do on disk: one by one, or stacked where they share a parameter (gpt_oss). The stacked form that PEFT
-writes for transformers' fused experts is taken apart when it is read (`expert_stacks`).
+Owns the two files' meaning: names with PEFT's prefix, ranks and scales by module, and what other kinds of adapters are
+refused. Experts stand in it as their weights do on disk: one by one, or stacked where they share a parameter (gpt_oss).
+The stacked form that PEFT writes for transformers' fused experts is taken apart when it is read (`expert_stacks`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ REFUSED: Mapping[str, str] = {
 }
 """Fields that change what is computed, where they are set, and what they mean."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations that change the base model's weights: PEFT saves such adapters against the changed base unless it converts them."""
+"""Initialisations that change the base model's weights: PEFT saves such adapters against the changed base unless it
+converts them."""
 
 
 class PeftFolder:
@@ -122,7 +123,8 @@ class PeftFolder:
         return Problem(f"{self.directory}, tensor {name}", rule)
 
     def _with_ranks(self, ranks: Mapping[str, int]) -> AdapterSettings:
-        """What differs from module to module. PEFT's patterns name a stack by its parameter, not by the experts in it."""
+        """What differs from module to module. PEFT's patterns name a stack by its parameter, not by the experts in
+        it."""
         s = self.settings
         alphas = {
             m: alpha for m in self._unstacked if (alpha := by_pattern(s.alphas, parameter_of(m), s.alpha)) != s.alpha
@@ -143,7 +145,8 @@ class PeftFolder:
         return {**found, **apart}
 
     def _read(self, name: str) -> Tensor:
-        """The tensor over a mapping of its own: one of the whole file would count as this process's memory until the end."""
+        """The tensor over a mapping of its own: one of the whole file would count as this process's memory until the
+        end."""
         stored, what = self._stored[name], f"{self.directory / TENSORS}, tensor {name}"
         if stored.dtype not in DTYPES:
             raise WeightsError(Problem(what, f"has dtype {stored.dtype}, which cannot be read"))
@@ -153,7 +156,8 @@ class PeftFolder:
             raise WeightsError(Problem(what, f"cannot be read: {error}")) from None
 
     def read(self, plan: AdapterPlan) -> Mapping[str, Tensor]:
-        """All tensors of the plan by name, and of the modules that are saved whole; each is read when it is asked for."""
+        """All tensors of the plan by name, and of the modules that are saved whole; each is read when it is asked
+        for."""
         return Tensors(self._tensors({a.module: a.projection for a in plan.adapters}))
 
 
@@ -188,7 +192,10 @@ def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
     if isinstance(start, str) and start.startswith(CHANGES_BASE):
         yield Problem(
             path,
-            f"init_lora_weights {start} changed the base model's weights, so the adapter does not fit the model's folder",
+            (
+                f"init_lora_weights {start} changed the base model's weights, so the adapter does not fit the model's "
+                f"folder"
+            ),
             "save it with PEFT's path_initial_model_for_weight_conversion",
         )
 
@@ -196,7 +203,8 @@ def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
 def config_of(plan: AdapterPlan, base: str) -> dict[str, Any]:
     """adapter_config.json, with every module and parameter that PEFT has to find.
 
-    Where experts have adapters, dropout is left out: PEFT has none for parameters, and does not load a folder that asks for it.
+    Where experts have adapters, dropout is left out: PEFT has none for parameters, and does not load a folder that asks
+    for it.
     """
     s, parameters = plan.settings, _parameters(plan)
     name = {a.module: a.projection.stack or a.module for a in plan.adapters}

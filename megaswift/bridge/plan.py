@@ -1,7 +1,7 @@
 """Every Megatron parameter of one model and the Hugging Face tensors it is made of.
 
-Owns both directions of a family's rules on real tensors, and the check that a folder holds the model. Which rank holds which layer or
-expert is the engine's affair; files are `hf_source` and `hf_writer`.
+Owns both directions of a family's rules on real tensors, and the check that a folder holds the model. Which rank holds
+which layer or expert is the engine's affair; files are `hf_source` and `hf_writer`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Entry:
         return self.shard_shape(1, padded_vocab)
 
     def read(self, source: TensorSource, tp: int = 1, rank: int = 0, padded_vocab: int | None = None) -> Tensor:
-        """The shard of `rank` (for experts: of the expert-tensor-parallel group), reading no more than that. Padding is zero."""
+        """The shard of `rank` (for experts: of the expert-tensor-parallel group), reading no more than that. Padding is
+        zero."""
         dim, names, shapes = dim_of(self.rule), self.hf, self.hf_shapes
         parts = []
         for piece in self.pieces(Cut(tp, rank, padded_vocab)):
@@ -109,7 +110,8 @@ class Entry:
 
     @torch.no_grad()
     def put(self, whole: dict[str, Tensor], shards: Sequence[Tensor]) -> int:
-        """Write the shards of all ranks, in order, into the full HF tensors of `whole` (made where missing); how many elements.
+        """Write the shards of all ranks, in order, into the full HF tensors of `whole` (made where missing); how many
+        elements.
 
         Of a replicated parameter the first shard counts.
         """
@@ -160,7 +162,8 @@ class Group:
 
 
 class WeightPlan:
-    """All parameters of a model, in the order of export. Every HF tensor and every Megatron parameter is in exactly one entry."""
+    """All parameters of a model, in the order of export. Every HF tensor and every Megatron parameter is in exactly one
+    entry."""
 
     def __init__(self, family: Family, spec: ModelSpec) -> None:
         self.family, self.spec = family, spec
@@ -201,7 +204,8 @@ class WeightPlan:
     def check(self, source: WeightSource, contents: bool = True) -> list[str]:
         """Whether `source` holds this model: a WeightsError names each missing, unmapped or wrong tensor with its file.
 
-        The answer is the names that are ignored. With `contents`, a stored duplicate of a tied head must equal the embedding.
+        The answer is the names that are ignored. With `contents`, a stored duplicate of a tied head must equal the
+        embedding.
         """
         problems: list[Problem] = []
         names = set(source.names())
@@ -217,7 +221,10 @@ class WeightPlan:
         problems += [
             Problem(
                 f"{source.file(name)}, tensor {name}",
-                f"is in no row of the weight table of {self.family.name} for this config.json ({self.spec.num_layers} layers)",
+                (
+                    f"is in no row of the weight table of {self.family.name} for this config.json "
+                    f"({self.spec.num_layers} layers)"
+                ),
             )
             for name in unmapped[:SHOWN]
         ]

@@ -1,8 +1,8 @@
 """Quantised Hugging Face folders, read as the weights they stand for.
 
-Owns dequantising FP8 block scales and MXFP4, slice by slice: of a slice, only the stored bytes behind it are read, in bands of bounded
-size. Names, shapes and dtypes are those of the unquantised checkpoint, so that plans, engines and converters never meet a scale.
-What config.json says about quantised weights belongs to `families.quantization`.
+Owns dequantising FP8 block scales and MXFP4, slice by slice: of a slice, only the stored bytes behind it are read, in
+bands of bounded size. Names, shapes and dtypes are those of the unquantised checkpoint, so that plans, engines and
+converters never meet a scale. What config.json says about quantised weights belongs to `families.quantization`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def _wrong(stored: HfSource, name: str, rule: str) -> Problem:
 
 
 def fp8_weights(stored: HfSource, scheme: Fp8, problems: list[Problem]) -> Iterator[tuple[str, Packed]]:
-    """Every float8 weight with its scale, of the shape that the block size asks for; scales that scale nothing are problems."""
+    """Every float8 weight with its scale, of the shape that the block size asks for; scales that scale nothing are
+    problems."""
     names = set(stored.names())
     for scale in stored.names():
         weight = scale.removesuffix("_scale_inv")
@@ -223,7 +224,8 @@ class DequantisedSource:
         if problems:
             raise WeightsError(problems)
         claimed = {part for packed in self._packed.values() for part in packed.parts}
-        # Scales of the inputs of FP8 weights: nothing quantises activations here, as in transformers' dequantised model.
+        # Scales of the inputs of FP8 weights: nothing quantises activations here, as in transformers' dequantised
+        # model.
         claimed |= {
             name.removesuffix(".weight") + ".activation_scale" for name in self._packed if name.endswith(".weight")
         }

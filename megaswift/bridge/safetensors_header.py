@@ -1,7 +1,7 @@
 """The header of a safetensors file: checked so that whatever it says can be read without leaving the file.
 
-A file is the header's length in 8 bytes (little endian), the header as JSON, and the tensors' bytes without a gap or an overlap. Whose
-tensors they are belongs to the sources.
+A file is the header's length in 8 bytes (little endian), the header as JSON, and the tensors' bytes without a gap or an
+overlap. Whose tensors they are belongs to the sources.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     .NAME.converting/          the files on their way
     .NAME.converting.journal   what they are made from, then the number of each item that is on disk for good
 
-Owns these two: writing while the next bytes are read (one thread writes, one waits for the disk), going on after an interruption,
-disk space, and the rename at the end. What is written belongs to the converters.
+Owns these two: writing while the next bytes are read (one thread writes, one waits for the disk), going on after an
+interruption, disk space, and the rename at the end. What is written belongs to the converters.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megaswift.disk import sync, sync_tree
 from megaswift.errors import CheckpointError, Problem
 
 WAITING, FEW = 1 << 27, 1 << 25
-"""Bytes that may wait to be written; once there are so many, reading goes on when few are left: threads that wake each other for every
-block spend their time waiting for a processor where others want it too."""
+"""Bytes that may wait to be written; once there are so many, reading goes on when few are left: threads that wake each
+other for every block spend their time waiting for a processor where others want it too."""
 SYNC_BYTES = 1 << 30
 """At least so much is written between two entries of the journal."""
 WRITE = 1 << 28

@@ -1,7 +1,7 @@
 """A step of the torch engine, read by Hugging Face names.
 
-Such a step holds float32 weights under the names, and in the pieces, that the model's own files have, among the optimizer's states:
-`weight.<name>` in safetensors. So either engine starts from the weights of the other's steps.
+Such a step holds float32 weights under the names, and in the pieces, that the model's own files have, among the
+optimizer's states: `weight.<name>` in safetensors. So either engine starts from the weights of the other's steps.
 """
 
 from __future__ import annotations

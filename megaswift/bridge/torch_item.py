@@ -1,8 +1,8 @@
 """One tensor as `torch.save` writes it: a zip archive whose record `data/0` is the tensor's bytes.
 
-Owns the frame around these bytes, so that they can be written and read without the archive in memory. Written are the records that
-`torch.load` asks for; the tensor's checksum is left zero (torch never checks it, and may be told to write none:
-`torch.serialization.set_crc32_options`).
+Owns the frame around these bytes, so that they can be written and read without the archive in memory. Written are the
+records that `torch.load` asks for; the tensor's checksum is left zero (torch never checks it, and may be told to write
+none: `torch.serialization.set_crc32_options`).
 Reading unpickles the tensor's description only, by an Unpickler that calls nothing.
 """
 
@@ -148,7 +148,8 @@ class _Part(io.RawIOBase):
 
 
 class _Facts(pickle.Unpickler):
-    """Reads a description into (storage, offset, shape, strides, dtype); any other content is refused before it is called."""
+    """Reads a description into (storage, offset, shape, strides, dtype); any other content is refused before it is
+    called."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):

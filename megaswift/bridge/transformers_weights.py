@@ -42,7 +42,8 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """The dtype of each tensor in a Hugging Face folder; empty where it has no weights, or in a form that only transformers reads."""
+    """The dtype of each tensor in a Hugging Face folder; empty where it has no weights, or in a form that only
+    transformers reads."""
     if not has_weights(folder) or problem_of(read_config(folder)):
         return {}
     source = open_weights(folder)
@@ -73,7 +74,8 @@ def write_folder(
     overwrite: bool = True,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """A Hugging Face folder of these tensors by disk name, each in the dtype that it has in `source`, whose other files it takes.
+    """A Hugging Face folder of these tensors by disk name, each in the dtype that it has in `source`, whose other files
+    it takes.
 
     config.json too, unless `config` is another.
     """

@@ -1,4 +1,5 @@
-"""Layer 1: typed, validated configuration. One section a file, one loader for YAML, JSON, flags and Python. No torch."""
+"""Layer 1: typed, validated configuration. One section a file, one loader for YAML, JSON, flags and Python. No
+torch."""
 
 from megaswift.config.swift import SwiftConfig, load
 

@@ -1,5 +1,6 @@
-"""What `accelerate launch` was told (flags, or `--config_file FILE`) as options of the run: its settings are for accelerate's own
-`Accelerator`, which no run here makes. Each is taken, or told to have no effect, or refused. Names and meanings: accelerate 1.15.
+"""What `accelerate launch` was told (flags, or `--config_file FILE`) as options of the run: its settings are for
+accelerate's own `Accelerator`, which no run here makes. Each is taken, or told to have no effect, or refused. Names and
+meanings: accelerate 1.15.
 
 A run's own options go over these.
 """
@@ -60,7 +61,8 @@ def from_accelerate(environ: Mapping[str, str]) -> Source:
 
 
 def notices(environ: Mapping[str, str], c: Sections, alone: bool) -> Iterator[str]:
-    """What the run took from accelerate's settings, and what of them has no effect. `alone`: the run is this one process."""
+    """What the run took from accelerate's settings, and what of them has no effect. `alone`: the run is this one
+    process."""
     givens = from_accelerate(environ).givens
     taken = [g for g in givens if _plain(c.value(g.name)) == g.value]
     if taken:

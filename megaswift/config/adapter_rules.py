@@ -121,7 +121,10 @@ ADAPTER_CLASHES: tuple[Clash, ...] = (
     Clash(
         ("train_type", *READS),
         lambda c: method_of(c) is not None and _native(c),
-        "is PEFT's, and needs an engine of torch (the native one has lora, with --use_dora and --use_rslora, and qlora)",
+        (
+            "is PEFT's, and needs an engine of torch (the native one has lora, with --use_dora and --use_rslora, and "
+            "qlora)"
+        ),
         "--engine ddp",
     ),
     Clash(

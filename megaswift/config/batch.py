@@ -34,7 +34,8 @@ def batch_plan(train: TrainConfig, dp: int) -> BatchPlan:
 
 
 def accumulation(train: TrainConfig, dp: int) -> int:
-    """Micro-batches per optimizer step, where `batch_problems` finds none: as given, else what the global batch asks for, else 1."""
+    """Micro-batches per optimizer step, where `batch_problems` finds none: as given, else what the global batch asks
+    for, else 1."""
     if train.gradient_accumulation_steps is not None:
         return train.gradient_accumulation_steps
     return 1 if train.global_batch_size is None else train.global_batch_size // (train.per_device_train_batch_size * dp)

@@ -36,12 +36,14 @@ def has_transformer_engine() -> bool:
 
 
 def chosen(c: Sections, name: str) -> bool:
-    """Whether the user set this option to something else than its default: a written configuration holds every option."""
+    """Whether the user set this option to something else than its default: a written configuration holds every
+    option."""
     return name in c.given and c.value(name) != OPTIONS[name].default
 
 
 def missing_transformer_engine(c: Sections, installed: bool | None = None) -> list[Problem]:
-    """What `c` asks for that only Transformer Engine does, where it is not `installed` (None: look) or not to be used."""
+    """What `c` asks for that only Transformer Engine does, where it is not `installed` (None: look) or not to be
+    used."""
     there = has_transformer_engine() if installed is None else installed
     if there and c.value("transformer_impl") != "torch":
         return []

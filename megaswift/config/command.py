@@ -1,7 +1,8 @@
-"""Commands beside training: their sections of options, read from a command line with every mistake at once, and their help page.
+"""Commands beside training: their sections of options, read from a command line with every mistake at once, and their
+help page.
 
-Owns reading and help; what the options mean together is each command's own `check`. Training's configuration, which also comes from
-files and Python, is `swift.py`'s.
+Owns reading and help; what the options mean together is each command's own `check`. Training's configuration, which
+also comes from files and Python, is `swift.py`'s.
 """
 
 from __future__ import annotations

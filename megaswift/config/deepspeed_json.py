@@ -1,8 +1,10 @@
-"""A user's DeepSpeed JSON made one with the run: "auto" filled in, what contradicts the run told. Pure, no torch, no DeepSpeed.
+"""A user's DeepSpeed JSON made one with the run: "auto" filled in, what contradicts the run told. Pure, no torch, no
+DeepSpeed.
 
-Owns the presets of the six kinds (`configs/deepspeed/*.json` are these, written out), the meaning of "auto", and the list of what the
-torch engine serves. Batch sizes, clipping, learning rate and optimizer are the run's own, so the file may repeat them, not change
-them; a key that would be ignored is a mistake. What DeepSpeed itself is then given is made by `megaswift.engine.torch.zero_config`.
+Owns the presets of the six kinds (`configs/deepspeed/*.json` are these, written out), the meaning of "auto", and the
+list of what the torch engine serves. Batch sizes, clipping, learning rate and optimizer are the run's own, so the file
+may repeat them, not change them; a key that would be ignored is a mistake. What DeepSpeed itself is then given is made
+by `megaswift.engine.torch.zero_config`.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ NOT_SERVED = {
     "compute_grad_norm": True,
     "round_robin_gradients": False,
 }
-"""Keys of `zero_optimization` that change numbers or the layout that checkpoints read, with the only value that goes."""
+"""Keys of `zero_optimization` that change numbers or the layout that checkpoints read, with the only value that
+goes."""
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 SCHEDULER_NUMBERS = (
@@ -164,7 +167,8 @@ def offloads(config: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
-    """The kind that a configuration belongs to; None where it belongs to none. At stage 3 either part may be offloaded."""
+    """The kind that a configuration belongs to; None where it belongs to none. At stage 3 either part may be
+    offloaded."""
     stage, (optimizer, weights) = (config.get("zero_optimization") or {}).get("stage", 0), offloads(config)
     kind = f"zero{stage}" + "_offload" * (optimizer or weights)
     return kind if kind in KINDS and (stage == 3 or not weights) else None
@@ -224,7 +228,8 @@ def fill(given: Mapping[str, Any], facts: Facts, label: str) -> Filled:
 
 
 def _sizes(facts: Facts) -> dict[str, int | None]:
-    """Bucket sizes in elements for "auto", by the hidden size h: one h x h matrix a bucket, norms and biases stay whole."""
+    """Bucket sizes in elements for "auto", by the hidden size h: one h x h matrix a bucket, norms and biases stay
+    whole."""
     h = facts.hidden_size
     square = None if h is None else h * h
     return {

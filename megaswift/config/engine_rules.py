@@ -1,4 +1,5 @@
-"""Which engine a configuration asks for, and which options belong to which: those of another one would be ignored, and are refused."""
+"""Which engine a configuration asks for, and which options belong to which: those of another one would be ignored, and
+are refused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A user's `--fsdp_config` file (transformers' and accelerate's keys) as options of this run. Pure, no torch.
 
-Owns which keys say how fsdp2 shards, which describe what is always so here, and which would be ignored: those are mistakes, as are keys
-that contradict an option of the run. FSDP1's spellings mean their like in FSDP2.
+Owns which keys say how fsdp2 shards, which describe what is always so here, and which would be ignored: those are
+mistakes, as are keys that contradict an option of the run. FSDP1's spellings mean their like in FSDP2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ WORDS: Mapping[Any, str] = {
     "2": "shard_grad_op",
     "4": "hybrid_shard",
 }
-"""What `reshard_after_forward` and FSDP1's `sharding_strategy` (also by accelerate's numbers) may say, as words of `--fsdp`."""
+"""What `reshard_after_forward` and FSDP1's `sharding_strategy` (also by accelerate's numbers) may say, as words of
+`--fsdp`."""
 ALWAYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "cpu_ram_efficient_loading": ((True,), "a model is never whole in a process's memory while it is loaded"),
     "sync_module_states": ((True, False), ""),

@@ -1,4 +1,5 @@
-"""Options of `infer`, `deploy` and `export`, and which command has which. Names are Hugging Face's; others are spellings of them."""
+"""Options of `infer`, `deploy` and `export`, and which command has which. Names are Hugging Face's; others are
+spellings of them."""
 
 from __future__ import annotations
 
@@ -64,7 +65,10 @@ class PlacementOptions:
 
     device_map: str = option(
         "auto",
-        "auto, balanced, balanced_low_0, sequential, a device (cpu, cuda:0), or a JSON file of module names and devices",
+        (
+            "auto, balanced, balanced_low_0, sequential, a device (cpu, cuda:0), or a JSON file of module names and "
+            "devices"
+        ),
     )
     max_memory: str | None = option(None, "Most memory for weights on each device: 0:20GiB,cpu:64GiB", metavar="SIZES")
     offload_folder: str | None = option(

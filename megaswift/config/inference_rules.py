@@ -1,4 +1,5 @@
-"""What the options of `infer`, `deploy` and `export` allow together. No torch: whatever a command line alone shows is refused at once."""
+"""What the options of `infer`, `deploy` and `export` allow together. No torch: whatever a command line alone shows is
+refused at once."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ PLACEMENTS = ("pack", "spread", "strict_pack", "strict_spread")
 class LaunchConfig:
     """Launch
 
-    Also from the environment, below flags and above the file: NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT."""
+    Also from the environment, below flags and above the file: NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR,
+    MASTER_PORT."""
 
     launcher: str = option("torchrun", "What starts the processes", choices=LAUNCHERS)
     nproc_per_node: int | None = option(

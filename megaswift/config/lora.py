@@ -1,4 +1,5 @@
-"""Section `lora`: what low-rank adapters are put where, and what becomes of them. What a name matches is in `families.projections`."""
+"""Section `lora`: what low-rank adapters are put where, and what becomes of them. What a name matches is in
+`families.projections`."""
 
 from __future__ import annotations
 

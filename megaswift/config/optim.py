@@ -1,4 +1,5 @@
-"""Section `optim`: the optimizer and its learning-rate schedule. The schedules themselves are in `megaswift.trainers.schedule`."""
+"""Section `optim`: the optimizer and its learning-rate schedule. The schedules themselves are in
+`megaswift.trainers.schedule`."""
 
 from __future__ import annotations
 

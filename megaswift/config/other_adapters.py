@@ -1,4 +1,5 @@
-"""Section `peft`: what adapters other than LoRA take, under PEFT's own names. Which adapter takes what: `peft_methods.py`."""
+"""Section `peft`: what adapters other than LoRA take, under PEFT's own names. Which adapter takes what:
+`peft_methods.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from megaswift.config.option import option
 class PeftConfig:
     """Other adapters
 
-    For --train_type adalora, boft, vera and so on, with an engine of torch (--engine ddp). Names and defaults are PEFT's."""
+    For --train_type adalora, boft, vera and so on, with an engine of torch (--engine ddp). Names and defaults are
+    PEFT's."""
 
     init_r: int = option(12, "AdaLoRA: rank of every matrix at the start", aliases=("adalora_init_r",), minimum=1)
     target_r: int = option(8, "AdaLoRA: average rank at the end", aliases=("adalora_target_r",), minimum=1)

@@ -1,4 +1,5 @@
-"""Section `parallel`: how many ranks each axis has and how they talk. Checks against model and machine: `megaswift.parallel`."""
+"""Section `parallel`: how many ranks each axis has and how they talk. Checks against model and machine:
+`megaswift.parallel`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""PEFT's adapters as a table: a value of `train_type` to PEFT's class, and how options map to its fields. No torch, no peft.
+"""PEFT's adapters as a table: a value of `train_type` to PEFT's class, and how options map to its fields. No torch, no
+peft.
 
-LoRA with its variants is not here: every engine serves it (`config/lora.py`). Adapters that lengthen the input (prompt and prefix tuning)
-are left out: losses are computed on the rows as the data give them.
+LoRA with its variants is not here: every engine serves it (`config/lora.py`). Adapters that lengthen the input (prompt
+and prefix tuning) are left out: losses are computed on the rows as the data give them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class Method:
     config: str
     """PEFT's configuration class."""
     takes: Mapping[str, str] = field(default_factory=dict)
-    """Our option -> PEFT's field, beside target_modules and modules_to_save, which all have. Others would be ignored, and are refused."""
+    """Our option -> PEFT's field, beside target_modules and modules_to_save, which all have. Others would be ignored,
+    and are refused."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """PEFT's defaults of options whose own are LoRA's."""
     whole: str = ""
@@ -26,7 +28,8 @@ class Method:
     engines: tuple[str, ...] = ()
     """The only engines that serve it; empty: all of torch's."""
     bits: tuple[int, ...] = (4, 8)
-    """Over which quantised weights PEFT trains it; over others it takes the packed bytes for weights (tried with PEFT 0.21)."""
+    """Over which quantised weights PEFT trains it; over others it takes the packed bytes for weights (tried with PEFT
+    0.21)."""
 
 
 def _own(*names: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """`--max_memory` and `--device_map`: text and files to plain values, checked without torch or a model.
 
-Whether the modules of a file exist, and the devices of this machine, is looked at where the model is known (`inference.placement`).
+Whether the modules of a file exist, and the devices of this machine, is looked at where the model is known
+(`inference.placement`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _DEVICE = re.compile(r"(?:cuda:|gpu:)?(\d+)|cpu|mps|disk|cuda")
 
 
 def device_of(text: Any) -> Device | None:
-    """A device as accelerate names it: a GPU's number, cpu, mps, disk; None for anything else. `cuda:1` is 1, `cuda` is 0."""
+    """A device as accelerate names it: a GPU's number, cpu, mps, disk; None for anything else. `cuda:1` is 1, `cuda` is
+    0."""
     found = (
         _DEVICE.fullmatch(str(text).strip().lower())
         if isinstance(text, int | str) and not isinstance(text, bool)
@@ -63,7 +65,8 @@ def max_memory(text: str) -> dict[Device, int] | Problem:
 
 
 def device_map(text: str) -> str | dict[str, Device] | Problem:
-    """A way to place (`auto`), a map of the whole model to one device, or the map of a file; a Problem where it is none."""
+    """A way to place (`auto`), a map of the whole model to one device, or the map of a file; a Problem where it is
+    none."""
     if text in AUTOMATIC:
         return text
     label = f"--device_map {text}"

@@ -1,4 +1,5 @@
-"""Section `preference`: objectives on pairs of answers and on judged answers, and the reference. The formulas are in `megaswift.losses`.
+"""Section `preference`: objectives on pairs of answers and on judged answers, and the reference. The formulas are in
+`megaswift.losses`.
 
 Reinforcement learning has its own section, `rl`; it shares the reference, `beta` and `loss_type`.
 """

@@ -14,7 +14,8 @@ DEFAULT_BITS = 4
 class QuantizationConfig:
     """Quantisation
 
-    Of the frozen weights under adapters, by bitsandbytes, with an engine of torch. --train_type qlora is LoRA over 4 bits on any engine."""
+    Of the frozen weights under adapters, by bitsandbytes, with an engine of torch. --train_type qlora is LoRA over 4
+    bits on any engine."""
 
     quantization_bit: int | None = option(
         None,

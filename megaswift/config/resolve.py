@@ -77,9 +77,11 @@ Beyond = Callable[[Sections], Iterable[Problem]]
 def resolve(
     task: str | None, sources: Iterable[Source], complete: bool = False, beyond: Beyond | None = None
 ) -> Sections:
-    """The checked sections of `task` (None: what the sources say, else sft). `complete`: model and dataset must be there.
+    """The checked sections of `task` (None: what the sources say, else sft). `complete`: model and dataset must be
+    there.
 
-    `beyond` is asked only where the sections are refused although every value in them was understood: what it finds is told with the rest.
+    `beyond` is asked only where the sections are refused although every value in them was understood: what it finds is
+    told with the rest.
     """
     state = State(task=task)
     for source in sources:
@@ -122,7 +124,8 @@ def _take(state: State, source: Source) -> None:
 
 
 def _spelled_out(givens: Sequence[Given]) -> Iterator[Given]:
-    """`train_type dora` is lora with `use_dora`; of `use_vllm` and `vllm_mode` together the second says which, where the first is true."""
+    """`train_type dora` is lora with `use_dora`; of `use_vllm` and `vllm_mode` together the second says which, where
+    the first is true."""
     said = {given.name: str(given.value).strip().lower() for given in givens}
     twice = {"use_vllm", "vllm_mode"} <= said.keys()
     idle = None if not twice else "use_vllm" if said["use_vllm"] in TRUE else "vllm_mode"

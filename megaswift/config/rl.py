@@ -1,7 +1,8 @@
-"""Section `rl`: reinforcement learning. What is sampled, how it is judged, and what the policy and its critic learn from it.
+"""Section `rl`: reinforcement learning. What is sampled, how it is judged, and what the policy and its critic learn
+from it.
 
-The names are TRL's, ms-swift's where they differ are spellings. The pull towards the reference (`beta`, `ref_model`, ...) and `loss_type`
-are in `preference`, the arithmetic of generations in `rl_batch.py`, the rules in `rl_rules.py`.
+The names are TRL's, ms-swift's where they differ are spellings. The pull towards the reference (`beta`, `ref_model`,
+...) and `loss_type` are in `preference`, the arithmetic of generations in `rl_batch.py`, the rules in `rl_rules.py`.
 """
 
 from __future__ import annotations
@@ -348,7 +349,8 @@ def estimator_of(c: Any) -> str:
 
 
 def policy_loss_of(c: Any) -> str:
-    """The policy's loss type; unset it is that of the estimator's paper. PPO's is a mean over the tokens of the global batch."""
+    """The policy's loss type; unset it is that of the estimator's paper. PPO's is a mean over the tokens of the global
+    batch."""
     if c.task not in GRPO:
         return "bnpo"
     return "rloo" if estimator_of(c) == "rloo" and not c.preference.loss_type else loss_types_of(c)[0]

@@ -1,4 +1,5 @@
-"""What options of reinforcement learning mean together. Which rewards and which backends there are is known where these live."""
+"""What options of reinforcement learning mean together. Which rewards and which backends there are is known where these
+live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a rule about options is: one that would be ignored, or some that cannot go together. The rules themselves: `rules.py`."""
+"""What a rule about options is: one that would be ignored, or some that cannot go together. The rules themselves:
+`rules.py`."""
 
 from __future__ import annotations
 

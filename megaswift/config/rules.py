@@ -1,4 +1,5 @@
-"""What options mean together, as a table: one that would be ignored, two that contradict each other, one that lacks another.
+"""What options mean together, as a table: one that would be ignored, two that contradict each other, one that lacks
+another.
 
 Owns rules that need nothing but the options. What depends on model, machine or data is checked where these are known.
 """
@@ -294,7 +295,11 @@ CLASHES: tuple[Clash, ...] = (
     Clash(
         ("optimizer_cpu_offload", "precision_aware_optimizer"),
         lambda c: c.optim.optimizer_cpu_offload and c.optim.precision_aware_optimizer,
-        "updates float32 moments on the host; those in lower precision are updated by Transformer Engine's Adam, on the GPU",
+        (
+            "updates float32 moments on the host; those in lower precision are updated by Transformer Engine's Adam, "
+            "on "
+            "the GPU"
+        ),
         "one of the two",
     ),
     Clash(
@@ -401,7 +406,8 @@ def ignored_names(c: Sections) -> set[str]:
 
 
 def check(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> list[Problem]:
-    """Every rule that is broken. `labels`: how the user wrote each given option; `wrong`: options whose value is a mistake already."""
+    """Every rule that is broken. `labels`: how the user wrote each given option; `wrong`: options whose value is a
+    mistake already."""
     own = fsdp_json.of(c).problems
     return [
         *_wrong_task(c, labels),

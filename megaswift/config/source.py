@@ -40,7 +40,8 @@ class Source:
     givens: tuple[Given, ...] = ()
     problems: tuple[Problem, ...] = ()
     ambient: bool = False
-    """Values that happen to be there, for other programs too: they count where they apply, and are no mistake where not."""
+    """Values that happen to be there, for other programs too: they count where they apply, and are no mistake where
+    not."""
 
 
 @dataclass
@@ -195,7 +196,8 @@ def _stray(word: str, rule: str, fix: str) -> Problem:
 
 
 def read_command_line(argv: list[str], table: Table = TRAINING) -> CommandLine:
-    """A first word that is no flag, and --config, name files; the rest are `--name value...`, `--name=value`, `--switch`."""
+    """A first word that is no flag, and --config, name files; the rest are `--name value...`, `--name=value`,
+    `--switch`."""
     line = CommandLine()
     words = list(argv)
     if words and not _FLAG.match(words[0]):

@@ -1,4 +1,5 @@
-"""Options for speed and noise that transformers' models have and the native engine has not, and what they cannot go with. No torch."""
+"""Options for speed and noise that transformers' models have and the native engine has not, and what they cannot go
+with. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`SwiftConfig`: one run's configuration, checked once where it is made and frozen since; and how it is loaded and written."""
+"""`SwiftConfig`: one run's configuration, checked once where it is made and frozen since; and how it is loaded and
+written."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from megaswift.errors import Problem
 
 @dataclass(frozen=True, init=False)
 class SwiftConfig(Sections):
-    """A run's configuration: `SwiftConfig(task="sft", parallel={"tp": 4}, dtype="bf16")`, sections or flat names, any spelling.
+    """A run's configuration: `SwiftConfig(task="sft", parallel={"tp": 4}, dtype="bf16")`, sections or flat names, any
+    spelling.
 
     ConfigError with every mistake when something is wrong.
     """
@@ -85,12 +87,13 @@ def load(
     environ: Mapping[str, str] | None = None,
     beyond: Beyond | None = None,
 ) -> SwiftConfig:
-    """A configuration from a command line: file, then environment (launch options only), then flags, the last one counts.
+    """A configuration from a command line: file, then environment (launch options only), then flags, the last one
+    counts.
 
     What `accelerate launch` was told comes before all.
 
-    `complete`: it must name a model and a data set. `task` None: the file says. `beyond`: what else is wrong with a configuration that
-    is refused for what its options say together, told with that.
+    `complete`: it must name a model and a data set. `task` None: the file says. `beyond`: what else is wrong with a
+    configuration that is refused for what its options say together, told with that.
     """
     environ = os.environ if environ is None else environ
     line = read_command_line(list(argv))

@@ -133,7 +133,7 @@ def _float(option: Option, raw: Any) -> float:
 def bounds(option: Option) -> str:
     """The allowed range in words: `>= 1`, `> 0 and < 1`; empty when any number will do."""
     signs = (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
-    return " and ".join(f"{sign} {option.details[key]:g}" for key, sign in signs if key in option.details)  # type: ignore[literal-required]
+    return " and ".join((f"{sign} {option.details[key]:g}") for key, sign in signs if key in option.details)  # type: ignore[literal-required]
 
 
 def _in_range(option: Option, value: float) -> float:

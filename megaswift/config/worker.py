@@ -1,6 +1,8 @@
-"""What a process has from the launcher that started it: torchrun, `accelerate launch` (torchrun inside), `deepspeed` or Ray.
+"""What a process has from the launcher that started it: torchrun, `accelerate launch` (torchrun inside), `deepspeed` or
+Ray.
 
-Owns the names of their variables and the word that some add to the command line. What accelerate says beside: `accelerate_options.py`.
+Owns the names of their variables and the word that some add to the command line. What accelerate says beside:
+`accelerate_options.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from megaswift.errors import ConfigError, Problem
 
 IDENTITY = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Set by all. (RANK and WORLD_SIZE alone do not say so: some clusters count machines with them; LOCAL_RANK alone is a library's.)"""
+"""Set by all. (RANK and WORLD_SIZE alone do not say so: some clusters count machines with them; LOCAL_RANK alone is a
+library's.)"""
 COUNTS = {"nproc_per_node": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), "nnodes": ("GROUP_WORLD_SIZE", "CROSS_SIZE")}
 """Our option and what it is for torchrun, for DeepSpeed's launcher."""
 
@@ -21,7 +24,8 @@ def is_worker(environ: Mapping[str, str]) -> bool:
 
 
 def started(option: str, environ: Mapping[str, str]) -> int | None:
-    """How many the launcher started: processes on this machine (`nproc_per_node`), machines (`nnodes`). None where it does not say."""
+    """How many the launcher started: processes on this machine (`nproc_per_node`), machines (`nnodes`). None where it
+    does not say."""
     return next((int(environ[name]) for name in COUNTS[option] if name in environ), None)
 
 

@@ -1,6 +1,7 @@
 """The data layer's front door: from options and a tokenizer to batch sources.
 
-Owns the wiring and the checks of the whole data set (anything to train on? enough for a batch?). Every step has a file of its own.
+Owns the wiring and the checks of the whole data set (anything to train on? enough for a batch?). Every step has a file
+of its own.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
     for what in CUT_CAUSES:
         if docs.counted.get(what):
             log.warn(
-                f"{where}{docs.counted[what]} of {docs.counted['rows']} rows skipped with {what} (--max_length {data.max_length})"
+                f"{where}{docs.counted[what]} of {docs.counted['rows']} rows skipped with {what} (--max_length "
+                f"{data.max_length})"
             )
     silent = int((docs.labels == 0).sum())
     if silent:
@@ -133,7 +135,8 @@ def shape_of(tokenizer: Any, geometry: LoaderGeometry) -> Shape:
 def build(
     data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft", prompt_labels: bool = False
 ) -> tuple[BatchSource, EvalSource | None]:
-    """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch at a time.
+    """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch
+    at a time.
 
     `tokenizer`: of a vision-language model its `Processor`; rows may then have images.
     `prompt_labels`: of preferences, prompts carry labels too (ORPO).

@@ -1,8 +1,8 @@
 """Conversations to text through the tokenizer's own chat template, and which characters carry loss.
 
-Owns rendering (always transformers' own, so that the text is what `apply_chat_template` gives) and the choice of turns by
-`loss_scale` and the rows' `loss` flags. Finding turns in templates without `{% generation %}` belongs to `turns.py`; tokens
-belong to `encode.py`.
+Owns rendering (always transformers' own, so that the text is what `apply_chat_template` gives) and the choice of turns
+by `loss_scale` and the rows' `loss` flags. Finding turns in templates without `{% generation %}` belongs to `turns.py`;
+tokens belong to `encode.py`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class ChatRenderer:
         return self._finders[template]
 
     def prompt(self, sample: Sample) -> str:
-        """The text of a conversation up to where the assistant's answer begins; RowError when the template refuses it."""
+        """The text of a conversation up to where the assistant's answer begins; RowError when the template refuses
+        it."""
         return self._text(self.templates.pick(sample.tools), sample.messages, sample.tools, prompt=True)
 
     def render(self, sample: Sample) -> Rendered:

@@ -74,10 +74,11 @@ def collate_rows(documents: Sequence[Document | None], shape: Shape, length: int
 
 
 def collate_packed(rows: Sequence[Sequence[Document]], shape: Shape, lengths: Sequence[int]) -> Batch:
-    """`[1, sum(lengths)]`: packed rows one after the other; `cu_seqlens` holds the padded documents' starts and the end.
+    """`[1, sum(lengths)]`: packed rows one after the other; `cu_seqlens` holds the padded documents' starts and the
+    end.
 
-    A row's own padding belongs to its last document; attention is causal, so nothing sees it. An empty row is one document
-    without weight.
+    A row's own padding belongs to its last document; attention is causal, so nothing sees it. An empty row is one
+    document without weight.
     """
     arrays = _empty(1, sum(lengths), shape.pad_id)
     starts, ids, begin = [], [], 0

@@ -1,7 +1,8 @@
 """Prompts with completions of a policy to micro-batches, packed or not, with the fields that losses of policies read.
 
-Owns where a completion's numbers stand in a micro-batch: at the positions whose label is one of the policy's own tokens. Text of a tool
-or an environment between them carries no label. `fields["completions"]` int64 [n]: the documents that are completions; fillers are none.
+Owns where a completion's numbers stand in a micro-batch: at the positions whose label is one of the policy's own
+tokens. Text of a tool or an environment between them carries no label. `fields["completions"]` int64 [n]: the documents
+that are completions; fillers are none.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Completed:
     own: Sequence[bool]
     """Which of `written` are the policy's; the loss is on these."""
     values: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """By field name, one number for each own token: float32, or bool. None for a silent one, which has the fields all the same."""
+    """By field name, one number for each own token: float32, or bool. None for a silent one, which has the fields all
+    the same."""
     silent: bool = False
     """Counts as a completion, its tokens carry no loss (a truncated one under `mask_truncated_completions`)."""
 

@@ -67,10 +67,11 @@ def _file(source: Source, at: Cursor) -> Iterator[Placed]:
 
 @dataclass
 class Passes:
-    """Passes over the data at a cursor: exact at the ends of a pass, and within it as far as the files tell without being read.
+    """Passes over the data at a cursor: exact at the ends of a pass, and within it as far as the files tell without
+    being read.
 
-    By bytes (JSONL, text), by rows (Parquet, and `path#rows`); of CSV and JSON lists only whole files are counted. Where some
-    data sets are taken by rows and others are not, their parts of a pass are not known: whole passes only.
+    By bytes (JSONL, text), by rows (Parquet, and `path#rows`); of CSV and JSON lists only whole files are counted.
+    Where some data sets are taken by rows and others are not, their parts of a pass are not known: whole passes only.
     """
 
     sources: Sequence[Source]

@@ -1,23 +1,26 @@
 """Where a text can be cut so that the tokenizer gives the parts the same tokens as the whole.
 
-Owns the proof, which is about the tokenizer's own rules and never about sample texts. `cuts_of` returns None for a tokenizer that
-is not proven; `encode.py` then encodes whole texts. Encoding the parts belongs to `pieces.py`.
+Owns the proof, which is about the tokenizer's own rules and never about sample texts. `cuts_of` returns None for a
+tokenizer that is not proven; `encode.py` then encodes whole texts. Encoding the parts belongs to `pieces.py`.
 
 Two kinds of places are cut:
 
-1. Around every added token with `normalized: false`: tokenizers takes these out before it normalises or splits anything.
-2. Between a SOLID character (never white space, in any version of Unicode) and a space; and between a line end and a NEXT character,
-   where the white space that the line end closes is a single line end after a SOLID character, or any (see below).
+1. Around every added token with `normalized: false`: tokenizers takes these out before it normalises or splits
+   anything.
+2. Between a SOLID character (never white space, in any version of Unicode) and a space; and between a line end and a
+   NEXT character, where the white space that the line end closes is a single line end after a SOLID character, or any
+   (see below).
 
-The second is right when no added token lies across such a place, when the normaliser works on both sides apart (none, or NFC: a
-space, or what follows a line end, never composes with what stands before), and when pre-tokenisation has a boundary there that does
-not depend on the other side. For pre-tokenisation by a regular expression the latter is a property of each of its alternatives, which
-SAFE lists after inspection:
+The second is right when no added token lies across such a place, when the normaliser works on both sides apart (none,
+or NFC: a space, or what follows a line end, never composes with what stands before), and when pre-tokenisation has a
+boundary there that does not depend on the other side. For pre-tokenisation by a regular expression the latter is a
+property of each of its alternatives, which SAFE lists after inspection:
 
 - No match holds a place of the second kind inside, so what is consumed never reaches across.
-- No alternative looks behind, and none looks ahead but `\\s+(?!\\S)`. Before a space that one behaves as at the end of the text.
-  Before a NEXT character it does not: it would give back the last character of a run. A single line end is matched whole by `\\s+`
-  instead, to the same effect; a longer run is matched whole by `\\s*[\\r\\n]+` where that stands earlier, and is cut only then.
+- No alternative looks behind, and none looks ahead but `\\s+(?!\\S)`. Before a space that one behaves as at the end of
+  the text. Before a NEXT character it does not: it would give back the last character of a run. A single line end is
+  matched whole by `\\s+` instead, to the same effect; a longer run is matched whole by `\\s*[\\r\\n]+` where that
+  stands earlier, and is cut only then.
 - `\\s+` is there, so that white space always belongs to a match, which then begins or ends at the cut.
 
 A pre-tokeniser in several stages has the first two properties if all its stages have; one that has the third is enough.
@@ -81,7 +84,8 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 @dataclass(frozen=True)
 class Cuts:
-    """How to cut: first at `tokens` (one group: re.split keeps them), then each part between them into `parts` (re.findall)."""
+    """How to cut: first at `tokens` (one group: re.split keeps them), then each part between them into `parts`
+    (re.findall)."""
 
     tokens: re.Pattern[str]
     parts: re.Pattern[str]
@@ -124,7 +128,8 @@ def _separator(added: list[str]) -> str | None:
 
 
 def _simple(token: AddedToken) -> bool:
-    """True for a token that takes in no neighbours and lies across no cut: white space, or a word with spaces before it at most."""
+    """True for a token that takes in no neighbours and lies across no cut: white space, or a word with spaces before it
+    at most."""
     text = token.content
     return (
         not (token.lstrip or token.rstrip or token.single_word)
@@ -142,7 +147,8 @@ def _normalises_apart(component: Any) -> bool:
 
 
 def _patterns(component: Any) -> list[list[str]] | None:
-    """The alternatives of each stage that splits by a regular expression; None where a stage is not known to be safe."""
+    """The alternatives of each stage that splits by a regular expression; None where a stage is not known to be
+    safe."""
     if component is None:
         return None
     facts = _facts(component)

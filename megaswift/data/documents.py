@@ -1,7 +1,7 @@
 """The documents to train on: a view over token stores, cut to length.
 
-Owns taking `#rows`, truncation (raise, delete, left, right, split) and the split for evaluation. Nothing is copied: a document is
-a store, a start and a length.
+Owns taking `#rows`, truncation (raise, delete, left, right, split) and the split for evaluation. Nothing is copied: a
+document is a store, a start and a length.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Documents:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names this choice of documents, by what their stores hold, lengths, labels and rows: a resumed run can tell whether it
-        sees the same data."""
+        """Names this choice of documents, by what their stores hold, lengths, labels and rows: a resumed run can tell
+        whether it sees the same data."""
         digest = hashlib.sha256("".join(store.manifest["content"] for store in self.stores).encode())
         for array in (self.length, self.labels, self.sample):
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -69,7 +69,8 @@ class Documents:
 
 
 def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
-    """All rows of the data sets in order, each taken as often as its `#rows` says; both documents of a pair are one row."""
+    """All rows of the data sets in order, each taken as often as its `#rows` says; both documents of a pair are one
+    row."""
     number, start, length, labels, sample, ends, first, total = [], [], [], [], [], [], 0, 0
     for k, (source, store) in enumerate(stores):
         if len(store) == 0:

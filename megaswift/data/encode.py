@@ -1,7 +1,8 @@
 """Rows to tokens and loss masks: the work of one process.
 
-Owns tokenising in batches and turning character spans into token masks, exactly. Everything it needs comes in `EncodeSpec`,
-plain values that travel to worker processes; reading files belongs to `sources.py`, keeping the result to `store.py`.
+Owns tokenising in batches and turning character spans into token masks, exactly. Everything it needs comes in
+`EncodeSpec`, plain values that travel to worker processes; reading files belongs to `sources.py`, keeping the result to
+`store.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Rows to prompts: tokens up to where the model speaks, and beside them what the row says and its other columns.
 
-Owns what of a row is kept for rewards, as JSON. Which columns are the question is `questions.py`'s, tokenising `encode.py`'s.
+Owns what of a row is kept for rewards, as JSON. Which columns are the question is `questions.py`'s, tokenising
+`encode.py`'s.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ class UnitEncoder:
         return found
 
     def _checked(self, unit: Unit, sides: Sequence[Side]) -> list[Side]:
-        """The documents of a unit that can be trained on; UnitError for others. Plain texts: masked alike, from where they part."""
+        """The documents of a unit that can be trained on; UnitError for others. Plain texts: masked alike, from where
+        they part."""
         plain = unit.samples[0].text is not None
         begin = np.array(self.spec.begin if plain else [], dtype=np.int32)
         begin = begin[

@@ -1,9 +1,10 @@
 """The images of a row: where they stand in its messages, which files they are, and reading one.
 
-Owns two forms of rows: parts of a content, as chat templates take them ({"type": "image", "image" | "path" | "url": FILE}, OpenAI's
-`image_url` too), and a column `images` (or `image`) beside texts with `<image>` where each one goes. An image is a file, or bytes in
-the data file (as `datasets` writes Parquet), which become one in the cache. Files are opened one at a time, when their row is tokenised
-and when it is trained on; what a model makes of them belongs to `processor.py`.
+Owns two forms of rows: parts of a content, as chat templates take them ({"type": "image", "image" | "path" | "url":
+FILE}, OpenAI's `image_url` too), and a column `images` (or `image`) beside texts with `<image>` where each one goes. An
+image is a file, or bytes in the data file (as `datasets` writes Parquet), which become one in the cache. Files are
+opened one at a time, when their row is tokenised and when it is trained on; what a model makes of them belongs to
+`processor.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ DATA_URL = "data:image/png;base64,..."
 CARRIED = "(in the row)"
 """What a part says of an image that has no path."""
 SENT = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""What strangers may send, by Pillow's names: it starts other programs for some formats, and few look at most of them."""
+"""What strangers may send, by Pillow's names: it starts other programs for some formats, and few look at most of
+them."""
 MOST_PIXELS = 1 << 25
 """Of an image from a stranger: 100 MB once it is opened, whatever the size of its file."""
 
@@ -185,7 +187,8 @@ def _kept(content: bytes, folder: Path) -> Path:
 
 
 def open_image(image: Source, sent: bool = False) -> Any:
-    """The image in RGB, the right way up: as transformers reads one. `sent`: a stranger's, of few formats and of limited size."""
+    """The image in RGB, the right way up: as transformers reads one. `sent`: a stranger's, of few formats and of
+    limited size."""
     from PIL import Image, UnidentifiedImageError
     from transformers.image_utils import load_image
 

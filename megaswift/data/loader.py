@@ -1,7 +1,7 @@
 """Micro-batches for one data-parallel rank, step after step, with a position that can be saved and gone back to.
 
-Owns the cut of global batches into ranks and micro-batches, read-ahead, padding statistics and the sources' state. The order of
-rows belongs to `order.py`, tensors to `collate.py`, streaming to `stream.py`.
+Owns the cut of global batches into ranks and micro-batches, read-ahead, padding statistics and the sources' state. The
+order of rows belongs to `order.py`, tensors to `collate.py`, streaming to `stream.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class LoaderGeometry:
         return self.dp_size * self.per_device * self.accumulation
 
     def own(self, rows: Sequence[Any] | np.ndarray) -> list[Any]:
-        """This rank's micro-batches of a global batch: row (m x dp + rank) x per_device + i is row i of micro-batch m."""
+        """This rank's micro-batches of a global batch: row (m x dp + rank) x per_device + i is row i of micro-batch
+        m."""
         width = self.per_device * self.dp_size
         at = self.dp_rank * self.per_device
         return [rows[m * width + at : m * width + at + self.per_device] for m in range(self.accumulation)]
@@ -145,7 +146,8 @@ class Rows:
 def make_rows(
     docs: Documents, packing: bool, max_length: int, shape: Shape, processor: Processor | None = None
 ) -> Rows:
-    """Rows of one document each, or packed by best fit into rows of `max_length` (rounded up to the padding's multiple)."""
+    """Rows of one document each, or packed by best fit into rows of `max_length` (rounded up to the padding's
+    multiple)."""
     assert not (packing and processor), "documents with images are not packed"
     if not packing:
         return Rows(docs, towers=None if processor is None else Towers(docs.stores, processor))
@@ -256,7 +258,8 @@ class StoredSource:
         if state["rows"] != self.rows:  # packed for another context-parallel size: rows are other rows
             self._taken = round(state["rows_taken"] * self.rows / state["rows"])
             warn(
-                f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint (packed otherwise, or not): going on at the "
+                f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint (packed otherwise, or "
+                f"not): going on at the "
                 "same part of the epoch"
             )
 

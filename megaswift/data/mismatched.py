@@ -2,8 +2,8 @@
 
     (x_1, y_1), ..., (x_n, y_n)  ->  (x_1, y_n), (x_2, y_1), ..., (x_n, y_{n-1})
 
-Owns the rotation within a micro-batch, as TRL makes it of examples in their order. Pure: from batches to batches. A completion begins
-with its first token that carries loss; all that follows belongs to it, with the labels it has.
+Owns the rotation within a micro-batch, as TRL makes it of examples in their order. Pure: from batches to batches. A
+completion begins with its first token that carries loss; all that follows belongs to it, with the labels it has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def documents_of(batch: Batch) -> list[Document]:
 
 
 def mismatched(made: Sequence[Batch], shape: Shape, max_length: int, uniform: bool = False) -> list[Batch]:
-    """A step's micro-batches of examples with completions moved on by one, cut to `max_length` from the right; `examples` as they were.
+    """A step's micro-batches of examples with completions moved on by one, cut to `max_length` from the right;
+    `examples` as they were.
 
     A document keeps the sample id of its prompt. One that is cut within its prompt is left without a label.
     """

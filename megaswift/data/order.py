@@ -1,4 +1,5 @@
-"""In which order rows come, without end: a permutation an epoch, and global batches that run on across epoch ends. Pure."""
+"""In which order rows come, without end: a permutation an epoch, and global batches that run on across epoch ends.
+Pure."""
 
 from __future__ import annotations
 

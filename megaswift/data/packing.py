@@ -1,8 +1,8 @@
 """Several documents in a row of tokens: best fit decreasing.
 
-Owns the assignment only, in numpy. A document of length L goes to the fullest row that still has room for it. Rows with the same
-room are alike, so documents of one length are placed in bulk: the work grows with the number of distinct lengths and rooms, not
-with documents x log(rows). Attention and positions per document are `collate.py`'s.
+Owns the assignment only, in numpy. A document of length L goes to the fullest row that still has room for it. Rows with
+the same room are alike, so documents of one length are placed in bulk: the work grows with the number of distinct
+lengths and rooms, not with documents x log(rows). Attention and positions per document are `collate.py`'s.
 """
 
 from __future__ import annotations

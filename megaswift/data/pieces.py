@@ -1,8 +1,9 @@
 """Tokens of texts, each distinct piece of which is encoded once.
 
-Owns a table from pieces to tokens. Texts are cut where `cuts.py` has proven that it changes nothing; a piece is a word with the
-space before it, mostly, so nearly all have been seen before, and looking them up is several times faster than encoding them. Loss
-spans become tokens by the same rule as with offsets (`token_range`), which only a piece with an edge inside still needs.
+Owns a table from pieces to tokens. Texts are cut where `cuts.py` has proven that it changes nothing; a piece is a word
+with the space before it, mostly, so nearly all have been seen before, and looking them up is several times faster than
+encoding them. Loss spans become tokens by the same rule as with offsets (`token_range`), which only a piece with an
+edge inside still needs.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ class PieceEncoder:
         return out
 
     def _mask(self, pieces: list[str], char_at: np.ndarray, token_at: np.ndarray, edges: np.ndarray) -> np.ndarray:
-        """uint8 [tokens]: ones between the tokens of each pair of `edges` [spans, 2], character positions in all texts."""
+        """uint8 [tokens]: ones between the tokens of each pair of `edges` [spans, 2], character positions in all
+        texts."""
         at = np.searchsorted(char_at, edges, side="right") - 1
         inner = edges - char_at[at]
         tokens = token_at[at]

@@ -1,8 +1,8 @@
 """What preferences are made of before tokens: a pair of answers to one prompt, or one answer with a label.
 
-Owns `Unit`, where its completions begin, and the checks that every preference format shares. The completion is what follows the
-messages that both conversations share (of a labelled one: the last question); its assistant messages carry loss and nothing else.
-Which columns a file has belongs to `formats/`, tokens to `encode_units.py`.
+Owns `Unit`, where its completions begin, and the checks that every preference format shares. The completion is what
+follows the messages that both conversations share (of a labelled one: the last question); its assistant messages carry
+loss and nothing else. Which columns a file has belongs to `formats/`, tokens to `encode_units.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Unit:
     """A pair (chosen, rejected) with its margin, or one answer with its label."""
 
     samples: tuple[Sample, ...]
-    """Conversations in which just the completion's messages are marked for loss; or plain texts, prompt and completion in one."""
+    """Conversations in which just the completion's messages are marked for loss; or plain texts, prompt and completion
+    in one."""
     value: float
     """The margin (nan where the row has none), or 1 for a desirable answer and 0 for another."""
     prompt: int = 0

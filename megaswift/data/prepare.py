@@ -1,7 +1,9 @@
-"""From `--dataset` to token stores: each sample is tokenised once per job, in parallel, and kept on disk by content hash.
+"""From `--dataset` to token stores: each sample is tokenised once per job, in parallel, and kept on disk by content
+hash.
 
-Owns the cache key (file contents, tokenizer, template, options, our code) and running the workers. What the key leaves out on
-purpose: max_length, truncation, packing and order, which are views over the store (`documents.py`, `packing.py`, `order.py`).
+Owns the cache key (file contents, tokenizer, template, options, our code) and running the workers. What the key leaves
+out on purpose: max_length, truncation, packing and order, which are views over the store (`documents.py`, `packing.py`,
+`order.py`).
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ def prepare(data: Any, tokenizer: Any, task: str = "sft", val: bool = False) -> 
 
 
 def check_columns(data: Any, task: str) -> None:
-    """DataError for columns of --columns that no row of the run's data sets has. `response` may be made (questions.py)."""
+    """DataError for columns of --columns that no row of the run's data sets has. `response` may be made
+    (questions.py)."""
     asked = {old: new for old, new in data.columns.items() if old != ANSWER or task not in RL}
     if asked:
         fetch = partial(hub.fetch, cache_root(data.dataset_cache_dir))
@@ -169,7 +172,10 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
             told.append(Problem(f"and {bad - len(shown)} more rows", "malformed too"))
         fix = "mend the row, or --strict false to skip such rows and count them"
         if bad > 1 and not any(r.rows or r.causes for r in reports):
-            fix = "no row so far could be read: other data, another task, or --columns FROM=TO where columns have other names"
+            fix = (
+                "no row so far could be read: other data, another task, or --columns FROM=TO where columns have "
+                "other names"
+            )
         raise DataError([*told[:-1], replace(told[-1], fix=fix)])
     facts = {"bad": bad, "causes": dict(sum((Counter(r.causes) for r in reports), Counter())), "source": source.name}
     if _dated(spec):
@@ -179,7 +185,8 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
     manifest = json.loads((target / "manifest.json").read_text())
     rows = manifest.get("units", manifest["rows"])
     log.info(
-        f"{source.name}: {rows:,} rows, {manifest['tokens']:,} tokens in {seconds:.1f} s ({rows / max(seconds, 1e-9):,.0f} rows/s)"
+        f"{source.name}: {rows:,} rows, {manifest['tokens']:,} tokens in {seconds:.1f} s "
+        f"({rows / max(seconds, 1e-9):,.0f} rows/s)"
     )
 
 

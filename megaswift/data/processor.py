@@ -1,7 +1,7 @@
 """A vision-language model's processor: from a conversation's text and its images to what the model reads.
 
-Owns loading it, one call for one conversation, and what each of its outputs is: a value a token, a row or an image. transformers does the
-work; which rows come together belongs to `towers.py`.
+Owns loading it, one call for one conversation, and what each of its outputs is: a value a token, a row or an image.
+transformers does the work; which rows come together belongs to `towers.py`.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ class Processor:
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """Of each output beside the tokens: whether it has a value a token [1, n, ...], a row [1, ...] or an image [..., ...]."""
+        """Of each output beside the tokens: whether it has a value a token [1, n, ...], a row [1, ...] or an image
+        [..., ...]."""
         made = self._blank(2)[1]
         length = made["input_ids"].shape[1]
         return {
@@ -223,7 +224,8 @@ def _load(spec: ProcessorSpec) -> Any:
 
 
 def _without_videos(spec: ProcessorSpec) -> Any:
-    """The processor without the part for videos, which needs torchvision and has nothing to do here; None where that is not the reason."""
+    """The processor without the part for videos, which needs torchvision and has nothing to do here; None where that is
+    not the reason."""
     import transformers
     from transformers import AutoImageProcessor, AutoTokenizer
 

@@ -1,7 +1,8 @@
-"""The prompts of reinforcement learning: which ones the next generation answers, the same on every rank, and a position to go back to.
+"""The prompts of reinforcement learning: which ones the next generation answers, the same on every rank, and a position
+to go back to.
 
-Owns the room that a prompt has, the order of prompts and their state. Tokens and columns come from the stores that `encode_prompts.py`
-fills; what is sampled from a prompt, and how it is judged, belongs to the trainers.
+Owns the room that a prompt has, the order of prompts and their state. Tokens and columns come from the stores that
+`encode_prompts.py` fills; what is sampled from a prompt, and how it is judged, belongs to the trainers.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class PromptSource:
         return self._taken / self.rows
 
     def steps_for(self, epochs: float) -> int:
-        """Optimizer steps that see each prompt `epochs` times, the last generation running on into the next epoch where it must."""
+        """Optimizer steps that see each prompt `epochs` times, the last generation running on into the next epoch where
+        it must."""
         return self.steps * max(1, math.ceil(epochs * self.rows / self.per_generation - 1e-9))
 
     def next(self) -> list[Prompt]:
@@ -140,7 +142,8 @@ class PromptSource:
 def prompts_of(
     c: Sections, tokenizer: Any, per_generation: int, steps: int = 1
 ) -> tuple[PromptSource, list[Prompt] | None]:
-    """(training, evaluation) prompts of a run: held out ones, or those of --val_dataset, in file order. `steps`: a generation's."""
+    """(training, evaluation) prompts of a run: held out ones, or those of --val_dataset, in file order. `steps`: a
+    generation's."""
     docs = _read(c, tokenizer, c.data.dataset)
     held = _read(c, tokenizer, c.data.val_dataset, val=True) if c.data.val_dataset else None
     seed = data_seed(c.data, c.train)
@@ -151,7 +154,8 @@ def prompts_of(
             Problem(
                 ", ".join(c.data.dataset),
                 f"{log.amount(len(docs), 'prompt')}, fewer than the {per_generation} of one generation",
-                f"more completions of each (--num_generations), a smaller --global_batch_size or --generation_batch_size, more data, or "
+                f"more completions of each (--num_generations), a smaller --global_batch_size or "
+                f"--generation_batch_size, more data, or "
                 f"{c.data.dataset[0]}#{per_generation} to repeat rows",
             )
         )
@@ -180,7 +184,10 @@ def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) 
 
 
 def _room(longest: int, completion: int) -> str:
-    return f"--max_length {longest} less --max_completion_length {completion} leaves a prompt {longest - completion} tokens"
+    return (
+        f"--max_length {longest} less --max_completion_length {completion} leaves a prompt {longest - completion} "
+        f"tokens"
+    )
 
 
 def fitting(docs: Documents, longest: int, completion: int, strategy: str) -> Documents:

@@ -45,7 +45,8 @@ def answerable(row: Row, task: str) -> Row:
 
 
 def question_of(row: Row, task: str, names: Mapping[str, str]) -> Question:
-    """The question of a row; RowError when it has none. An answer at the end of the conversation becomes the column `response`.
+    """The question of a row; RowError when it has none. An answer at the end of the conversation becomes the column
+    `response`.
 
     `names`: what columns are called instead.
     """

@@ -1,7 +1,7 @@
 """Reading rows from each kind of file, lazily, each with its line (or row) number.
 
-Owns the file kinds' grammar only. A row that cannot be read comes out as an error in its place, so that the caller decides
-whether to stop.
+Owns the file kinds' grammar only. A row that cannot be read comes out as an error in its place, so that the caller
+decides whether to stop.
 """
 
 from __future__ import annotations

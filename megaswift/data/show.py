@@ -1,7 +1,8 @@
-"""`megaswift data show`: samples as tokens with their loss mask, lengths and packing. The first thing to look at when training goes wrong.
+"""`megaswift data show`: samples as tokens with their loss mask, lengths and packing. The first thing to look at when
+training goes wrong.
 
-Owns this command's text. It reads with the very same code as training, so what it shows is what is trained; the tokenizer
-comes from the caller, who knows where models lie.
+Owns this command's text. It reads with the very same code as training, so what it shows is what is trained; the
+tokenizer comes from the caller, who knows where models lie.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def is_configuration(word: str) -> bool:
-    """Whether a word names a configuration rather than data: any YAML file, or a JSON object of options without a list of rows."""
+    """Whether a word names a configuration rather than data: any YAML file, or a JSON object of options without a list
+    of rows."""
     path = Path(word)
     if path.suffix.lower() != ".json" or not path.is_file():
         return path.suffix.lower() in (".yaml", ".yml")
@@ -134,7 +136,8 @@ def coloured(out: TextIO) -> bool:
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Each token's text, line ends shown as ⏎; bytes of a character that is spread over several tokens as they are stored."""
+    """Each token's text, line ends shown as ⏎; bytes of a character that is spread over several tokens as they are
+    stored."""
     texts = []
     for i in ids:
         text = tokenizer.decode([i], clean_up_tokenization_spaces=False)
@@ -183,12 +186,16 @@ def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
     step = max(1, -(-(high - low + 1) // BARS))
     counts = np.bincount((values - low) // step)
     lines = [
-        f"{title}: {len(values):,} in all, {low:,} to {high:,}, mean {values.mean():,.1f}, median {np.median(values):,.0f}"
+        (
+            f"{title}: {len(values):,} in all, {low:,} to {high:,}, mean {values.mean():,.1f}, median "
+            f"{np.median(values):,.0f}"
+        )
     ]
     for i, count in enumerate(counts.tolist()):
         first = low + i * step
         lines.append(
-            f"  {first:>9,} - {min(high, first + step - 1):<9,} {'█' * round(width * count / counts.max()):<{width}} {count:,}"
+            f"  {first:>9,} - {min(high, first + step - 1):<9,} {'█' * round(width * count / counts.max()):<{width}} "
+            f"{count:,}"
         )
     return lines
 
@@ -198,12 +205,14 @@ def summary(docs: Documents, held: Documents | None, max_length: int, packing: b
     tokens, labels = int(docs.length.sum()), int(docs.labels.sum())
     happened = ", ".join(f"{v:,} {k}" for k, v in docs.counted.items() if k != "rows" and v)
     lines = [
-        f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} carry loss "
+        f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} carry "
+        f"loss "
         f"({100 * labels / tokens:.1f}%)"
     ]
     if held is not None:
         lines.append(
-            f"for evaluation: {len(held):,} rows, {int(held.length.sum()):,} tokens, {int(held.labels.sum()):,} carry loss"
+            f"for evaluation: {len(held):,} rows, {int(held.length.sum()):,} tokens, {int(held.labels.sum()):,} "
+            f"carry loss"
         )
     lines += ["", *histogram(docs.length, "tokens a sample")]
     return lines + ["", *packed(docs, max_length)] if packing else lines
@@ -221,7 +230,8 @@ def packed(docs: Documents, max_length: int) -> list[str]:
     tokens, plain = int(docs.length.sum()), len(docs) * int(docs.length.max())
     filled = np.add.reduceat(docs.length[rows.packing.documents], rows.packing.offsets[:-1])
     line = (
-        f"packed into {amount(len(rows), 'row')} of {max_length:,}: {100 * tokens / (len(rows) * max_length):.2f}% filled "
+        f"packed into {amount(len(rows), 'row')} of {max_length:,}: {100 * tokens / (len(rows) * max_length):.2f}% "
+        f"filled "
         f"(one sample a row, padded to the longest: {100 * tokens / plain:.1f}%)"
     )
     return [

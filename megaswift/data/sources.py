@@ -1,7 +1,7 @@
 """Where rows come from: dataset specifications, local files, and rows with their place in the file.
 
-Owns `path#500`, `path:subset`, folders, the file kinds (JSONL, JSON, CSV, Parquet, text) and cutting files into parts that
-worker processes read on their own. Ids on a hub belong to `hub.py`; what the columns mean belongs to `formats/`.
+Owns `path#500`, `path:subset`, folders, the file kinds (JSONL, JSON, CSV, Parquet, text) and cutting files into parts
+that worker processes read on their own. Ids on a hub belong to `hub.py`; what the columns mean belongs to `formats/`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def _folder(path: Path, subset: str | None) -> tuple[Path, ...]:
 
 
 def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) -> Source:
-    """The files behind one entry of `--dataset`; DataError where there are none. `from_hub` fetches an id that is no path."""
+    """The files behind one entry of `--dataset`; DataError where there are none. `from_hub` fetches an id that is no
+    path."""
     name, subset, rows = _split_spec(spec)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -165,7 +166,8 @@ def _line_parts(path: Path, kind: str, size: int) -> list[Part]:
 
 
 def parts_of(source: Source, processes: int, size: int = PART_BYTES) -> list[Part]:
-    """The source's files cut into parts, in order; small enough that every process gets several where the data allow it."""
+    """The source's files cut into parts, in order; small enough that every process gets several where the data allow
+    it."""
     parts: list[Part] = []
     left = source.rows
     for path in source.files:

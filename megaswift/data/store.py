@@ -2,13 +2,14 @@
 
     tokens.bin int32 [all tokens]   mask.bin uint8 [all tokens]   rows.npy int64 [rows + 1] offsets
     labels.npy int64 [rows]: tokens with a label   lines.npy int64 [rows]: place in the file
-    beside.bin, beside.npy int64 [2, rows + 1]: what rows keep beside their tokens, as JSON: the names of images, the columns of a
+    beside.bin, beside.npy int64 [2, rows + 1]: what rows keep beside their tokens, as JSON: the names of images, the
+    columns of a
         prompt; offsets, and where the last image's tokens end
-    values.npy float32 [units]: margins or labels, of preferences alone; a unit is one row here, or two (chosen, rejected)
-    manifest.json: counts, files, and `content`, a hash of tokens, mask and values
+    values.npy float32 [units]: margins or labels, of preferences alone; a unit is one row here, or two (chosen,
+    rejected) manifest.json: counts, files, and `content`, a hash of tokens, mask and values
 
-Owns the files' layout. A folder under its final name is complete: it is built under another name and renamed. Who builds it,
-and when, belongs to `prepare.py`.
+Owns the files' layout. A folder under its final name is complete: it is built under another name and renamed. Who
+builds it, and when, belongs to `prepare.py`.
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ class TokenStore:
         return np.zeros(len(self), dtype=np.int64) if self._beside is None else np.asarray(self._beside[1, :-1])
 
     def beside(self, i: int) -> dict[str, Any] | None:
-        """What row i keeps beside its tokens: {"text", "files", "end"} of its images, or a prompt's own (`prompts.py`)."""
+        """What row i keeps beside its tokens: {"text", "files", "end"} of its images, or a prompt's own
+        (`prompts.py`)."""
         if self._beside is None or self._beside[0, i] == self._beside[0, i + 1]:
             return None
         with (self.folder / "beside.bin").open("rb") as f:

@@ -1,9 +1,10 @@
 """Rows read as they are needed, for data that do not fit a cache.
 
-Owns blocks and the position in them; where reading stands is `cursor.py`, what rows become is `stream_rows.py` and `stream_units.py`. The
-files are read in order, again and again; BLOCK rows at a time become items, which are shuffled among themselves (with `--shuffle`). A
-position is the place of a block's first row and how much of the block is used: the same on every rank and for every number of ranks.
-Every rank reads every line; each row is tokenised by one of them, which hands the tokens to all (`Spread`).
+Owns blocks and the position in them; where reading stands is `cursor.py`, what rows become is `stream_rows.py` and
+`stream_units.py`. The files are read in order, again and again; BLOCK rows at a time become items, which are shuffled
+among themselves (with `--shuffle`). A position is the place of a block's first row and how much of the block is used:
+the same on every rank and for every number of ranks. Every rank reads every line; each row is tokenised by one of them,
+which hands the tokens to all (`Spread`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from megaswift.losses.contract import Batch
 BLOCK = 2048
 AHEAD = 32
 """Rows that are tokenised at a time while a first one of use is looked for."""
-GO_ON = "mend the row, or --strict false to skip such rows; a run that has begun goes on with --resume_from_checkpoint latest"
+GO_ON = (
+    "mend the row, or --strict false to skip such rows; a run that has begun goes on with "
+    "--resume_from_checkpoint latest"
+)
 Row = tuple[str, Located, int]
 """(file, row, its number since the beginning)."""
 Spread = Callable[[Sequence[Row], Callable[[Sequence[Row]], list[Any]]], list[Any]]
@@ -65,7 +69,8 @@ class Tally:
         self.counted[cause] += 1
         if not self.quiet:
             warn(
-                f"skipped {problem} ({self.counted[cause]} rows skipped so far{'' if cause == 'malformed' else f': {cause}'})"
+                f"skipped {problem} ({self.counted[cause]} rows skipped so "
+                f"far{'' if cause == 'malformed' else f': {cause}'})"
             )
 
     def long(self, what: str, number: int, max_length: int) -> None:
@@ -84,7 +89,8 @@ class Contents(Protocol):
     tally: Tally
 
     def items(self, rows: Sequence[Row], spread: Spread) -> list[Any]:
-        """A block's rows as what global batches are made of, in file order; a Problem for a row that stops the run. Collective."""
+        """A block's rows as what global batches are made of, in file order; a Problem for a row that stops the run.
+        Collective."""
 
     def batches(self, taken: Sequence[Any], geometry: LoaderGeometry) -> list[Batch]:
         """This rank's micro-batches of a global batch of items. DataError for a Problem among them."""

@@ -98,7 +98,8 @@ class RowContents:
         return [[documents[i] for i in packing.row(n).tolist()] for n in range(len(packing))]
 
     def batches(self, taken: Sequence[Any], geometry: LoaderGeometry) -> list[Batch]:
-        """Tensors of a step's micro-batches; rows are cut to length now, because one that is too long may stop the run."""
+        """Tensors of a step's micro-batches; rows are cut to length now, because one that is too long may stop the
+        run."""
         rows = taken if self.options.packing else [documents[:1] for documents in self._documents(taken)]
         return batches(geometry.own(rows), self.options.packing, self.shape, geometry.uniform)
 
@@ -114,7 +115,8 @@ class RowContents:
         )
 
     def _usable(self, rows: Sequence[tuple[Rendered, int]]) -> bool:
-        """Whether a row keeps a token with loss within max_length; DataError for one before it that is too long for `raise`."""
+        """Whether a row keeps a token with loss within max_length; DataError for one before it that is too long for
+        `raise`."""
         size, strategy = self.options.max_length, self.options.truncation_strategy
         for (ids, mask), (_, number) in zip(self.encoder.tokenize([one for one, _ in rows]), rows, strict=True):
             if len(ids) > size and strategy == "raise":
@@ -133,7 +135,8 @@ class RowContents:
         return False
 
     def check(self, sources: Sequence[Source]) -> None:
-        """DataError for what would stop the run before its first row of use, or when no row of an epoch carries loss within max_length.
+        """DataError for what would stop the run before its first row of use, or when no row of an epoch carries loss
+        within max_length.
 
         Reads up to the first that does, the same on every rank.
         """

@@ -1,6 +1,7 @@
 """Pairs and labelled answers in a stream.
 
-Whether one is of use is known when its answers are tokens. What is of no use has no place in a block: batches are those of stored data.
+Whether one is of use is known when its answers are tokens. What is of no use has no place in a block: batches are those
+of stored data.
 """
 
 from __future__ import annotations

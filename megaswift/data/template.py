@@ -1,4 +1,5 @@
-"""`--chat_template`: a Jinja template from a file, or the template itself. One reader for all, light enough for the first checks."""
+"""`--chat_template`: a Jinja template from a file, or the template itself. One reader for all, light enough for the
+first checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model folder's tokenizer, or one message that says why it cannot be read. transformers is imported when one is asked for."""
+"""A model folder's tokenizer, or one message that says why it cannot be read. transformers is imported when one is
+asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
-    """The tokenizer in `folder`; with `trust` code that comes with it may run. `fix` is what to do where there is none."""
+    """The tokenizer in `folder`; with `trust` code that comes with it may run. `fix` is what to do where there is
+    none."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer
 
@@ -30,7 +32,8 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
 def pad_of(tokenizer: Any, vocabulary: int = 0) -> int:
     """The token that fills up rows: the tokenizer's, or its end of text, or token 0.
 
-    The first that an embedding of `vocabulary` rows (0: not known) has: a padding token is often added to the tokenizer alone.
+    The first that an embedding of `vocabulary` rows (0: not known) has: a padding token is often added to the tokenizer
+    alone.
     """
     wanted = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((int(token) for token in wanted if token is not None and (not vocabulary or token < vocabulary)), 0)

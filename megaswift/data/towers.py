@@ -1,8 +1,8 @@
 """Micro-batches of a vision-language model: rows as any others, and what its towers read of their images.
 
-Owns `Batch.extra`. Every micro-batch has an image: where no row brings one, a blank one stands behind the first row's end, where causal
-attention does not look back from. So all parameters of the towers take part on every rank, with gradients of exactly zero, and no
-collective of a sharded model waits for a rank that went past its towers.
+Owns `Batch.extra`. Every micro-batch has an image: where no row brings one, a blank one stands behind the first row's
+end, where causal attention does not look back from. So all parameters of the towers take part on every rank, with
+gradients of exactly zero, and no collective of a sharded model waits for a rank that went past its towers.
 """
 
 from __future__ import annotations

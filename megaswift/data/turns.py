@@ -1,10 +1,10 @@
 """Where each assistant turn lies in the text of a template that does not mark it.
 
-A turn is what the assistant wrote (content, reasoning, tool calls) and the token that ends its turn. Templates trim contents,
-strip reasoning from earlier turns, move the system message and write headers, so contents cannot be searched for, and a prefix
-of the conversation need not be a prefix of the text. Instead the conversation is rendered a second time with private-use
-characters at the edges of the contents: where they come out, the contents are. The text without them must be the text that was
-asked for, byte for byte; otherwise fewer edges are marked.
+A turn is what the assistant wrote (content, reasoning, tool calls) and the token that ends its turn. Templates trim
+contents, strip reasoning from earlier turns, move the system message and write headers, so contents cannot be searched
+for, and a prefix of the conversation need not be a prefix of the text. Instead the conversation is rendered a second
+time with private-use characters at the edges of the contents: where they come out, the contents are. The text without
+them must be the text that was asked for, byte for byte; otherwise fewer edges are marked.
 
 Left out: which turns carry loss (`chat.py`), tokens (`encode.py`).
 """

@@ -1,8 +1,9 @@
 """Pairs and labelled answers to micro-batches, packed or not, with the fields that losses of preferences read.
 
-Documents come in the order chosen_0, rejected_0, chosen_1, ... Packed, a micro-batch's own documents lie end to end in one row; which
-units are in a micro-batch does not depend on it. `fields`: `pairs` int64 [p, 2], document numbers, and `margin` float32 [p] where the
-data have margins; or `examples` int64 [n] and `label` bool [documents]. A unit without weight has no entry there.
+Documents come in the order chosen_0, rejected_0, chosen_1, ... Packed, a micro-batch's own documents lie end to end in
+one row; which units are in a micro-batch does not depend on it. `fields`: `pairs` int64 [p, 2], document numbers, and
+`margin` float32 [p] where the data have margins; or `examples` int64 [n] and `label` bool [documents]. A unit without
+weight has no entry there.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ Micro = Sequence[UnitItem | tuple[()]]
 
 
 def lay_out(made: Sequence[Sequence[Document | None]], packing: bool, shape: Shape, uniform: bool) -> list[Batch]:
-    """A step's micro-batches from the documents of each: end to end in one row, or one a row with None for a row without weight."""
+    """A step's micro-batches from the documents of each: end to end in one row, or one a row with None for a row
+    without weight."""
     rows = [
         [[d for d in micro if d is not None]] if packing else [[] if d is None else [d] for d in micro]
         for micro in made
@@ -52,7 +54,8 @@ class UnitLayout:
     margins: bool
     """Whether the data have margins."""
     prompt_labels: bool = False
-    """Prompts carry labels too (ORPO's likelihood); `fields["completion"]` bool [b, s] then says which are the completion's."""
+    """Prompts carry labels too (ORPO's likelihood); `fields["completion"]` bool [b, s] then says which are the
+    completion's."""
 
     def batches(self, rows: Sequence[Micro], shape: Shape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""

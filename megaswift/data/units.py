@@ -1,7 +1,7 @@
 """The pairs or labelled answers to train on: documents in groups, cut to length together.
 
-Owns what truncation means for a unit, and that no unit is left that teaches nothing: without a label, without a prompt, or with the
-same tokens twice. `#rows`, the store behind it and the split for evaluation are those of `documents.py`.
+Owns what truncation means for a unit, and that no unit is left that teaches nothing: without a label, without a prompt,
+or with the same tokens twice. `#rows`, the store behind it and the split for evaluation are those of `documents.py`.
 """
 
 from __future__ import annotations
@@ -75,9 +75,11 @@ def _place(units: Units, i: int) -> str:
 
 
 def truncate_units(units: Units, max_length: int, strategy: str) -> Units:
-    """Units of which each document has at most `max_length` tokens, and whatever is no pair or answer any more left out; counted.
+    """Units of which each document has at most `max_length` tokens, and whatever is no pair or answer any more left
+    out; counted.
 
-    `delete`: a unit goes when one of its documents is too long. `right` cuts completions, `left` prompts, each document by itself.
+    `delete`: a unit goes when one of its documents is too long. `right` cuts completions, `left` prompts, each document
+    by itself.
     """
     docs = units.docs
     long = np.flatnonzero(docs.length > max_length)

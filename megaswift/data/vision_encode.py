@@ -1,8 +1,9 @@
 """Rows with images to tokens and loss masks: `encode.py` for vision-language models.
 
-A row is rendered as any other, then the model's processor puts each image's tokens where its placeholder is. The longer text is
-tokenised by the same code as text rows, loss spans moved along, and must give the processor's own tokens. Every image is opened here
-once, so a broken one stops the run before it begins; its pixels are read again when the row is trained on (`towers.py`).
+A row is rendered as any other, then the model's processor puts each image's tokens where its placeholder is. The longer
+text is tokenised by the same code as text rows, loss spans moved along, and must give the processor's own tokens. Every
+image is opened here once, so a broken one stops the run before it begins; its pixels are read again when the row is
+trained on (`towers.py`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class VisionEncoder(Encoder):
     def _tokens(
         self, expanded: Expanded, spans: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens, loss mask, whether a token is an image's); what the processor puts before the text carries no loss."""
+        """(tokens, loss mask, whether a token is an image's); what the processor puts before the text carries no
+        loss."""
         (ids, mask), (_, pictured) = super().tokenize(
             [Rendered(expanded.text, tuple(spans)), Rendered(expanded.text, expanded.spans)]
         )

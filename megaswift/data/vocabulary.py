@@ -1,7 +1,8 @@
-"""Tokens that the tokenizer has and the model's embedding has no row for, as when tokens were added to the tokenizer alone.
+"""Tokens that the tokenizer has and the model's embedding has no row for, as when tokens were added to the tokenizer
+alone.
 
-Owns finding them. Nobody else would in every layout: tensor-parallel ranks take such a token for a vector of zeros, and as a label for
-one that lies on another rank.
+Owns finding them. Nobody else would in every layout: tensor-parallel ranks take such a token for a vector of zeros, and
+as a label for one that lies on another rank.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from megaswift.losses.contract import Batch
 
 BLOCK = 1 << 22
 """Tokens of a store that are looked at a time."""
-FIX = "the tokenizer that the model came with, or a model that was grown with it (transformers: model.resize_token_embeddings)"
+FIX = (
+    "the tokenizer that the model came with, or a model that was grown with it (transformers: "
+    "model.resize_token_embeddings)"
+)
 
 
 def exceeds(tokenizer: Any, rows: int) -> bool:
-    """Whether the tokenizer has a token that an embedding of so many rows (0: not known) lacks. Few have; only then data are looked at."""
+    """Whether the tokenizer has a token that an embedding of so many rows (0: not known) lacks. Few have; only then
+    data are looked at."""
     return rows > 0 and max(tokenizer.get_vocab().values(), default=0) >= rows
 
 

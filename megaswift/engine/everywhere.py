@@ -1,4 +1,5 @@
-"""Rank 0's tensors on every rank: for those who take a stream of weights on more ranks than the one that writes files."""
+"""Rank 0's tensors on every rank: for those who take a stream of weights on more ranks than the one that writes
+files."""
 
 from __future__ import annotations
 

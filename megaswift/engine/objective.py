@@ -1,6 +1,7 @@
 """The objective of a global batch, for any engine: counts before the forward pass, the loss callback, what is reported.
 
-A term is divided once, by its count over all data-parallel ranks and micro-batches. How a model computes its outputs is the engines'.
+A term is divided once, by its count over all data-parallel ranks and micro-batches. How a model computes its outputs is
+the engines'.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory of tensors that is given back for a while: to make room for a sampler on the same device.
 
-Owns copies in host memory and the way back. Views stay what they are, because a tensor's storage is emptied and filled again, not replaced.
-Of the order of tensors nothing is assumed; a storage that several share is moved once.
+Owns copies in host memory and the way back. Views stay what they are, because a tensor's storage is emptied and filled
+again, not replaced. Of the order of tensors nothing is assumed; a storage that several share is moved once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Parked:
         return sum(size for _, size, _ in self._held)
 
     def park(self, tensors: Iterable[Tensor], keep: bool = True) -> None:
-        """Empties their storages. `keep`: the contents go to host memory, where they are already on a CPU; else they are lost."""
+        """Empties their storages. `keep`: the contents go to host memory, where they are already on a CPU; else they
+        are lost."""
         seen = {storage.data_ptr() for storage, _, _ in self._held}
         for tensor in tensors:
             storage = tensor.untyped_storage()

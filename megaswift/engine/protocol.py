@@ -1,4 +1,5 @@
-"""What a trainer may ask of an engine. Trainers know this protocol only, so a run on any engine gives the same curve."""
+"""What a trainer may ask of an engine. Trainers know this protocol only, so a run on any engine gives the same
+curve."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class ParameterReport:
     gradient_bytes: int
     optimizer_bytes: int
     flops_per_token_parameters: int
-    """Parameters that count in the FLOP rule: all active ones but the input embedding; frozen ones by two thirds (no weight gradient)."""
+    """Parameters that count in the FLOP rule: all active ones but the input embedding; frozen ones by two thirds (no
+    weight gradient)."""
     parameters_trained: int | None = None
     """Of all, those that train; None: all of them."""
     forward_parameters: int | None = None
@@ -81,7 +83,8 @@ class Engine(Protocol):
         """From now on `reference` is the model as it is now; `on_host`: its values lie in host memory between uses."""
 
     def reference(self) -> AbstractContextManager[None]:
-        """The reference model for the length of a block: `score` and `evaluate` inside it, never `train_batch`. Collective."""
+        """The reference model for the length of a block: `score` and `evaluate` inside it, never `train_batch`.
+        Collective."""
 
     def move_reference(self, share: float) -> None:
         """reference = share x model + (1 - share) x reference."""
@@ -102,13 +105,15 @@ class Engine(Protocol):
         """No weights yet: a checkpoint of a run on the model in `directory` brings them."""
 
     def export(self, folder: Path, source: Path, dtype: Any = None) -> None:
-        """A Hugging Face folder, each tensor in the dtype that it has in `source`, or all in `dtype`. Replaces an older one. Collective."""
+        """A Hugging Face folder, each tensor in the dtype that it has in `source`, or all in `dtype`. Replaces an older
+        one. Collective."""
 
     def write_adapter(self, folder: Path, base: str) -> None:
         """The PEFT folder of a run with adapters on the model named `base`. Collective."""
 
     def describe(self, target: Path, folder: Path) -> None:
-        """The files that tell what a checkpoint is of (config.json, tokenizer, dtypes), from the model in `folder`. On one rank."""
+        """The files that tell what a checkpoint is of (config.json, tokenizer, dtypes), from the model in `folder`. On
+        one rank."""
 
     def save(self, directory: Path) -> None:
         """Sharded state: weights, optimizer, RNG of every rank. Collective."""
@@ -117,7 +122,8 @@ class Engine(Protocol):
         """The inverse of `save`, on the same or another layout."""
 
     def offload(self, what: frozenset[str]) -> None:
-        """`optimizer` (its state, and gradients, which are dropped) or `model` (the weights) leave the device until `onload`."""
+        """`optimizer` (its state, and gradients, which are dropped) or `model` (the weights) leave the device until
+        `onload`."""
 
     def onload(self) -> None:
         """Everything is back, bit by bit."""

@@ -1,7 +1,7 @@
 """A second set of values for a model's own tensors: the reference of preference learning and of a KL penalty.
 
-Owns the copy and the exchange. One model computes both, so a reference costs its weights once and no second model; which tensors
-these are, and what must be gathered before they are read, is the engine's.
+Owns the copy and the exchange. One model computes both, so a reference costs its weights once and no second model;
+which tensors these are, and what must be gathered before they are read, is the engine's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 class ReferenceWeights:
-    """Values apart from the model's, as they were when this was made. `live` names the model's tensors: looked up at each use."""
+    """Values apart from the model's, as they were when this was made. `live` names the model's tensors: looked up at
+    each use."""
 
     @torch.no_grad()
     def __init__(self, live: Callable[[], Sequence[Tensor]], on_host: bool = False) -> None:

@@ -1,6 +1,7 @@
 """Random states of a rank: Python, NumPy, torch, the device and an engine's own, as one safetensors file a rank.
 
-Owns collecting, writing and restoring them bit for bit, and a seed to start afresh from where that is impossible (another layout).
+Owns collecting, writing and restoring them bit for bit, and a seed to start afresh from where that is impossible
+(another layout).
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def read(directory: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def fits(tensors: dict[str, Tensor], own: Mapping[str, Tensor] = NONE) -> bool:
-    """Whether these are states of the generators that this rank has: the same devices, the same names in the engine's `own`."""
+    """Whether these are states of the generators that this rank has: the same devices, the same names in the engine's
+    `own`."""
     return {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in _collect(own)[0].items()}
 
 
@@ -86,7 +88,8 @@ def restore(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, Tens
 
 
 def fresh_seed(directory: Path) -> int:
-    """From the saved states of rank 0: repeatable, and no dropout mask comes twice. Python and NumPy have it already."""
+    """From the saved states of rank 0: repeatable, and no dropout mask comes twice. Python and NumPy have it
+    already."""
     seed = zlib.crc32(path(directory, 0).read_bytes()) >> 1
     random.seed(seed)
     np.random.seed(seed)

@@ -21,7 +21,8 @@ def _said(adapter: Path, name: str) -> str:
 
 
 def kind_of(adapter: Path) -> str:
-    """peft_type of an adapter folder in small letters; LoRA where it cannot be told, whose reader says what is wrong."""
+    """peft_type of an adapter folder in small letters; LoRA where it cannot be told, whose reader says what is
+    wrong."""
     return _said(adapter, "peft_type").lower() or "lora"
 
 

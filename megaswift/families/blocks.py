@@ -57,7 +57,8 @@ EXPERT_BIAS = Copy(
 
 
 def dense_mlp(scope: Scope = "layer", norm: str = "post_attention_layernorm", fused: bool = False) -> tuple[Rule, ...]:
-    """Norm (none where it has no name), gate and up (`fused`: in one tensor), down. `scope` is `dense` in families with MoE layers too."""
+    """Norm (none where it has no name), gate and up (`fused`: in one tensor), down. `scope` is `dense` in families with
+    MoE layers too."""
     mlp = H + "mlp."
     gate_up = GatedMLP(M + "mlp.linear_fc1.weight", (mlp + "gate_proj.weight", mlp + "up_proj.weight"), scope=scope)
     before = (
@@ -87,7 +88,8 @@ def post_norms(attention: str, mlp: str) -> tuple[Rule, ...]:
 
 
 def moe(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Norm, router and experts of a MoE layer whose HF module is called `block`, its projections `gate`, `up`, `down`."""
+    """Norm, router and experts of a MoE layer whose HF module is called `block`, its projections `gate`, `up`,
+    `down`."""
     b, e = f"{H}{block}.", f"{H}{block}.experts.{{E}}."
     return (
         Copy(M + "pre_mlp_layernorm.weight", (H + "post_attention_layernorm.weight",), ("hidden_size",), "moe"),

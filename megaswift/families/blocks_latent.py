@@ -1,4 +1,5 @@
-"""Weight table of multi-head latent attention. Megatron's heads are rows of the second projections, in Hugging Face's order."""
+"""Weight table of multi-head latent attention. Megatron's heads are rows of the second projections, in Hugging Face's
+order."""
 
 from __future__ import annotations
 

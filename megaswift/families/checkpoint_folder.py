@@ -43,7 +43,8 @@ class Checkpoint:
 def find_checkpoint(path: Path | str) -> Checkpoint | None:
     """The checkpoint at `path`; None where there is none.
 
-    A converted folder, a `step-N`, an output directory or its `checkpoints` (meaning the latest), the `model` folder of any of these.
+    A converted folder, a `step-N`, an output directory or its `checkpoints` (meaning the latest), the `model` folder of
+    any of these.
     """
     folder = Path(path)
     owner = folder.parent if folder.name == MODEL else folder
@@ -57,7 +58,8 @@ def find_checkpoint(path: Path | str) -> Checkpoint | None:
 
 
 def _latest(store: Path) -> Path | None:
-    """The step folder that the pointer names, if it has its marker. What the marker says is checked by who resumes from it."""
+    """The step folder that the pointer names, if it has its marker. What the marker says is checked by who resumes from
+    it."""
     try:
         name = str(json.loads((store / POINTER).read_text(encoding="utf-8"))["directory"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,8 @@
-"""Configuration rows of the families that descend from DeepSeek: experts behind a scoring router, some of them shared, after dense layers.
+"""Configuration rows of the families that descend from DeepSeek: experts behind a scoring router, some of them shared,
+after dense layers.
 
-Owns the meaning of `n_routed_experts` and its companions (DeepSeek-V2, arXiv:2405.04434, section 2.2; DeepSeek-V3, arXiv:2412.19437,
-section 2.1.2), and the layers for multi-token prediction, which are kept as they are.
+Owns the meaning of `n_routed_experts` and its companions (DeepSeek-V2, arXiv:2405.04434, section 2.2; DeepSeek-V3,
+arXiv:2412.19437, section 2.1.2), and the layers for multi-token prediction, which are kept as they are.
 """
 
 from __future__ import annotations

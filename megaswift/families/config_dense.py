@@ -15,7 +15,8 @@ from megaswift.families.spec import RopeSpec
 
 
 def two_ropes(full_theta: float, local_theta: float) -> Group:
-    """Two rotary embeddings: `rope_theta` with scaling in full layers, `rope_local_base_freq` without any in windowed ones.
+    """Two rotary embeddings: `rope_theta` with scaling in full layers, `rope_local_base_freq` without any in windowed
+    ones.
 
     transformers 5 writes both into `rope_parameters`, by kind of layer. The thetas are transformers' defaults.
     """

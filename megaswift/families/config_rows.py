@@ -1,7 +1,8 @@
-"""How a `config.json` is read: every field is mapped, must have a certain value, or is listed with the reason why it does not matter.
+"""How a `config.json` is read: every field is mapped, must have a certain value, or is listed with the reason why it
+does not matter.
 
-Owns the row kinds and the reading. Which rows a family has is in its own file and in `config_tables`. A field that no row claims is
-an error: a setting that nobody looked at may change what the model computes.
+Owns the row kinds and the reading. Which rows a family has is in its own file and in `config_tables`. A field that no
+row claims is an error: a setting that nobody looked at may change what the model computes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from megaswift.errors import Problem, WeightsError, nearest
 REQUIRED: Any = object()
 """The default of a row whose field must be there."""
 SPEC_FIELDS = ("vocab_size", "max_positions", "tied", "dtype", "rope")
-"""Targets that are fields of ModelSpec itself; all others are fields of `Features` or of Megatron's TransformerConfig."""
+"""Targets that are fields of ModelSpec itself; all others are fields of `Features` or of Megatron's
+TransformerConfig."""
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""Configuration rows that families share: sizes, rotary embedding, sliding windows, mixture of experts, and what does not matter.
+"""Configuration rows that families share: sizes, rotary embedding, sliding windows, mixture of experts, and what does
+not matter.
 
-Owns the meaning of Hugging Face's fields for Llama-like decoders, in the spelling of transformers 5 (`rope_parameters`, `dtype`) and
-in the older one (`rope_theta`, `rope_scaling`, `torch_dtype`).
+Owns the meaning of Hugging Face's fields for Llama-like decoders, in the spelling of transformers 5 (`rope_parameters`,
+`dtype`) and in the older one (`rope_theta`, `rope_scaling`, `torch_dtype`).
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def head_dim(default: int | None = None) -> Group:
 
 
 def kv_heads(required: bool = True) -> Group:
-    """`num_key_value_heads`; null means as many as attention heads. Where transformers' default is a number, it must be there."""
+    """`num_key_value_heads`; null means as many as attention heads. Where transformers' default is a number, it must be
+    there."""
 
     def read(reading: Reading) -> None:
         heads = reading.raw.get("num_attention_heads")
@@ -84,7 +86,8 @@ def kv_heads(required: bool = True) -> Group:
 
 
 def rope(theta: float = 10000.0, partial: float | None = None) -> Group:
-    """Rotary embedding; `theta` is transformers' default base for the family, `partial` its default share of a head (None: whole heads)."""
+    """Rotary embedding; `theta` is transformers' default base for the family, `partial` its default share of a head
+    (None: whole heads)."""
 
     def read(reading: Reading) -> None:
         raw = reading.raw
@@ -120,7 +123,8 @@ def rope(theta: float = 10000.0, partial: float | None = None) -> Group:
 
 
 def _scaling(reading: Reading, key: str, given: dict[str, Any]) -> dict[str, Any] | None:
-    """The scaling parameters with `rope_type`, defaults filled in that depend on other fields; None for the default type."""
+    """The scaling parameters with `rope_type`, defaults filled in that depend on other fields; None for the default
+    type."""
     kind = given.get("rope_type", given.get("type", "default"))
     rest = {
         k: v
@@ -151,7 +155,8 @@ def _scaling(reading: Reading, key: str, given: dict[str, Any]) -> dict[str, Any
 
 
 def window(default: int | None) -> Group:
-    """One `sliding_window` for all layers; transformers' default where the field is absent. A token sees itself and w - 1 before it."""
+    """One `sliding_window` for all layers; transformers' default where the field is absent. A token sees itself and w -
+    1 before it."""
 
     def read(reading: Reading) -> None:
         width = reading.get("sliding_window", int, None, 1) if "sliding_window" in reading.raw else default
@@ -172,7 +177,8 @@ def _biases(reading: Reading) -> None:
     if attention != mlp:
         reading.problem(
             "attention_bias" if attention else "mlp_bias",
-            f"attention_bias {attention} with mlp_bias {mlp} cannot be expressed: Megatron has one switch for biases of the "
+            f"attention_bias {attention} with mlp_bias {mlp} cannot be expressed: Megatron has one switch for biases "
+            f"of the "
             "attention output and the MLP together",
         )
     reading.values["add_bias_linear"] = bool(attention and mlp)
@@ -190,7 +196,8 @@ def architecture(name: str) -> Group:
 
 
 def authors_code(name: str) -> Group:
-    """`auto_map` of folders that came with their authors' code before transformers had the model: modules called after `name` only.
+    """`auto_map` of folders that came with their authors' code before transformers had the model: modules called after
+    `name` only.
 
     Entries of the tokenizer change no model.
     """
@@ -267,7 +274,8 @@ def _norm_topk(reading: Reading) -> None:
 
 
 def _padding_token(reading: Reading) -> None:
-    """transformers makes it the `padding_idx` of torch's Embedding, which counts from the end below 0 and refuses what is beyond."""
+    """transformers makes it the `padding_idx` of torch's Embedding, which counts from the end below 0 and refuses what
+    is beyond."""
     token, size = reading.get("pad_token_id", int, None, least=-math.inf), reading.values.get("vocab_size")
     if token is None or size is None:
         return
@@ -297,7 +305,8 @@ ROUTER: tuple[ConfigRow, ...] = (
 )
 
 AUXILIARY_IF_ASKED = Group(("router_aux_loss_coef", "output_router_logits"), _auxiliary_if_asked)
-"""As transformers does, where the published coefficient is no training recipe (gpt-oss: 0.9): only with router logits asked for."""
+"""As transformers does, where the published coefficient is no training recipe (gpt-oss: 0.9): only with router logits
+asked for."""
 
 SIZES: tuple[ConfigRow, ...] = (
     Row("vocab_size", "vocab_size", int),

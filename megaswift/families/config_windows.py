@@ -1,7 +1,7 @@
 """Configuration row of models some of whose layers have a sliding window, and others full attention.
 
-Owns the meaning of `sliding_window` with `layer_types`, and of what stands in its place in older files; `config_tables` has windows of
-all layers.
+Owns the meaning of `sliding_window` with `layer_types`, and of what stands in its place in older files; `config_tables`
+has windows of all layers.
 """
 
 from __future__ import annotations

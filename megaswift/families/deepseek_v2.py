@@ -1,4 +1,5 @@
-"""DeepSeek-V2 and V2-Lite: latent attention, experts chosen by softmax, in groups or not. https://arxiv.org/abs/2405.04434."""
+"""DeepSeek-V2 and V2-Lite: latent attention, experts chosen by softmax, in groups or not.
+https://arxiv.org/abs/2405.04434."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""DeepSeek-V3, V3.1 and R1: latent attention, experts chosen by biased sigmoids in groups. https://arxiv.org/abs/2412.19437."""
+"""DeepSeek-V3, V3.1 and R1: latent attention, experts chosen by biased sigmoids in groups.
+https://arxiv.org/abs/2412.19437."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from megaswift.families.family import FAMILIES, Family
 
 
 def _exaone_layers(reading: Reading) -> None:
-    """Windows as `layer_types` or `sliding_window_pattern` say; where there are any, full layers have no rotary embedding."""
+    """Windows as `layer_types` or `sliding_window_pattern` say; where there are any, full layers have no rotary
+    embedding."""
     every = reading.raw.get("sliding_window_pattern", 4)
     windows = reading.raw.get("sliding_window", 4096) is not None
     if windows and not isinstance(every, int) and reading.raw.get("layer_types") is None:

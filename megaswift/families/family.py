@@ -1,7 +1,7 @@
 """A model family: two tables, and the registry of all families.
 
-Owns what a family is and how one is found by its `model_type`. A family file is `FAMILIES.register(name, Family(...))`, with functions
-for those fields of its config.json that mean something in it alone.
+Owns what a family is and how one is found by its `model_type`. A family file is `FAMILIES.register(name, Family(...))`,
+with functions for those fields of its config.json that mean something in it alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Family:
 
     @property
     def rows(self) -> tuple[ConfigRow, ...]:
-        """All configuration rows; the family's own are read last, and stand in place of shared ones about the same fields."""
+        """All configuration rows; the family's own are read last, and stand in place of shared ones about the same
+        fields."""
         own = {key for row in self.config for key in row.keys}
         shared = (*SIZES, architecture(self.architecture), *IRRELEVANT)
         return (*(row for row in shared if not own & set(row.keys)), *self.config)

@@ -1,6 +1,7 @@
 """Which weights of a model are held in four bits (--train_type qlora), and on how many ranks they can be.
 
-Owns the choice and the fit of blocks to shards. Pure: names and shapes, no tensors, no torch; the numbers are the bridge's.
+Owns the choice and the fit of blocks to shards. Pure: names and shapes, no tensors, no torch; the numbers are the
+bridge's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ NO_DORA = Problem(
 
 
 def held(rule: Rule) -> bool:
-    """Whether a weight is a linear layer's inside a decoder layer, experts included: no embedding, head, norm, router, gate or bias."""
+    """Whether a weight is a linear layer's inside a decoder layer, experts included: no embedding, head, norm, router,
+    gate or bias."""
     leaf = rule.megatron.removesuffix(WEIGHT).rsplit(".", 1)[-1]
     return rule.scope != "model" and rule.megatron.endswith(WEIGHT) and leaf.startswith("linear_")
 

@@ -1,4 +1,5 @@
-"""Gemma 2: soft caps on attention scores and logits, a window in every other layer, norms before and after. arXiv:2408.00118."""
+"""Gemma 2: soft caps on attention scores and logits, a window in every other layer, norms before and after.
+arXiv:2408.00118."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""gpt-oss: attention sinks, windows in every other layer, biases everywhere, experts with a clamped activation. arXiv:2508.10925."""
+"""gpt-oss: attention sinks, windows in every other layer, biases everywhere, experts with a clamped activation.
+arXiv:2508.10925."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ ROPE = rope(150000.0)
 
 
 def _rope(reading: Reading) -> None:
-    """The shared row, where scaling is given: transformers' default for this family is yarn, and nobody means that by silence."""
+    """The shared row, where scaling is given: transformers' default for this family is yarn, and nobody means that by
+    silence."""
     if not (reading.raw.get("rope_scaling") or reading.raw.get("rope_parameters")):
         reading.problem(
             "rope_scaling",

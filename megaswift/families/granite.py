@@ -1,4 +1,5 @@
-"""Granite 3: factors on embeddings, attention scores, residual branches and logits. https://huggingface.co/ibm-granite."""
+"""Granite 3: factors on embeddings, attention scores, residual branches and logits.
+https://huggingface.co/ibm-granite."""
 
 from __future__ import annotations
 

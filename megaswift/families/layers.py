@@ -1,4 +1,5 @@
-"""Which modules of any transformers model are its decoder layers: FSDP's units, what is compiled, and what one device has as a whole."""
+"""Which modules of any transformers model are its decoder layers: FSDP's units, what is compiled, and what one device
+has as a whole."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from torch import nn
 
 
 def layer_classes(model: nn.Module) -> frozenset[str]:
-    """Class names of decoder layers: what transformers says must stay in one piece, else the members of the longest list of modules."""
+    """Class names of decoder layers: what transformers says must stay in one piece, else the members of the longest
+    list of modules."""
     said: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
     present = {type(m).__name__ for m in model.modules()}
     named = frozenset(said) & present

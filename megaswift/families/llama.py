@@ -1,4 +1,5 @@
-"""Llama 2 and 3.x (with rope scaling), and the many models that call themselves llama. https://arxiv.org/abs/2407.21783."""
+"""Llama 2 and 3.x (with rope scaling), and the many models that call themselves llama.
+https://arxiv.org/abs/2407.21783."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""MiniMax-M2: experts chosen by biased sigmoids, norms over all heads together, half-rotated heads. https://huggingface.co/MiniMaxAI."""
+"""MiniMax-M2: experts chosen by biased sigmoids, norms over all heads together, half-rotated heads.
+https://huggingface.co/MiniMaxAI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where `--model` lies on this machine: a folder or checkpoint as it is, a hub id as its downloaded snapshot; its tokenizer. No torch.
+"""Where `--model` lies on this machine: a folder or checkpoint as it is, a hub id as its downloaded snapshot; its
+tokenizer. No torch.
 
 Owns finding and fetching; what the model's files mean is read by the families and the bridge.
 """
@@ -165,7 +166,8 @@ def tokenizer_of(cfg: SwiftConfig, folder: Path) -> Any:
 
 
 def read_tokenizer(folder: Path, trust: bool, chat_template: str | None) -> Any:
-    """The tokenizer in `folder`, with the chat template of the options; code that comes with it runs only with --trust_remote_code."""
+    """The tokenizer in `folder`, with the chat template of the options; code that comes with it runs only with
+    --trust_remote_code."""
     tokenizer = load_tokenizer(folder, trust, "the model's own tokenizer files")
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
@@ -197,7 +199,8 @@ def reader_for(cfg: SwiftConfig) -> Any:
 
 
 def tokenizer_for(cfg: SwiftConfig) -> Any:
-    """The tokenizer that training on `--model` takes, whatever `--model` is; here a folder that holds nothing else is enough."""
+    """The tokenizer that training on `--model` takes, whatever `--model` is; here a folder that holds nothing else is
+    enough."""
     folder = Path(str(cfg.model.model))
     alone = any((folder / name).is_file() for name in TOKENIZER_FILES)
     if not alone:

@@ -1,4 +1,5 @@
-"""OLMo 2: norms only after attention and MLP, and over all heads of queries and of keys together. https://arxiv.org/abs/2501.00656."""
+"""OLMo 2: norms only after attention and MLP, and over all heads of queries and of keys together.
+https://arxiv.org/abs/2501.00656."""
 
 from __future__ import annotations
 

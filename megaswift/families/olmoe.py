@@ -1,4 +1,5 @@
-"""OLMoE: experts in every layer, norms over all heads of queries and of keys together. https://arxiv.org/abs/2409.02060."""
+"""OLMoE: experts in every layer, norms over all heads of queries and of keys together.
+https://arxiv.org/abs/2409.02060."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: query, key and value in one tensor, gate and up in another. https://arxiv.org/abs/2404.14219."""
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: query, key and value in one tensor, gate and up in another.
+https://arxiv.org/abs/2404.14219."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _PARTIAL = rope(partial=1.0)
 
 
 def _longrope(reading: Reading) -> None:
-    """LongRoPE (arXiv:2402.13753), by its short factors: transformers takes the long ones for a batch with a longer sequence.
+    """LongRoPE (arXiv:2402.13753), by its short factors: transformers takes the long ones for a batch with a longer
+    sequence.
 
     So runs up to `original_max_position_embeddings` compute what transformers computes, and longer ones are refused.
     """

@@ -1,8 +1,9 @@
-"""The projections of a model that may carry an adapter, by their Hugging Face module names, and what a user's names mean among them.
+"""The projections of a model that may carry an adapter, by their Hugging Face module names, and what a user's names
+mean among them.
 
-Owns the expansion of a family's weight table to modules and the matching of `--target_modules`, `--target_parameters` and
-`--modules_to_save`. Experts that Hugging Face keeps in one parameter (gpt_oss) are a projection each here. Pure: names and shapes, no
-tensors, no torch; adapters themselves are laid out by the bridge.
+Owns the expansion of a family's weight table to modules and the matching of `--target_modules`, `--target_parameters`
+and `--modules_to_save`. Experts that Hugging Face keeps in one parameter (gpt_oss) are a projection each here. Pure:
+names and shapes, no tensors, no torch; adapters themselves are laid out by the bridge.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Projection:
     """One linear layer of the Hugging Face model, or of one expert of those that share a parameter."""
 
     module: str
-    """`model.layers.0.self_attn.q_proj`; of such an expert a name of ours, `model.layers.0.mlp.experts.3.gate_up_proj`."""
+    """`model.layers.0.self_attn.q_proj`; of such an expert a name of ours,
+    `model.layers.0.mlp.experts.3.gate_up_proj`."""
     megatron: str
     """Megatron's module, which may hold several: `decoder.layers.0.self_attention.linear_qkv`."""
     source: int
@@ -35,7 +37,8 @@ class Projection:
     shape: tuple[int, int]
     """[out, in]."""
     stack: str = ""
-    """The parameter [experts, in, out] that holds this matrix of every expert: `model.layers.0.mlp.experts.gate_up_proj`."""
+    """The parameter [experts, in, out] that holds this matrix of every expert:
+    `model.layers.0.mlp.experts.gate_up_proj`."""
     alternating: int = 1
     """How many matrices take turns in the parameter's columns (gate and up: 2); here they stand one after the other."""
 
@@ -108,11 +111,12 @@ def _matches(name: str, names: Sequence[str]) -> bool:
 
 
 def select(family: Family, spec: ModelSpec, names: Sequence[str], parameters: Sequence[str] = ()) -> list[Projection]:
-    """The projections that `--target_modules` and `--target_parameters` mean; a ConfigError for each name that means none.
+    """The projections that `--target_modules` and `--target_parameters` mean; a ConfigError for each name that means
+    none.
 
-    `all-linear` is every module. A name with a character of regular expressions must match a whole module name, any other name
-    is a module or the end of one, as PEFT reads them; Hugging Face's and Megatron's names do. `parameters` are the same for experts
-    that share one.
+    `all-linear` is every module. A name with a character of regular expressions must match a whole module name, any
+    other name is a module or the end of one, as PEFT reads them; Hugging Face's and Megatron's names do. `parameters`
+    are the same for experts that share one.
     """
     known = list(projections(family, spec))
     modules, stacks = [p for p in known if not p.stack], [p for p in known if p.stack]
@@ -138,7 +142,8 @@ def select(family: Family, spec: ModelSpec, names: Sequence[str], parameters: Se
 
 
 def without_dora(chosen: Sequence[Projection], label: str) -> list[Problem]:
-    """What keeps DoRA from these projections: PEFT refuses it for parameters, and transformers keeps the experts of all families so."""
+    """What keeps DoRA from these projections: PEFT refuses it for parameters, and transformers keeps the experts of all
+    families so."""
     experts = list(dict.fromkeys(p.leaf for p in chosen if ".experts." in p.megatron))
     rule = (
         "is not there for experts (PEFT has DoRA for modules, transformers keeps experts in stacked parameters), and "
@@ -190,7 +195,8 @@ def _no_target(name: str, known: Sequence[Projection], family: Family, spec: Mod
 
 
 def saved(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
-    """Hugging Face tensors of the modules that `names` (whole names or their ends) mean; a ConfigError for each that means none."""
+    """Hugging Face tensors of the modules that `names` (whole names or their ends) mean; a ConfigError for each that
+    means none."""
     chosen: dict[str, None] = {}
     problems = []
     every = [_name(hf, layer, expert) for rule, layer, expert in _expand(family, spec) for hf in rule.hf]

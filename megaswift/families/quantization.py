@@ -1,7 +1,7 @@
 """Quantised checkpoints as `config.json` describes them: which ones can be read, and why the others cannot.
 
-Owns the field `quantization_config`. Dequantising the tensors belongs to `bridge/quantized`; nothing after it knows that they were
-quantised, so the field is not exported.
+Owns the field `quantization_config`. Dequantising the tensors belongs to `bridge/quantized`; nothing after it knows
+that they were quantised, so the field is not exported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any
 from megaswift.families.config_rows import Group, Reading
 
 FIELD = "quantization_config"
-UNQUANTISED = "the model's unquantised checkpoint; transformers makes one: from_pretrained(DIR).dequantize(), then save_pretrained"
+UNQUANTISED = (
+    "the model's unquantised checkpoint; transformers makes one: from_pretrained(DIR).dequantize(), then "
+    "save_pretrained"
+)
 REASONS = {
     "compressed-tensors": "its formats differ from file to file (packed integers, FP8 by channel, sparse)",
     "fbgemm_fp8": "its scales are by row, with an upper bound of the activations that training would not keep",
@@ -39,12 +42,14 @@ KNOWN = {
     ),
     "mxfp4": ("quant_method", "modules_to_not_convert", "dequantize"),
 }
-"""quant_method -> the fields whose meaning is known. Which tensors are quantised is read off the tensors, not off module lists."""
+"""quant_method -> the fields whose meaning is known. Which tensors are quantised is read off the tensors, not off
+module lists."""
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """float8 e4m3 weights W [..., n, m] beside W_scale_inv [..., ceil(n / rows), ceil(m / columns)] (DeepSeek-V3, arXiv 2412.19437)."""
+    """float8 e4m3 weights W [..., n, m] beside W_scale_inv [..., ceil(n / rows), ceil(m / columns)] (DeepSeek-V3, arXiv
+    2412.19437)."""
 
     block: tuple[int, int] | None = HF_BLOCK
     """Rows and columns that share a scale; None: one scale a tensor."""
@@ -52,14 +57,16 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """OCP microscaling FP4: W_blocks uint8 [E, n, m / 32, 16], two values a byte, beside exponents W_scales uint8 [E, n, m / 32]."""
+    """OCP microscaling FP4: W_blocks uint8 [E, n, m / 32, 16], two values a byte, beside exponents W_scales uint8 [E,
+    n, m / 32]."""
 
 
 Scheme = Fp8 | Mxfp4
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
-    """How the weights beside this config.json are quantised; None for plain weights, or where `problem_of` has something to say."""
+    """How the weights beside this config.json are quantised; None for plain weights, or where `problem_of` has
+    something to say."""
     given = config.get(FIELD)
     if given is None or problem_of(config):
         return None

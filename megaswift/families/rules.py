@@ -1,8 +1,9 @@
 """How one Megatron parameter is made from Hugging Face tensors, and how it is cut over tensor-parallel ranks.
 
-A rule states one direction only: `pieces(spec, cut)` lists, in order, which ranges of which HF tensors lie in one shard. Reading
-joins these ranges, writing puts them back: the bridge derives both, and checks that the pieces of all shards cover every HF element
-exactly once. Rules are pure integer arithmetic: names and shapes only, no tensors, no files.
+A rule states one direction only: `pieces(spec, cut)` lists, in order, which ranges of which HF tensors lie in one
+shard. Reading joins these ranges, writing puts them back: the bridge derives both, and checks that the pieces of all
+shards cover every HF element exactly once. Rules are pure integer arithmetic: names and shapes only, no tensors, no
+files.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class _One:
 
 
 class Copy(_One):
-    """The same tensor on every rank: norms, routers, biases after a row-parallel layer; also buffers, such as a router's expert bias."""
+    """The same tensor on every rank: norms, routers, biases after a row-parallel layer; also buffers, such as a
+    router's expert bias."""
 
     shard: ClassVar[Shard] = "replicated"
 
@@ -174,10 +176,11 @@ class RowParallel(_Even):
 
 @dataclass(frozen=True)
 class QKV:
-    """Query, key and value projections in Megatron's order: for each KV group [its query heads; its key head; its value head].
+    """Query, key and value projections in Megatron's order: for each KV group [its query heads; its key head; its value
+    head].
 
-    A rank holds whole groups; of more ranks than groups each holds equal rows of one, which Megatron gathers in the forward pass.
-    `matrix` False is for the biases.
+    A rank holds whole groups; of more ranks than groups each holds equal rows of one, which Megatron gathers in the
+    forward pass. `matrix` False is for the biases.
     """
 
     megatron: str
@@ -234,7 +237,8 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class Vocab:
-    """[vocab, h], cut along the vocabulary; the bridge pads it with zero rows to the padded size, and cuts these off again."""
+    """[vocab, h], cut along the vocabulary; the bridge pads it with zero rows to the padded size, and cuts these off
+    again."""
 
     megatron: str
     hf: tuple[str]

@@ -1,4 +1,5 @@
-"""Experts that Hugging Face keeps in one tensor a layer, [in, out] by expert, gate and up in alternating columns (gpt_oss).
+"""Experts that Hugging Face keeps in one tensor a layer, [in, out] by expert, gate and up in alternating columns
+(gpt_oss).
 
 Owns the rules that cut one expert out of it and turn it round; `rules` has those of experts with tensors of their own.
 """
@@ -19,7 +20,8 @@ def _expert(cut: Cut) -> tuple[int]:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Gate and up of every expert, [E, h, 2 f] with columns gate, up, gate, up, ...: on each rank [its gates; its ups], [2 f / tp, h].
+    """Gate and up of every expert, [E, h, 2 f] with columns gate, up, gate, up, ...: on each rank [its gates; its ups],
+    [2 f / tp, h].
 
     `matrix` False is for the biases [E, 2 f].
     """

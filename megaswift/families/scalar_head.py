@@ -1,4 +1,5 @@
-"""Models that end in one number a token instead of the vocabulary: reward models, critics, transformers' `...ForSequenceClassification`.
+"""Models that end in one number a token instead of the vocabulary: reward models, critics, transformers'
+`...ForSequenceClassification`.
 
 Owns what of a config.json says so, and how a language model becomes one. Its weight is a row of `blocks.HEAD`.
 """
@@ -60,5 +61,6 @@ def scored_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_padding(config: Mapping[str, Any], padding: int) -> dict[str, Any]:
-    """The config.json of a classifier with a pad_token_id, by which transformers finds the last token of a padded row."""
+    """The config.json of a classifier with a pad_token_id, by which transformers finds the last token of a padded
+    row."""
     return dict(config) if config.get("pad_token_id") is not None else {**config, "pad_token_id": padding}

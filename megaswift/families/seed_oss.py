@@ -1,4 +1,5 @@
-"""Seed-OSS 36B: heads wider in all than the model, biases on query, key and value, dropout. https://huggingface.co/ByteDance-Seed."""
+"""Seed-OSS 36B: heads wider in all than the model, biases on query, key and value, dropout.
+https://huggingface.co/ByteDance-Seed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from megaswift.families.family import FAMILIES, Family
 
 
 def _seed_biases(reading: Reading) -> None:
-    """Biases on query, key and value; those of attention's output and of the MLP go together in Megatron, and bring these along."""
+    """Biases on query, key and value; those of attention's output and of the MLP go together in Megatron, and bring
+    these along."""
     inner, out, mlp = (
         reading.get(key, bool, default)
         for key, default in (("attention_bias", True), ("attention_out_bias", False), ("mlp_bias", False))
@@ -17,7 +19,8 @@ def _seed_biases(reading: Reading) -> None:
     if out != mlp or (out and not inner):
         reading.problem(
             "attention_out_bias" if out else "mlp_bias",
-            f"attention_bias {inner}, attention_out_bias {out}, mlp_bias {mlp} cannot be expressed: Megatron has one switch "
+            f"attention_bias {inner}, attention_out_bias {out}, mlp_bias {mlp} cannot be expressed: Megatron has one "
+            f"switch "
             "for biases of all linear layers, and one for those of query, key and value alone",
         )
     reading.values.update(add_qkv_bias=bool(inner), add_bias_linear=bool(out and mlp))

@@ -1,4 +1,5 @@
-"""Quantised checkpoints under adapters on the engines of torch: which ones transformers loads, and with which packages. No torch.
+"""Quantised checkpoints under adapters on the engines of torch: which ones transformers loads, and with which packages.
+No torch.
 
 Owns what a run is told before it starts. The native engine reads its own few formats: `quantization.py`.
 """

@@ -10,7 +10,8 @@ from megaswift.families.family import FAMILIES, Family
 
 
 def _without_rotation(reading: Reading) -> None:
-    """`no_rope_layers` (1 for a layer with rotary embedding, as transformers has it), else every `no_rope_layer_interval`-th without."""
+    """`no_rope_layers` (1 for a layer with rotary embedding, as transformers has it), else every
+    `no_rope_layer_interval`-th without."""
     layers, every = reading.raw.get("num_hidden_layers"), reading.get("no_rope_layer_interval", int, 4, 1)
     if not isinstance(layers, int) or every is None:
         return

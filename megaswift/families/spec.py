@@ -1,6 +1,7 @@
 """What a model is, whatever file described it: the fields the engine, the bridge and the checks read.
 
-Owns the value types. How a `config.json` becomes one belongs to `config_rows`; weights belong to `rules` and the bridge.
+Owns the value types. How a `config.json` becomes one belongs to `config_rows`; weights belong to `rules` and the
+bridge.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class RopeSpec:
 
     base: float
     scaling: Mapping[str, Any] | None = None
-    """Hugging Face's parameters with `rope_type` (linear, dynamic, llama3, yarn or longrope); None for the default type."""
+    """Hugging Face's parameters with `rope_type` (linear, dynamic, llama3, yarn or longrope); None for the default
+    type."""
     partial: float = 1.0
     """Rotated share of each head."""
 
@@ -83,7 +85,8 @@ class ModelSpec:
     head: str = VOCABULARY
     """What the last layer's output goes to: VOCABULARY, or SCORE: one number a token."""
     new_head_std: float | None = None
-    """Deviation of the weights of a SCORE head that the model's files lack; None: `initializer_range`, as transformers."""
+    """Deviation of the weights of a SCORE head that the model's files lack; None: `initializer_range`, as
+    transformers."""
     hf_config: Mapping[str, Any] = field(repr=False, default_factory=dict)
     """The config.json as read, exported unchanged (without what it says of quantised weights)."""
 
@@ -124,7 +127,8 @@ class ModelSpec:
 
     @property
     def rotated_width(self) -> int:
-        """The part of a head that rotary embedding is about: of latent attention the part made for it, else the whole."""
+        """The part of a head that rotary embedding is about: of latent attention the part made for it, else the
+        whole."""
         return self.transformer.get("qk_pos_emb_head_dim") or self.head_dim
 
     @property

@@ -28,7 +28,8 @@ REQUIRED = ("num_layers", "hidden_size", "vocab_size")
 
 
 def any_spec(directory: Path | str) -> ModelSpec:
-    """The model that a folder's config.json describes: by its family where there is one and it takes every field, else by its sizes."""
+    """The model that a folder's config.json describes: by its family where there is one and it takes every field, else
+    by its sizes."""
     config = read_config(directory)
     if str(config.get("model_type")) in FAMILIES:
         try:

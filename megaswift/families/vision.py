@@ -1,4 +1,5 @@
-"""Vision-language models, as far as a config.json tells: they train on the torch engine, whole, images and all. No torch."""
+"""Vision-language models, as far as a config.json tells: they train on the torch engine, whole, images and all. No
+torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""`--dataset`: every row of a file answered, in batches of similar length; results in the file's order, and nothing lost when it stops.
+"""`--dataset`: every row of a file answered, in batches of similar length; results in the file's order, and nothing
+lost when it stops.
 
-Answers are appended to RESULT.partial as soon as their batch is done. When all are there they are written to RESULT in order, and the
-partial file goes. A run that finds a partial file of the same run goes on after it.
+Answers are appended to RESULT.partial as soon as their batch is done. When all are there they are written to RESULT in
+order, and the partial file goes. A run that finds a partial file of the same run goes on after it.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def journal(cfg: InferConfig, folder: Path) -> Journal:
 
 
 def batches(rows: Sequence[Asked], size: int) -> list[list[int]]:
-    """Numbers of the rows of each batch: neighbours in length, the longest first, so that too little memory shows at once."""
+    """Numbers of the rows of each batch: neighbours in length, the longest first, so that too little memory shows at
+    once."""
     order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].prompt.ids), i))
     return [order[i : i + size] for i in range(0, len(order), size)]
 
@@ -122,7 +124,8 @@ class FileRun:
                 for batch in left:
                     self._append(file, batch, self._answers(generator, batch), done)
                     log.info(
-                        f"{len(done)} of {len(self.rows)} rows, {(len(done) - before) / (time.monotonic() - began):.2f} rows/s"
+                        f"{len(done)} of {len(self.rows)} rows, "
+                        f"{(len(done) - before) / (time.monotonic() - began):.2f} rows/s"
                     )
         return self._finish(done)
 

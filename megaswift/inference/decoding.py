@@ -1,7 +1,7 @@
 """The loop that makes completions: one batch of prompts, read once each, then a token for every row and step.
 
-Prompts are padded on the left. Equal prompts are read once. Rows that are finished leave the batch as soon as an eighth of it is done.
-No state is shared between rows but the matrix products, so a row's tokens do not depend on the others.
+Prompts are padded on the left. Equal prompts are read once. Rows that are finished leave the batch as soon as an eighth
+of it is done. No state is shared between rows but the matrix products, so a row's tokens do not depend on the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`megaswift export --quantization_bit`: a model's folder with its linear layers quantised by bitsandbytes, as transformers saves it."""
+"""`megaswift export --quantization_bit`: a model's folder with its linear layers quantised by bitsandbytes, as
+transformers saves it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What names and configurations alone tell of a model that is to answer: mistakes are refused before torch is imported. No torch.
+"""What names and configurations alone tell of a model that is to answer: mistakes are refused before torch is imported.
+No torch.
 
-Owns finding the folder and what is wrong with it; `load.py` looks again when it prepares the model, for callers that come past here.
+Owns finding the folder and what is wrong with it; `load.py` looks again when it prepares the model, for callers that
+come past here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Prompts to answers: one call of transformers' `generate` for a batch of prompts, each with its own length, stop texts and listener.
+"""Prompts to answers: one call of transformers' `generate` for a batch of prompts, each with its own length, stop texts
+and listener.
 
-Owns what goes into that call and what is told while it runs; drawing tokens is transformers'. Who asks (terminal, file, server) knows
-requests and completions only.
+Owns what goes into that call and what is told while it runs; drawing tokens is transformers'. Who asks (terminal, file,
+server) knows requests and completions only.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ Listener = Callable[[str, Sequence[TokenLogprob]], None]
 
 @dataclass(frozen=True)
 class Pictures:
-    """What a model reads of a prompt's images beside its tokens, as its processor gives it, and of what kind each of it is."""
+    """What a model reads of a prompt's images beside its tokens, as its processor gives it, and of what kind each of it
+    is."""
 
     inputs: Mapping[str, Tensor]
     kinds: Mapping[str, str]
@@ -230,7 +232,8 @@ class Generator:
         pads = (tokenizer.pad_token_id, self.own.pad_token_id, *sorted(self.ends), 0)
         self.pad = next(p for p in pads if p is not None)
         self._tried: dict[bool, bool] = {False: True} if getattr(model.config, "model_type", "") in FAMILIES else {}
-        """Whether prompts without images, and with some, can be answered together; found when the first such batch comes."""
+        """Whether prompts without images, and with some, can be answered together; found when the first such batch
+        comes."""
 
     def _together(self, requests: Sequence[Request]) -> bool:
         """Whether these prompts can go in one batch."""
@@ -243,7 +246,8 @@ class Generator:
             self._tried[shown] = agree(self.model, self._inputs(pair), (first, second), self.pad)
             if not self._tried[shown]:
                 log.info(
-                    f"this model answers prompts of several lengths{' with images' * shown} otherwise together than alone: "
+                    f"this model answers prompts of several lengths{' with images' * shown} otherwise together than "
+                    f"alone: "
                     "one after the other, then"
                 )
         return self._tried[shown]

@@ -1,8 +1,10 @@
-"""New weights for a transformers model, tensor by tensor: names of its files to parameters, filled in place. Adapters too.
+"""New weights for a transformers model, tensor by tensor: names of its files to parameters, filled in place. Adapters
+too.
 
-Names and conversions (stacked experts, fused projections) are transformers' own, cut into pieces by the engine for such models. Tensors
-that become one parameter together are kept until all of them are there; others are copied at once. Adapters stand beside the weights, in
-PEFT's layers, and are never added to them: weights stay as they were read, however often adapters change.
+Names and conversions (stacked experts, fused projections) are transformers' own, cut into pieces by the engine for such
+models. Tensors that become one parameter together are kept until all of them are there; others are copied at once.
+Adapters stand beside the weights, in PEFT's layers, and are never added to them: weights stay as they were read,
+however often adapters change.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class Incoming:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies each tensor into the model; WeightsError for names that it does not have, and for those that did not come."""
+        """Copies each tensor into the model; WeightsError for names that it does not have, and for those that did not
+        come."""
         targets, waiting = self._targets(), dict[str, dict[str, Tensor]]()
         filled: set[str] = set()
         for name, tensor in weights:
@@ -126,7 +129,8 @@ class IncomingAdapters:
             self.own[name].copy_(tensor)
 
     def _add(self, folder: Path) -> None:
-        """PEFT's layers around the modules that the folder's configuration names, in the dtype and place of their weights."""
+        """PEFT's layers around the modules that the folder's configuration names, in the dtype and place of their
+        weights."""
         from peft import LoraConfig, inject_adapter_in_model
 
         with torch.random.fork_rng():  # PEFT draws what `fill` overwrites

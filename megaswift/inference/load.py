@@ -1,7 +1,8 @@
-"""From `--model` to a model that answers: found, placed, loaded, with its adapters. In two steps, so that mistakes cost nothing.
+"""From `--model` to a model that answers: found, placed, loaded, with its adapters. In two steps, so that mistakes cost
+nothing.
 
-`prepare` reads configuration and tokenizer; `load` reads weights. transformers loads and accelerate dispatches; what is ours is the way
-from a checkpoint of training to transformers' model, and saying what is wrong.
+`prepare` reads configuration and tokenizer; `load` reads weights. transformers loads and accelerate dispatches; what is
+ours is the way from a checkpoint of training to transformers' model, and saying what is wrong.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def prepare(options: WeightsOptions, chat_template: str | None) -> Prepared:
 
 
 def _reader(folder: Path, options: WeightsOptions, chat_template: str | None) -> Processor | str:
-    """A vision-language model's processor, tried on blank images; a reason where there is none, and text alone is answered."""
+    """A vision-language model's processor, tried on blank images; a reason where there is none, and text alone is
+    answered."""
     if not has_tower(read_config(folder)):
         return TEXT_ONLY
     if problems := unreadable(folder, f"--model {options.model}"):
@@ -130,7 +132,8 @@ def _reader(folder: Path, options: WeightsOptions, chat_template: str | None) ->
 
 
 def _writes(config: Any, flag: str) -> None:
-    """WeightsError for an encoder: transformers lets it write, and only tells developers that it sees what is behind a token."""
+    """WeightsError for an encoder: transformers lets it write, and only tells developers that it sees what is behind a
+    token."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
     if config.model_type in MASKED and not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False:
@@ -300,8 +303,9 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
 def _adapted(model: Any, prepared: Prepared, placed: DeviceMap) -> Any:
     """The model with the adapters beside its weights, or in them.
 
-    PEFT would take a dispatched model apart and dispatch it again by a map of its own, and write a copy of the weights beside the model
-    for those on disk. Layers keep their hooks when adapters are put around them, so nothing of it is needed: the map is hidden meanwhile.
+    PEFT would take a dispatched model apart and dispatch it again by a map of its own, and write a copy of the weights
+    beside the model for those on disk. Layers keep their hooks when adapters are put around them, so nothing of it is
+    needed: the map is hidden meanwhile.
     """
     folder = prepared.options.adapters
     if folder is None:
@@ -317,7 +321,8 @@ def _adapted(model: Any, prepared: Prepared, placed: DeviceMap) -> Any:
 
 
 def _onto_devices(adapted: Any, folder: str, device: torch.device) -> None:
-    """Adapters of layers that are offloaded. PEFT puts them where their layer's weights are, and those are nowhere between two steps."""
+    """Adapters of layers that are offloaded. PEFT puts them where their layer's weights are, and those are nowhere
+    between two steps."""
     from peft import load_peft_weights
 
     homeless = [

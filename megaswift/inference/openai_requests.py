@@ -1,4 +1,5 @@
-"""What clients may ask in OpenAI's chat and completions APIs, checked. What would change the answer and is not supported is refused.
+"""What clients may ask in OpenAI's chat and completions APIs, checked. What would change the answer and is not
+supported is refused.
 
 Owns the fields and their ranges. Unknown fields are refused too: a client that misspells one should hear of it.
 """
@@ -95,7 +96,8 @@ class Common(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self, defaults: GenerationOptions, own: Any) -> Sampling:
-        """The server's options where the request names none. top_p and top_k without a temperature are OpenAI's: its default is 1."""
+        """The server's options where the request names none. top_p and top_k without a temperature are OpenAI's: its
+        default is 1."""
         given = {
             k: v for k in ("temperature", "top_p", "top_k", "repetition_penalty") if (v := getattr(self, k)) is not None
         }

@@ -1,8 +1,9 @@
-"""Whether a model answers prompts together as it answers each alone: asked of the model itself, once for texts and once for images.
+"""Whether a model answers prompts together as it answers each alone: asked of the model itself, once for texts and once
+for images.
 
-A batch is padded on the left, and every model gets a mask; some do not look at it. A state takes in what lies to the left (RWKV), positions
-are counted from the start of the row (TrOCR). Their answers in a batch would be others, in silence. The families are held to Hugging
-Face by tests.
+A batch is padded on the left, and every model gets a mask; some do not look at it. A state takes in what lies to the
+left (RWKV), positions are counted from the start of the row (TrOCR). Their answers in a batch would be others, in
+silence. The families are held to Hugging Face by tests.
 """
 
 from __future__ import annotations

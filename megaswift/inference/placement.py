@@ -1,4 +1,5 @@
-"""Which module goes to which device: decided on a model without weights, checked, and shown as a table before anything is loaded.
+"""Which module goes to which device: decided on a model without weights, checked, and shown as a table before anything
+is loaded.
 
 The decision is accelerate's; the sizes it decides by are those that the weights will have, quantised ones included.
 """
@@ -35,7 +36,8 @@ class Sizes:
     """Of the weights of linear layers."""
 
     def special(self) -> dict[str, Any]:
-        """Weights that are quantised, and accelerate's name for what they become. bitsandbytes leaves the head as it is."""
+        """Weights that are quantised, and accelerate's name for what they become. bitsandbytes leaves the head as it
+        is."""
         if self.bits is None:
             return {}
         from accelerate.utils import CustomDtype
@@ -65,7 +67,8 @@ def stored_bits(config: Any) -> int | None:
 
 
 def decide(sizes: Sizes, how: str, limits: Mapping[Device, int] | None) -> DeviceMap:
-    """The map that accelerate makes: auto and balanced spread evenly, balanced_low_0 spares GPU 0, sequential fills one after the other."""
+    """The map that accelerate makes: auto and balanced spread evenly, balanced_low_0 spares GPU 0, sequential fills one
+    after the other."""
     from accelerate.utils import get_balanced_memory, get_max_memory, infer_auto_device_map
 
     _check_devices([*limits] if limits else [], "--max_memory")
@@ -91,7 +94,8 @@ def decide(sizes: Sizes, how: str, limits: Mapping[Device, int] | None) -> Devic
 
 
 def check(sizes: Sizes, given: Mapping[str, Device], flag: str) -> DeviceMap:
-    """A map of the user's as one that names every module once; ConfigError for names it gets wrong and modules it leaves out."""
+    """A map of the user's as one that names every module once; ConfigError for names it gets wrong and modules it
+    leaves out."""
     model = sizes.model
     _check_devices([d for d in given.values() if d != DISK], flag)
     known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
@@ -164,14 +168,18 @@ def main_device(placed: Mapping[str, Device]) -> torch.device:
 
 
 def try_out(model: Any, device: torch.device, flag: str) -> None:
-    """One token, with weights elsewhere: accelerate brings a module's when it is called, which JetMoe's experts never are."""
+    """One token, with weights elsewhere: accelerate brings a module's when it is called, which JetMoe's experts never
+    are."""
     try:
         with torch.inference_mode():
             model.eval()(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
     except RuntimeError as error:
         if "meta" not in str(error):
             raise
-        rule = f"this model ({model.config.model_type}) uses weights past their module's call, so that they cannot be brought for each step"
+        rule = (
+            f"this model ({model.config.model_type}) uses weights past their module's call, so that they cannot "
+            f"be brought for each step"
+        )
         raise ConfigError(
             Problem(flag, rule, "a larger --max_memory, for all weights to stay on the devices that compute")
         ) from None

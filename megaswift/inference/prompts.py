@@ -1,7 +1,7 @@
 """Conversations to what a model answers: tokens, and what its towers read of the images.
 
-Owns rendering for an answer and the limit of the context. Reading rows of files is `rows.py`'s; which images a conversation may name is
-said by its `Home` (`data/images.py`), whose reading and placing of them is training's.
+Owns rendering for an answer and the limit of the context. Reading rows of files is `rows.py`'s; which images a
+conversation may name is said by its `Home` (`data/images.py`), whose reading and placing of them is training's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Requests of many clients to one model: what waits together with equal sampling is answered together; the rest waits its turn.
+"""Requests of many clients to one model: what waits together with equal sampling is answered together; the rest waits
+its turn.
 
-A batch runs to its end; what arrives meanwhile waits. One that fails before it has said anything is tried again client by client, so that
-a request fails alone. A request with a seed of its own runs alone, so that its answer depends on nothing else. One thread owns the model.
+A batch runs to its end; what arrives meanwhile waits. One that fails before it has said anything is tried again client
+by client, so that a request fails alone. A request with a seed of its own runs alone, so that its answer depends on
+nothing else. One thread owns the model.
 """
 
 from __future__ import annotations

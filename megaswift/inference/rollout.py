@@ -1,7 +1,7 @@
 """What a trainer may ask of a sampler: completions with their log-probabilities, new weights, and its memory back.
 
-Owns the protocol, the options of all backends, and finding a backend by name: it is the file `rollout_<name>.py` beside this one, imported
-only when it is chosen. Which prompts, how they are rewarded and over which ranks is the trainer's.
+Owns the protocol, the options of all backends, and finding a backend by name: it is the file `rollout_<name>.py` beside
+this one, imported only when it is chosen. Which prompts, how they are rewarded and over which ranks is the trainer's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Completion:
     token_ids: tuple[int, ...]
     """The stop token included."""
     logprobs: tuple[float, ...]
-    """Of each token: log-softmax of the model's logits / temperature in float32, before penalty, top-k, top-p and min-p."""
+    """Of each token: log-softmax of the model's logits / temperature in float32, before penalty, top-k, top-p and
+    min-p."""
     finished: bool
     """By a stop token, not by `max_tokens`."""
 
@@ -84,18 +85,21 @@ class SamplerOptions:
     sync_folder: Path | None = None
     """A folder that this process writes and the servers read, at the same path, for new weights."""
     lora_rank: int = 0
-    """Largest rank of the adapters that `update_adapter` will bring, onto the weights in the model's folder; 0: none will come."""
+    """Largest rank of the adapters that `update_adapter` will bring, onto the weights in the model's folder; 0: none
+    will come."""
 
 
 class Sampler(Protocol):
     """A model that answers prompts of tokens.
 
-    Its weights come by `update_weights`, all of them each time. Or, where `lora_rank` says so, it has those of the model's folder, by
-    itself and after every sleep, and only adapters come, by `update_adapter`: what does not change is not sent.
+    Its weights come by `update_weights`, all of them each time. Or, where `lora_rank` says so, it has those of the
+    model's folder, by itself and after every sleep, and only adapters come, by `update_adapter`: what does not change
+    is not sent.
     """
 
     shared: bool
-    """Whether the samplers of all processes are one, servers somewhere: then one process updates them, while none generates."""
+    """Whether the samplers of all processes are one, servers somewhere: then one process updates them, while none
+    generates."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         """A completion for each prompt, in order. Its tokens depend on prompt, weights, sampling and its own seed."""

@@ -1,10 +1,11 @@
-"""A client of SGLang's server: tokens in, tokens and log-probabilities out, new weights through a folder. SGLang is not needed here.
+"""A client of SGLang's server: tokens in, tokens and log-probabilities out, new weights through a folder. SGLang is not
+needed here.
 
     python -m sglang.launch_server --model-path DIR --enable-deterministic-inference
 
 Log-probabilities are at the temperature and before the filters, unless the server's environment says otherwise
-(SGLANG_RETURN_ORIGINAL_LOGPROB), but after a repetition penalty, which is on a completion's own tokens only. Seeds count under
-deterministic inference only.
+(SGLANG_RETURN_ORIGINAL_LOGPROB), but after a repetition penalty, which is on a completion's own tokens only. Seeds
+count under deterministic inference only.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class SglangSampler(ServerSampler):
         return str(info.get("model_path"))
 
     def check_room(self, server: Server, prompt: int | None) -> None:
-        """ConfigError where a completion could be cut: the server does so by itself, and says that it was as long as allowed."""
+        """ConfigError where a completion could be cut: the server does so by itself, and says that it was as long as
+        allowed."""
         wanted = self.options.max_length
         if wanted is None or prompt is None or prompt + HIDDEN >= wanted:
             return
@@ -160,7 +162,8 @@ class SglangSampler(ServerSampler):
 
 
 def _take(server: Server, path: str, body: Mapping[str, Any], folder: Path) -> None:
-    """Asks for files to be read. A folder that it does not have a server takes for a model's name on the internet, and says so."""
+    """Asks for files to be read. A folder that it does not have a server takes for a model's name on the internet, and
+    says so."""
     fix = f"look at its log; and {folder} has to be the same folder on its machine (--rollout_sync_folder)"
     try:
         answer = server.post(path, body)

@@ -1,7 +1,8 @@
 """The sampler that runs anywhere: a transformers model in this process, decoded by our own loop.
 
-Owns the model: built from its configuration without memory, filled by `update_weights` or from its folder, emptied by `sleep`. The loop
-is `decoding`. Adapters are PEFT's own layers, so that what a run hands out is read as anybody would read it.
+Owns the model: built from its configuration without memory, filled by `update_weights` or from its folder, emptied by
+`sleep`. The loop is `decoding`. Adapters are PEFT's own layers, so that what a run hands out is read as anybody would
+read it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """vLLM in the trainer's own processes, on the trainer's own GPUs: it sleeps while the trainer works.
 
-It has run on CPUs (vLLM 0.32); for GPUs it is written from the documentation of releases from 0.22 on. Each rank has an engine, or a group
-of `tensor_parallel_size` consecutive ranks has one together: then these ranks ask for the same prompts, and each gets all completions.
-Engines make process groups of all ranks, so every rank of a run has one.
+It has run on CPUs (vLLM 0.32); for GPUs it is written from the documentation of releases from 0.22 on. Each rank has an
+engine, or a group of `tensor_parallel_size` consecutive ranks has one together: then these ranks ask for the same
+prompts, and each gets all completions. Engines make process groups of all ranks, so every rank of a run has one.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class VllmSampler:
         self.asleep = frozenset({"weights", "kv_cache"})
 
     def close(self) -> None:
-        """Gives the memory back. vLLM's own end would take the trainer's process groups down, or fail once they are: it does not come."""
+        """Gives the memory back. vLLM's own end would take the trainer's process groups down, or fail once they are: it
+        does not come."""
         self.sleep()
         finalizer = getattr(getattr(self.llm.llm_engine, "engine_core", None), "_finalizer", None)
         if finalizer is not None:

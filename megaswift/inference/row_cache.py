@@ -1,7 +1,7 @@
 """Keys and values of a batch that is decoded: room made ahead, one prompt for many rows, rows that leave.
 
-transformers' own cache copies itself with every token. This one writes into its place, and keeps transformers' protocol, so models and
-their masks do not know the difference.
+transformers' own cache copies itself with every token. This one writes into its place, and keeps transformers'
+protocol, so models and their masks do not know the difference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class RowLayer(DynamicLayer):
         self.length = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes new columns. The first call brings each prompt once [prompts, heads, width, dim]; later ones a column for each row."""
+        """Takes new columns. The first call brings each prompt once [prompts, heads, width, dim]; later ones a column
+        for each row."""
         start, self.length = self.length, self.length + key_states.shape[-2]
         if not start:
             self.keys = self._room(key_states, len(self.origin))
@@ -73,7 +74,8 @@ class RowLayer(DynamicLayer):
 
 
 def row_cache(config: Any, origin: Tensor, columns: int) -> Cache:
-    """A cache for rows whose prompts are `origin` [rows] of the first batch, with room for `columns` tokens to start with."""
+    """A cache for rows whose prompts are `origin` [rows] of the first batch, with room for `columns` tokens to start
+    with."""
     made: list[Any] = []
     for layer in DynamicCache(config=config).layers:
         if type(layer) is DynamicLayer:

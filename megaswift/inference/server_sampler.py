@@ -1,6 +1,7 @@
 """What clients of sampling servers share: what is built, and how completions, weights and adapters pass.
 
-One process updates the servers, any number may generate. Servers have devices of their own, so `sleep` leaves them alone.
+One process updates the servers, any number may generate. Servers have devices of their own, so `sleep` leaves them
+alone.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class ServerSampler(ABC):
         """The same for adapters, in place of those before."""
 
     def check_adapters(self, server: Server, widest: int, load_format: object) -> None:
-        """ConfigError for a server that has no room for the run's adapters (`widest`: a rank, 0 for none), or nothing to put them on."""
+        """ConfigError for a server that has no room for the run's adapters (`widest`: a rank, 0 for none), or nothing
+        to put them on."""
         rank = self.options.lora_rank
         if widest < rank:
             rule = (

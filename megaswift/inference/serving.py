@@ -1,6 +1,8 @@
-"""The HTTP application of `megaswift deploy`: OpenAI's chat, completions and models, over one waiting line before one model.
+"""The HTTP application of `megaswift deploy`: OpenAI's chat, completions and models, over one waiting line before one
+model.
 
-Owns routes, who may come in, and what errors look like. Fields are checked by `openai_requests`, answers written by `openai_answers`.
+Owns routes, who may come in, and what errors look like. Fields are checked by `openai_requests`, answers written by
+`openai_answers`.
 """
 
 from __future__ import annotations

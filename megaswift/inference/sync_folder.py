@@ -30,7 +30,8 @@ class Rounds:
         """Whether `root` was not there before."""
 
     def begin(self) -> Path:
-        """The folder of a new round, which is not there yet. Its name has this process's number: runs may share `root`."""
+        """The folder of a new round, which is not there yet. Its name has this process's number: runs may share
+        `root`."""
         self.round += 1
         self._made |= not self.root.exists()
         return self.root / f"{self.kind}-{os.getpid()}-{self.round}"

@@ -1,6 +1,7 @@
 """A conversation in the terminal: answers appear token by token; Ctrl-C stops an answer, Ctrl-D ends.
 
-Owns the loop and the signals. Standard input that is no terminal is read line by line, so that a conversation can be piped in.
+Owns the loop and the signals. Standard input that is no terminal is read line by line, so that a conversation can be
+piped in.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tokens to text as they come: only whole characters, nothing of a stop text, nothing twice.
 
-A token may end inside a character, or in what could become a stop text; both are held back until the next token decides.
+A token may end inside a character, or in what could become a stop text; both are held back until the next token
+decides.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class TextStream:
     def add(self, token: int) -> str:
         """The text that is certain with this token."""
         self._ids.append(token)
-        # Decoded together with the tokens before it, because a token alone may lose the space before it; those before stay few.
+        # Decoded together with the tokens before it, because a token alone may lose the space before it; those before
+        # stay few.
         before, now = (
             decode(self.tokenizer, self._ids[self._shown : self._next]),
             decode(self.tokenizer, self._ids[self._shown :]),

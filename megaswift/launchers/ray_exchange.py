@@ -1,4 +1,5 @@
-"""What the processes of a run under Ray and the command that started them tell each other. One actor of the cluster holds it.
+"""What the processes of a run under Ray and the command that started them tell each other. One actor of the cluster
+holds it.
 
 Ray's own forwarding of output marks, folds and sometimes loses lines; through here they come as torchrun shows them.
 """
@@ -20,7 +21,8 @@ class News:
 
 
 class Exchange:
-    """Lines and exit codes go to the command; the address of rank 0 goes to all ranks, a signal from the command too."""
+    """Lines and exit codes go to the command; the address of rank 0 goes to all ranks, a signal from the command
+    too."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -1,7 +1,8 @@
 """Starts the processes of a run as workers of Ray Train, on this machine or on a cluster, and waits for them.
 
-Ray reserves cores and GPUs, places the workers and counts their ranks. Each worker then starts the process that torchrun would start
-there (`ray_worker`), so groups, signals, messages and files are those of any run. Ray's checkpoints, metrics and retries are not used.
+Ray reserves cores and GPUs, places the workers and counts their ranks. Each worker then starts the process that
+torchrun would start there (`ray_worker`), so groups, signals, messages and files are those of any run. Ray's
+checkpoints, metrics and retries are not used.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def missing(launch: LaunchConfig) -> list[Problem]:
 
 
 def start(launch: LaunchConfig, task: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs `megaswift TASK ARGV` on Ray's workers to the end. 0, 1 when a process failed, 128 + n when signal n ended it."""
+    """Runs `megaswift TASK ARGV` on Ray's workers to the end. 0, 1 when a process failed, 128 + n when signal n ended
+    it."""
     os.environ.update({name: environ.get(name, value) for name, value in QUIET.items()})
     import ray
 
@@ -172,7 +174,8 @@ def _workers(launch: LaunchConfig, gpu: bool) -> str:
 
 
 def _trainer(launch: LaunchConfig, plan: dict[str, Any], gpu: bool, folder: str) -> Any:
-    """Ray's trainer without its process group: the run makes its own, which a second one would only cost memory beside."""
+    """Ray's trainer without its process group: the run makes its own, which a second one would only cost memory
+    beside."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.backend import Backend
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -230,7 +233,8 @@ class _Run:
                 if workers and not news.started and not told and time.monotonic() - began > PATIENCE_SECONDS:
                     told = True
                     log.info(
-                        f"Ray has started no process yet: it needs room for {workers}; {_free()} of the cluster are free now"
+                        f"Ray has started no process yet: it needs room for {workers}; {_free()} of the cluster are "
+                        f"free now"
                     )
                 if self.signals and not news.started:
                     break
@@ -258,7 +262,8 @@ class _Run:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """The first signal goes to the processes, which save their state; one some seconds later ends this command at once."""
+        """The first signal goes to the processes, which save their state; one some seconds later ends this command at
+        once."""
         since = 0.0
 
         def received(number: int, frame: FrameType | None) -> None:

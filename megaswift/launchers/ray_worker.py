@@ -1,7 +1,9 @@
-"""The part of a run under Ray that stands on a worker: it starts the process that torchrun would start there, and looks after it.
+"""The part of a run under Ray that stands on a worker: it starts the process that torchrun would start there, and looks
+after it.
 
-A process of its own, because the run is stopped by signals, which only a main thread receives, and ends by exit codes, which would
-take Ray's worker with them. Started as a module it is that process: `python -m megaswift.launchers.ray_worker TASK OPTIONS`.
+A process of its own, because the run is stopped by signals, which only a main thread receives, and ends by exit codes,
+which would take Ray's worker with them. Started as a module it is that process: `python -m
+megaswift.launchers.ray_worker TASK OPTIONS`.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def work(plan: dict[str, Any]) -> None:
 
 
 def environment(given: dict[str, str], address: tuple[str, int]) -> dict[str, str]:
-    """That of this worker, with what the command says, megaswift where this process found it, and the address of rank 0."""
+    """That of this worker, with what the command says, megaswift where this process found it, and the address of rank
+    0."""
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,

@@ -1,7 +1,8 @@
 """Advantages: from rewards of completions, or of tokens, to what a policy's loss multiplies its weights with.
 
-Owns pure functions of float tensors: `[n]` completions of which those of one prompt follow one another, `group` of them, or `[b, s]`
-tokens. A reward that is NaN was not given: it moves no mean, and its completion gets advantage 0. Nothing here gathers over ranks.
+Owns pure functions of float tensors: `[n]` completions of which those of one prompt follow one another, `group` of
+them, or `[b, s]` tokens. A reward that is NaN was not given: it moves no mean, and its completion gets advantage 0.
+Nothing here gathers over ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def rloo(rewards: Tensor, group: int, normalize: bool = False) -> Tensor:
 
 
 def reinforce_plus_plus(rewards: Tensor, group: int = 1) -> Tensor:
-    """[n]: rewards, less what the KL costs their completion, normalised over the whole batch (REINFORCE++, arXiv 2501.03262).
+    """[n]: rewards, less what the KL costs their completion, normalised over the whole batch (REINFORCE++, arXiv
+    2501.03262).
 
     With a `group` the mean of each group is taken off first (the same authors' REINFORCE++-baseline).
     """
@@ -61,7 +63,8 @@ def reinforce_plus_plus(rewards: Tensor, group: int = 1) -> Tensor:
 
 
 def reinforce_plus_plus_by_token(rewards: Tensor, mask: Tensor, group: int = 1) -> Tensor:
-    """[n, t]: the sum of the rewards [n, t] of a token and of those after it, whitened over all tokens in `mask` (arXiv 2501.03262).
+    """[n, t]: the sum of the rewards [n, t] of a token and of those after it, whitened over all tokens in `mask` (arXiv
+    2501.03262).
 
     With a `group` the mean over the tokens of each group is taken off first.
     """
@@ -79,8 +82,8 @@ def weighted_sum(per_function: Tensor, weights: Tensor) -> Tensor:
 def aggregated(per_function: Tensor, weights: Tensor, group: int, how: str, scale: str = "group") -> Tensor:
     """[n]: group advantages of several rewards [n, functions], with a weight each.
 
-    `how`: `sum_then_normalize`, or `normalize_then_sum` (GDPO, arXiv 2601.05242), which normalises each function within its group and the
-    weighted sum over the batch, and does not read `scale`.
+    `how`: `sum_then_normalize`, or `normalize_then_sum` (GDPO, arXiv 2601.05242), which normalises each function within
+    its group and the weighted sum over the batch, and does not read `scale`.
     """
     if how == "sum_then_normalize":
         return group_advantages(weighted_sum(per_function, weights), group, scale)
@@ -113,7 +116,8 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: str = "k3") -> Tensor
 
 
 def token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor, documents: Tensor) -> Tensor:
-    """[b, s]: minus the penalty at each token in `mask`, and a completion's score at its last one (InstructGPT, arXiv 2203.02155).
+    """[b, s]: minus the penalty at each token in `mask`, and a completion's score at its last one (InstructGPT, arXiv
+    2203.02155).
 
     Args:
         scores: [documents], of every document of the batch; read where it has a token in the mask.
@@ -132,10 +136,11 @@ def token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor, documents: Te
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), [b, s] each: generalised advantage estimation (arXiv 1506.02438 eq. 16) over the tokens in `mask`.
+    """(advantages, returns), [b, s] each: generalised advantage estimation (arXiv 1506.02438 eq. 16) over the tokens in
+    `mask`.
 
-    The token after a masked one is the next in the mask: what tools write passes no time. A document ends its episode; several in one
-    row are told apart by `documents`, int64 [b, s].
+    The token after a masked one is the next in the mask: what tools write passes no time. A document ends its episode;
+    several in one row are told apart by `documents`, int64 [b, s].
     """
     advantages = torch.zeros_like(values)
     after, carried = values.new_zeros(values.shape[0]), values.new_zeros(values.shape[0])
@@ -156,7 +161,8 @@ def moments(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, total: Tensor | None = None, shift_mean: bool = True) -> Tensor:
-    """x [b, s] over its standard deviation in `mask`, 0 elsewhere; the mean is 0, or stays what it was without `shift_mean`.
+    """x [b, s] over its standard deviation in `mask`, 0 elsewhere; the mean is 0, or stays what it was without
+    `shift_mean`.
 
     `total`: the `moments` of everything that is whitened together, if that is more than x.
     """
@@ -168,10 +174,12 @@ def whiten(x: Tensor, mask: Tensor, total: Tensor | None = None, shift_mean: boo
 
 
 def entropy_threshold(entropies: Tensor, share: float) -> Tensor:
-    """0-d: tokens of at least this entropy are the `share` of all with the highest (arXiv 2506.01939). [k]: of all completion tokens."""
+    """0-d: tokens of at least this entropy are the `share` of all with the highest (arXiv 2506.01939). [k]: of all
+    completion tokens."""
     return entropies.float().quantile(1 - share)
 
 
 def next_kl_coefficient(coefficient: float, kl: float, target: float, samples: int, horizon: int) -> float:
-    """The adaptive controller of arXiv 1909.08593, section 2.2: up by at most a fifth of samples / horizon where KL exceeds its target."""
+    """The adaptive controller of arXiv 1909.08593, section 2.2: up by at most a fifth of samples / horizon where KL
+    exceeds its target."""
     return coefficient * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)

@@ -1,7 +1,8 @@
 """What an algorithm sees: a batch, what it asked the model for, and how it hands back its loss.
 
 Owns the seam between data, losses and engines. Losses know neither logits nor process groups: the engine computes the
-requested fields (vocab-parallel, chunked), joins context-parallel shards, and divides each term once by the global count.
+requested fields (vocab-parallel, chunked), joins context-parallel shards, and divides each term once by the global
+count.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class Min:
 
 @dataclass(frozen=True)
 class Difference:
-    """A metric that is one mean less another, taken once both are reduced; not reported where one of them is missing."""
+    """A metric that is one mean less another, taken once both are reduced; not reported where one of them is
+    missing."""
 
     of: str
     """The name of a `Mean` beside it."""

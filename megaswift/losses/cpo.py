@@ -1,7 +1,7 @@
 """CPO and SimPO: preferences without a reference, beside the cross-entropy of the chosen answers.
 
-Owns the loss types of TRL's CPOConfig, AlphaPO's reward among them. Terms are divided by the global counts of pairs, and of tokens
-of chosen answers.
+Owns the loss types of TRL's CPOConfig, AlphaPO's reward among them. Terms are divided by the global counts of pairs,
+and of tokens of chosen answers.
 """
 
 from __future__ import annotations
@@ -102,4 +102,5 @@ LOSS_TYPES: dict[str, LossType] = {
     "ipo": LossType(_ipo, per_token=True),
     "simpo": LossType(_simpo, per_token=True, smoothing=True),
 }
-"""TRL's `alphapo`, which `--loss_type` takes too, is `simpo` with `cpo_alpha` 0 (and an `alpha`): a name for settings, not a formula."""
+"""TRL's `alphapo`, which `--loss_type` takes too, is `simpo` with `cpo_alpha` 0 (and an `alpha`): a name for settings,
+not a formula."""

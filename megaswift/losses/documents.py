@@ -30,8 +30,8 @@ def document_index(batch: Batch) -> Tensor:
 def document_sums(batch: Batch, x: Tensor) -> Tensor:
     """[documents]: the sum of x [b, s] over each document, in x's type; differentiable.
 
-    Added up in float64: log-probabilities of long answers are sums of thousands of terms of which small differences count, and
-    the order in which a GPU adds them then leaves no trace in float32.
+    Added up in float64: log-probabilities of long answers are sums of thousands of terms of which small differences
+    count, and the order in which a GPU adds them then leaves no trace in float32.
     """
     sums = torch.zeros(document_count(batch), dtype=torch.float64, device=x.device)
     return sums.index_add(0, document_index(batch).flatten(), x.flatten().double()).to(x.dtype)
@@ -43,7 +43,8 @@ def document_counts(batch: Batch, mask: Tensor) -> Tensor:
 
 
 def document_places(batch: Batch, mask: Tensor) -> Tensor:
-    """int64 [b, s]: the running number, from 1, of a masked token among the masked tokens of its document; meaningless elsewhere."""
+    """int64 [b, s]: the running number, from 1, of a masked token among the masked tokens of its document; meaningless
+    elsewhere."""
     counts = document_counts(batch, mask)
     before = counts.cumsum(0) - counts
     return mask.flatten().cumsum(0).view_as(mask) - before[document_index(batch)]

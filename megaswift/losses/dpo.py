@@ -1,7 +1,7 @@
 """DPO and its kin: several loss types at once, each with a weight, over pairs that share one packed pass.
 
-Owns what goes into the formulas of `dpo_types.py`: sums over documents, the reference, LD-DPO's and WPO's weights, the SFT term.
-Every term is divided once by its global count: pairs, or tokens of chosen answers.
+Owns what goes into the formulas of `dpo_types.py`: sums over documents, the reference, LD-DPO's and WPO's weights, the
+SFT term. Every term is divided once by its global count: pairs, or tokens of chosen answers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class DPO:
     ld_alpha: float | None = None
     """LD-DPO (arXiv 2409.06411): weight of an answer's tokens beyond the shorter answer's length."""
     use_weighting: bool = False
-    """WPO (arXiv 2406.11827): weigh a pair's loss by how likely the policy is to write it; the type `sft` is no loss of pairs."""
+    """WPO (arXiv 2406.11827): weigh a pair's loss by how likely the policy is to write it; the type `sft` is no loss of
+    pairs."""
     rpo_alpha: float | None = None
     """RPO (arXiv 2404.19733): weight of the type `sft`, besides the loss types."""
     reference_free: bool = False

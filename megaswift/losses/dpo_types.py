@@ -1,6 +1,8 @@
-"""The loss types of DPO, each a function of what is known about a pair, and the f-divergences between policy and reference.
+"""The loss types of DPO, each a function of what is known about a pair, and the f-divergences between policy and
+reference.
 
-Owns formulas and which options they read. Names are those of TRL's DPOConfig. Each returns one number a pair, [p], not reduced.
+Owns formulas and which options they read. Names are those of TRL's DPOConfig. Each returns one number a pair, [p], not
+reduced.
 """
 
 from __future__ import annotations
@@ -181,7 +183,8 @@ def _js_divergence(ratio: Tensor, _: float) -> Tensor:
 
 
 def _alpha_divergence(ratio: Tensor, alpha: float) -> Tensor:
-    """(t^(alpha - 1) - 1) / (alpha - 1) of t = exp(ratio); its limit at 1 is the ratio. Exponents end where float32 does."""
+    """(t^(alpha - 1) - 1) / (alpha - 1) of t = exp(ratio); its limit at 1 is the ratio. Exponents end where float32
+    does."""
     if abs(alpha - 1) < 1e-6:
         return ratio
     return torch.expm1(((alpha - 1) * ratio).clamp(max=80.0)) / (alpha - 1)

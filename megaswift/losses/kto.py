@@ -1,8 +1,8 @@
 """KTO and BCO: answers that are each desirable or not, without pairs.
 
-Owns the losses over `batch.fields["examples"]` (int64 [n], document numbers; fillers left out) and `fields["label"]` (bool
-[documents]). KTO's z0 comes in `fields["kl"]`, BCO's running mean in `fields["delta"]`: both are estimates over more than a
-micro-batch, so the trainer makes them beforehand, from `log_ratios`.
+Owns the losses over `batch.fields["examples"]` (int64 [n], document numbers; fillers left out) and `fields["label"]`
+(bool [documents]). KTO's z0 comes in `fields["kl"]`, BCO's running mean in `fields["delta"]`: both are estimates over
+more than a micro-batch, so the trainer makes them beforehand, from `log_ratios`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""ORPO (arXiv 2403.07691): the likelihood of chosen documents and the odds of chosen against rejected answers, without a reference.
+"""ORPO (arXiv 2403.07691): the likelihood of chosen documents and the odds of chosen against rejected answers, without
+a reference.
 
-Owns both terms. The likelihood covers the prompt too, as in TRL: `loss_weights` marks every label, `fields["completion"]` those of
-the answers. Without that field the two are the same.
+Owns both terms. The likelihood covers the prompt too, as in TRL: `loss_weights` marks every label,
+`fields["completion"]` those of the answers. Without that field the two are the same.
 """
 
 from __future__ import annotations
@@ -66,5 +67,6 @@ def _chosen(batch: Batch) -> Tensor:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, exact near 0, where 1 - exp(x) cancels; where a probability rounds to 1, as for the next smaller one."""
+    """log(1 - exp(x)) for x < 0, exact near 0, where 1 - exp(x) cancels; where a probability rounds to 1, as for the
+    next smaller one."""
     return torch.log(-torch.expm1(x.clamp(max=-torch.finfo(x.dtype).eps)))

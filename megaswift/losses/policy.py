@@ -1,9 +1,10 @@
 """Policy optimisation: GRPO and its kin, RLOO, and PPO's policy. One loss over completions whose advantages are known.
 
-Owns what goes into the formulas of `policy_types.py`: weights of tokens or completions, masks, the KL to the reference, the bonus for
-entropy. Of `batch.fields` it reads `completions` (int64 [n], document numbers; fillers left out) and, [b, s] each, `advantages`;
-`old` (log-probabilities of the policy that counts as the old one; absent where that is this policy), `sampled` (the sampler's own),
-`ratio` (weights against the sampler's mismatch), `reference`, `keep` (bool: tokens that the policy learns from), where they are.
+Owns what goes into the formulas of `policy_types.py`: weights of tokens or completions, masks, the KL to the reference,
+the bonus for entropy. Of `batch.fields` it reads `completions` (int64 [n], document numbers; fillers left out) and, [b,
+s] each, `advantages`; `old` (log-probabilities of the policy that counts as the old one; absent where that is this
+policy), `sampled` (the sampler's own), `ratio` (weights against the sampler's mismatch), `reference`, `keep` (bool:
+tokens that the policy learns from), where they are.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Policy:
     use_bias_correction_kl: bool = True
     """Multiply the KL by the weights (DeepSeek-V3.2, arXiv 2512.02556)."""
     off_policy_mask_threshold: float | None = None
-    """Drop completions of negative advantage whose mean log-ratio, sampler to policy, exceeds this (arXiv 2512.02556)."""
+    """Drop completions of negative advantage whose mean log-ratio, sampler to policy, exceeds this (arXiv
+    2512.02556)."""
     entropy_coef: float = 0.0
     """Weight of the mean entropy of the tokens that the policy learns from, which is to grow."""
     max_completion_length: int | None = None
@@ -121,7 +123,8 @@ class Policy:
         return (document_sums(batch, x) / lengths)[document_index(batch)]
 
     def _completion_log_weights(self, log_ratio: Tensor, batch: Batch) -> Tensor:
-        """[b, s]: log(policy / old), and log(old / sampler) where that was corrected, of the completion of each token."""
+        """[b, s]: log(policy / old), and log(old / sampler) where that was corrected, of the completion of each
+        token."""
         total = document_sums(batch, log_ratio.clamp(-HIGHEST, HIGHEST))[document_index(batch)]
         if "ratio" in batch.fields:
             log_correction = batch.fields["ratio"].to(log_ratio.dtype).log().clamp(LOWEST, HIGHEST) * (
@@ -134,7 +137,8 @@ class Policy:
         return total.clamp(LOWEST, HIGHEST)
 
     def _close_enough(self, x: Weighed, old: Tensor, batch: Batch) -> Tensor:
-        """[b, s] or 0-d: 0 for tokens of completions that are dropped. Both the sampler and earlier steps may have led away."""
+        """[b, s] or 0-d: 0 for tokens of completions that are dropped. Both the sampler and earlier steps may have led
+        away."""
         if self.off_policy_mask_threshold is None:
             return old.new_ones(())
         since = batch.fields.get("sampled", old).to(old.dtype) - x.logprobs.detach()

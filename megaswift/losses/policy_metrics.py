@@ -1,7 +1,7 @@
 """What policy optimisation reports: which weights were clipped, in which completions most, under TRL's names.
 
-Owns means over the completions of `batch.fields["completions"]`, and metrics made of them. A weight that belongs to a whole completion
-counts once for each completion, one of a token once for each token.
+Owns means over the completions of `batch.fields["completions"]`, and metrics made of them. A weight that belongs to a
+whole completion counts once for each completion, one of a token once for each token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def completion_lengths(batch: Batch, mask: Tensor) -> Tensor:
 
 
 def per_completion(batch: Batch, x: Tensor, mask: Tensor, empty: float = 0.0) -> Tensor:
-    """[n]: the mean of x [b, s] over the masked tokens of each completion; `empty` for one that has none. Differentiable."""
+    """[n]: the mean of x [b, s] over the masked tokens of each completion; `empty` for one that has none.
+    Differentiable."""
     lengths = completion_lengths(batch, mask)
     means = document_sums(batch, x * mask)[batch.fields["completions"]] / lengths.clamp(min=1)
     return means + empty * (lengths == 0)
@@ -33,7 +34,8 @@ def reported_mean(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0
 
 
 def clip_metrics(x: Weighed, batch: Batch, by_completion: bool) -> dict[str, Metric]:
-    """The share of weights that a bound holds back, below, above and both; the smallest and largest share of a completion."""
+    """The share of weights that a bound holds back, below, above and both; the smallest and largest share of a
+    completion."""
     s, mask = x.settings, batch.loss_weights != 0
     low = ((x.bounded < 1 - s.epsilon) & (x.advantages < 0)).to(x.weights.dtype)
     high = ((x.bounded > 1 + s.high) & (x.advantages > 0)).to(x.weights.dtype)

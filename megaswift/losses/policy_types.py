@@ -1,7 +1,7 @@
 """The loss types of policy optimisation: what a token adds to the loss, and by what its sum is divided.
 
-Owns formulas, and which options they read. Names are those of TRL's GRPOConfig; `rloo` is TRL's RLOOTrainer. Each formula returns one
-number a token, [b, s], neither masked nor reduced.
+Owns formulas, and which options they read. Names are those of TRL's GRPOConfig; `rloo` is TRL's RLOOTrainer. Each
+formula returns one number a token, [b, s], neither masked nor reduced.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Weighed:
     weights: Tensor
     """Policy / old policy: the token's, or its completion's; differentiable."""
     completion_log_weights: Tensor
-    """log of the whole completion's weight, the sampler's correction included and between `LOWEST` and `HIGHEST`; no gradient."""
+    """log of the whole completion's weight, the sampler's correction included and between `LOWEST` and `HIGHEST`; no
+    gradient."""
     settings: Settings
 
     @property
@@ -76,7 +77,8 @@ def _sapo(x: Weighed) -> Tensor:
 
 
 def vespo_weights(x: Weighed) -> Tensor:
-    """[b, s], without a gradient: w^k exp(lambda (1 - w)) of the completion's weight w, which is 1 at w = 1 (arXiv 2602.10693)."""
+    """[b, s], without a gradient: w^k exp(lambda (1 - w)) of the completion's weight w, which is 1 at w = 1 (arXiv
+    2602.10693)."""
     s, good = x.settings, x.advantages >= 0
     k, rate = (
         torch.where(good, s.vespo_k_pos, s.vespo_k_neg),

@@ -1,7 +1,7 @@
 """The reward model: scalar scores of whole documents, learnt from pairs (Bradley-Terry).
 
-Owns the loss, its metrics and where a document's score is read: at its last token, as `...ForSequenceClassification` models do. That
-is the one position that `scored_at_last_token` marks, and so the only one at which the head works.
+Owns the loss, its metrics and where a document's score is read: at its last token, as `...ForSequenceClassification`
+models do. That is the one position that `scored_at_last_token` marks, and so the only one at which the head works.
 """
 
 from __future__ import annotations

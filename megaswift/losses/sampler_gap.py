@@ -1,8 +1,9 @@
 """The gap between the sampler and the trainer: two programs that give a token's log-probability not quite alike.
 
-Owns how the gap is told, and the weights that correct for it: exp(old - sampled), truncated to bounds (TIS) or 0 outside of them (IcePop's
-masking), of a token or of a whole completion. Modes and defaults are those of TRL's `vllm_importance_sampling_*`. Log-probabilities
-that the sampler could not tell are NaN: these tokens count for nothing here and are weighed 1.
+Owns how the gap is told, and the weights that correct for it: exp(old - sampled), truncated to bounds (TIS) or 0
+outside of them (IcePop's masking), of a token or of a whole completion. Modes and defaults are those of TRL's
+`vllm_importance_sampling_*`. Log-probabilities that the sampler could not tell are NaN: these tokens count for nothing
+here and are weighed 1.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Correction:
         return self.mode.split("_")[0]
 
     def weights(self, logprobs: Tensor, batch: Batch) -> Tensor:
-        """[b, s], without a gradient: `fields["ratio"]`, from the trainer's log-probabilities [b, s] and `fields["sampled"]`.
+        """[b, s], without a gradient: `fields["ratio"]`, from the trainer's log-probabilities [b, s] and
+        `fields["sampled"]`.
 
         1 where there is no label.
         """
@@ -61,7 +63,8 @@ class Correction:
 
 
 def gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
-    """Mean and largest |difference|, and the mean of exp |difference|: the factor by which a token's probability is off, 1 for none.
+    """Mean and largest |difference|, and the mean of exp |difference|: the factor by which a token's probability is
+    off, 1 for none.
 
     The last one is NeMo-RL's.
     """

@@ -1,7 +1,7 @@
 """The critic of PPO: a scalar head that learns what a completion will be worth, at each of its tokens.
 
-Owns the clipped value loss over `batch.fields["returns"]` and, [b, s] too, `["values"]`, the critic's values before the update. The
-value at a label's position is that of the text before the label.
+Owns the clipped value loss over `batch.fields["returns"]` and, [b, s] too, `["values"]`, the critic's values before the
+update. The value at a label's position is that of the text before the label.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ PARTS = ("value/returns", "value/returns_squared", "value/error", "value/error_s
 
 @dataclass(frozen=True)
 class Value:
-    """Half the squared error, or that of a value held near the one before the update where it is larger (arXiv 2005.12729, section 3)."""
+    """Half the squared error, or that of a value held near the one before the update where it is larger (arXiv
+    2005.12729, section 3)."""
 
     cliprange_value: float | None = 0.2
     """How far a value may move from the one before the update; None: any way."""
@@ -52,7 +53,8 @@ class Value:
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float | None:
-    """1 - variance of the critic's errors / variance of returns, from reduced metrics; None where returns do not vary."""
+    """1 - variance of the critic's errors / variance of returns, from reduced metrics; None where returns do not
+    vary."""
     if not all(name in metrics for name in PARTS):
         return None
     returns, squared, error, error_squared = (metrics[name] for name in PARTS)

@@ -1,1 +1,2 @@
-"""Parallel layouts as arithmetic: who is where, which layers go where, what is legal, what it costs. No torch, no process groups."""
+"""Parallel layouts as arithmetic: who is where, which layers go where, what is legal, what it costs. No torch, no
+process groups."""

@@ -45,7 +45,8 @@ def check_layout(shape: ModelShape, asked: Asked) -> list[Problem]:
 
 
 def nearest_layout(shape: ModelShape, asked: Asked) -> Asked | None:
-    """The legal layout on as many processes with the fewest changed settings, then the smallest change of sizes (as ratios).
+    """The legal layout on as many processes with the fewest changed settings, then the smallest change of sizes (as
+    ratios).
 
     The model, the sequence length and the batch sizes stay as they are. None when no layout goes with these."""
     options = _options(shape, asked)

@@ -1,7 +1,7 @@
 """Which rank stands where: the rank arithmetic of every parallel axis, from one table.
 
-Owns sizes, coordinates and groups of ranks, in Megatron-Core's order. Leaves out what a model allows (`checks.py`), which
-layers a stage holds (`stages.py`) and process groups (the engine makes them).
+Owns sizes, coordinates and groups of ranks, in Megatron-Core's order. Leaves out what a model allows (`checks.py`),
+which layers a stage holds (`stages.py`) and process groups (the engine makes them).
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class Layout(Axes):
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: copies of the model that read different rows (context-parallel ranks read the same ones)."""
+        """Data-parallel ranks: copies of the model that read different rows (context-parallel ranks read the same
+        ones)."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
@@ -132,7 +133,8 @@ class Layout(Axes):
         return index
 
     def groups(self, axes: str) -> list[list[int]]:
-        """All groups of ranks that differ only along `axes` (one axis, or several of one grid joined by `-`), in Megatron's order."""
+        """All groups of ranks that differ only along `axes` (one axis, or several of one grid joined by `-`), in
+        Megatron's order."""
         grid, inside = _grid_of(axes)
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):

@@ -1,4 +1,5 @@
-"""The layout as a small text grid: a column a pipeline stage with its layers, a row a place within the stage, ranks inside.
+"""The layout as a small text grid: a column a pipeline stage with its layers, a row a place within the stage, ranks
+inside.
 
 Owns the drawing for terminals; all numbers come from `layout.py` and `stages.py`.
 """

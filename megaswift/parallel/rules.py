@@ -35,7 +35,8 @@ class Asked(Axes):
 
     @classmethod
     def from_config(cls, cfg: SwiftConfig, world_size: int) -> Asked:
-        """What a configuration asks for on `world_size` processes; LayoutError when the layout string cannot be read."""
+        """What a configuration asks for on `world_size` processes; LayoutError when the layout string cannot be
+        read."""
         p = cfg.parallel
         return cls(
             world_size,
@@ -81,17 +82,24 @@ def _heads(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
     if heads % tp:
         rule = f"{heads} attention heads are not divisible by {tp} tensor-parallel ranks"
     elif shape.whole_kv and tp > kv:
-        rule = f"its norm over all {kv} key/value heads together needs each of {tp} tensor-parallel ranks to hold whole ones"
+        rule = (
+            f"its norm over all {kv} key/value heads together needs each of {tp} tensor-parallel ranks to hold "
+            f"whole ones"
+        )
     elif kv % tp and tp % kv:
         rule = f"{kv} key/value heads are neither a multiple nor a divisor of {tp} tensor-parallel ranks"
     else:
         rows = (heads + 2 * kv) * shape.head_dim
-        rule = f"the {rows} rows of queries, keys and values ({heads} + 2 x {kv} heads of {shape.head_dim}) are not divisible by {tp}"
+        rule = (
+            f"the {rows} rows of queries, keys and values ({heads} + 2 x {kv} heads of {shape.head_dim}) are not "
+            f"divisible by {tp}"
+        )
     yield Problem(f"--tp {tp}", rule, _flags("--tp", _tp_values(shape, asked), tp))
 
 
 def _heads_fit(shape: ModelShape, tp: int) -> bool:
-    """Query heads are divided; with fewer KV heads than ranks Megatron-Core splits the rows and each KV head serves several ranks."""
+    """Query heads are divided; with fewer KV heads than ranks Megatron-Core splits the rows and each KV head serves
+    several ranks."""
     if shape.heads % tp:
         return False
     if shape.whole_kv and tp > shape.kv_heads:
@@ -143,7 +151,11 @@ def _experts(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
         yield Problem(
             f"--etp {asked.etp}",
             "this model's experts have biases, which Megatron-Core adds rightly with --etp 1 only",
-            f"--etp 1, and --ep {max(n for n in divisors(shape.experts) if asked.world_size % n == 0)} to spread the experts",
+            (
+                f"--etp 1, and --ep {max(n for n in divisors(shape.experts) if asked.world_size % n == 0)} to spread "
+                f"the "
+                f"experts"
+            ),
         )
     if shape.experts % asked.ep:
         compared = "fewer than" if asked.ep > shape.experts else "not divisible by"

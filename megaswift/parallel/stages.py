@@ -1,7 +1,7 @@
 """Which layers each pipeline stage and model chunk holds: evenly, with own counts for the ends, or by a layout string.
 
-Owns the split and its rules, which are those of Megatron-Core's `TransformerConfig`. Leaves out ranks (`layout.py`) and what
-a layer is.
+Owns the split and its rules, which are those of Megatron-Core's `TransformerConfig`. Leaves out ranks (`layout.py`) and
+what a layer is.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Chunk:
 def stage_chunks(num_layers: int, layout: Layout, split: Split | None = None) -> list[list[Chunk]]:
     """[pp][vpp]: what every chunk of every stage holds. LayoutError when the layers cannot be spread so.
 
-    A sample passes the stages of chunk 0, then those of chunk 1, and so on: chunk v of stage p is the (v x pp + p)-th."""
+    A sample passes the stages of chunk 0, then those of chunk 1, and so on: chunk v of stage p is the (v x pp +
+    p)-th."""
     split = split or Split()
     pp, vpp = layout.pp, layout.vpp
     problems = split_problems(num_layers, pp, vpp, split)
@@ -197,7 +198,8 @@ def _custom_problems(num_layers: int, pp: int, vpp: int, custom: str) -> list[Pr
 
 
 def balanced_layout(num_layers: int, stages: int) -> str:
-    """A layout string with counts that differ by one at most; the ends, which have embedding and loss besides, get the fewer."""
+    """A layout string with counts that differ by one at most; the ends, which have embedding and loss besides, get the
+    fewer."""
     base, more = divmod(num_layers, stages)
     counts = [base] * stages
     middle = sorted(range(stages), key=lambda i: (i in (0, stages - 1), i == 0, i))

@@ -1,4 +1,5 @@
-"""What adapters need beside the options, before a process group exists: folders, packages, weights that they can train over."""
+"""What adapters need beside the options, before a process group exists: folders, packages, weights that they can train
+over."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def head_problems(cfg: SwiftConfig) -> list[Problem]:
         Problem(
             label,
             "is of a language model: it has no head that scores (task_type is not SEQ_CLS)",
-            f"new adapters over it: megaswift export --adapters {cfg.lora.adapters} --merge_lora true, then that --model",
+            (
+                f"new adapters over it: megaswift export --adapters {cfg.lora.adapters} --merge_lora true, then that "
+                f"--model"
+            ),
         )
     ]
 
@@ -104,7 +108,8 @@ def other_adapters(cfg: SwiftConfig, folder: Path) -> list[Problem]:
 
 
 def refused_by_peft(cfg: SwiftConfig) -> list[Problem]:
-    """What PEFT says of an adapter's settings; asked (which loads torch) only for adapters whose rules are PEFT's alone."""
+    """What PEFT says of an adapter's settings; asked (which loads torch) only for adapters whose rules are PEFT's
+    alone."""
     if method_of(cfg) is None:
         return []
     from megaswift.bridge import peft_config

@@ -1,6 +1,7 @@
 """Agreement between the ranks of a run: a flag, a maximum, a sum, the outcome of work that only rank 0 does.
 
-Works on the default process group, and is the identity without one. Owns no groups: trainers know the Engine protocol only.
+Works on the default process group, and is the identity without one. Owns no groups: trainers know the Engine protocol
+only.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def gather(value: T) -> list[T]:
 
 
 def _wait_for_main(hours: float) -> None:
-    """Returns on every rank once rank 0 is here, by the store that started the group: no collective is under way meanwhile."""
+    """Returns on every rank once rank 0 is here, by the store that started the group: no collective is under way
+    meanwhile."""
     store, name = dist.distributed_c10d._get_default_store(), f"megaswift/{next(_WAITS)}"
     if rank() == 0:
         store.set(name, "done")
@@ -88,7 +90,8 @@ def _wait_for_main(hours: float) -> None:
 def on_main(work: Callable[[], T], hours: float = 0.0) -> T:
     """Does `work` on rank 0 and hands its result to all; a user's mistake found there is raised on every rank.
 
-    `hours`: for work that may take longer than a collective (--ddp_timeout). The others then wait outside of one, at most so long.
+    `hours`: for work that may take longer than a collective (--ddp_timeout). The others then wait outside of one, at
+    most so long.
     """
     outcome: tuple[str, Any] = ("failed", None)
     try:
@@ -121,7 +124,8 @@ def on_main(work: Callable[[], T], hours: float = 0.0) -> T:
 
 
 def together(work: Callable[[], T]) -> list[T]:
-    """Every rank's result of its own work, in rank order, on every rank; a user's mistake on one of them is raised on all."""
+    """Every rank's result of its own work, in rank order, on every rank; a user's mistake on one of them is raised on
+    all."""
     mistake: UserError | None = None
     found: list[T] = []
     try:
@@ -135,6 +139,7 @@ def together(work: Callable[[], T]) -> list[T]:
 
 
 def spread(rows: Sequence[Any], work: Callable[[Sequence[Any]], list[T]]) -> list[T]:
-    """`work` on consecutive shares of `rows`, one a rank; all results, in order, on every rank. A user's mistake is raised on all."""
+    """`work` on consecutive shares of `rows`, one a rank; all results, in order, on every rank. A user's mistake is
+    raised on all."""
     mine = slice(len(rows) * rank() // world_size(), len(rows) * (rank() + 1) // world_size())
     return [one for share in together(lambda: work(rows[mine])) for one in share]

@@ -132,7 +132,8 @@ class Build:
         )  # towers' tokens may lie beyond
 
     def data(self) -> tuple[BatchSource, EvalSource | None]:
-        """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a pipeline has stages."""
+        """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a
+        pipeline has stages."""
         reader = (processor_of if has_tower(self.spec.hf_config) else tokenizer_of)(self.cfg, self.folder)
         self.tokenizer = tokenizer_in(reader)
         if self.spec.scored:
@@ -157,7 +158,8 @@ class Build:
         return self.cfg.replace(total_step=total_steps) if allocates else self.cfg
 
     def engine(self, fresh: bool, total_steps: int) -> Engine:
-        """The model; `fresh` False leaves its weights to a checkpoint, which of a run with adapters holds the adapters only."""
+        """The model; `fresh` False leaves its weights to a checkpoint, which of a run with adapters holds the adapters
+        only."""
         engine = make_engine(self.scheduled(total_steps), self.spec, self.folder, self.context)
         if needs_reference(self.cfg):
             self.start_from_reference(engine, fresh)
@@ -282,7 +284,8 @@ class Build:
         processes = log.amount(layout.world_size, "process")
         return Facts(
             title=self.task.title,
-            model=f"{s.family}, {s.num_layers} layers x {s.hidden_size}, {s.heads} heads ({s.kv_heads} KV), vocabulary {s.vocab_size:,}"
+            model=f"{s.family}, {s.num_layers} layers x {s.hidden_size}, {s.heads} heads ({s.kv_heads} KV), "
+            f"vocabulary {s.vocab_size:,}"
             f"{experts}: {self.folder}{' (random weights)' if self.cfg.model.random_init else ''}",
             parameters=engine.report(),
             layout=f"{layout.describe()} on {processes} ({where})",
@@ -314,7 +317,8 @@ def reference_text(cfg: SwiftConfig, adapts: bool) -> str:
 
 
 def row_multiple(layout: Layout, fp8: int) -> int:
-    """Rows are padded to it: 2 CP chunks of equal length, TP equal parts of each rank's share, `fp8` tokens a rank for FP8 products."""
+    """Rows are padded to it: 2 CP chunks of equal length, TP equal parts of each rank's share, `fp8` tokens a rank for
+    FP8 products."""
     tp = layout.tp if layout.sequence_parallel else 1
     share = math.lcm(tp, 2 if layout.cp > 1 else 1)
     return layout.cp * math.lcm(share, fp8 * tp)

@@ -103,7 +103,8 @@ def restore(loop: Loop, folder: Path, model: Mapping[str, Any]) -> dict[str, Any
 
 
 def other_batch(manifest: Mapping[str, Any], plan: BatchPlan) -> str:
-    """What is said of steps that are larger or smaller now, as on other data-parallel ranks where no global batch is given."""
+    """What is said of steps that are larger or smaller now, as on other data-parallel ranks where no global batch is
+    given."""
     size = plan.global_batch_size
     was = manifest.get("global_batch_size", size)  # absent from older checkpoints
     fix = "fewer data-parallel ranks keep" if was % (size // plan.accumulation) else f"--global_batch_size {was} keeps"

@@ -4,8 +4,8 @@
     step-N/manifest.json  the marker, written last: every file with its size and SHA-256, and the trainer's state
     latest.json           the pointer; moves by rename, after all of step-N is on disk
 
-Owns the folder OUT/checkpoints and nothing else: what is inside a step folder belongs to the engine and to `checkpoint`.
-No torch, no ranks: `checkpoint` says which rank does what.
+Owns the folder OUT/checkpoints and nothing else: what is inside a step folder belongs to the engine and to
+`checkpoint`. No torch, no ranks: `checkpoint` says which rank does what.
 """
 
 from __future__ import annotations

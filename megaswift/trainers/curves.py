@@ -14,7 +14,8 @@ RAW, MEAN, EVAL, BAD, INK, GRID = "#9ec5f4", "#1f5fb4", "#d9730d", "#c0392b", "#
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Median of the `window` values around each, so that a spike stays a spike; as many on either side, hence fewer at the ends.
+    """Median of the `window` values around each, so that a spike stays a spike; as many on either side, hence fewer at
+    the ends.
 
     NaN leaves a gap and counts nowhere."""
     out = []
@@ -31,7 +32,8 @@ def column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def smoothing_window(count: int) -> int:
-    """Points in the median: about a thirtieth of the curve, 1 (none) for short ones; odd, as many on either side of each."""
+    """Points in the median: about a thirtieth of the curve, 1 (none) for short ones; odd, as many on either side of
+    each."""
     return max(1, count // 30) | 1
 
 

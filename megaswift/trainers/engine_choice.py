@@ -20,7 +20,8 @@ from megaswift.families.spec import ModelSpec
 from megaswift.families.unlisted import any_spec
 
 SMALL, MIDDLE = 1e9, 7e9
-"""Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth sharding."""
+"""Parameters up to which a model is replicated, and up to which only gradients and optimizer states are worth
+sharding."""
 KINDS = ("ddp", "zero2", "fsdp2")
 """From what holds most on a rank to what holds least."""
 REASONS = {
@@ -64,7 +65,8 @@ def memory_of_a_process(processes: int) -> float:
 
 
 def settle(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
-    """The configuration with its engine named; `auto` and the options that mean one are resolved. `tell`: which, and why."""
+    """The configuration with its engine named; `auto` and the options that mean one are resolved. `tell`: which, and
+    why."""
     asked = engine_of(cfg)
     if tell and (cfg.engine.fsdp or cfg.engine.fsdp_config):
         log.info("engine fsdp2: FSDP's options mean torch's fully_shard (FSDP2); FSDP1 is not used")

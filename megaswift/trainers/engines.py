@@ -1,4 +1,5 @@
-"""The engine of a run and the process groups it lives on. Only this file names concrete engines; each is imported when it is chosen."""
+"""The engine of a run and the process groups it lives on. Only this file names concrete engines; each is imported when
+it is chosen."""
 
 from __future__ import annotations
 

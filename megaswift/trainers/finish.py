@@ -1,4 +1,5 @@
-"""The export at the end: OUT/hf, a Hugging Face folder that `transformers` loads; of a LoRA run OUT/adapter, and OUT/hf if it is merged."""
+"""The export at the end: OUT/hf, a Hugging Face folder that `transformers` loads; of a LoRA run OUT/adapter, and OUT/hf
+if it is merged."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from megaswift.trainers.progress import tell
 
 
 def export(engine: Engine, build: Build) -> None:
-    """The weights of all ranks, each tensor in the dtype it was loaded with. An export of an earlier start is replaced once it is whole."""
+    """The weights of all ranks, each tensor in the dtype it was loaded with. An export of an earlier start is replaced
+    once it is whole."""
     if build.adapts:
         export_adapters(engine, build)
         return
@@ -20,7 +22,8 @@ def export(engine: Engine, build: Build) -> None:
 
 
 def export_adapters(engine: Engine, build: Build) -> None:
-    """OUT/adapter; with --merge_lora OUT/hf from it and the base model's own files, so that nothing is rounded twice."""
+    """OUT/adapter; with --merge_lora OUT/hf from it and the base model's own files, so that nothing is rounded
+    twice."""
     engine.write_adapter(build.outputs.adapter, build.base)
     tell(f"wrote {build.outputs.adapter}, which PEFT loads")
     if build.cfg.lora.merge_lora:

@@ -1,11 +1,11 @@
 """One stated FLOP rule and the devices' peaks.
 
 FLOPs of a training step = 6 x N x tokens + 6 x layers x heads x head size x sum of (document length)^2, with N the
-parameters without the input embedding (of a mixture of experts: those active for a token). Forward counts 2 a weight and
-token, backward 4; the attention part is that of a causal mask, half of the full square (PaLM, appendix B, halved).
-Recomputed activations and padding do not count: they are work, not use. Frozen parameters have no weight gradient: N counts two thirds
-of them (LoRA). A forward pass beside the step (a reference) counts 2 x N x tokens and 2 x the attention, N without that cut. Of several
-models that train on the same tokens (a critic) each has a rule of its own.
+parameters without the input embedding (of a mixture of experts: those active for a token). Forward counts 2 a weight
+and token, backward 4; the attention part is that of a causal mask, half of the full square (PaLM, appendix B, halved).
+Recomputed activations and padding do not count: they are work, not use. Frozen parameters have no weight gradient: N
+counts two thirds of them (LoRA). A forward pass beside the step (a reference) counts 2 x N x tokens and 2 x the
+attention, N without that cut. Of several models that train on the same tokens (a critic) each has a rule of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class FlopRule:
     attention: int
     """layers x heads x head size."""
     passes: float = 0
-    """Forward passes over the step's tokens beside forward and backward; a pass that serves several steps counts in parts."""
+    """Forward passes over the step's tokens beside forward and backward; a pass that serves several steps counts in
+    parts."""
     forward: int = 0
     """Parameters that count in such a pass."""
 
@@ -64,7 +65,8 @@ def rule_of(engine: Engine, spec: ModelSpec, passes: float) -> FlopRule:
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:
-    """Peak of a device in bf16 or fp16; None where it is not known, and for float32, whose peak depends on TF32 settings."""
+    """Peak of a device in bf16 or fp16; None where it is not known, and for float32, whose peak depends on TF32
+    settings."""
     if dtype not in ("bfloat16", "float16"):
         return None
     return next((peak for pattern, peak in PEAK_TFLOPS if re.search(pattern, device_name)), None)

@@ -1,7 +1,7 @@
 """A reference that is asked once: its log-probability of every token to learn from, scored before the first step.
 
-Owns where the numbers of a row stand. Nothing is left of the reference itself then, and a step is a pass shorter. On every rank, four
-bytes for each token with a label; a resumed run scores again, by the same weights.
+Owns where the numbers of a row stand. Nothing is left of the reference itself then, and a step is a pass shorter. On
+every rank, four bytes for each token with a label; a resumed run scores again, by the same weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Known:
 
     @classmethod
     def room(cls, units: UnitRows) -> Known:
-        """With a place for every row and no number yet; infinite, so that the smallest over ranks is the one that was found."""
+        """With a place for every row and no number yet; infinite, so that the smallest over ranks is the one that was
+        found."""
         docs, width = units.docs, units.units.width
         samples, first = np.unique(docs.sample[::width], return_index=True)
         counts = docs.labels.reshape(-1, width).sum(axis=1)[first]

@@ -84,7 +84,8 @@ class Loop:
     _inside: bool = False
 
     def run(self) -> None:
-        """Trains until the last step, a signal or an unusable row; then the hooks finish their work: nothing trained is lost."""
+        """Trains until the last step, a signal or an unusable row; then the hooks finish their work: nothing trained is
+        lost."""
         try:
             self.emit("on_start")
             with interrupt.listen() as signal:
@@ -121,8 +122,8 @@ class Loop:
     def take(self, signal: int) -> list[Batch] | None:
         """The next global batch, or None on every rank when any has a signal or met a row that cannot be used.
 
-        The position is then the one before this batch, so that a resumed run meets the row again. With a signal nothing is asked of the
-        source: its next batch may be minutes of sampling.
+        The position is then the one before this batch, so that a resumed run meets the row again. With a signal nothing
+        is asked of the source: its next batch may be minutes of sampling.
         """
         self.interrupted = int(agree.largest([signal])[0])
         if self.interrupted:
@@ -151,7 +152,8 @@ class Loop:
         return lambda: self.source.load_state_dict(here)
 
     def emit(self, event: str, *values: Any) -> None:
-        """Calls every hook's method of this name; the time of an event that a hook emits itself counts as that hook's."""
+        """Calls every hook's method of this name; the time of an event that a hook emits itself counts as that
+        hook's."""
         inner, self._inside = self._inside, True
         for hook in self.hooks:
             began = time.perf_counter()

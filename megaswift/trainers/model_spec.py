@@ -1,4 +1,5 @@
-"""The model of a run as its task needs it: a family's, or any that transformers knows; with a scalar head for reward models."""
+"""The model of a run as its task needs it: a family's, or any that transformers knows; with a scalar head for reward
+models."""
 
 from __future__ import annotations
 

@@ -122,7 +122,11 @@ def check(cfg: SwiftConfig) -> list[Problem]:
             Problem(
                 flag,
                 f"holds another run ({', '.join(p.name for p in present)})",
-                "another one, --resume_from_checkpoint latest to go on, or --overwrite_output_dir to start anew (the old one is moved aside)",
+                (
+                    "another one, --resume_from_checkpoint latest to go on, or --overwrite_output_dir to start anew "
+                    "(the "
+                    "old one is moved aside)"
+                ),
             )
         )
     return problems
@@ -138,7 +142,10 @@ def _other_engine(cfg: SwiftConfig, step: Path) -> list[Problem]:
     )
     fix = f"{goes_on} to go on with it; --model {step}, without --resume_from_checkpoint, to start from its weights"
     if (step / "adapter").is_dir():
-        fix = f"{goes_on} to go on with it; --adapters {step / 'adapter'}, without --resume_from_checkpoint, to start from its adapters"
+        fix = (
+            f"{goes_on} to go on with it; --adapters {step / 'adapter'}, without --resume_from_checkpoint, to "
+            f"start from its adapters"
+        )
     return [
         Problem(f"--resume_from_checkpoint {cfg.train.resume_from_checkpoint}", f"{step} was saved by the {wrote}", fix)
     ]

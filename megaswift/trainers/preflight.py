@@ -1,7 +1,8 @@
-"""Everything that can be wrong before a process group exists, told at once: seconds instead of a failed start on many GPUs.
+"""Everything that can be wrong before a process group exists, told at once: seconds instead of a failed start on many
+GPUs.
 
-Reads the model's config.json, the layout, the output directory and the trackers; changes nothing on disk. torch is imported only to look
-for a device, and only for an option that needs one.
+Reads the model's config.json, the layout, the output directory and the trackers; changes nothing on disk. torch is
+imported only to look for a device, and only for an option that needs one.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
 
 
 def beside_options(cfg: SwiftConfig, world_size: int) -> list[Problem]:
-    """What layout, data and output directory say of a configuration whose options do not go together: the part of `preflight` that
-    asks little of these. Nothing of the model where none is named."""
+    """What layout, data and output directory say of a configuration whose options do not go together: the part of
+    `preflight` that asks little of these. Nothing of the model where none is named."""
 
     def layout() -> list[Problem]:
         if cfg.model.model is None:
@@ -136,7 +137,10 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
     """What the torch engine needs beside a model that transformers loads."""
     problems = check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size)) + machine_problems(cfg)
     if "moe_router_score_function" not in spec.transformer:
-        rule = f"is for models with experts, and model_type {spec.family} has none, or has them unlike those that are known here"
+        rule = (
+            f"is for models with experts, and model_type {spec.family} has none, or has them unlike those that "
+            f"are known here"
+        )
         problems += [
             Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out")
             for name in EXPERT_OPTIONS[:2]
@@ -206,7 +210,10 @@ def expert_options(cfg: SwiftConfig) -> list[Problem]:
     parts = [part for part in cfg.model.recompute_modules if part in ("moe", "moe_act")]
     given += [Problem(f"--recompute_modules {part}", rule, "core_attn or mlp") for part in parts]
     if "layernorm" in cfg.model.recompute_modules:  # Megatron-Core would recompute none, without a word
-        fused = "Transformer Engine fuses the norms of a dense model with the products after them: there is none to recompute"
+        fused = (
+            "Transformer Engine fuses the norms of a dense model with the products after them: there is none to "
+            "recompute"
+        )
         given.append(Problem("--recompute_modules layernorm", fused, "core_attn or mlp"))
     return given
 

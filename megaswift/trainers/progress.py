@@ -104,7 +104,8 @@ class Progress(Hook):
             tell(f"step {line['step']}: evaluation reward {line['reward']:.4f} over {line['prompts']:,} prompts")
             return
         tell(
-            f"step {line['step']}: evaluation loss {line['loss']:.4f}{chosen_first(line)} over {line['label_tokens']:,} label tokens"
+            f"step {line['step']}: evaluation loss {line['loss']:.4f}{chosen_first(line)} over "
+            f"{line['label_tokens']:,} label tokens"
         )
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""What preference losses must know before a step: the reference's log-probabilities, and the points from which KTO and BCO count.
+"""What preference losses must know before a step: the reference's log-probabilities, and the points from which KTO and
+BCO count.
 
-Owns when the reference is asked and what is added to a batch's `fields`. The formulas are in `megaswift.losses`, the reference's weights
-are the engine's. As hooks they move the reference (TR-DPO) and keep what must outlive a restart.
+Owns when the reference is asked and what is added to a batch's `fields`. The formulas are in `megaswift.losses`, the
+reference's weights are the engine's. As hooks they move the reference (TR-DPO) and keep what must outlive a restart.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Reference(Preparation):
     def __init__(self, move_every: int | None = None, share: float = 0.0) -> None:
         self.move_every, self.share = move_every, share
         self.known: Mapping[bool, Known] = {}
-        """Numbers scored before training, by whether they are of the data to train on; empty where the engine is asked."""
+        """Numbers scored before training, by whether they are of the data to train on; empty where the engine is
+        asked."""
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches with what the loss reads."""
@@ -72,7 +74,8 @@ class Reference(Preparation):
 
 
 class Baseline(Reference):
-    """Adds KTO's `fields["kl"]` too: the mean log-ratio of mismatched answers, not below 0 (arXiv:2402.01306, section 4).
+    """Adds KTO's `fields["kl"]` too: the mean log-ratio of mismatched answers, not below 0 (arXiv:2402.01306, section
+    4).
 
     One number for each micro-batch index, averaged over data-parallel ranks.
     """
@@ -96,7 +99,8 @@ class Baseline(Reference):
 
 
 class RunningMean(Reference):
-    """Adds BCO's `fields["delta"]` too: the mean reward of all examples so far, this step's included (arXiv:2404.04656, section 4.1)."""
+    """Adds BCO's `fields["delta"]` too: the mean reward of all examples so far, this step's included (arXiv:2404.04656,
+    section 4.1)."""
 
     def __init__(self, beta: float, move_every: int | None = None, share: float = 0.0) -> None:
         super().__init__(move_every, share)
@@ -135,7 +139,8 @@ class LastTokens(Preparation):
 
 
 def forward_passes(cfg: SwiftConfig, dp: int = 1) -> float:
-    """How often a step goes through the model before it trains: by the reference, for KTO's point, for BCO's mean, for a policy's numbers.
+    """How often a step goes through the model before it trains: by the reference, for KTO's point, for BCO's mean, for
+    a policy's numbers.
 
     KTO's other answers have the tokens of its own.
     """

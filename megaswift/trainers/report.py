@@ -1,6 +1,7 @@
 """report.html: one page about a run, readable without network: curves, layout, configuration, timings, versions.
 
-Made from the files of the output directory and what `run` hands over; draws nothing itself (`charts`) and measures nothing.
+Made from the files of the output directory and what `run` hands over; draws nothing itself (`charts`) and measures
+nothing.
 """
 
 from __future__ import annotations
@@ -111,7 +112,10 @@ def versions() -> Rows:
         rows.append(
             (
                 "device",
-                f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} on this machine",
+                (
+                    f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} on this "
+                    f"machine"
+                ),
             )
         )
     else:

@@ -1,7 +1,8 @@
 """Learning rates by step: warm-up, then constant, linear, cosine, inverse square root or warm-up-stable-decay.
 
-Owns the formulas, pure functions of the step's number. Steps count from 0 as in Hugging Face's schedulers: with n warm-up
-steps, step 0 takes rate 0 and step n the full one. The engine is given the rate; it has no scheduler, hence no state to save.
+Owns the formulas, pure functions of the step's number. Steps count from 0 as in Hugging Face's schedulers: with n
+warm-up steps, step 0 takes rate 0 and step n the full one. The engine is given the rate; it has no scheduler, hence no
+state to save.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class OptimConfig(Protocol):
 
 
 def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
-    """Steps that warm up: `warmup_steps` when given, else that share of all steps, rounded up (as transformers does)."""
+    """Steps that warm up: `warmup_steps` when given, else that share of all steps, rounded up (as transformers
+    does)."""
     return optim.warmup_steps if optim.warmup_steps > 0 else ceil(optim.warmup_ratio * total_steps)
 
 
@@ -67,7 +69,8 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
 
 
 def inverse_sqrt(step: int, warm: int) -> float:
-    """sqrt(t / (step + t - warm)) with the time scale t = warm-up steps, or 10,000 without (big_vision, as in transformers)."""
+    """sqrt(t / (step + t - warm)) with the time scale t = warm-up steps, or 10,000 without (big_vision, as in
+    transformers)."""
     scale = warm or 10_000
     return sqrt(scale / (step + scale - warm))
 

@@ -1,6 +1,7 @@
 """The screen before the first step: what will be trained, how it is spread, what it costs, for how long.
 
-Owns the wording; the numbers come from the engine, the layout, the batch plan and the data. The report shows the same rows.
+Owns the wording; the numbers come from the engine, the layout, the batch plan and the data. The report shows the same
+rows.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
         *facts.more,
         (
             "batch",
-            f"{train.per_device_train_batch_size} per device x {facts.accumulation} accumulation x {facts.dp} data-parallel"
+            f"{train.per_device_train_batch_size} per device x {facts.accumulation} accumulation x {facts.dp} "
+            f"data-parallel"
             f" = {amount(batch, facts.unit.removesuffix('s'))} a step, at most {batch * cfg.data.max_length:,} tokens",
         ),
         ("steps", steps_text(cfg, facts)),
@@ -142,7 +144,8 @@ def render(title: str, table: Rows) -> str:
 
 
 def data_text(stats: Mapping[str, Any], held: int = 0, scored: bool = False) -> str:
-    """What the data source says of itself, in its own order, and the rows of evaluation. `scored`: answers are judged as wholes."""
+    """What the data source says of itself, in its own order, and the rows of evaluation. `scored`: answers are judged
+    as wholes."""
     words = []
     stats = {name: value for name, value in stats.items() if name != "rows" or not {"pairs", "examples"} & set(stats)}
     if scored:

@@ -85,7 +85,8 @@ class Session:
         resume = b.resumed = self.resume()
         if cfg.data.max_length > self.spec.max_positions:
             log.warn(
-                f"--max_length {cfg.data.max_length} is more than the {self.spec.max_positions} positions that the model's "
+                f"--max_length {cfg.data.max_length} is more than the {self.spec.max_positions} positions that the "
+                f"model's "
                 "config.json names (max_position_embeddings): it may do badly on documents longer than that"
             )
         with timed(self.seconds, "data"):

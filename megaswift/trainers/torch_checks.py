@@ -44,7 +44,8 @@ def has_gpu() -> bool:
 
 
 def optimizer_problems(cfg: SwiftConfig) -> list[Problem]:
-    """bitsandbytes, and a GPU where its states are paged: without one it would keep them as ever, and say so on standard error."""
+    """bitsandbytes, and a GPU where its states are paged: without one it would keep them as ever, and say so on
+    standard error."""
     name = cfg.optim.optimizer
     if name not in (*OF_BITSANDBYTES, "galore_adamw_8bit"):
         return []
@@ -96,7 +97,8 @@ def compiler_problems(cfg: SwiftConfig) -> list[Problem]:
 
 
 def butterfly_problems(cfg: SwiftConfig) -> list[Problem]:
-    """PEFT compiles BOFT's CUDA extension when adapters are made; where it cannot, it takes a factor of 1 whatever is asked for."""
+    """PEFT compiles BOFT's CUDA extension when adapters are made; where it cannot, it takes a factor of 1 whatever is
+    asked for."""
     factor = cfg.peft.boft_n_butterfly_factor
     tools = shutil.which("ninja") and (shutil.which("nvcc") or os.environ.get("CUDA_HOME"))
     if cfg.model.train_type != "boft" or factor == 1 or (tools and has_gpu()):

@@ -60,10 +60,11 @@ class TensorBoard(Hook):
 
 
 class WandB(Hook):
-    """The same for Weights & Biases; project, entity and mode come from its own environment variables (WANDB_PROJECT, ...).
+    """The same for Weights & Biases; project, entity and mode come from its own environment variables (WANDB_PROJECT,
+    ...).
 
-    The axis is a figure `step` of our own: its built-in one only grows, so that a run which went on from an earlier checkpoint
-    would lose the steps that it repeats.
+    The axis is a figure `step` of our own: its built-in one only grows, so that a run which went on from an earlier
+    checkpoint would lose the steps that it repeats.
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
@@ -71,7 +72,8 @@ class WandB(Hook):
         self.session: Any = None
 
     def on_start(self, loop: Loop) -> None:
-        """Opens the run, under the output directory's name; a resumed run goes on as the same one (OUT/wandb/run-id)."""
+        """Opens the run, under the output directory's name; a resumed run goes on as the same one
+        (OUT/wandb/run-id)."""
         if agree.rank() == 0:
             import wandb
 

@@ -1,4 +1,5 @@
-"""What a vision-language model asks of a run, and what it would ignore, told before a process group exists. No torch."""
+"""What a vision-language model asks of a run, and what it would ignore, told before a process group exists. No
+torch."""
 
 from __future__ import annotations
 

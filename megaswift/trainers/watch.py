@@ -36,14 +36,16 @@ class Watch(Hook):
             return
         self.in_a_row += 1
         warn(
-            f"step {step.number} was skipped: its gradient is not finite (loss {step.result.loss}); {self.in_a_row} in a row"
+            f"step {step.number} was skipped: its gradient is not finite (loss {step.result.loss}); {self.in_a_row} "
+            f"in a row"
         )
         if self.in_a_row >= self.most:
             raise Diverged(
                 Problem(
                     f"step {step.number}",
                     f"{self.in_a_row} steps in a row had a gradient that is not finite",
-                    "go on from a checkpoint before it (--resume_from_checkpoint) with a lower --learning_rate or more --warmup_steps, "
+                    "go on from a checkpoint before it (--resume_from_checkpoint) with a lower --learning_rate or "
+                    "more --warmup_steps, "
                     "or look at the data near it with `megaswift data show`",
                 )
             )

@@ -61,10 +61,12 @@ def main() -> None:
     after = score(args.model, asked, args.show)
     if args.before:
         print(
-            f"exact answers to {len(asked)} held-out questions, before: {100 * score(args.before, asked) / len(asked):.0f}%"
+            f"exact answers to {len(asked)} held-out questions, before: "
+            f"{100 * score(args.before, asked) / len(asked):.0f}%"
         )
     print(
-        f"exact answers to {len(asked)} held-out questions{', after' if args.before else ''}: {100 * after / len(asked):.0f}%"
+        f"exact answers to {len(asked)} held-out questions{', after' if args.before else ''}: "
+        f"{100 * after / len(asked):.0f}%"
     )
 
 

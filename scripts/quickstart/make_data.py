@@ -3,8 +3,8 @@
     python scripts/quickstart/make_data.py FOLDER
 
 Deterministic. A held-out question is a fact in a wording that training never shows for it; both are known from others.
-FOLDER/preference holds pairs of the same facts: the right answer is chosen, and one that is right for another thing of the same kind is
-rejected. Held out are pairs of facts in a wording that no other pair has for them.
+FOLDER/preference holds pairs of the same facts: the right answer is chosen, and one that is right for another thing of
+the same kind is rejected. Held out are pairs of facts in a wording that no other pair has for them.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ def main(data: Path, folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     print(
-        f"{folder}: Qwen3, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, vocabulary {len(tokenizer)}"
+        f"{folder}: Qwen3, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, vocabulary "
+        f"{len(tokenizer)}"
     )
     print(f"gpus {torch.cuda.device_count()}")
 

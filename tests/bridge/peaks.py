@@ -18,7 +18,8 @@ def peak():
 
 
 def printed(program: str, *words: object) -> str:
-    """What the program prints, given these arguments. Its `peak()` is the bytes resident at most so far; mapped files count."""
+    """What the program prints, given these arguments. Its `peak()` is the bytes resident at most so far; mapped files
+    count."""
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PEAK + program, *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=900)

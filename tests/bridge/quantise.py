@@ -1,4 +1,5 @@
-"""Folders as quantising toolkits write them: FP8 with block scales, MXFP4. Written in plain torch, by the formats' descriptions."""
+"""Folders as quantising toolkits write them: FP8 with block scales, MXFP4. Written in plain torch, by the formats'
+descriptions."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ def write_sparse(folder: Path, shard_bytes: int = 1 << 30, **sizes: int) -> int:
 
 
 def write_sparse_adapter(folder: Path, base: Path, rank: int) -> int:
-    """Adapters of this rank on every linear layer of the base model, float32, and its output layer as a whole; their bytes."""
+    """Adapters of this rank on every linear layer of the base model, float32, and its output layer as a whole; their
+    bytes."""
     folder.mkdir(parents=True)
     fields = read_config(base)
     family = family_of(fields)

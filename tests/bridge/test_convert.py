@@ -1,4 +1,5 @@
-"""HF -> checkpoint -> HF, bit for bit, for every family and dtype; interruptions, refusals, what lies in the folders."""
+"""HF -> checkpoint -> HF, bit for bit, for every family and dtype; interruptions, refusals, what lies in the
+folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Converted checkpoints on real ranks: Megatron's own loader and our engine, on layouts that nobody named when converting."""
+"""Converted checkpoints on real ranks: Megatron's own loader and our engine, on layouts that nobody named when
+converting."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def converted(variant: str, made: Path, tp: int) -> tuple[Path, Path]:
 
 
 def megatrons_loader(rank: int, world: int, payload: tuple[Run, Path]) -> dict[str, Tensor]:
-    """Weights of an engine with random weights after Megatron-Core's own `load` of a checkpoint, by their Hugging Face names."""
+    """Weights of an engine with random weights after Megatron-Core's own `load` of a checkpoint, by their Hugging Face
+    names."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
@@ -80,7 +82,8 @@ def test_megatrons_own_loader(words: str, tp: int, pool: Pool, made: Path) -> No
 def test_training_from_a_checkpoint_is_training_from_the_folder(
     words: str, tp: int, pool: Pool, made: Path, tmp_path: Path
 ) -> None:
-    """Two steps: losses, norms, weights and moments to the last bit; and what the run saved goes out as the same weights."""
+    """Two steps: losses, norms, weights and moments to the last bit; and what the run saved goes out as the same
+    weights."""
     case = parse(words)
     folder, checkpoint = converted(case.variant, made, tp)
     want = pool.run(JOB, Run(case, folder, last=2), case.world)

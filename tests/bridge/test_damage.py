@@ -1,5 +1,5 @@
-"""Damaged and dishonest files: headers that lie about bytes, indexes that lie about files, and random damage, which may end in a
-message of ours or in weights that lie inside the file, in nothing else."""
+"""Damaged and dishonest files: headers that lie about bytes, indexes that lie about files, and random damage, which may
+end in a message of ours or in weights that lie inside the file, in nothing else."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_one_file_beside_shards(fresh: Fresh) -> None:
     ({"model_type": "gpt2"}, "model_type 'gpt2': is not a known model family"),
     ({"model_type": "mamba"}, "--engine auto, ddp, zero2 or fsdp2, which train any language model"),
     ({"architectures": ["Qwen3ForTokenClassification"]}, "must hold Qwen3ForCausalLM"),
-    ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "is a field this family's table does not know"),
+    ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, ("is a field this " "family's " "table does not know")),
 ])  # fmt: skip
 def test_the_config_of_another_architecture(changes: dict[str, Any], message: str, fresh: Fresh) -> None:
     folder = fresh("dense")
@@ -158,7 +158,8 @@ def test_a_whole_config_of_another_architecture(fresh: Fresh) -> None:
 
 
 def damaged(good: bytes, draw: random.Random) -> bytes:
-    """Bytes of the length, the header or (seldom) the tensors flipped, set, cut out, doubled; sometimes a number or a word replaced."""
+    """Bytes of the length, the header or (seldom) the tensors flipped, set, cut out, doubled; sometimes a number or a
+    word replaced."""
     data = bytearray(good)
     header = 8 + struct.unpack("<Q", good[:8])[0]
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
@@ -201,7 +202,8 @@ def damaged(good: bytes, draw: random.Random) -> bytes:
 
 
 def test_random_damage(tmp_path: Path) -> None:
-    """What is accepted can be read to the last element, and the safetensors library accepts it too, with the same shapes."""
+    """What is accepted can be read to the last element, and the safetensors library accepts it too, with the same
+    shapes."""
     draw, accepted = random.Random(11), 0
     path = tmp_path / "model.safetensors"
     save_file(

@@ -30,7 +30,8 @@ def index_of(folder: Path) -> Metadata:
 
 
 def test_other_boxes_read_what_was_written(tmp_path: Path) -> None:
-    """Rows split at 2 are read split at 5, into another dtype too; files and tables stay as they are when the folder moves."""
+    """Rows split at 2 are read split at 5, into another dtype too; files and tables stay as they are when the folder
+    moves."""
     tensor = torch.randn(8, 3)
     files.write(tmp_path / "a", [*halves("x", tensor, 2), Box("y", (4,), (0,), torch.arange(4.0))])
     (tmp_path / "a").rename(tmp_path / "b")

@@ -37,7 +37,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save(
     words: str, pool: Pool, models: Path, target: Path, steps: int = 1, **options: str
 ) -> tuple[Path, dict[str, Tensor]]:
-    """A checkpoint of the real engine after some steps, as the trainer lays it out; the model folder, and the engine's weights."""
+    """A checkpoint of the real engine after some steps, as the trainer lays it out; the model folder, and the engine's
+    weights."""
     case = parse(words)
     folder = build_model(case.variant, models / case.variant)
     result = pool.run(JOB, Run(case, folder, save=target / "engine", last=steps, options=options), case.world)[0]

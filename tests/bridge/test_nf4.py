@@ -93,7 +93,8 @@ def unfit(variant: str, tp: int, etp: int) -> list[Problem]:
 
 
 def test_what_does_not_fit_is_told_once_with_numbers() -> None:
-    """The tiny llama's second MLP matrix has 96 inputs; 128 inputs are 64 on each of two ranks, and 32 on each of four."""
+    """The tiny llama's second MLP matrix has 96 inputs; 128 inputs are 64 on each of two ranks, and 32 on each of
+    four."""
     assert [p.rule for p in unfit("llama", 1, 1)] == [
         "mlp.linear_fc2 of this model has 96 inputs, and NF4 blocks are 64 inputs of a row"
     ]

@@ -181,7 +181,8 @@ def test_what_peft_writes_is_merged_as_by_peft(
 def test_stacks_of_experts_are_written_as_peft_does(
     targets: tuple[str, ...], parameters: tuple[str, ...], folders: Path, tmp_path: Path
 ) -> None:
-    """Names, shapes and what they do: PEFT computes the same from its own folder and from ours, and what we read comes back."""
+    """Names, shapes and what they do: PEFT computes the same from its own folder and from ours, and what we read comes
+    back."""
     folder = make("gpt_oss", folders)
     weights = plan_of(folder)
     chosen = select(weights.family, weights.spec, targets, parameters)
@@ -238,7 +239,8 @@ def test_merging_keeps_dtypes_and_what_has_no_adapter(folders: Path, tmp_path: P
 @pytest.mark.parametrize("variant", ["dense", "qwen3-tiny-heads", "moe", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_shards_of_the_product_are_products_of_shards(variant: str, ranks: int, folders: Path, tmp_path: Path) -> None:
-    """On each rank, the base shard and the rank's parts of A and B give the shard of the merged weight; the parts join again."""
+    """On each rank, the base shard and the rank's parts of A and B give the shard of the merged weight; the parts join
+    again."""
     folder = make(variant, folders)
     weights, source = opened(folder)
     leaves = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "w1", "w2")

@@ -1,4 +1,5 @@
-"""FP8 and MXFP4 folders against transformers' own dequantisation and plain torch, whole and slice by slice; what is refused."""
+"""FP8 and MXFP4 folders against transformers' own dequantisation and plain torch, whole and slice by slice; what is
+refused."""
 
 from __future__ import annotations
 

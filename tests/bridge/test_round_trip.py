@@ -1,4 +1,5 @@
-"""Hugging Face -> Megatron shards -> Hugging Face: bitwise, for every family and tensor-parallel size, with each tensor's own dtype."""
+"""Hugging Face -> Megatron shards -> Hugging Face: bitwise, for every family and tensor-parallel size, with each
+tensor's own dtype."""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ def test_lost_shards_are_noticed(folders: Path) -> None:
 
 @pytest.mark.parametrize("variant", ONE_A_FAMILY)
 def test_gate_comes_before_up(variant: str, folders: Path) -> None:
-    """Megatron computes activation(first half) x second half: the plain formula on its tensors equals transformers' own module."""
+    """Megatron computes activation(first half) x second half: the plain formula on its tensors equals transformers' own
+    module."""
     from transformers import AutoModelForCausalLM
 
     folder = make(variant, folders)

@@ -1,4 +1,5 @@
-"""What can be wrong with a folder of safetensors: each mistake is told with its file and tensor, before any weight is read."""
+"""What can be wrong with a folder of safetensors: each mistake is told with its file and tensor, before any weight is
+read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`megaswift convert verify`: every kind of difference is found, told, reported and an exit code; what is equal is equal."""
+"""`megaswift convert verify`: every kind of difference is found, told, reported and an exit code; what is equal is
+equal."""
 
 from __future__ import annotations
 
@@ -172,9 +173,9 @@ def test_another_architecture(folders: Path, fresh: Fresh, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["--prompts", "x"], "--prompts: is for --logits"), (["--trust_remote_code"], "--trust_remote_code: is for --logits"),
+    (["--prompts", "x"], ("--prompts: is for " "--logits")), (["--trust_remote_code"], ("--trust_remote_code: is for " "--logits")),
     (["--logits", "--dtype", "bf16"], "--dtype: is for tensors"), (["--report", "no/such/folder/r.json"], "cannot be written there"),
-    (["--logit"], "did you mean --logits?"), (["--logits", "--prompts", "no-such-file"], "--prompts no-such-file: cannot be read"),
+    (["--logit"], "did you mean --logits?"), (["--logits", "--prompts", "no-such-file"], ("--prompts " "no-such-file: " "cannot be read")),
 ])  # fmt: skip
 def test_mistakes(words: list[str], told: str, folders: Path) -> None:
     folder = str(make("dense", folders))

@@ -1,4 +1,5 @@
-"""Files that the safetensors library and transformers read, written in any order, committed by rename, in bounded memory."""
+"""Files that the safetensors library and transformers read, written in any order, committed by rename, in bounded
+memory."""
 
 from __future__ import annotations
 

@@ -28,13 +28,17 @@ def test_plan(options: dict, dp: int, plan: tuple[int, int, int]) -> None:
         (
             {"global_batch_size": 10},
             4,
-            "is not a multiple of per_device_train_batch_size 1 x 4 data-parallel ranks = 4\n    try: --global_batch_size 8",
+            (
+                "is not a multiple of per_device_train_batch_size 1 x 4 data-parallel ranks = 4\n    try: "
+                "--global_batch_size 8"
+            ),
         ),
         ({"global_batch_size": 2}, 4, "try: --global_batch_size 4"),
         (
             {"global_batch_size": 24, "micro_batch_size": 2, "gradient_accumulation_steps": 3},
             2,
-            "three numbers disagree: per_device_train_batch_size 2 x gradient_accumulation_steps 3 x 2 data-parallel ranks = 12\n"
+            "three numbers disagree: per_device_train_batch_size 2 x gradient_accumulation_steps 3 x 2 data-parallel "
+            "ranks = 12\n"
             "    try: --global_batch_size 12, or --gradient_accumulation_steps 6",
         ),
     ],

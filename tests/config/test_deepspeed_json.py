@@ -1,4 +1,5 @@
-"""DeepSpeed files: "auto" is filled from the run, contradictions and keys without effect are told, presets are what configs/ holds."""
+"""DeepSpeed files: "auto" is filled from the run, contradictions and keys without effect are told, presets are what
+configs/ holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`--fsdp_config`: keys that mean something here are options, what is so anyway passes, the rest is told, all at once."""
+"""`--fsdp_config`: keys that mean something here are options, what is so anyway passes, the rest is told, all at
+once."""
 
 from __future__ import annotations
 

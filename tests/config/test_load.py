@@ -1,4 +1,5 @@
-"""Files, command lines and Python give the same configuration; every mistake is told, all at once, as it was written."""
+"""Files, command lines and Python give the same configuration; every mistake is told, all at once, as it was
+written."""
 
 import json
 import pickle

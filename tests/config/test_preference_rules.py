@@ -1,4 +1,5 @@
-"""Options of preference learning: each row of the rules fires when it should and is silent when its condition is met; what tasks take."""
+"""Options of preference learning: each row of the rules fires when it should and is silent when its condition is met;
+what tasks take."""
 
 from __future__ import annotations
 

@@ -38,13 +38,15 @@ def test_plan(task: str, options: dict, dp: int, plan: tuple[int, ...]) -> None:
         (
             {},
             4,
-            "--global_batch_size 4: is not a multiple of num_generations 8, which is the default: prompts would lack completions\n"
+            "--global_batch_size 4: is not a multiple of num_generations 8, which is the default: prompts would lack "
+            "completions\n"
             "    try: --global_batch_size 8",
         ),
         (
             {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_generations": 4},
             2,
-            "steps_per_generation 3: 3 passes of 2 completions are 6, which is not a multiple of the 4 completions of a global batch\n"
+            "steps_per_generation 3: 3 passes of 2 completions are 6, which is not a multiple of the 4 completions "
+            "of a global batch\n"
             "    try: --steps_per_generation 2",
         ),
     ],

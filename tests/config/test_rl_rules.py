@@ -1,4 +1,5 @@
-"""Options of reinforcement learning: each row of the rules fires when it should, and is silent when its condition is met."""
+"""Options of reinforcement learning: each row of the rules fires when it should, and is silent when its condition is
+met."""
 
 from __future__ import annotations
 

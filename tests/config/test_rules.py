@@ -124,7 +124,10 @@ def test_an_option_that_would_be_ignored(idle: str, used: str) -> None:
     [
         "--overlap_param_gather --overlap_grad_reduce",
         "--recompute_granularity selective --recompute_modules layernorm",
-        "--recompute_granularity selective --recompute_modules layernorm moe_act --fp8_format e4m3 --fp8_recipe blockwise",
+        (
+            "--recompute_granularity selective --recompute_modules layernorm moe_act --fp8_format e4m3 --fp8_recipe "
+            "blockwise"
+        ),
         "--recompute_granularity selective --recompute_modules moe_act --moe_grouped_gemm",
     ],
 )

@@ -1,4 +1,5 @@
-"""Chat masks: transformers' own for marked templates, hand-worked ones for the published templates that mark nothing."""
+"""Chat masks: transformers' own for marked templates, hand-worked ones for the published templates that mark
+nothing."""
 
 from __future__ import annotations
 

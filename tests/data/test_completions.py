@@ -1,4 +1,5 @@
-"""Completions to micro-batches: each number stands where its token is the label, packed and not, and comes back from there."""
+"""Completions to micro-batches: each number stands where its token is the label, packed and not, and comes back from
+there."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from megaswift.losses.documents import document_index
 
 
 def completed(number: int, prompt: int, own: str, silent: bool = False) -> Completed:
-    """`own`: a letter for each token after the prompt, x for the policy's. No token comes twice; `told` is the token, `odd` if it is."""
+    """`own`: a letter for each token after the prompt, x for the policy's. No token comes twice; `told` is the token,
+    `odd` if it is."""
     written = [100 * (number + 1) + k for k in range(len(own))]
     mine = np.asarray([] if silent else [t for t, o in zip(written, own, strict=True) if o == "x"], dtype=np.float32)
     return Completed(

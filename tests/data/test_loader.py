@@ -1,4 +1,5 @@
-"""Batches: the order of rows by plain Python, shifted labels by hand, packing's edges, ranks, evaluation, resume, streaming."""
+"""Batches: the order of rows by plain Python, shifted labels by hand, packing's edges, ranks, evaluation, resume,
+streaming."""
 
 from __future__ import annotations
 
@@ -369,7 +370,10 @@ def test_the_fingerprint_does_not_know_how_many_processes_tokenised(tmp_path: Pa
 
 def test_a_run_goes_on_when_the_template_s_date_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama 3.2's template says which day it is."""
-    dated = "{% for m in messages %}{{ strftime_now('%Y-%m-%d') }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    dated = (
+        "{% for m in messages %}{{ strftime_now('%Y-%m-%d') }}{% generation %}{{ m.content }}{% endgeneration "
+        "%}{% endfor %}"
+    )
     first = source(tmp_path, 4, LoaderGeometry(), chat_template=dated)[0]
     day, strftime = datetime(2031, 7, 5), time.strftime
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", SimpleNamespace(now=lambda: day))

@@ -1,4 +1,5 @@
-"""Every form of preferences against the two conversations (or the one) that a person would write down; rows of no use by their cause."""
+"""Every form of preferences against the two conversations (or the one) that a person would write down; rows of no use
+by their cause."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ def test_an_output_directory_as_the_model(tmp_path: Path, capsys: pytest.Capture
 def test_a_hub_id_as_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the hub's cache on disk, laid out as the client lays it out; and refused as training refuses it when it is not there."""
+    """From the hub's cache on disk, laid out as the client lays it out; and refused as training refuses it when it is
+    not there."""
     commit = "0" * 40
     kept = tmp_path / "hub" / "models--some--model"
     folder(kept / "snapshots" / commit)

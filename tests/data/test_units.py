@@ -1,4 +1,5 @@
-"""Pairs and labelled answers: tokens and masks against TRL's own preparation, batches by hand, what is skipped, resume, evaluation."""
+"""Pairs and labelled answers: tokens and masks against TRL's own preparation, batches by hand, what is skipped, resume,
+evaluation."""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ def test_reasoning_on_one_side_only(tmp_path: Path) -> None:
 
 
 SEES_THE_END = (
-    "{% for m in messages %}{{ '<|im_start|>' + (messages[-1].content | length | string) }}{% if m.role == 'assistant' %}"
+    "{% for m in messages %}{{ '<|im_start|>' + (messages[-1].content | length | string) }}{% if m.role == "
+    "'assistant' %}"
     "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 USELESS = [
@@ -179,7 +181,8 @@ def test_or_are_skipped_and_counted_by_cause(tmp_path: Path, capsys: pytest.Capt
     kept = made(tmp_path, rows, strict=False, kind="mistral", name="mistral")
     assert len(kept) == 1 and kept.docs.sample.tolist() == [0, 0]
     assert (
-        "d.jsonl: 7 rows skipped: 1 malformed, 1 with an empty answer, 3 with identical answers, 1 with no prompt, 1 with two prompts "
+        "d.jsonl: 7 rows skipped: 1 malformed, 1 with an empty answer, 3 with identical answers, 1 with no prompt, 1 "
+        "with two prompts "
         "(--strict false)"
     ) in capsys.readouterr().err
     with pytest.raises(DataError, match="no row is of use; 5 rows skipped"):

@@ -1,4 +1,5 @@
-"""Tokens that were added to the tokenizer and not to the model: told with their row, whether data are stored or streamed."""
+"""Tokens that were added to the tokenizer and not to the model: told with their row, whether data are stored or
+streamed."""
 
 from __future__ import annotations
 

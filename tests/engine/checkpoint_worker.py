@@ -1,4 +1,5 @@
-"""The rank side of the checkpoint tests: build, load, train, save, and hand back full tensors by their Hugging Face names.
+"""The rank side of the checkpoint tests: build, load, train, save, and hand back full tensors by their Hugging Face
+names.
 
 Moments are gathered here with plain collectives from the optimizers' own buffers, not by the code under test.
 """
@@ -25,7 +26,8 @@ TOTAL = 4
 
 @dataclass(frozen=True)
 class Run:
-    """One job: start from `load` (else from the model folder), train steps first .. last - 1, save to `save`, go on to `extra`."""
+    """One job: start from `load` (else from the model folder), train steps first .. last - 1, save to `save`, go on to
+    `extra`."""
 
     case: Case
     folder: Path

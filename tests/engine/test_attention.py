@@ -100,7 +100,8 @@ class Written(TorchDispatchMode):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_many_documents_cost_what_few_do(monkeypatch, ranks):
-    """Gradients of a row are put together once: work that grows with row x documents took a third of a step of 128 short completions."""
+    """Gradients of a row are put together once: work that grows with row x documents took a third of a step of 128
+    short completions."""
     monkeypatch.setattr("megaswift.engine.megatron.attention.gather_sequence", lambda x, *_: torch.cat([x, x]))
     config = SimpleNamespace(
         kv_channels=8, attention_dropout=0.0, softmax_type="vanilla", window_size=None, features=Features()

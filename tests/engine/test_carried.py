@@ -1,4 +1,5 @@
-"""What no gradient trains: prediction layers and the experts' bias come through training, checkpoint and export bit for bit."""
+"""What no gradient trains: prediction layers and the experts' bias come through training, checkpoint and export bit for
+bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checkpoints on real gloo ranks: bit-exact continuation, every change of layout, Megatron's own loader, unfit checkpoints."""
+"""Checkpoints on real gloo ranks: bit-exact continuation, every change of layout, Megatron's own loader, unfit
+checkpoints."""
 
 from __future__ import annotations
 
@@ -151,7 +152,8 @@ CHANGED = [
 
 @pytest.mark.parametrize(("before", "after"), CHANGED)
 def test_another_layout(before: str, after: str, pool: Pool, models: Path, tmp_path: Path) -> None:
-    """Weights and moments bit-equal as full tensors, the next steps' losses within 1e-5; back again: still the same bits."""
+    """Weights and moments bit-equal as full tensors, the next steps' losses within 1e-5; back again: still the same
+    bits."""
     saved = go(pool, make(before, models, last=2, save=tmp_path / "a", extra=2))[0]
     loaded = go(pool, make(after, models, load=tmp_path / "a", first=2, last=2, save=tmp_path / "b", extra=2))[0]
     back = go(pool, make(before, models, load=tmp_path / "b", first=2, last=2))[0]
@@ -169,7 +171,8 @@ def test_another_layout(before: str, after: str, pool: Pool, models: Path, tmp_p
     [("dense dp2 do", "dense tp2"), pytest.param("dense tp2", "dense pp2 dp2 do", marks=pytest.mark.slow)],
 )
 def test_another_layout_in_half_precision(before: str, after: str, pool: Pool, models: Path, tmp_path: Path) -> None:
-    """The float32 main weights move too: a float32 run that loads the checkpoint gets them, and hands them back unrounded."""
+    """The float32 main weights move too: a float32 run that loads the checkpoint gets them, and hands them back
+    unrounded."""
     saved = go(pool, make(before, models, last=2, save=tmp_path / "a", options=BF16))[0]
     loaded = go(pool, make(after, models, load=tmp_path / "a", first=2, last=2, save=tmp_path / "b", options=BF16))[0]
     assert_same(loaded.weights, saved.weights)
@@ -222,7 +225,8 @@ MOE = (
 
 @pytest.mark.parametrize(("words", "mlp"), [("dense tp2 pp2 do", DENSE), ("moe pp2 ep2 dp2 do", MOE)])
 def test_the_format_is_megatrons(words: str, mlp: tuple[str, ...], pool: Pool, models: Path, tmp_path: Path) -> None:
-    """Megatron-Core's loader reads it; the names are the canonical ones, each tensor is Hugging Face's in Megatron's arrangement."""
+    """Megatron-Core's loader reads it; the names are the canonical ones, each tensor is Hugging Face's in Megatron's
+    arrangement."""
     result = go(pool, make(words, models, last=1, save=tmp_path / "c"))[0]
     tensors = pool.run(f"{__name__}:plain", tmp_path / "c", 1)[0]
     names = {f"decoder.layers.{i}.{part}" for i in range(4) for part in (*LAYER, *mlp)}

@@ -1,4 +1,5 @@
-"""Scaled embeddings in bfloat16, bit for bit as Hugging Face's modules scale them: Gemma rounds the factor, Granite the product only."""
+"""Scaled embeddings in bfloat16, bit for bit as Hugging Face's modules scale them: Gemma rounds the factor, Granite the
+product only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Collectives in one exchange against sums and joins worked out from every rank's tensors, even and uneven, by memory and by gloo."""
+"""Collectives in one exchange against sums and joins worked out from every rank's tensors, even and uneven, by memory
+and by gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Adam on the host: torch's numbers bit by bit, states on the CPU under parameters of a GPU, and what a GPU-less machine is told."""
+"""Adam on the host: torch's numbers bit by bit, states on the CPU under parameters of a GPU, and what a GPU-less
+machine is told."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def test_views_that_torch_s_constructor_refuses() -> None:
 
 
 def test_two_devices_without_a_gpu() -> None:
-    """Fake tensors refuse an operation across devices: parameters on one ("meta" stands for it), all of the state on the CPU."""
+    """Fake tensors refuse an operation across devices: parameters on one ("meta" stands for it), all of the state on
+    the CPU."""
     with FakeTensorMode():
         parameters = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in ((5, 7), (40,))]
         with pytest.raises(RuntimeError, match="at least two devices, meta and cpu"):

@@ -1,4 +1,5 @@
-"""Communication behind computation: on by default on a GPU, off on a CPU, as the options say where they say something."""
+"""Communication behind computation: on by default on a GPU, off on a CPU, as the options say where they say
+something."""
 
 from __future__ import annotations
 

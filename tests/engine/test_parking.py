@@ -1,4 +1,5 @@
-"""Memory that is given back for a while: storages are empty meanwhile, views stay views, and the order on a shared device."""
+"""Memory that is given back for a while: storages are empty meanwhile, views stay views, and the order on a shared
+device."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def drawing_of(generation: Any, critic: bool = False) -> Drawing:
 
 
 def test_the_order_on_a_shared_device() -> None:
-    """Optimizer and gradients leave, the sampler wakes and gets weights, the model leaves, completions, sleep, everything back."""
+    """Optimizer and gradients leave, the sampler wakes and gets weights, the model leaves, completions, sleep,
+    everything back."""
     plain, with_critic = Recorded(), Recorded()
     drawing_of(plain).draw(4, False, untimed)
     order = [

@@ -1,4 +1,5 @@
-"""What a QLoRA engine needs beside what it holds: built and loaded in a process of its own, whose peak the kernel tells."""
+"""What a QLoRA engine needs beside what it holds: built and loaded in a process of its own, whose peak the kernel
+tells."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def alone(kind: str) -> tuple[int, int]:
     reason="no /proc/self/clear_refs: the peak since then is Linux's to tell",
 )
 def test_the_unquantised_model_is_never_there() -> None:
-    """Building and loading: below two thirds of the unquantised weights at the peak, process and all; a good quarter when done."""
+    """Building and loading: below two thirds of the unquantised weights at the peak, process and all; a good quarter
+    when done."""
     plain, _ = alone("lora")
     held, peak = alone("qlora")
     assert held < 0.3 * plain, (held, plain)

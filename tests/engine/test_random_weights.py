@@ -15,7 +15,8 @@ from tests.parity.models import by_disk_name, config
 
 @pytest.mark.parametrize("variant", ["qwen2_moe", "gpt_oss", "olmoe", "minimax_m2"])
 def test_as_transformers_draws_them(variant: str) -> None:
-    """Zeros, ones, or normal with the same deviation within 10% (of large tensors); sinks and router biases among them."""
+    """Zeros, ones, or normal with the same deviation within 10% (of large tensors); sinks and router biases among
+    them."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""The router's own choice of experts against transformers' routers; counts without padding; a bias that precision leaves alone."""
+"""The router's own choice of experts against transformers' routers; counts without padding; a bias that precision
+leaves alone."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ EXPERTS, TOPK, TOKENS, HIDDEN = 16, 5, 64, 12
 
 
 def gate(model_type: str, **fields: Any) -> tuple[Any, Tensor, Tensor]:
-    """(transformers' router of the type, hidden states [t, h], its answer as weights [t, E] with 0 where an expert is not chosen)."""
+    """(transformers' router of the type, hidden states [t, h], its answer as weights [t, E] with 0 where an expert is
+    not chosen)."""
     from transformers import AutoConfig
     from transformers.models import deepseek_v2, deepseek_v3, glm4_moe
 

@@ -1,4 +1,5 @@
-"""Attention sinks against the softmax written out in plain torch: value, gradients, documents, windows, shared key heads."""
+"""Attention sinks against the softmax written out in plain torch: value, gradients, documents, windows, shared key
+heads."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,5 @@
-"""config.json of published models of DeepSeek's line as their authors wrote them, and their parameters without prediction layers."""
+"""config.json of published models of DeepSeek's line as their authors wrote them, and their parameters without
+prediction layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""config.json of published dense models with features beyond Llama's, as their authors wrote them, and their numbers of parameters."""
+"""config.json of published dense models with features beyond Llama's, as their authors wrote them, and their numbers of
+parameters."""
 
 from __future__ import annotations
 

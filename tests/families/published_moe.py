@@ -1,4 +1,5 @@
-"""config.json of published mixtures of experts as their authors wrote them, with the number of parameters on their model cards."""
+"""config.json of published mixtures of experts as their authors wrote them, with the number of parameters on their
+model cards."""
 
 from __future__ import annotations
 

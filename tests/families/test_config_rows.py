@@ -147,7 +147,8 @@ def test_linear_and_yarn() -> None:
 
 
 def test_dynamic_rope_keeps_to_its_default_frequencies() -> None:
-    """transformers reads no original_max_position_embeddings there: the frequencies are the default ones up to the other number."""
+    """transformers reads no original_max_position_embeddings there: the frequencies are the default ones up to the
+    other number."""
     given = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 2048}
     for base, family in ((LLAMA_2_7B, "llama"), (PHI_4, "phi3"), (GEMMA_3_1B, "gemma3_text")):
         dynamic = spec(base, rope_scaling=given)

@@ -1,4 +1,5 @@
-"""What the configurations of DeepSeek's line mean: heads of latent attention, routing, dense layers, and what is refused."""
+"""What the configurations of DeepSeek's line mean: heads of latent attention, routing, dense layers, and what is
+refused."""
 
 from __future__ import annotations
 

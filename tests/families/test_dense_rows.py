@@ -1,4 +1,5 @@
-"""Fields of the dense families beyond Llama's kind: what they become, as transformers' own configuration class reads them, and refusals."""
+"""Fields of the dense families beyond Llama's kind: what they become, as transformers' own configuration class reads
+them, and refusals."""
 
 from __future__ import annotations
 

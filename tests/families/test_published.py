@@ -1,4 +1,5 @@
-"""Published config.json files, against the numbers on the model cards and transformers' own reading of the same file."""
+"""Published config.json files, against the numbers on the model cards and transformers' own reading of the same
+file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The native engine on a GPU: both layer specs against Hugging Face, packing, FP8, and one checkpoint for both.
 
-One process, one device. Run by `scripts/gpu_check.sh` or `pytest -m gpu`; without a GPU nothing here is collected as passing.
+One process, one device. Run by `scripts/gpu_check.sh` or `pytest -m gpu`; without a GPU nothing here is collected as
+passing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What tests of real sampling servers share: how one starts and ends, what it has to answer, and a run that it samples for."""
+"""What tests of real sampling servers share: how one starts and ends, what it has to answer, and a run that it samples
+for."""
 
 from __future__ import annotations
 

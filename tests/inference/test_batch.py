@@ -1,4 +1,5 @@
-"""Files of prompts: order, columns, answers that rows bring, going on after an interruption, rows that cannot be asked."""
+"""Files of prompts: order, columns, answers that rows bring, going on after an interruption, rows that cannot be
+asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The server as a process, driven with the public openai client; answers and log-probabilities are transformers' own."""
+"""The server as a process, driven with the public openai client; answers and log-probabilities are transformers'
+own."""
 
 from __future__ import annotations
 
@@ -328,7 +329,8 @@ def test_the_vllm_for_cpus_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch
 def test_vllm_gets_room_for_the_adapters_and_the_model_s_own_way_to_choose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM has room for rank 16 unless told otherwise, draws unless told otherwise, and its newer releases know no bitsandbytes."""
+    """vLLM has room for rank 16 unless told otherwise, draws unless told otherwise, and its newer releases know no
+    bitsandbytes."""
     (tmp_path / "adapter_config.json").write_text('{"r": 40}')
     words = ["--model", str(tmp_path), "--infer_backend", "vllm"]
     cfg = DeployConfig(**COMMAND.parse([*words, "--adapters", str(tmp_path), "--quantization_bit", "4"]).sections)

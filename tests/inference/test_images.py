@@ -1,4 +1,5 @@
-"""Questions about images: answers of files, of the server and in the terminal are transformers' own on its processor's inputs."""
+"""Questions about images: answers of files, of the server and in the terminal are transformers' own on its processor's
+inputs."""
 
 from __future__ import annotations
 
@@ -275,7 +276,8 @@ def test_the_server_answers_about_images(clients: Clients, model: Callable[[str]
 def test_the_server_reads_what_it_was_sent_and_nothing_else(
     clients: Clients, model: Callable[[str], Opened], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file of its machine, no address; no format that Pillow hands to other programs, no image that fills the memory."""
+    """No file of its machine, no address; no format that Pillow hands to other programs, no image that fills the
+    memory."""
     from PIL import Image
 
     folder = model(CHEAP)[0]

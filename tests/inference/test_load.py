@@ -1,4 +1,5 @@
-"""Models as `infer` opens them: on disk, in four bits, with adapters, from checkpoints; answers equal to transformers' and PEFT's own."""
+"""Models as `infer` opens them: on disk, in four bits, with adapters, from checkpoints; answers equal to transformers'
+and PEFT's own."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_adapters_on_weights_on_disk(model: Path, adapter: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_checkpoint_of_training_answers_as_its_model_does(model: Path, tmp_path: Path, offload: bool) -> None:
-    """Converted, as runs save them; tensors are read when transformers takes them, and written for the disk where they go there."""
+    """Converted, as runs save them; tensors are read when transformers takes them, and written for the disk where they
+    go there."""
     hf_to_megatron(model, tmp_path / "megatron")
     how = {"max_memory": "cpu:80KiB", "offload_folder": str(tmp_path / "off")} if offload else {}
     prepared, generator = opened(tmp_path / "megatron", **how)

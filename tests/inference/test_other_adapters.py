@@ -1,4 +1,5 @@
-"""Adapters other than LoRA in answers: beside the weights, in them, over four bits; and their merge by `megaswift export`."""
+"""Adapters other than LoRA in answers: beside the weights, in them, over four bits; and their merge by `megaswift
+export`."""
 
 from __future__ import annotations
 

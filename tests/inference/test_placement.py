@@ -75,7 +75,8 @@ def test_what_does_not_fit_goes_to_the_disk(model: Any) -> None:
 
 @pytest.mark.parametrize("how", ["auto", "balanced", "balanced_low_0", "sequential"])
 def test_two_gpus_are_shared_as_accelerate_shares_them(how: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decision alone: devices are numbers in it. As transformers' `from_pretrained(device_map=how)` would place the model."""
+    """The decision alone: devices are numbers in it. As transformers' `from_pretrained(device_map=how)` would place the
+    model."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     sizes = Sizes(model)
     total = sum(b for _, _, b in sizes.weights())

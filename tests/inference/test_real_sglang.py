@@ -1,8 +1,10 @@
-"""SGLang itself, where it is installed: what it answers against transformers. `SGLANG_FLAGS` are more options of the server.
+"""SGLang itself, where it is installed: what it answers against transformers. `SGLANG_FLAGS` are more options of the
+server.
 
     pip install sglang; pytest -m slow tests/inference/test_real_sglang.py
 
-On a CPU: SGLANG_USE_CPU_ENGINE=1 SGLANG_FLAGS="--device cpu --attention-backend torch_native --lora-backend torch_native
+On a CPU: SGLANG_USE_CPU_ENGINE=1 SGLANG_FLAGS="--device cpu --attention-backend torch_native --lora-backend
+torch_native
 --disable-cuda-graph --grammar-backend none --disable-overlap-schedule". docs/samplers.md says what else that needs.
 """
 

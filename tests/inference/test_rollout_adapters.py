@@ -83,7 +83,8 @@ def test_sleep_gives_all_memory_back_and_adapters_wake(model: Path, two: list[Pa
 
 
 def test_the_global_generator_is_left_alone(model: Path, two: list[Path]) -> None:
-    """PEFT draws numbers for new layers; a run that goes on makes them at another time than the run that went through."""
+    """PEFT draws numbers for new layers; a run that goes on makes them at another time than the run that went
+    through."""
     made, before = alone(model), torch.get_rng_state()
     made.update_adapter(two[0])
     assert torch.equal(before, torch.get_rng_state())

@@ -1,4 +1,5 @@
-"""Clients of vLLM's and SGLang's servers against a small server that speaks their wire format; test_real_*.py ask the real ones."""
+"""Clients of vLLM's and SGLang's servers against a small server that speaks their wire format; test_real_*.py ask the
+real ones."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def client(kind: str, model: Path, *urls: str, **options: Any) -> Sampler:
 def test_two_servers_answer_as_the_sampler_that_they_are_made_of(
     kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts, settings, seeds, tokens and log-probabilities arrive; new weights come through the folder, in several shards."""
+    """Prompts, settings, seeds, tokens and log-probabilities arrive; new weights come through the folder, in several
+    shards."""
     monkeypatch.setattr(sync_folder, "SHARD_BYTES", 20000)
     alone = filled(model, batch_size=1)  # as the servers here take one prompt at a time
     want = alone.generate(PROMPTS, SAMPLING, SEEDS)
@@ -63,7 +65,8 @@ def test_two_servers_answer_as_the_sampler_that_they_are_made_of(
 
 
 def test_adapters_alone_come_in_place_of_those_before(kind: str, model: Path, tmp_path: Path) -> None:
-    """Onto weights that the server has by itself; those of a run that was broken off are in nobody's way. Nothing is written."""
+    """Onto weights that the server has by itself; those of a run that was broken off are in nobody's way. Nothing is
+    written."""
     folders = [adapters(tmp_path / name, model, seed) for name, seed in (("one", 5), ("two", 6))]
     alone, backend = build(model, SamplerOptions(lora_rank=4, batch_size=1)), KINDS[kind](model, rank=4)
     found = []
@@ -97,7 +100,9 @@ def told_of(rank: int, **more: Any) -> dict[str, Any]:
 
 
 START = {
-    "vllm_server": "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve .* --enable-lora --max-lora-rank 16",
+    "vllm_server": (
+        "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve .* --enable-lora --max-lora-rank 16"
+    ),
     "sglang": "sglang.launch_server .* --enable-lora --max-lora-rank 9 --lora-target-modules all",
 }
 

@@ -1,4 +1,5 @@
-"""The sampler in this process against transformers: greedy tokens, log-probabilities, and that rows do not depend on one another."""
+"""The sampler in this process against transformers: greedy tokens, log-probabilities, and that rows do not depend on
+one another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What vLLM in process is asked, by a stand-in that takes the same calls: order and arguments. vLLM itself has not been run."""
+"""What vLLM in process is asked, by a stand-in that takes the same calls: order and arguments. vLLM itself has not been
+run."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def test_filters_leave_what_transformers_leaves(top_k: int, top_p: float, min_p:
 
 @pytest.mark.parametrize("size", [30, 1024, 1025, 1300])
 def test_draws_have_the_probabilities_of_the_scores(size: int) -> None:
-    """Evenly spread numbers hit each token as often as its probability says, up to the spacing; also where sums are in parts."""
+    """Evenly spread numbers hit each token as often as its probability says, up to the spacing; also where sums are in
+    parts."""
     logits, count = filtered(scores(1, size), Sampling(1, top_k=12)), 20000
     weights = logits.exp().expand(count, -1)
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count

@@ -1,4 +1,5 @@
-"""One run as users start it: by scripts/run_distributed.py, accelerate and DeepSpeed's launcher, on two processes of a CPU."""
+"""One run as users start it: by scripts/run_distributed.py, accelerate and DeepSpeed's launcher, on two processes of a
+CPU."""
 
 from __future__ import annotations
 

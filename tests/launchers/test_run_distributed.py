@@ -1,4 +1,5 @@
-"""scripts/run_distributed.py: what it makes of its options, and what it refuses. That it trains is test_other_launchers.py."""
+"""scripts/run_distributed.py: what it makes of its options, and what it refuses. That it trains is
+test_other_launchers.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A language model whose tokens have a row of logits each, so that its gradient is that of every single label.
 
-Documents here never repeat a token: row t of the table is the prediction after token t, wherever a layout puts it, and one table
-serves TRL's padded rows and our packed ones. Reductions are written out plainly; nothing of the engines is used.
+Documents here never repeat a token: row t of the table is the prediction after token t, wherever a layout puts it, and
+one table serves TRL's padded rows and our packed ones. Reductions are written out plainly; nothing of the engines is
+used.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def reference_of(model: Bigram, b: Batch) -> Batch:
 
 
 def pairs(docs: Sequence[Doc], packed: bool, every: bool = False) -> Batch:
-    """A micro-batch of chosen_0, rejected_0, chosen_1, ...; with `every`, `completion` says which labels are the answers'."""
+    """A micro-batch of chosen_0, rejected_0, chosen_1, ...; with `every`, `completion` says which labels are the
+    answers'."""
     made = batch(docs, packed, every)
     numbers = torch.arange(len(docs)).view(-1, 2)
     completion = {"completion": batch(docs, packed).loss_weights != 0} if every else {}

@@ -100,7 +100,8 @@ def label_fields(model: Bigram, docs: Sequence[Doc]) -> dict[str, list[Tensor]]:
 
 
 def rollouts(policy: Bigram, reference: Bigram, masked: bool = True, distance: float = 0.3) -> Rollouts:
-    """Completions of an old policy not far from this one; `masked`: with tokens of a tool, and one truncated completion."""
+    """Completions of an old policy not far from this one; `masked`: with tokens of a tool, and one truncated
+    completion."""
     g = torch.Generator().manual_seed(5)
     logprobs = label_fields(policy, DOCS)["log_probs"]
 

@@ -1,4 +1,5 @@
-"""Advantages against what TRL's trainers make of the same rewards; PPO's, which TRL dropped, by definition and by hand."""
+"""Advantages against what TRL's trainers make of the same rewards; PPO's, which TRL dropped, by definition and by
+hand."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def test_reinforce_plus_plus_by_hand() -> None:
 
 
 def test_estimates_of_the_kl() -> None:
-    """k1 and k3 over the whole vocabulary, each token by its probability, are the KL itself; k2 is a half squared difference."""
+    """k1 and k3 over the whole vocabulary, each token by its probability, are the KL itself; k2 is a half squared
+    difference."""
     p, q = (
         torch.randn(50, generator=torch.Generator().manual_seed(i), dtype=torch.float64).log_softmax(-1) for i in (0, 1)
     )

@@ -1,4 +1,5 @@
-"""DPO's losses against TRL's own: value, gradient of every label, metrics; every type and option, packed, padded, in micro-batches."""
+"""DPO's losses against TRL's own: value, gradient of every label, metrics; every type and option, packed, padded, in
+micro-batches."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ CASES: dict[str, DPO] = {
     "ld ipo": DPO(("ipo",), ld_alpha=0.0),
     "ld aot": DPO(("aot",), ld_alpha=0.5),
     "wpo": DPO(use_weighting=True),
-    "wpo nca": DPO(("nca_pair", "ipo"), use_weighting=True),  # hinge: TRL multiplies in place what its backward pass needs
+    # hinge: TRL multiplies in place what its backward pass needs
+    "wpo nca": DPO(("nca_pair", "ipo"), use_weighting=True),
     "several": DPO(("sigmoid", "bco_pair", "sft"), (0.8, 0.2, 1.1), settings=Settings(0.4)),
     "several unweighted": DPO(("hinge", "apo_zero")),
     "twice": DPO(("hinge", "hinge"), (0.5, 0.75)),
@@ -90,7 +92,8 @@ def theirs(trl: Any, loss: DPO, models: tuple[Bigram, Bigram], docs: list[Doc]) 
 
 
 def layouts(loss: DPO, reference: Bigram, docs: list[Doc]) -> list[list[Any]]:
-    """The same pairs in one micro-batch, padded and packed, and in several with a filler where the type sees pairs one by one."""
+    """The same pairs in one micro-batch, padded and packed, and in several with a filler where the type sees pairs one
+    by one."""
     found = [[pairs(docs, False)], [pairs(docs, True)]]
     if not any(LOSS_TYPES[n].sorts for n in loss.weights if n != SFT):
         found.append([pairs(docs[:2], True), pairs([], True), pairs(docs[2:], False), pairs([], False)])

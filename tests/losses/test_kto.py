@@ -91,7 +91,8 @@ def test_value_gradient_and_metrics_are_trl_s(trl: Any, models: tuple[Bigram, Bi
 
 
 def test_micro_batches_have_their_own_z0_and_one_normaliser(trl: Any, models: tuple[Bigram, Bigram]) -> None:
-    """Three, three and one example: a mean over seven, where TRL's mean of means would weigh the last one three times."""
+    """Three, three and one example: a mean over seven, where TRL's mean of means would weigh the last one three
+    times."""
     loss = CASES["kto weights"]
     cuts = [slice(0, 3), slice(3, 6), slice(6, 7)]
     parts = [theirs(trl, loss, models, DOCS[c], LABELS[c]) for c in cuts]

@@ -1,4 +1,5 @@
-"""Policy losses against TRL's GRPOTrainer and RLOOTrainer: value, gradient of every label, metrics; padded, packed, in micro-batches."""
+"""Policy losses against TRL's GRPOTrainer and RLOOTrainer: value, gradient of every label, metrics; padded, packed, in
+micro-batches."""
 
 from __future__ import annotations
 
@@ -158,7 +159,8 @@ def test_every_type_of_the_installed_trainer_is_here(trl: Any) -> None:
 
 @pytest.mark.parametrize("epsilon", [0.1, 0.9])
 def test_rloo_is_trl_s(tmp_path_factory: pytest.TempPathFactory, epsilon: float) -> None:
-    """Weights of whole completions: exp of a sum. TRL counts a completion without labels as minus its advantage; here there is none."""
+    """Weights of whole completions: exp of a sum. TRL counts a completion without labels as minus its advantage; here
+    there is none."""
     trl, both = trainers.rloo(tmp_path_factory.mktemp("rloo")), models()
     data = rollouts(*both, masked=False)
     inputs = data.rows(TOKENS)
@@ -200,7 +202,8 @@ def test_dapo_divides_by_the_tokens_of_the_generation_as_trl_does_over_accumulat
 
 @pytest.mark.parametrize("name", LOSS_TYPES)
 def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
-    """At weight 1 every type's gradient is minus the advantage times that of the log-probability, under its own normaliser."""
+    """At weight 1 every type's gradient is minus the advantage times that of the log-probability, under its own
+    normaliser."""
     both = models()
     data = rollouts(*both).without("old", "sampled")
     value, gradient, _ = run(

@@ -1,7 +1,9 @@
-"""PPO in whole, from scores to updates of policy and critic, against an implementation of its own: loops over tokens, in plain torch.
+"""PPO in whole, from scores to updates of policy and critic, against an implementation of its own: loops over tokens,
+in plain torch.
 
-That one shares no function with the package, and takes other ways where there are some: returns by the recursion of lambda-returns instead
-of sums of temporal differences, one token after the other instead of masks, weights and normalisers applied to each.
+That one shares no function with the package, and takes other ways where there are some: returns by the recursion of
+lambda-returns instead of sums of temporal differences, one token after the other instead of masks, weights and
+normalisers applied to each.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def told(
     learnt: list[Tensor],
     of_tokens: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Told]:
-    """Rewards, lambda-returns and normalised advantages of all tokens; `of_tokens`: documents with a reward a token for their score."""
+    """Rewards, lambda-returns and normalised advantages of all tokens; `of_tokens`: documents with a reward a token for
+    their score."""
     logp, ref = policy.weight.detach().log_softmax(-1), reference.weight.detach().log_softmax(-1)
     found: list[Told] = []
     for number, (doc, score, counts) in enumerate(zip(DOCS, SCORES, learnt, strict=True)):
@@ -89,7 +92,8 @@ def losses_by_loops(policy: Tensor, values: Tensor, tokens: list[Told]) -> tuple
 
 
 def prepared(data: Rollouts, reference: Bigram, values: Tensor, layout: int) -> list[Batch]:
-    """Batches with advantages and returns, as a trainer makes them: scores, KL, GAE, whitening over all micro-batches."""
+    """Batches with advantages and returns, as a trainer makes them: scores, KL, GAE, whitening over all
+    micro-batches."""
     known = {
         "old": data.known["old"],
         "reference": label_fields(reference, DOCS)["log_probs"],

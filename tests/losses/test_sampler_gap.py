@@ -1,4 +1,5 @@
-"""The gap to the sampler and its correction against TRL's, which wants vLLM for it: its code, on log-probabilities that are given."""
+"""The gap to the sampler and its correction against TRL's, which wants vLLM for it: its code, on log-probabilities that
+are given."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def test_the_cases_truncate_and_mask() -> None:
 
 
 def test_mult_prob_error_by_hand() -> None:
-    """Probabilities off by factors 2 and 1/4, in whichever direction: (2 + 4 + 1) / 3; a token that is not learnt is not counted."""
+    """Probabilities off by factors 2 and 1/4, in whichever direction: (2 + 4 + 1) / 3; a token that is not learnt is
+    not counted."""
     d = data().part(slice(0, 1))
     off = torch.tensor([2.0, 0.25, 1.0, 7.0, 9.0], dtype=torch.float64).log()
     learnt = [torch.tensor([True, True, True, False, False])]

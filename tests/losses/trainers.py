@@ -1,4 +1,5 @@
-"""TRL's trainers, built once by their own constructors; tests put a `Bigram` in the model's place and set options between cases."""
+"""TRL's trainers, built once by their own constructors; tests put a `Bigram` in the model's place and set options
+between cases."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ def rloo(folder: Path) -> Any:
 def scored(
     trl: Any, models: tuple[Any, Any], data: Rollouts, rewards: torch.Tensor, **more: Any
 ) -> dict[str, torch.Tensor]:
-    """What an online trainer makes of completions before its steps; `rewards`: [n, functions]. Generating and judging are skipped."""
+    """What an online trainer makes of completions before its steps; `rewards`: [n, functions]. Generating and judging
+    are skipped."""
     trl.model, trl.ref_model = models
     trl.reward_funcs = trl.reward_func_names = [f"f{i}" for i in range(rewards.shape[1])]
     for name, value in more.items():

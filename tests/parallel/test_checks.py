@@ -1,4 +1,5 @@
-"""Layout refusals: the verdict against Megatron-Core's own, the wording against hand values, the search against all layouts."""
+"""Layout refusals: the verdict against Megatron-Core's own, the wording against hand values, the search against all
+layouts."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""The layers of stages and chunks against Megatron-Core: its layout class, its counts and offsets, and what its config refuses."""
+"""The layers of stages and chunks against Megatron-Core: its layout class, its counts and offsets, and what its config
+refuses."""
 
 import itertools
 from types import SimpleNamespace

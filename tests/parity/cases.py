@@ -1,8 +1,8 @@
 """One parity case (a model variant, a layout, switches) as a line of text, and the micro-batches it is measured on.
 
-Owns the words of a case (`tp2 sp pp2 vpp2 packed recompute=full`) and the data: documents of uneven lengths and uneven masks
-(a data-parallel rank, then a context-parallel shard, without a single label), as padded rows or packed. Padding depends on the
-layout and must not move a number, so one oracle serves all layouts of a model.
+Owns the words of a case (`tp2 sp pp2 vpp2 packed recompute=full`) and the data: documents of uneven lengths and uneven
+masks (a data-parallel rank, then a context-parallel shard, without a single label), as padded rows or packed. Padding
+depends on the layout and must not move a number, so one oracle serves all layouts of a model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 class Case:
     """A layout of a model variant, and switches.
 
-    `do`: distributed optimizer. `first`, `last`: layers of the outer stages (0: even). `filler`: the last micro-batch is padding only.
+    `do`: distributed optimizer. `first`, `last`: layers of the outer stages (0: even). `filler`: the last micro-batch
+    is padding only.
     """
 
     model: str = "dense"
@@ -152,7 +153,8 @@ EMPTY = Document(*(torch.zeros(0, dtype=t) for t in (torch.long, torch.long, tor
 
 
 def _weights(kind: str, n: int, generator: torch.Generator) -> Tensor:
-    """`none`; `first`: labels in the first quarter only, so that a zigzag over 2 CP chunks leaves ranks from CP/2 on without."""
+    """`none`; `first`: labels in the first quarter only, so that a zigzag over 2 CP chunks leaves ranks from CP/2 on
+    without."""
     drawn = torch.tensor([0.0, 0.0, 0.5, 1.0])[torch.randint(0, 4, (n,), generator=generator)]
     drawn[-1] = 0.0
     if kind == "none":
@@ -165,7 +167,8 @@ def _weights(kind: str, n: int, generator: torch.Generator) -> Tensor:
 def documents(total: int, step: int, seed: int = 0) -> list[list[Document]]:
     """The documents of each of `total` micro-batches of a global batch.
 
-    Step 0: the first half of the micro-batches has no label. Step 1: only the first quarter of each document has. Then: any.
+    Step 0: the first half of the micro-batches has no label. Step 1: only the first quarter of each document has. Then:
+    any.
     """
     generator = torch.Generator().manual_seed(1000 * seed + 10 * total + step)
     result = []

@@ -1,6 +1,8 @@
-"""Which layouts are proven: every legal one up to 8 processes (slow tier), and a set of few in which every pair of choices occurs.
+"""Which layouts are proven: every legal one up to 8 processes (slow tier), and a set of few in which every pair of
+choices occurs.
 
-Owns the tables of choices and the rule of what is legal, written out by hand: `megaswift.parallel.checks` is tested against it.
+Owns the tables of choices and the rule of what is legal, written out by hand: `megaswift.parallel.checks` is tested
+against it.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ SMALL = {
         "dp8 ep2 etp4 do",
     ),
 }
-"""One axis at a time on few ranks, uneven stages, sizes that are no power of two: what to look at first when others fail."""
+"""One axis at a time on few ranks, uneven stages, sizes that are no power of two: what to look at first when others
+fail."""
 AXES = ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")
 
 
@@ -95,7 +98,8 @@ def switched(model: str) -> Iterator[Case]:
 
 @cache
 def every(model: str) -> tuple[Case, ...]:
-    """Every layout, with and without the distributed optimizer; the other switches go round, so that all occur on most shapes."""
+    """Every layout, with and without the distributed optimizer; the other switches go round, so that all occur on most
+    shapes."""
     switches = {k: v for k, v in (MOE_SWITCHES if model == "moe" else SWITCHES).items() if k != "do"}
     turns = list(product(*switches.values()))
     found = []
@@ -106,7 +110,8 @@ def every(model: str) -> tuple[Case, ...]:
 
 
 def paired(model: str) -> list[Case]:
-    """The cases of which the default run combines every two choices: an axis of 8 is left to one case each and the slow tier.
+    """The cases of which the default run combines every two choices: an axis of 8 is left to one case each and the slow
+    tier.
 
     Eight ranks cost the time of four, and no other axis goes with eight of one.
     """
@@ -122,8 +127,8 @@ def small(model: str) -> tuple[Case, ...]:
 def default(model: str) -> tuple[Case, ...]:
     """What the default run proves: the small cases, and with them a cover of all pairs.
 
-    Every two choices that can go together on this model do so in some case. Greedy and deterministic; of the candidates that add
-    most pairs the smallest world is taken.
+    Every two choices that can go together on this model do so in some case. Greedy and deterministic; of the candidates
+    that add most pairs the smallest world is taken.
     """
     keys = (*AXES, *(MOE_SWITCHES if model == "moe" else SWITCHES))
     number: dict[tuple[str, object, str, object], int] = {}

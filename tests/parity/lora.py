@@ -1,7 +1,9 @@
-"""LoRA's reference numbers: the Hugging Face model with W + scale x B A in place of W, in plain torch, and adapter folders to start from.
+"""LoRA's reference numbers: the Hugging Face model with W + scale x B A in place of W, in plain torch, and adapter
+folders to start from.
 
-One trick serves every projection, experts in fused tensors included: the changed weights are a differentiable function of A and B, and
-`torch.func.functional_call` runs the model on them. `test_lora.py` holds it against PEFT itself where PEFT has the layers.
+One trick serves every projection, experts in fused tensors included: the changed weights are a differentiable function
+of A and B, and `torch.func.functional_call` runs the model on them. `test_lora.py` holds it against PEFT itself where
+PEFT has the layers.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ class Adapted:
         )  # DoRA, section 4.3: the length is constant
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter by its name in memory: experts joined again in the order in which `by_disk_name` takes them apart."""
+        """Every parameter by its name in memory: experts joined again in the order in which `by_disk_name` takes them
+        apart."""
         by_parameter: dict[str, list[Tensor]] = {}
         for memory, parameter in self.inner.named_parameters():
             one = _Only(self.inner.config, memory, parameter)
@@ -150,8 +153,8 @@ class _Only:
 class LoraOracle(Oracle):
     """The oracle with adapters: gradients and weights are theirs.
 
-    In float64: the gradient of A through that of the whole product is rounded more in float32 (4e-6 for experts with few tokens) than
-    the limits leave room for.
+    In float64: the gradient of A through that of the whole product is rounded more in float32 (4e-6 for experts with
+    few tokens) than the limits leave room for.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, adapter: Path) -> None:

@@ -18,7 +18,8 @@ from tests.parity.measure import Task, build, full
 
 @dataclass(frozen=True)
 class Adapted:
-    """Facts of one rank. Elements in Megatron's gradient buffers, and in this rank's adapters; sums of log-probabilities."""
+    """Facts of one rank. Elements in Megatron's gradient buffers, and in this rank's adapters; sums of
+    log-probabilities."""
 
     report: ParameterReport
     trained: int
@@ -76,7 +77,8 @@ def fresh(rank: int, world: int, task: Task) -> tuple[float, dict[str, Tensor], 
 
 
 def dropped(rank: int, world: int, task: Task) -> tuple[float, float, bool]:
-    """Loss of evaluation and of training with dropout, and whether tensor-parallel ranks agree on what they all hold after a step."""
+    """Loss of evaluation and of training with dropout, and whether tensor-parallel ranks agree on what they all hold
+    after a step."""
     engine, context = build(task.case, task.folder, world, **task.options)
     mine = own(global_batch(task.case, 0), task.case.dp, context.layout.coordinates(rank).dp)
     quiet = engine.evaluate(mine, CrossEntropy()).loss

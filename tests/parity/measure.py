@@ -1,7 +1,7 @@
 """What the engine computes for one case, measured on its ranks.
 
-Owns the rank side of the parity tests: build the engine on a layout, load the Hugging Face folder, gradients of the first global
-batch, then one optimizer step per global batch. Rank 0 hands back full tensors by their names on disk.
+Owns the rank side of the parity tests: build the engine on a layout, load the Hugging Face folder, gradients of the
+first global batch, then one optimizer step per global batch. Rank 0 hands back full tensors by their names on disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Task:
-    """What the ranks get: a case, the model folder, the optimizer, and a fault to inject (self-check of the harness)."""
+    """What the ranks get: a case, the model folder, the optimizer, and a fault to inject (self-check of the
+    harness)."""
 
     case: Case
     folder: Path
@@ -151,7 +152,8 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
 
 @dataclass(frozen=True)
 class Scored:
-    """What one rank saw: its data-parallel index, the outputs per micro-batch, the evaluation, and on rank 0 weights, dtypes kept."""
+    """What one rank saw: its data-parallel index, the outputs per micro-batch, the evaluation, and on rank 0 weights,
+    dtypes kept."""
 
     dp: int
     outputs: list[Outputs]
@@ -161,7 +163,8 @@ class Scored:
 
 
 def score(rank: int, world: int, task: Task) -> Scored:
-    """Outputs and evaluation of the task's batches, the outputs twice (nothing may change in between), and exported weights."""
+    """Outputs and evaluation of the task's batches, the outputs twice (nothing may change in between), and exported
+    weights."""
     engine, context = build(task.case, task.folder, world, **task.options)
     dp = context.layout.coordinates(rank).dp
     mine = own(task.batches, task.case.dp, dp)

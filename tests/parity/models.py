@@ -1,7 +1,7 @@
 """Tiny Hugging Face model folders with random weights, made on the spot, and the names of their tensors on disk.
 
-Owns the model variants of the parity tests. Weights are drawn larger than an initialiser would (norms away from 1, biases
-away from 0, routers decisive), so that a parameter that goes unused, or in the wrong place, moves the loss.
+Owns the model variants of the parity tests. Weights are drawn larger than an initialiser would (norms away from 1,
+biases away from 0, routers decisive), so that a parameter that goes unused, or in the wrong place, moves the loss.
 """
 
 from __future__ import annotations
@@ -313,10 +313,12 @@ def disk_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def by_disk_name(model: torch.nn.Module, value: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`value` of every parameter and saved buffer, as (disk name, tensor): transformers 5 holds all experts of a layer in one tensor.
+    """`value` of every parameter and saved buffer, as (disk name, tensor): transformers 5 holds all experts of a layer
+    in one tensor.
 
     In memory `mlp.experts.gate_up_proj [E, 2I, H]` and `mlp.experts.down_proj [E, H, I]`; on disk one matrix an expert,
-    called gate_proj, up_proj, down_proj or, by Mixtral and MiniMax, w1, w3, w2 of `block_sparse_moe`. gpt_oss keeps them together.
+    called gate_proj, up_proj, down_proj or, by Mixtral and MiniMax, w1, w3, w2 of `block_sparse_moe`. gpt_oss keeps
+    them together.
     """
     mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     stacked = model.config.model_type == "gpt_oss"

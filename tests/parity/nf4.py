@@ -1,4 +1,5 @@
-"""QLoRA's reference numbers: a Hugging Face folder whose linear layers went through bitsandbytes's NF4, and PEFT on its 4-bit layers."""
+"""QLoRA's reference numbers: a Hugging Face folder whose linear layers went through bitsandbytes's NF4, and PEFT on its
+4-bit layers."""
 
 from __future__ import annotations
 

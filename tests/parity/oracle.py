@@ -1,7 +1,8 @@
-"""The reference numbers: the Hugging Face model in fp32 on one process, trained in plain torch on the very same micro-batches.
+"""The reference numbers: the Hugging Face model in fp32 on one process, trained in plain torch on the very same
+micro-batches.
 
-Owns loss, gradients (by disk name), MoE auxiliary losses, gradient norm, clipping and AdamW steps, all written out here in plain
-torch. It imports nothing of the engine and nothing of Megatron-Core, so that agreement means something.
+Owns loss, gradients (by disk name), MoE auxiliary losses, gradient norm, clipping and AdamW steps, all written out here
+in plain torch. It imports nothing of the engine and nothing of Megatron-Core, so that agreement means something.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Recipe:
 
 @dataclass
 class Reference:
-    """What one side computed. `loss` leaves the auxiliary losses out; these are means over MoE layers, coefficient left out."""
+    """What one side computed. `loss` leaves the auxiliary losses out; these are means over MoE layers, coefficient left
+    out."""
 
     loss: float = 0.0
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -89,9 +91,10 @@ def router_logits(model: torch.nn.Module) -> Iterator[dict[int, list[tuple[Tenso
 def load_balancing(logits: Tensor, topk: int, chosen: Tensor | None = None, sigmoid: bool = False) -> Tensor:
     """Switch Transformer's loss (arXiv 2101.03961, eq. 4-6) of one layer and micro-batch: E x sum_i f_i P_i.
 
-    f_i is the share of the (token, slot) pairs sent to expert i, P_i the mean probability of expert i; logits [tokens, E], `chosen`
-    [tokens, k] where these are not simply the best. Of `sigmoid` scores (DeepSeek-V3, arXiv 2412.19437, eq. 17-20) P_i is the mean of
-    each over the token's sum, and f_i counts those with the largest scores, without the bias.
+    f_i is the share of the (token, slot) pairs sent to expert i, P_i the mean probability of expert i; logits [tokens,
+    E], `chosen` [tokens, k] where these are not simply the best. Of `sigmoid` scores (DeepSeek-V3, arXiv 2412.19437,
+    eq. 17-20) P_i is the mean of each over the token's sum, and f_i counts those with the largest scores, without the
+    bias.
     """
     tokens, experts = logits.shape
     probs = logits.float().softmax(-1)
@@ -189,9 +192,11 @@ class Oracle:
         return self.outputs(batch)["logprobs"]
 
     def accumulate(self, batches: Sequence[Batch], per_token: PerToken = cross_entropy) -> tuple[float, float, float]:
-        """Forward and backward over the global batch (all ranks' micro-batches); loss, and the mean over layers of aux and z losses.
+        """Forward and backward over the global batch (all ranks' micro-batches); loss, and the mean over layers of aux
+        and z losses.
 
-        These are averaged over the micro-batches that hold a token: how many empty ones fill up the ranks depends on the layout.
+        These are averaged over the micro-batches that hold a token: how many empty ones fill up the ranks depends on
+        the layout.
         """
         self.optimizer.zero_grad(set_to_none=True)
         count = sum(float(b.loss_weights.sum()) for b in batches)
@@ -236,7 +241,8 @@ class Oracle:
         return norm
 
     def trajectory(self, steps: Sequence[Sequence[Batch]]) -> Reference:
-        """Loss and gradients of the first global batch at the first weights, then one optimizer step per global batch."""
+        """Loss and gradients of the first global batch at the first weights, then one optimizer step per global
+        batch."""
         out = Reference()
         for k, batches in enumerate(steps):
             loss, aux, z = self.accumulate(batches)

@@ -1,8 +1,8 @@
 """Rank processes for the parity tests: imports are paid once, each job gets fresh processes, and nothing hangs.
 
-A server process imports torch, Megatron-Core and the engine, and then forks `n` ranks a job (some 50 ms). Fresh processes leave no
-process group, RNG or module state from one layout to the next. A rank that fails or hangs is reported with its traceback
-(a hanging one by faulthandler), the others are ended, and the pool goes on.
+A server process imports torch, Megatron-Core and the engine, and then forks `n` ranks a job (some 50 ms). Fresh
+processes leave no process group, RNG or module state from one layout to the next. A rank that fails or hangs is
+reported with its traceback (a hanging one by faulthandler), the others are ended, and the pool goes on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ GRACE = 5.0
 class Job:
     """`target` ("module:function") is called as function(rank, world, payload) in `ranks` processes.
 
-    Payload and results go through files of `folder`: a connection would share tensors by file descriptor, with who has long ended.
+    Payload and results go through files of `folder`: a connection would share tensors by file descriptor, with who has
+    long ended.
     """
 
     target: str
@@ -149,7 +150,8 @@ def _describe(target: str, failures: dict[int, str]) -> str:
 
 
 def _free_port() -> int:
-    """One below those that the system hands out by itself: another process' connection cannot take it before the ranks do."""
+    """One below those that the system hands out by itself: another process' connection cannot take it before the ranks
+    do."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as s, suppress(OSError):

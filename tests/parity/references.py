@@ -1,4 +1,5 @@
-"""The oracle's numbers, computed once per model variant and number of micro-batches, and the model folders they are for."""
+"""The oracle's numbers, computed once per model variant and number of micro-batches, and the model folders they are
+for."""
 
 from __future__ import annotations
 

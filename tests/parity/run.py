@@ -1,7 +1,9 @@
-"""`python -m tests.parity.run "tp2 pp2 vpp2" "moe ep2 dp2" ...`: the worst differences of some cases against Hugging Face.
+"""`python -m tests.parity.run "tp2 pp2 vpp2" "moe ep2 dp2" ...`: the worst differences of some cases against Hugging
+Face.
 
-Words: tp2 pp2 vpp2 cp2 dp2 ep2 etp2 first1 last1, sp, do (distributed optimizer), packed, tied, allgather, recompute=full|selective, and
-a model variant of tests/parity/models.py (or --model for all). `--all dense|moe` and `--cover dense|moe` take the listed layouts.
+Words: tp2 pp2 vpp2 cp2 dp2 ep2 etp2 first1 last1, sp, do (distributed optimizer), packed, tied, allgather,
+recompute=full|selective, and a model variant of tests/parity/models.py (or --model for all). `--all dense|moe` and
+`--cover dense|moe` take the listed layouts.
 """
 
 from __future__ import annotations

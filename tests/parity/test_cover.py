@@ -1,4 +1,5 @@
-"""The cover is a cover, the list of layouts is the product's legal part, and the package's own checks agree with the rule by hand."""
+"""The cover is a cover, the list of layouts is the product's legal part, and the package's own checks agree with the
+rule by hand."""
 
 from __future__ import annotations
 

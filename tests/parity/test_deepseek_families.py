@@ -1,4 +1,5 @@
-"""DeepSeek's line of families under parallel layouts: latent attention, groups of experts, biases that no gradient trains."""
+"""DeepSeek's line of families under parallel layouts: latent attention, groups of experts, biases that no gradient
+trains."""
 
 from __future__ import annotations
 

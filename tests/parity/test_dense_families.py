@@ -1,4 +1,5 @@
-"""Dense families beyond Llama's kind: soft caps, windows, norms of other places and widths, two rotary bases, scales, fused tensors.
+"""Dense families beyond Llama's kind: soft caps, windows, norms of other places and widths, two rotary bases, scales,
+fused tensors.
 
 Gradients and three steps against Hugging Face; scores and the way of the weights are in test_families.
 """

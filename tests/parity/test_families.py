@@ -1,4 +1,5 @@
-"""Every model family of the registry against Hugging Face: log-probabilities, training, and the way of the weights in and out."""
+"""Every model family of the registry against Hugging Face: log-probabilities, training, and the way of the weights in
+and out."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def family_cases() -> list[Case]:
 
 
 def by_tier(cases: list[Case]) -> list[Any]:
-    """By default one layout a family, that of expert parallelism of some, and all of two families; the others are the slow tier's."""
+    """By default one layout a family, that of expert parallelism of some, and all of two families; the others are the
+    slow tier's."""
     first, experts = (str(parse(text, model="")) for text in ("tp2 sp", "dp2 ep2"))
     whole = {case.model: {first} | ({experts} if case.model in EXPERTS else set()) for case in cases}
     later = [
@@ -107,7 +109,8 @@ def test_family(case: Case, pool: Pool, references: References) -> None:
 
 
 def test_dynamic_rope_within_its_length(pool: Pool, references: References) -> None:
-    """Packed rows are longer than the length from where on the frequencies change, documents at most as long: scores as Hugging Face's."""
+    """Packed rows are longer than the length from where on the frequencies change, documents at most as long: scores as
+    Hugging Face's."""
     case = parse("packed cp2", model="llama-dynamic")
     folder = references.model(case.variant)
     assert_bitwise(folder, score(case, folder, pool)[0].weights)
@@ -148,7 +151,8 @@ def test_variant_trains(variant: str, text: str, pool: Pool, references: Referen
     ],
 )
 def test_gradients_of_every_output(text: str, pool: Pool, references: References) -> None:
-    """Entropy, logsumexp, mean logit, log sum of squares, at a temperature: what reinforcement learning differentiates."""
+    """Entropy, logsumexp, mean logit, log sum of squares, at a temperature: what reinforcement learning
+    differentiates."""
     case = parse(text)
     folder, recipe, _ = references.of(case)
     oracle = Oracle(folder, recipe)

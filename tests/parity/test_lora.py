@@ -1,4 +1,5 @@
-"""LoRA under every kind of layout against Hugging Face: loss, each adapter's gradient, gradient norm, three steps, the adapters after."""
+"""LoRA under every kind of layout against Hugging Face: loss, each adapter's gradient, gradient norm, three steps, the
+adapters after."""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ def test_updated_adapters_are_gathered_before_they_are_used(pool: Pool, adapters
 
 @pytest.mark.process
 def test_fused_projections(pool: Pool, adapters: Adapters) -> None:
-    """One adapter for query, key and value where Hugging Face has one module for them; its rows are in another order here."""
+    """One adapter for query, key and value where Hugging Face has one module for them; its rows are in another order
+    here."""
     check(*adapters.of(parse("phi3 tp2 sp"), ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")), pool)
 
 
@@ -139,14 +141,16 @@ def test_fused_projections(pool: Pool, adapters: Adapters) -> None:
 def test_part_of_the_model(
     text: str, leaves: tuple[str, ...], saved: tuple[str, ...], pool: Pool, adapters: Adapters
 ) -> None:
-    """Stages and layers without an adapter, some of the modules that Megatron joins, single experts, modules that train fully."""
+    """Stages and layers without an adapter, some of the modules that Megatron joins, single experts, modules that train
+    fully."""
     check(*adapters.of(parse(text), leaves, saved), pool)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("text", ["dense tp2 sp do", "moe dp2 ep2 do"])
 def test_only_adapters_cost_gradients_and_moments(text: str, pool: Pool, adapters: Adapters) -> None:
-    """Bytes from the engine's own buffers; the base model is what `reference` gives back, and the adapters come back after it."""
+    """Bytes from the engine's own buffers; the base model is what `reference` gives back, and the adapters come back
+    after it."""
     task, _ = adapters.of(parse(text))
     plain = pool.run("tests.parity.lora_ranks:plain", replace(task, options={}), task.case.world)
     found = pool.run("tests.parity.lora_ranks:adapted", task, task.case.world)
@@ -202,7 +206,8 @@ DROPPED = ["dense single", "dense tp2", "dense tp2 sp", "moe tp2 sp dp2 ep2 etp2
 @pytest.mark.process
 @pytest.mark.parametrize("text", DROPPED)
 def test_dropout_is_drawn_alike_where_ranks_share_an_input(text: str, pool: Pool, adapters: Adapters) -> None:
-    """Evaluation drops nothing; in training the loss moves a little, and what tensor-parallel ranks both hold stays the same on both."""
+    """Evaluation drops nothing; in training the loss moves a little, and what tensor-parallel ranks both hold stays the
+    same on both."""
     task, want = adapters.of(parse(text))
     quiet, loss, alike = pool.run(
         "tests.parity.lora_ranks:dropped", replace(task, options={**task.options, "lora_dropout": 0.2}), task.case.world

@@ -1,4 +1,5 @@
-"""LoRA on experts that share a parameter (gpt_oss) against PEFT itself on the Hugging Face model: under layouts, new, in four bits."""
+"""LoRA on experts that share a parameter (gpt_oss) against PEFT itself on the Hugging Face model: under layouts, new,
+in four bits."""
 
 from __future__ import annotations
 

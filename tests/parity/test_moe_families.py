@@ -1,4 +1,5 @@
-"""Families with experts of their own kind: gradients and three steps against Hugging Face under the layouts that cut them."""
+"""Families with experts of their own kind: gradients and three steps against Hugging Face under the layouts that cut
+them."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ def test_clipping_and_adamw_are_torchs_own(references: References) -> None:
 @pytest.mark.parametrize("model", ["dense", "moe"])
 @pytest.mark.parametrize("layout", ["packed", "packed cp2", "packed cp8", "packed tp2 cp4"])
 def test_padding_and_packing_move_nothing(model: str, layout: str, references: References) -> None:
-    """One oracle serves all layouts of a model: documents in rows, or packed and padded for CP, give the same numbers."""
+    """One oracle serves all layouts of a model: documents in rows, or packed and padded for CP, give the same
+    numbers."""
     folder, recipe, want = references.of(parse("single", model=model))
     case = parse(layout, model=model)
     got = reference(folder, recipe, [global_batch(case, k) for k in range(3)])
@@ -63,7 +64,8 @@ def test_padding_and_packing_move_nothing(model: str, layout: str, references: R
 
 
 def test_a_packed_row_in_one_pass_is_its_documents(references: References) -> None:
-    """Hugging Face itself on the packed row, with a block-causal mask and restarted positions, agrees with document by document."""
+    """Hugging Face itself on the packed row, with a block-causal mask and restarted positions, agrees with document by
+    document."""
     oracle = Oracle(references.model("dense"), Recipe(), attention="eager")
     batch = packed(documents(4, 2)[1], multiple=4, length=72)
     assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist()[-1] == 72
@@ -119,7 +121,8 @@ def test_every_parameter_matters(references: References) -> None:
 
 
 def test_masks_are_uneven() -> None:
-    """DP rank 0 has no label in step 0; CP ranks from half on have none in step 1; documents' last tokens never have one."""
+    """DP rank 0 has no label in step 0; CP ranks from half on have none in step 1; documents' last tokens never have
+    one."""
     for text in ("dense dp2", "dense dp4", "dense dp8", "dense packed dp2 cp2"):
         case = parse(text)
         batches = global_batch(case, 0)

@@ -1,4 +1,5 @@
-"""Every parallel layout against Hugging Face on one process: loss, each gradient, three optimizer steps, exported weights."""
+"""Every parallel layout against Hugging Face on one process: loss, each gradient, three optimizer steps, exported
+weights."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_without_auxiliary_losses(text: str, pool: Pool, references: References)
     ],
 )
 def test_a_microbatch_of_padding_only(text: str, pool: Pool, references: References) -> None:
-    """Ranks are filled up with empty micro-batches at the end of the data: they add nothing, and divide nothing by zero."""
+    """Ranks are filled up with empty micro-batches at the end of the data: they add nothing, and divide nothing by
+    zero."""
     check(parse(text), pool, references)
 
 

@@ -1,4 +1,5 @@
-"""QLoRA under every kind of layout against bitsandbytes and PEFT: loss, adapters' gradients, gradient norm, three steps; bytes held."""
+"""QLoRA under every kind of layout against bitsandbytes and PEFT: loss, adapters' gradients, gradient norm, three
+steps; bytes held."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_the_reference_is_what_peft_computes_on_four_bits(quantised: Quantised) 
 def test_a_linear_weight_takes_four_and_a_half_bits(
     text: str, dtype: str, width: int, pool: Pool, quantised: Quantised
 ) -> None:
-    """4 bits and its part of 32 for each block of 64, scales in float32 in every precision; the rest as in a plain LoRA run."""
+    """4 bits and its part of 32 for each block of 64, scales in float32 in every precision; the rest as in a plain LoRA
+    run."""
     task, _ = quantised.of(parse(text))
     task = replace(task, options={**task.options, "torch_dtype": dtype})
     plain = replace(task, options={**task.options, "train_type": "lora"})

@@ -1,4 +1,5 @@
-"""Training from quantised folders, all of an FP8 one's weights or adapters (QLoRA) on FP8 and MXFP4: from what transformers dequantises."""
+"""Training from quantised folders, all of an FP8 one's weights or adapters (QLoRA) on FP8 and MXFP4: from what
+transformers dequantises."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def dequantised(folder: Path, target: Path) -> Path:
 def test_training_from_fp8(text: str, pool: Pool, references: References, tmp_path: Path) -> None:
     model, _, layout = text.partition(" ")
     case = parse(layout, model=model) if model != "moe" else parse(text)
-    # Blocks divide every size: transformers takes sizes divided by the scales' shape for a block, which is another one otherwise.
+    # Blocks divide every size: transformers takes sizes divided by the scales' shape for a block, which is another one
+    # otherwise.
     folder = quantise_fp8(Path(shutil.copytree(references.model(case.variant), tmp_path / "fp8")), (8, 16))
     recipe = references.recipe if case.moe else replace(references.recipe, aux_coeff=0.0, z_coeff=0.0)
     batches = [global_batch(replace(case, packed=False), k) for k in range(STEPS)]
@@ -85,7 +87,8 @@ def unpacked(folder: Path, target: Path) -> Path:
 def test_adapters_in_four_bits_on_a_quantised_folder(
     model: str, layout: str, pool: Pool, references: References, tmp_path: Path
 ) -> None:
-    """FP8, or MXFP4 where experts are stacked, to NF4: the oracle's weights go through transformers, then through bitsandbytes."""
+    """FP8, or MXFP4 where experts are stacked, to NF4: the oracle's weights go through transformers, then through
+    bitsandbytes."""
     case, stacked = parse(layout, model=model), model.startswith("gpt_oss")
     torch.manual_seed(0)
     copy = Path(shutil.copytree(references.model(case.variant), tmp_path / "folder"))

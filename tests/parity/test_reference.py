@@ -1,4 +1,5 @@
-"""The reference of an engine: the weights of a moment, kept through training, put in place and taken away again bit by bit."""
+"""The reference of an engine: the weights of a moment, kept through training, put in place and taken away again bit by
+bit."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SHARE = 0.25
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank saw. Scores of the same batch: before training, after, of the reference, after it; then after a move."""
+    """What a rank saw. Scores of the same batch: before training, after, of the reference, after it; then after a
+    move."""
 
     before: list[Outputs]
     trained: list[Outputs]

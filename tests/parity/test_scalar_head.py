@@ -1,4 +1,5 @@
-"""A scalar head in place of the vocabulary's: values and gradients as transformers' `...ForSequenceClassification` has them."""
+"""A scalar head in place of the vocabulary's: values and gradients as transformers' `...ForSequenceClassification` has
+them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def storages(tensors: list[Tensor]) -> int:
 
 
 def held(rank: int, world: int, task: Task) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """(the report before the first step; elements, then bytes of weights, gradients, optimizer on this rank after it) (on the ranks)."""
+    """(the report before the first step; elements, then bytes of weights, gradients, optimizer on this rank after it)
+    (on the ranks)."""
     from megaswift.engine.megatron import optimizer as optim
 
     engine, context = build(task.case, task.folder, world, **task.options)

@@ -29,7 +29,8 @@ def drawn(rank: int, world: int, task: Task) -> dict[str, Tensor] | None:
 
 
 def frozen(rank: int, world: int, task: Task) -> tuple[dict[str, Tensor], dict[str, Tensor], str] | None:
-    """Weights before and after a step without the MLPs, and what a pattern that matches nothing is told (on the ranks)."""
+    """Weights before and after a step without the MLPs, and what a pattern that matches nothing is told (on the
+    ranks)."""
     engine, context = build(task.case, task.folder, world, freeze_parameters=("mlp", "embed_tokens"))
     before = full(engine.hf_weights())
     engine.train_batch(

@@ -1,4 +1,5 @@
-"""The torch engine against Hugging Face in one process: loss, gradients, steps and weights, on the micro-batches of the native engine."""
+"""The torch engine against Hugging Face in one process: loss, gradients, steps and weights, on the micro-batches of the
+native engine."""
 
 from __future__ import annotations
 

@@ -172,7 +172,8 @@ def compare(
 
 @pytest.mark.process
 def test_two_ranks_equal_one_process(pool: Pool, references: References, tmp_path: Path) -> None:
-    """Three steps within 1e-4 of each tensor's largest weight; going on from a checkpoint bit for bit; the first screen's bytes."""
+    """Three steps within 1e-4 of each tensor's largest weight; going on from a checkpoint bit for bit; the first
+    screen's bytes."""
     compare(TRIED, pool, references, tmp_path)
 
 

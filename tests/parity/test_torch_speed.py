@@ -1,4 +1,5 @@
-"""Noise, compiled layers, recomputation and attention kernels on the torch engine: the numbers of the plain run, or the noise alone."""
+"""Noise, compiled layers, recomputation and attention kernels on the torch engine: the numbers of the plain run, or the
+noise alone."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ def test_goes_on_bit_for_bit(engine: str, pool: Pool, references: References, tm
 def test_pieces_come_back(
     model: str, old: tuple[str, int], new: tuple[str, int], pool: Pool, references: References, tmp_path: Path
 ) -> None:
-    """Stacked experts, ties and buffers: a step holds them as the model's files do, and gives the same bits to another strategy."""
+    """Stacked experts, ties and buffers: a step holds them as the model's files do, and gives the same bits to another
+    strategy."""
     target, folder, (before, ranks), (after, others) = f"{__name__}:go", references.model(model), old, new
     saved = pool.run(
         target, Run(parse(f"{model} dp{ranks}"), folder, {"engine": before}, last=2, save=tmp_path / "c"), ranks

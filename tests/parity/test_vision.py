@@ -1,4 +1,5 @@
-"""Vision-language models on the torch engine against transformers alone: loss, every gradient, and which weights move."""
+"""Vision-language models on the torch engine against transformers alone: loss, every gradient, and which weights
+move."""
 
 from __future__ import annotations
 

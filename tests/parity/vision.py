@@ -1,4 +1,5 @@
-"""Vision-language models of some ten thousand parameters, rows with images, and what transformers alone makes of them."""
+"""Vision-language models of some ten thousand parameters, rows with images, and what transformers alone makes of
+them."""
 
 from __future__ import annotations
 
@@ -37,10 +38,13 @@ VOCAB = [*SPECIAL, *WORDS]
 QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 PLACEHOLDER = {"qwen2_vl": QWEN, "qwen3_vl": QWEN, "gemma3": "<boi>"}
 TEMPLATE = (
-    "{%% macro body(c) %%}{%% if c is string %%}{{ c }}{%% else %%}{%% for p in c %%}{%% if p['type'] == 'image' %%}%s{%% else %%}"
+    "{%% macro body(c) %%}{%% if c is string %%}{{ c }}{%% else %%}{%% for p in c %%}{%% if p['type'] == 'image' "
+    "%%}%s{%% else %%}"
     "{{ p['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}{%% endmacro %%}"
-    "{%% for m in messages %%}{%% if m['role'] == 'assistant' %%}<a>{%% generation %%}{{ body(m['content']) }}<e>{%% endgeneration %%}"
-    "{%% else %%}<u>{{ body(m['content']) }}<e>{%% endif %%}{%% endfor %%}{%% if add_generation_prompt %%}<a>{%% endif %%}"
+    "{%% for m in messages %%}{%% if m['role'] == 'assistant' %%}<a>{%% generation %%}{{ body(m['content']) }}<e>{%% "
+    "endgeneration %%}"
+    "{%% else %%}<u>{{ body(m['content']) }}<e>{%% endif %%}{%% endfor %%}{%% if add_generation_prompt %%}<a>{%% "
+    "endif %%}"
 )
 
 

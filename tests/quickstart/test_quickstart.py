@@ -1,4 +1,5 @@
-"""The quickstart: its data is what its generator writes and asks nothing that training shows; the whole script makes the model learn."""
+"""The quickstart: its data is what its generator writes and asks nothing that training shows; the whole script makes
+the model learn."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_the_generator_writes_the_bundled_files(tmp_path: Path) -> None:
 
 
 def test_model_and_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Loadable, a few million parameters, and the template marks the assistant's words and end of turn, nothing else."""
+    """Loadable, a few million parameters, and the template marks the assistant's words and end of turn, nothing
+    else."""
     make_model.main(DATA, tmp_path / "model")
     assert re.search(r"gpus \d+\n$", capsys.readouterr().out)
     model, tokenizer = (

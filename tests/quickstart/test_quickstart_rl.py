@@ -1,4 +1,5 @@
-"""scripts/quickstart_rl.sh: the bundled task of reinforcement learning. The whole script, by GRPO and by PPO, and its reward."""
+"""scripts/quickstart_rl.sh: the bundled task of reinforcement learning. The whole script, by GRPO and by PPO, and its
+reward."""
 
 from __future__ import annotations
 

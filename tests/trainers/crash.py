@@ -1,4 +1,5 @@
-"""Saves a checkpoint again and again, killed with SIGKILL before its n-th file operation, for every n; prints what was found.
+"""Saves a checkpoint again and again, killed with SIGKILL before its n-th file operation, for every n; prints what was
+found.
 
 A program of its own: it forks, and every child really dies. Without torch, so that a hundred deaths take a second.
 """

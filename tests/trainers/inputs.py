@@ -9,14 +9,16 @@ from pathlib import Path
 import torch
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{% generation %}{{ m['content'] }}<e>{% endgeneration %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{% generation %}{{ m['content'] }}<e>{% "
+    "endgeneration %}"
     "{% else %}<u>{{ m['content'] }}<e>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 SPECIAL = ["<pad>", "<e>", "<u>", "<a>"]
 
 
 def write_model(folder: Path, layers: int = 2, **sizes: int) -> Path:
-    """A Qwen3 of some ten thousand parameters, unless `sizes` differ, and a character tokenizer that marks the generation."""
+    """A Qwen3 of some ten thousand parameters, unless `sizes` differ, and a character tokenizer that marks the
+    generation."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split

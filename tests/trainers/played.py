@@ -1,7 +1,8 @@
-"""Completions that nobody sampled: known from prompt and seed alone, for runs whose samples must be those of another toolkit.
+"""Completions that nobody sampled: known from prompt and seed alone, for runs whose samples must be those of another
+toolkit.
 
-`write_task` makes what such runs read. `run` is `runs.run` with the transformers sampler replaced, on the ranks, by one that plays;
-`played` says what it plays.
+`write_task` makes what such runs read. `run` is `runs.run` with the transformers sampler replaced, on the ranks, by one
+that plays; `played` says what it plays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What rank processes of tests.parity.pool do for tests of whole runs: a run as users start it, and a look at its engine."""
+"""What rank processes of tests.parity.pool do for tests of whole runs: a run as users start it, and a look at its
+engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Whole training runs for tests: by torchrun, as users start them, or by ranks that have paid for their imports.
 
-`start` and `finish` are the real command; a run by it costs each rank some eight seconds of imports. `run` gives the same command line to
-the same entry point in forked ranks, with the variables that torchrun sets: for tests of what a run does, not of how it is started.
+`start` and `finish` are the real command; a run by it costs each rank some eight seconds of imports. `run` gives the
+same command line to the same entry point in forked ranks, with the variables that torchrun sets: for tests of what a
+run does, not of how it is started.
 """
 
 from __future__ import annotations

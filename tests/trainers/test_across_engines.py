@@ -1,4 +1,5 @@
-"""A step of one engine goes on in the other through its weights; as a step to resume from it is refused, with what would do."""
+"""A step of one engine goes on in the other through its weights; as a step to resume from it is refused, with what
+would do."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def close(mine: list[dict[str, float]], theirs: list[dict[str, float]]) -> bool:
 
 @pytest.mark.parametrize(("first", "other"), [(TORCH, NATIVE), pytest.param(NATIVE, TORCH, marks=pytest.mark.slow)])
 def test_from_a_step_of_the_other(first: tuple[str, ...], other: tuple[str, ...], pool: Pool, tmp_path: Path) -> None:
-    """The first folder is gone by then: the step is enough. Both engines go on from it alike, and it is the run's own export."""
+    """The first folder is gone by then: the step is enough. Both engines go on from it alike, and it is the run's own
+    export."""
     inputs = write_inputs(tmp_path, "1e-3")
     begun = tmp_path / "begun"
     run(pool, inputs, inputs[1], begun, *first)

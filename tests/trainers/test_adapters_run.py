@@ -1,4 +1,5 @@
-"""Runs with PEFT's adapters as users start them: the folder they leave, its merge, going on from a step, other ranks."""
+"""Runs with PEFT's adapters as users start them: the folder they leave, its merge, going on from a step, other
+ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ STEPS = (
     ],
 )
 def test_a_run(options: tuple[object, ...], tmp_path: Path) -> None:
-    """Three steps, of which a second start does the last one, to the last bit; the export is the merge into the weights as they were."""
+    """Three steps, of which a second start does the last one, to the last bit; the export is the merge into the weights
+    as they were."""
     inputs, out, again = write_inputs(tmp_path, "1e-2"), tmp_path / "out", tmp_path / "again"
     run(inputs, out, *STEPS, *options, "--merge_lora", "true")
     run(inputs, again, *STEPS, *options, "--resume_from_checkpoint", out / "checkpoints" / "step-2")

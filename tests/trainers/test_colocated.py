@@ -1,7 +1,8 @@
-"""Trainer and sampler on one device, in whole runs of PPO: what leaves is gone, comes back bit by bit, and the peak is that of one of them.
+"""Trainer and sampler on one device, in whole runs of PPO: what leaves is gone, comes back bit by bit, and the peak is
+that of one of them.
 
-A CPU stands for the device. Bytes are those that malloc has given out on the rank (mallinfo2: torch's tensors lie there); what is parked
-goes to a mapped file, which malloc knows nothing of.
+A CPU stands for the device. Bytes are those that malloc has given out on the rank (mallinfo2: torch's tensors lie
+there); what is parked goes to a mapped file, which malloc knows nothing of.
 """
 
 from __future__ import annotations
@@ -198,7 +199,8 @@ def test_memory_changes_hands(
 ) -> None:
     """`held`: what policy and critic have on a rank, in weights of the model: weights, gradients, two moments each.
 
-    While weights stream, the policy's own are there beside the sampler's; while completions are written, only the sampler's.
+    While weights stream, the policy's own are there beside the sampler's; while completions are written, only the
+    sampler's.
     """
     told = {
         name: trained(folder, tmp_path / name, *layout, *options, ranks=ranks, task=task)

@@ -44,7 +44,8 @@ def train(model: Path, folder: Path, out: Path) -> list[float]:
 
 @pytest.mark.process
 def test_a_run_from_a_checkpoint_and_its_steps_as_folders(tmp_path: Path) -> None:
-    """The same losses as from the folder; with the folder gone, the run's latest step is what it exported, tokenizer included."""
+    """The same losses as from the folder; with the folder gone, the run's latest step is what it exported, tokenizer
+    included."""
     folder = write_model(tmp_path / "model")
     write_conversations(tmp_path / "data.jsonl")
     hf_to_megatron(folder, tmp_path / "m")

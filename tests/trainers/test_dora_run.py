@@ -1,4 +1,5 @@
-"""A DoRA run as users start one: its folder in PEFT, merged in transformers, going on from a checkpoint and from the folder."""
+"""A DoRA run as users start one: its folder in PEFT, merged in transformers, going on from a checkpoint and from the
+folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One SFT run, of all weights and of LoRA, on every way to spread it: one curve and one export, by the wrapper that was asked for.
+"""One SFT run, of all weights and of LoRA, on every way to spread it: one curve and one export, by the wrapper that was
+asked for.
 
 The reference is Megatron with TP2 x PP2 (held to Hugging Face by tests/parity). float32, CPU, 2 or 4 processes.
 """
@@ -22,7 +23,8 @@ from tests.trainers.test_engines_run import near
 pytestmark = pytest.mark.process
 STEPS = 4
 CURVE, WEIGHTS = 1e-5, 1e-5
-"""Of each step's loss and gradient norm, relative (1.3e-7 seen); of a weight, in units of its tensor's largest (5e-6 seen)."""
+"""Of each step's loss and gradient norm, relative (1.3e-7 seen); of a weight, in units of its tensor's largest (5e-6
+seen)."""
 DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer")
 ZERO_OPTIMIZERS = ("AdamW", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 

@@ -1,4 +1,5 @@
-"""The examples of configs/ for small machines, each one step on a tiny model: what is in them runs, with the engine that is meant."""
+"""The examples of configs/ for small machines, each one step on a tiny model: what is in them runs, with the engine
+that is meant."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def test_the_rule_equals_counting_the_products_of_a_small_transformer() -> None:
     ],
 )
 def test_a_reference_s_pass_is_a_third_of_a_step(words: str, passes: float) -> None:
-    """By hand: 10 tokens, 7 parameters of which 3 are frozen, squares 100, 5 of attention: 6 x (4 + 2/3 x 3) x 10 + 6 x 5 x 100 = 3360 of
-    training, 2 x 7 x 10 + 2 x 5 x 100 = 1140 of each further pass."""
+    """By hand: 10 tokens, 7 parameters of which 3 are frozen, squares 100, 5 of attention: 6 x (4 + 2/3 x 3) x 10 + 6 x
+    5 x 100 = 3360 of training, 2 x 7 x 10 + 2 x 5 x 100 = 1140 of each further pass."""
     task, *options = words.split()
     counted = forward_passes(load(task, options, environ={}))
     assert counted == passes

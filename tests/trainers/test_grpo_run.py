@@ -1,4 +1,5 @@
-"""Whole runs of GRPO, sampled by the model in training: one set of completions on every layout, the same run after every end."""
+"""Whole runs of GRPO, sampled by the model in training: one set of completions on every layout, the same run after
+every end."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ def alone(folder: Path) -> Path:
 def test_the_same_completions_on_every_layout(
     layout: tuple[object, ...], ranks: int, folder: Path, tmp_path: Path
 ) -> None:
-    """Three generations, each by a policy that has moved. The sampler's log-probabilities are the trainer's to float32's last digits."""
+    """Three generations, each by a policy that has moved. The sampler's log-probabilities are the trainer's to
+    float32's last digits."""
     lines, others = (
         trained(folder, tmp_path / "out", "--max_steps", 3, *layout, ranks=ranks),
         read_lines(alone(folder) / "metrics.jsonl"),
@@ -260,7 +262,8 @@ def test_going_on_is_the_same_run(step: int, folder: Path, whole: Path, tmp_path
     ("name", "told"), [("SIGTERM", "Interrupted: 143"), pytest.param("SIGKILL", "exit status -9", marks=SLOW)]
 )
 def test_a_signal_while_a_generation_is_judged(name: str, told: str, folder: Path, whole: Path, tmp_path: Path) -> None:
-    """SIGTERM: the step is finished and the generation saved with what is left of it. SIGKILL: back to the checkpoint before it."""
+    """SIGTERM: the step is finished and the generation saved with what is left of it. SIGKILL: back to the checkpoint
+    before it."""
     (folder / "signal").write_text(name)
     with pytest.raises(RankError, match=told):
         trained(folder, tmp_path / "out", "--tp", 2, *FOUR)

@@ -1,4 +1,5 @@
-"""A reference that is asked once before training: the numbers find their rows, and runs are those of a reference that is kept."""
+"""A reference that is asked once before training: the numbers find their rows, and runs are those of a reference that
+is kept."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ class Asked:
     ],
 )
 def test_a_reference_is_asked_once_about_both_sides_of_all_pairs(words: str, passes: list[tuple[bool, int]]) -> None:
-    """Chosen and rejected lie in one row; kto goes through the answers of others too, by the reference and the policy."""
+    """Chosen and rejected lie in one row; kto goes through the answers of others too, by the reference and the
+    policy."""
     task, *options = words.split()
     cfg, rows, engine = (
         load(task, options, environ={}),

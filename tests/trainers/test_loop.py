@@ -118,7 +118,8 @@ def test_a_good_step_between_bad_ones_lets_the_run_go_on() -> None:
 
 
 def test_the_times_of_a_step_add_up() -> None:
-    """What a source tells is work of its own; waiting is waiting; the rest is training, told where the source has a name for it."""
+    """What a source tells is work of its own; waiting is waiting; the rest is training, told where the source has a
+    name for it."""
     steps: list[Any] = []
 
     class Steps(Hook):

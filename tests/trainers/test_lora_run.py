@@ -1,4 +1,5 @@
-"""A LoRA run as users start one: its folder, what PEFT and transformers make of it, going on from it, and what is refused."""
+"""A LoRA run as users start one: its folder, what PEFT and transformers make of it, going on from it, and what is
+refused."""
 
 from __future__ import annotations
 

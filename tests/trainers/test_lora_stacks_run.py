@@ -1,4 +1,5 @@
-"""A LoRA run on gpt_oss's experts as users start one: its folder in PEFT, merged in transformers, and on from checkpoint and folder."""
+"""A LoRA run on gpt_oss's experts as users start one: its folder in PEFT, merged in transformers, and on from
+checkpoint and folder."""
 
 from __future__ import annotations
 

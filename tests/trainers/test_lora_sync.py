@@ -1,4 +1,5 @@
-"""Runs whose samplers get adapters alone: the completions of merged weights, on every layout, and nothing but adapters on the way."""
+"""Runs whose samplers get adapters alone: the completions of merged weights, on every layout, and nothing but adapters
+on the way."""
 
 from __future__ import annotations
 

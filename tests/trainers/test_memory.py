@@ -63,7 +63,10 @@ def test_a_real_failed_allocation_becomes_an_error_with_advice() -> None:
     [
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "NCCL error ... ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+        (
+            "NCCL error ... ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of "
+            "memory'"
+        ),
     ],
 )
 def test_libraries_that_allocate_beside_torch(words: str) -> None:

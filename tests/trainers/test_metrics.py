@@ -84,7 +84,8 @@ def test_one_line_holds_the_means_and_sums_of_its_steps(tmp_path: Path) -> None:
 
 
 def test_models_that_train_on_the_same_tokens_add_up(tmp_path: Path) -> None:
-    """A critic of 2 parameters and 5 of attention with half a pass beside: 6 x 2 x 200 + 6 x 5 x 1000 + 2 x 0.5 x (2 x 200 + 5 x 1000)."""
+    """A critic of 2 parameters and 5 of attention with half a pass beside: 6 x 2 x 200 + 6 x 5 x 1000 + 2 x 0.5 x (2 x
+    200 + 5 x 1000)."""
     critic = FlopRule(2_000_000_000, 5_000_000_000, 0.5, 2_000_000_000)
     alone, both = (
         feed(metrics(tmp_path / f"{len(some)}.jsonl", 2, beside=some), step(1, 3.0, 10), step(2, 5.0, 30))[0]

@@ -180,8 +180,9 @@ def test_ppo_on_other_layouts(layout: tuple[object, ...], ranks: int, folder: Pa
 
 
 def assert_flops(out: Path, ranks: int, model: Path) -> None:
-    """By hand, of steps in twos on a generation: 6 for the policy's step and half of 2 for its old numbers and for the reference's each, 6
-    for the critic's step and half of 2 for its values; of either model's parameters but the embedding, and of attention.
+    """By hand, of steps in twos on a generation: 6 for the policy's step and half of 2 for its old numbers and for the
+    reference's each, 6 for the critic's step and half of 2 for its values; of either model's parameters but the
+    embedding, and of attention.
     """
     shapes = {name: tensor.shape for name, tensor in load_file(model / "model.safetensors").items()}
     body = sum(shape.numel() for name, shape in shapes.items() if "embed" not in name and "lm_head" not in name)

@@ -1,7 +1,7 @@
 """Steps of GRPO beside TRL's own GRPOTrainer: the same model, completions, rewards and micro-batches, float32.
 
-TRL's trainer runs as installed, on one process; both get their completions from `played`. Loss, gradient norm, KL, and whatever else
-TRL's trainer logs of every step, under its names.
+TRL's trainer runs as installed, on one process; both get their completions from `played`. Loss, gradient norm, KL, and
+whatever else TRL's trainer logs of every step, under its names.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ WIDE = [
     *(("masked", layout) for layout in LAYOUTS if layout not in EXPERTS),
     *((case, layout) for case in CASES if case != "lora" for layout in ("one", "cp2", "dp2")),
 ]
-"""Every layout with and without a policy that counts as the old one, every case on some; new adapters are not drawn alike."""
+"""Every layout with and without a policy that counts as the old one, every case on some; new adapters are not drawn
+alike."""
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 ADAPTERS: dict[str, tuple[object, ...]] = {
     "": (),

@@ -1,7 +1,9 @@
-"""Steps of PPO beside an implementation of its own: transformers' models and torch's AdamW on one process, loops over tokens.
+"""Steps of PPO beside an implementation of its own: transformers' models and torch's AdamW on one process, loops over
+tokens.
 
-Both play the same completions (`played`). The other side shares nothing with the package but the seeds of the completions and the order
-in which a generation's completions are cut into steps. Loss, gradient norms, divergence, values and clip ratios of every step.
+Both play the same completions (`played`). The other side shares nothing with the package but the seeds of the
+completions and the order in which a generation's completions are cut into steps. Loss, gradient norms, divergence,
+values and clip ratios of every step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Whole runs of preference learning: each task, on either engine; what a reference is after a restart; the reward model in transformers."""
+"""Whole runs of preference learning: each task, on either engine; what a reference is after a restart; the reward model
+in transformers."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def test_one_curve_on_every_layout(layout: tuple[object, ...], folder: Path, tmp
 def test_a_streamed_run_is_that_of_stored_data_and_goes_on(
     task: str, layout: tuple[object, ...], folder: Path, tmp_path: Path
 ) -> None:
-    """Over the end of an epoch of 24 rows; a row without an answer among them is skipped and leaves no gap, on two ranks too."""
+    """Over the end of an epoch of 24 rows; a row without an answer among them is skipped and leaves no gap, on two
+    ranks too."""
     name = "judged.jsonl" if task == "kto" else "pairs.jsonl"
     rows = (folder / name).read_text(encoding="utf-8").splitlines()
     bad = json.loads(rows[0])
@@ -231,7 +233,8 @@ def test_a_reward_model_judges_in_transformers(layout: tuple[object, ...], folde
 @pytest.mark.process
 @SLOW
 def test_a_reference_of_its_own(folder: Path, tmp_path: Path) -> None:
-    """--ref_model: other weights than the model starts from, so that the first loss is not log 2; gone on from a checkpoint too."""
+    """--ref_model: other weights than the model starts from, so that the first loss is not log 2; gone on from a
+    checkpoint too."""
     trained(folder, tmp_path / "cpo", "cpo", ranks=1)
     reference = ("--ref_model", tmp_path / "cpo" / "hf")
     native = trained(folder, tmp_path / "native", "dpo", "--tp", 2, *reference, "--save_steps", 2)

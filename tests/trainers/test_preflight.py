@@ -211,7 +211,10 @@ def test_an_output_directory_is_its_export_and_a_checkpoint_has_its_model_beside
 
 
 def test_it_imports_no_torch() -> None:
-    code = "import sys, megaswift.trainers.run; print(sorted(m for m in ('torch', 'megatron', 'transformers') if m in sys.modules))"
+    code = (
+        "import sys, megaswift.trainers.run; print(sorted(m for m in ('torch', 'megatron', 'transformers') if m "
+        "in sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
 

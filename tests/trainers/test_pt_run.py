@@ -56,7 +56,8 @@ def ran(*words: object, **environ: str) -> str:
 @pytest.mark.process
 @pytest.mark.slow
 def test_from_a_config_alone_by_the_python_api(tmp_path: Path) -> None:
-    """The last evaluation is what transformers computes with the export, on documents that end with the end-of-text token."""
+    """The last evaluation is what transformers computes with the export, on documents that end with the end-of-text
+    token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, out = empty_model(tmp_path / "model"), tmp_path / "out"
@@ -126,7 +127,8 @@ def test_a_stream_by_the_command_on_two_processes_is_the_run_on_one(tmp_path: Pa
 
 @pytest.mark.process
 def test_a_run_goes_on_under_another_layout_with_the_rows_that_come_next(tmp_path: Path) -> None:
-    """From TP2 with two micro-batches a step to two data-parallel ranks with one each: the same documents, tokens and losses."""
+    """From TP2 with two micro-batches a step to two data-parallel ranks with one each: the same documents, tokens and
+    losses."""
     model = empty_model(tmp_path / "model")
     write_texts(tmp_path / "train.jsonl", 60, 1)
     words = [

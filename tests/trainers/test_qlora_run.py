@@ -1,4 +1,5 @@
-"""A QLoRA run as users start one: the folder it leaves, going on from it on another layout, its merge into the weights as they were."""
+"""A QLoRA run as users start one: the folder it leaves, going on from it on another layout, its merge into the weights
+as they were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Adapters on a reward model: beside TRL's trainer with PEFT, what their folder and its merge score, and going on bit for bit."""
+"""Adapters on a reward model: beside TRL's trainer with PEFT, what their folder and its merge score, and going on bit
+for bit."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def with_peft(folder: Path, out: Path) -> Any:
 
 
 def assert_scored_alike(folder: Path, out: Path) -> None:
-    """PEFT's model has the loss that the run's evaluation found, and the merged folder its scores, in transformers and as a reward."""
+    """PEFT's model has the loss that the run's evaluation found, and the merged folder its scores, in transformers and
+    as a reward."""
     from transformers import AutoModelForSequenceClassification
 
     written = texts(folder)

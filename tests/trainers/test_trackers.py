@@ -49,7 +49,8 @@ def test_report_to_chooses(tmp_path: Path) -> None:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """Records of LevelDB's log format after 7 bytes of their own: blocks of 32 KiB; checksum (4), length (2), 1 whole or 2, 3, 4 pieces."""
+    """Records of LevelDB's log format after 7 bytes of their own: blocks of 32 KiB; checksum (4), length (2), 1 whole
+    or 2, 3, 4 pieces."""
     at, whole = 7, b""
     while at + 7 <= len(data):
         if at % 32768 > 32768 - 7:
@@ -93,7 +94,8 @@ hook.close()
 @pytest.mark.process
 @pytest.mark.slow
 def test_steps_that_a_resumed_run_repeats_arrive_in_weights_and_biases(tmp_path: Path) -> None:
-    """The service refuses a smaller step than its last one. One session stands for the run that goes on under the same id.
+    """The service refuses a smaller step than its last one. One session stands for the run that goes on under the same
+    id.
 
     In a process of its own: the package keeps a service and settings for the whole process.
     """

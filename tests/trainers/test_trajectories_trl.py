@@ -1,4 +1,5 @@
-"""Five steps of training beside TRL's own trainers: the same model, rows and optimizer, float32; loss and gradient norm of every step.
+"""Five steps of training beside TRL's own trainers: the same model, rows and optimizer, float32; loss and gradient norm
+of every step.
 
 TRL's trainers run as installed, on one process. Equal counts in every micro-batch, so that its means are ours.
 """
@@ -59,7 +60,8 @@ LORA = ("--train_type", "lora", "--lora_rank", 4)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """model/ and rows in the shapes of both toolkits; answers of one length each, chosen and rejected of different ones."""
+    """model/ and rows in the shapes of both toolkits; answers of one length each, chosen and rejected of different
+    ones."""
     made = tmp_path_factory.mktemp("trl")
     write_model(made / "model")
     pairs, judged = [], []
@@ -229,7 +231,8 @@ def test_dpo_with_a_reference_that_moves(
     ],
 )
 def test_experts(task: str, layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
-    """A mixture, its routers without a loss of their own on either side; small steps, since tokens near a tie change their expert."""
+    """A mixture, its routers without a loss of their own on either side; small steps, since tokens near a tie change
+    their expert."""
     import torch
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification
 
@@ -305,7 +308,8 @@ def test_adapters(task: str, layout: tuple[object, ...], folder: Path, tmp_path:
 @SLOW
 @pytest.mark.parametrize("layout", [("--tp", 2), ("--engine", "ddp", *SPREAD)])
 def test_dpo_of_new_adapters(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
-    """Our own first adapters, taken from a step of next to nothing, go on in PEFT; the reference is the model without them."""
+    """Our own first adapters, taken from a step of next to nothing, go on in PEFT; the reference is the model without
+    them."""
     ours(folder, tmp_path / "first", "dpo", *LORA, *layout, "--max_steps", 1, "--lr", 1e-30)
     mine = ours(folder, tmp_path / "out", "dpo", "--beta", 0.5, *LORA, *layout)
     theirs = of_trl(folder, "dpo", adapter=tmp_path / "first" / "adapter", beta=0.5)

@@ -1,4 +1,5 @@
-"""A vision-language model from start to end, as users train it: it learns, is evaluated, resumed and exported; adapters on it."""
+"""A vision-language model from start to end, as users train it: it learns, is evaluated, resumed and exported; adapters
+on it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A real engine in one process: a two-layer bigram-like torch model behind `engine.protocol`, and a data source with a position.
+"""A real engine in one process: a two-layer bigram-like torch model behind `engine.protocol`, and a data source with a
+position.
 
-It computes gradients, steps AdamW, saves and loads its state: the loop and the hooks meet no difference to the large one.
+It computes gradients, steps AdamW, saves and loads its state: the loop and the hooks meet no difference to the large
+one.
 """
 
 from __future__ import annotations

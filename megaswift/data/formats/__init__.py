@@ -1,7 +1,8 @@
-"""The data formats: each file beside this one turns a row of one format into a `Sample`, or of preferences into a `Unit`.
+"""The data formats: each file beside this one turns a row of one format into a `Sample`, or of preferences into a
+`Unit`.
 
-To add one: a file here that registers a `Format`. A row's format is the first, in order of `rank`, whose columns the row has
-and whose `detect` agrees; nothing else is to be touched.
+To add one: a file here that registers a `Format`. A row's format is the first, in order of `rank`, whose columns the
+row has and whose `detect` agrees; nothing else is to be touched.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Format:
     detect: Callable[[Row], bool] = _any_row
     """For formats that share a column: a look at the value."""
     rank: int = 0
-    """Formats of a lower rank are asked first. Below 0: the columns leave no doubt, and for other tasks the row is refused."""
+    """Formats of a lower rank are asked first. Below 0: the columns leave no doubt, and for other tasks the row is
+    refused."""
 
     beside: tuple[str, ...] = ()
     """For messages: the columns of another format that this one reads too, or one of that sort."""

@@ -1,4 +1,5 @@
-"""Alpaca's `instruction` and `input` with `chosen` and `rejected`, or with both in a list `output`: [chosen, rejected]."""
+"""Alpaca's `instruction` and `input` with `chosen` and `rejected`, or with both in a list `output`: [chosen,
+rejected]."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`prompt`, `chosen`, `rejected` (or `prompt`, `completion`, `label`), as TRL has them: texts or messages.
 
-Texts are taken as they are, without a chat template, and end with the end-of-text token. Messages go through the template. Without
-`prompt`, the prompt is what `chosen` and `rejected` begin with alike; a `prompt` beside whole conversations plays no part.
+Texts are taken as they are, without a chat template, and end with the end-of-text token. Messages go through the
+template. Without `prompt`, the prompt is what `chosen` and `rejected` begin with alike; a `prompt` beside whole
+conversations plays no part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`conversations`: [{"from": "human" | "gpt" | ..., "value"}], as ShareGPT dumps and LLaVA have them; also role/content inside."""
+"""`conversations`: [{"from": "human" | "gpt" | ..., "value"}], as ShareGPT dumps and LLaVA have them; also role/content
+inside."""
 
 from __future__ import annotations
 

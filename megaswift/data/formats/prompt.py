@@ -1,4 +1,5 @@
-"""`prompt`: a text, taken as it is, or messages up to where the model speaks; every other column goes to the rewards. As TRL has it."""
+"""`prompt`: a text, taken as it is, or messages up to where the model speaks; every other column goes to the rewards.
+As TRL has it."""
 
 from __future__ import annotations
 

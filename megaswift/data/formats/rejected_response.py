@@ -1,7 +1,7 @@
 """A conversation in any form of SFT, its last answer the chosen one, and beside it what was rejected.
 
-`rejected_response`: a string in the last assistant message's place. `rejected_messages`: the whole other conversation, or the messages
-of its answer. Both with [`margin`]. As ms-swift has them.
+`rejected_response`: a string in the last assistant message's place. `rejected_messages`: the whole other conversation,
+or the messages of its answer. Both with [`margin`]. As ms-swift has them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`conversations` up to the question, and `chosen` and `rejected`: one message each ({"from", "value"}), or the answer's messages."""
+"""`conversations` up to the question, and `chosen` and `rejected`: one message each ({"from", "value"}), or the
+answer's messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""SwiGLU and GeGLU of the torch layer spec: one gradient buffer in place of Megatron's generic gated unit, a quarter slower on a CPU.
+"""SwiGLU and GeGLU of the torch layer spec: one gradient buffer in place of Megatron's generic gated unit, a quarter
+slower on a CPU.
 
 Shazeer 2020, arXiv:2002.05202.
 """
@@ -19,7 +20,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """[..., 2 f] = [gate, up] to activation(gate) * up [..., f]; `into(gradient, gate, out)` is the activation's backward pass."""
+    """[..., 2 f] = [gate, up] to activation(gate) * up [..., f]; `into(gradient, gate, out)` is the activation's
+    backward pass."""
 
     @staticmethod
     def forward(

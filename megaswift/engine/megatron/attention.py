@@ -1,7 +1,9 @@
-"""Attention of the torch layer spec: PyTorch's scaled-dot-product kernels with GQA, windows, packing and context parallelism.
+"""Attention of the torch layer spec: PyTorch's scaled-dot-product kernels with GQA, windows, packing and context
+parallelism.
 
-Owns the core attention module and the per-row facts it needs (`RowLayout`), which travel in Megatron's `packed_seq_params` slot
-because every layer, also a recomputed one, receives it. Rotary positions are not here (see rope.py).
+Owns the core attention module and the per-row facts it needs (`RowLayout`), which travel in Megatron's
+`packed_seq_params` slot because every layer, also a recomputed one, receives it. Rotary positions are not here (see
+rope.py).
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ class RowLayout(PackedSeqParams):
         self.order = gather_order(length, cu_seqlens, cp) if cp > 1 else self.index
 
     def parts(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Parts, int]]:
-        """Of each run of consecutive local queries: these, and all keys and values [b, heads, run, d] of its document up to its end, with
-        the place of the first query among these keys.
+        """Of each run of consecutive local queries: these, and all keys and values [b, heads, run, d] of its document
+        up to its end, with the place of the first query among these keys.
 
-        Rows are cut by `split`, whose gradient is put together once. A slice's is as large as the row, for every document.
+        Rows are cut by `split`, whose gradient is put together once. A slice's is as large as the row, for every
+        document.
         """
         chunks = (self.rank, 2 * self.cp - 1 - self.rank) if self.cp > 1 else (0,)
         lengths = [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
@@ -60,7 +63,8 @@ class RowLayout(PackedSeqParams):
 
 
 def _mask(queries: int, keys: int, offset: int, window: int | None) -> Tensor | None:
-    """bool [queries, keys], True where seen; query i stands at key position offset + i. None: plain causal. `window` counts keys."""
+    """bool [queries, keys], True where seen; query i stands at key position offset + i. None: plain causal. `window`
+    counts keys."""
     if (window is None or window >= keys) and offset == 0 and queries == keys:
         return None
     q_at = torch.arange(offset, offset + queries)[:, None]

@@ -36,7 +36,8 @@ class AuxLosses:
         self.scale.values.clear()
 
     def report(self) -> dict[str, float]:
-        """Unscaled losses, averaged over micro-batches and MoE layers, on every rank. Collective where the model is a MoE."""
+        """Unscaled losses, averaged over micro-batches and MoE layers, on every rank. Collective where the model is a
+        MoE."""
         names = [
             n
             for n, c in zip(NAMES, (self.scale.aux_coefficient, self.scale.z_coefficient), strict=True)

@@ -4,8 +4,8 @@ A folder holds  .metadata, __<rank>_0.distcp   weights and optimizer states, tor
                 metadata.json, common.pt       what Megatron-Core's own loader looks for; never read here
                 rng-<rank>.safetensors         random states
                 engine.json                    layout, model, optimizer and its step
-Owns what is saved and loaded, in which order, and what makes a checkpoint unfit. When to save, hashes of the files and which
-checkpoint is the latest belong to the trainer.
+Owns what is saved and loaded, in which order, and what makes a checkpoint unfit. When to save, hashes of the files and
+which checkpoint is the latest belong to the trainer.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def load(engine: MegatronEngine, directory: Path) -> None:
     else:
         seed = rng_state.reseed(engine.context, directory)
         log.info(
-            f"{directory} is from another layout or device: same weights and optimizer, random states start anew (seed {seed})"
+            f"{directory} is from another layout or device: same weights and optimizer, random states start anew "
+            f"(seed {seed})"
         )
     if engine.cfg.model.fp8_format and engine.cfg.model.fp8_recipe == "delayed":
         log.warn("FP8 scaling histories are not part of a checkpoint and start anew")
@@ -163,7 +164,8 @@ def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]
 
 
 def _source(box: files.Box, index: Metadata) -> files.Box:
-    """Where to read a box: float32 weights from a half-precision run's main weights, main weights from a float32 run's weights."""
+    """Where to read a box: float32 weights from a half-precision run's main weights, main weights from a float32 run's
+    weights."""
     tables = index.state_dict_metadata
     if box.key.startswith(MAIN) and box.key not in tables:
         return dataclasses.replace(box, key=box.key.removeprefix(MAIN))

@@ -1,9 +1,10 @@
 """What of a checkpoint this rank holds: its weights and optimizer states as boxes of named, layout-free tensors.
 
-Owns the map from Megatron's sharded state dicts to boxes. Names are the canonical ones: per-layer keys, experts stacked in
-`mlp.experts.experts.*`, `optimizer.state.{exp_avg,exp_avg_sq,param}.<weight>`, as `fully_reshardable` writes them. A rank of the
-distributed optimizer owns a flat range of a weight; that range is a few boxes of it, so nothing is gathered.
-FP8 scaling histories (`_extra_state`) are left out: Transformer Engine unpickles them, and they refill within some steps.
+Owns the map from Megatron's sharded state dicts to boxes. Names are the canonical ones: per-layer keys, experts stacked
+in `mlp.experts.experts.*`, `optimizer.state.{exp_avg,exp_avg_sq,param}.<weight>`, as `fully_reshardable` writes them. A
+rank of the distributed optimizer owns a flat range of a weight; that range is a few boxes of it, so nothing is
+gathered. FP8 scaling histories (`_extra_state`) are left out: Transformer Engine unpickles them, and they refill within
+some steps.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Piece:
     whole: tuple[int, ...]
     offset: tuple[int, ...]
     replica: tuple[int, ...]
-    """Which copy of it this rank has: (pipeline, tensor, data) rank among the holders; all zero is the one that is written."""
+    """Which copy of it this rank has: (pipeline, tensor, data) rank among the holders; all zero is the one that is
+    written."""
     padded: bool
 
     @property
@@ -113,7 +115,8 @@ def moments(placed: Sequence[tuple[Tensor, list[Piece]]], slices: Sequence[state
 
 
 def cut(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Elements first .. last - 1 of a row-major tensor as boxes: (corner, shape, elements before it). At most 2 x dims - 1."""
+    """Elements first .. last - 1 of a row-major tensor as boxes: (corner, shape, elements before it). At most 2 x dims
+    - 1."""
     if len(shape) == 1:
         yield (first,), (last - first,), 0
         return

@@ -1,6 +1,7 @@
 """Process groups and random states of a run. Several engines (policy, critic, reward model) may live on one context.
 
-Owns initialisation and tear-down of torch.distributed and of Megatron-Core's groups for a `Layout`; what runs on them is not here.
+Owns initialisation and tear-down of torch.distributed and of Megatron-Core's groups for a `Layout`; what runs on them
+is not here.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class ParallelContext:
     def seed(self, seed: int) -> None:
         """Random states for dropout: one for what tensor-parallel ranks share, one each for what they split.
 
-        Ranks with other data, sequence parts or layers draw other numbers. Weights never come from these (see weights.py).
+        Ranks with other data, sequence parts or layers draw other numbers. Weights never come from these (see
+        weights.py).
         """
         at, layout = self.coordinates, self.layout
         place = at.cp + layout.cp * (at.dp + layout.dp * at.pp)

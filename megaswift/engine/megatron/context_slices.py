@@ -1,8 +1,8 @@
 """Context parallelism: which tokens a rank holds, and how its results become whole sequences again.
 
-Zigzag: a document is cut into 2 CP chunks, rank r holds chunks r and 2 CP - 1 - r, so that causal attention costs every rank
-the same (Llama 3, arXiv:2407.21783, section 3.3.2). Each document of a packed row is cut by itself: cutting the row as a whole
-is silently wrong.
+Zigzag: a document is cut into 2 CP chunks, rank r holds chunks r and 2 CP - 1 - r, so that causal attention costs every
+rank the same (Llama 3, arXiv:2407.21783, section 3.3.2). Each document of a packed row is cut by itself: cutting the
+row as a whole is silently wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Megatron-Core on a CPU: every place where it calls CUDA by name, and what stands there instead.
 
-Owns all changes to others' code, one row each: symbol, versions, reason. `install()` applies them once, and only where there
-is no CUDA device; a test fails when an installed Megatron-Core no longer has a symbol. Nothing here is on the hot path: string
-constants are replaced in the code objects themselves, so that no call is intercepted.
+Owns all changes to others' code, one row each: symbol, versions, reason. `install()` applies them once, and only where
+there is no CUDA device; a test fails when an installed Megatron-Core no longer has a symbol. Nothing here is on the hot
+path: string constants are replaced in the code objects themselves, so that no call is intercepted.
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ def _replace(changes: Iterable[Replacement]) -> None:
 
 
 def install() -> None:
-    """Make Megatron-Core run on this machine; a second call does nothing. Where CUDA is, only undefined names are mended."""
+    """Make Megatron-Core run on this machine; a second call does nothing. Where CUDA is, only undefined names are
+    mended."""
     global _installed
     if _installed:
         return

@@ -44,7 +44,8 @@ from megaswift.losses.contract import Batch, Loss, Needs, Outputs
 
 
 class MegatronEngine:
-    """A model, its gradients and its optimizer over the ranks of a context. Weights come by `load_hf` or `random_init`."""
+    """A model, its gradients and its optimizer over the ranks of a context. Weights come by `load_hf` or
+    `random_init`."""
 
     kind = "megatron"
 
@@ -191,7 +192,8 @@ class MegatronEngine:
         return self.weights.stream(lambda p: p.data if dtype is None else p.data.to(dtype), everywhere)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in a PEFT folder without its prefix, full tensor) of what trains in a LoRA run, as `hf_weights` streams weights."""
+        """(name in a PEFT folder without its prefix, full tensor) of what trains in a LoRA run, as `hf_weights` streams
+        weights."""
         gather_weights(self.chunks)
         return self._adapters().stream(lambda p: p.data)
 
@@ -200,12 +202,14 @@ class MegatronEngine:
         return self.lora
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, gradient) after `accumulate`, as `hf_weights` streams weights, of LoRA as `adapter_weights`. Frozen ones are zero."""
+        """(name, gradient) after `accumulate`, as `hf_weights` streams weights, of LoRA as `adapter_weights`. Frozen
+        ones are zero."""
         stream = self.weights.stream if self.lora is None else self.lora.stream
         return stream(lambda p: getattr(p, "main_grad", None))
 
     def keep_reference(self, on_host: bool = False) -> None:
-        """From now on `reference` is the model as it is now; adapters that are new need no copy: without them the model is the base."""
+        """From now on `reference` is the model as it is now; adapters that are new need no copy: without them the model
+        is the base."""
         gather_weights(self.chunks)
         if self.lora is None or self.cfg.lora.adapters is not None:
             self.remembered = ReferenceWeights(self._live, on_host)
@@ -230,7 +234,8 @@ class MegatronEngine:
         self.remembered.blend(share)
 
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
-        """A Hugging Face folder from all ranks' weights, streamed, in the source's dtypes or in `dtype`; rank 0 writes. Collective."""
+        """A Hugging Face folder from all ranks' weights, streamed, in the source's dtypes or in `dtype`; rank 0 writes.
+        Collective."""
         weights = self.hf_weights()
         if self.rank == 0:
             export_hf(folder, self.plan, weights, ExportOptions(source=source, dtype=dtype, overwrite=True))

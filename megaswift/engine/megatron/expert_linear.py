@@ -1,7 +1,7 @@
 """The product out of an expert, for the torch layer spec.
 
-Owns what Megatron-Core's row-parallel layer lacks where experts have biases: with EP 1 and ETP 1 it hands its product through a
-reduction over one rank, and autograd then refuses Megatron-Core's own addition of the bias in place.
+Owns what Megatron-Core's row-parallel layer lacks where experts have biases: with EP 1 and ETP 1 it hands its product
+through a reduction over one rank, and autograd then refuses Megatron-Core's own addition of the bias in place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from megatron.core.tensor_parallel import RowParallelLinear
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
-    """x W^T [t, h] of this rank's columns, bias handed on; the token dispatcher sums over expert-tensor-parallel ranks."""
+    """x W^T [t, h] of this rank's columns, bias handed on; the token dispatcher sums over expert-tensor-parallel
+    ranks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,11 +1,12 @@
 """Collectives over gloo in one exchange, with the sizes that Megatron-Core needs.
 
-gloo passes data round a ring: n - 1 steps, each of which wakes every rank. Where more ranks than cores share a machine the waiting
-is all the time there is (8 ranks on 2 cores, 8 kB: reduce_scatter 124 ms, all_reduce 27 ms, all_to_all 8 ms), so gathers and sums
-travel by all_to_all here: as many bytes as the ring's, but for small all-reduces, where bytes do not matter. On one machine, tensors
-that fit its slots go through shared memory instead. Sums are taken in the order of ranks, so every rank has the same one, either way.
-All have ended when they return, `async_op` or not. Uneven parts, which gloo refuses and the MoE dispatcher with ETP > 1 sends, come
-along. Parameters are named as torch's are: some callers pass them by name.
+gloo passes data round a ring: n - 1 steps, each of which wakes every rank. Where more ranks than cores share a machine
+the waiting is all the time there is (8 ranks on 2 cores, 8 kB: reduce_scatter 124 ms, all_reduce 27 ms, all_to_all 8
+ms), so gathers and sums travel by all_to_all here: as many bytes as the ring's, but for small all-reduces, where bytes
+do not matter. On one machine, tensors that fit its slots go through shared memory instead. Sums are taken in the order
+of ranks, so every rank has the same one, either way. All have ended when they return, `async_op` or not. Uneven parts,
+which gloo refuses and the MoE dispatcher with ETP > 1 sends, come along. Parameters are named as torch's are: some
+callers pass them by name.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _gathered(tensor: Tensor, counts: list[int], group: Any) -> Tensor:
 
 
 def _received(parts: Tensor, counts: list[int], group: Any) -> Tensor:
-    """[ranks, elements]: what each rank holds of this rank's part; `parts` are all parts of `counts[rank]` elements end to end."""
+    """[ranks, elements]: what each rank holds of this rank's part; `parts` are all parts of `counts[rank]` elements end
+    to end."""
     mine, exchange = counts[dist.get_rank(group)], _exchange(group)
     if exchange is not None and (found := exchange(parts, counts)) is not None:
         return torch.stack([sent[at : at + mine] for sent, at in found])
@@ -147,7 +149,8 @@ def reduce_scatter_tensor(
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    """Small ones in one exchange, large ones in two (gloo's own between two ranks), others than sum, max and min by gloo."""
+    """Small ones in one exchange, large ones in two (gloo's own between two ranks), others than sum, max and min by
+    gloo."""
     ranks = dist.get_world_size(group)
     small = tensor.numel() <= SMALL
     if op not in _REDUCTIONS or (not small and ranks == 2):

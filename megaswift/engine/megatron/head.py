@@ -1,7 +1,7 @@
 """From hidden states to what losses need: log-probabilities and kin over a vocabulary split across ranks.
 
-Owns the vocabulary head. The full logits of a batch are never gathered; where they are large they are not even kept: the
-forward pass runs over chunks of tokens and the backward pass computes each chunk's logits again.
+Owns the vocabulary head. The full logits of a batch are never gathered; where they are large they are not even kept:
+the forward pass runs over chunks of tokens and the backward pass computes each chunk's logits again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class HeadShard:
     scale: float = 1.0
     """Factor on the products of hidden states and weights."""
     softcap: float | None = None
-    """Scaled products become cap x tanh(product / cap), before the temperature (Gemma 2, arXiv:2408.00118, section 2.2)."""
+    """Scaled products become cap x tanh(product / cap), before the temperature (Gemma 2, arXiv:2408.00118, section
+    2.2)."""
 
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """All-reduce over the vocabulary's ranks, in place."""
@@ -42,7 +43,8 @@ class HeadShard:
 
 
 def _logits(hidden: Tensor, weight: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor | None]:
-    """float32 [t, v]; padding rows of the vocabulary can never be chosen. With a soft cap also its derivative [t, v]."""
+    """float32 [t, v]; padding rows of the vocabulary can never be chosen. With a soft cap also its derivative [t,
+    v]."""
     out, slope = (hidden @ weight.t()).float(), None
     if shard.scale != 1.0:
         out *= shard.scale
@@ -96,7 +98,8 @@ def _mean_logit(logits: Tensor, shard: HeadShard) -> Tensor:
 
 
 def _backward_chunk(grads: Tensor, out: Tensor, probs: Tensor, labels: Tensor, shard: HeadShard) -> Tensor:
-    """Gradient of the final logits [t, v] from the fields' gradients [f, t]; overwrites `probs` where only log-probabilities are wanted."""
+    """Gradient of the final logits [t, v] from the fields' gradients [f, t]; overwrites `probs` where only
+    log-probabilities are wanted."""
     by_name = {name: grads[i] for i, name in enumerate(shard.fields)}
     values = {name: out[i] for i, name in enumerate(shard.fields)}
     g = by_name.get("logprobs")
@@ -124,7 +127,8 @@ def _backward_chunk(grads: Tensor, out: Tensor, probs: Tensor, labels: Tensor, s
 
 
 def _through_cap(d_logits: Tensor, slope: Tensor | None, shard: HeadShard) -> Tensor:
-    """Gradient of the products of hidden states and weights from that of the logits before the temperature; in place."""
+    """Gradient of the products of hidden states and weights from that of the logits before the temperature; in
+    place."""
     if slope is not None:
         d_logits *= slope
     if shard.scale != 1.0:

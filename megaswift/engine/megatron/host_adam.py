@@ -1,7 +1,8 @@
 """Adam with its moments in host memory: a step brings gradients and weights there, updates, and takes the weights back.
 
-Owns where the moments lie and what a step moves. The formula is torch's AdamW, which all of Megatron-Core's choices for adam (torch's,
-apex's, Transformer Engine's) implement. Weights that the optimizer keeps in float32 stay on their device.
+Owns where the moments lie and what a step moves. The formula is torch's AdamW, which all of Megatron-Core's choices for
+adam (torch's, apex's, Transformer Engine's) implement. Weights that the optimizer keeps in float32 stay on their
+device.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 CHUNK = 2**24
-"""Elements moved and updated at a time: 64 MiB of gradients and as much of weights. A multiple of every vector width, so that the kernel
-splits a tensor as it would without chunks; a power of two, which pinned memory is rounded up to."""
+"""Elements moved and updated at a time: 64 MiB of gradients and as much of weights. A multiple of every vector width,
+so that the kernel splits a tensor as it would without chunks; a power of two, which pinned memory is rounded up to."""
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 class HostAdam(torch.optim.AdamW):
-    """torch.optim.AdamW whose state (`step`, `exp_avg`, `exp_avg_sq`) is on the CPU, whatever device its parameters are on."""
+    """torch.optim.AdamW whose state (`step`, `exp_avg`, `exp_avg_sq`) is on the CPU, whatever device its parameters are
+    on."""
 
     @classmethod
     def instead_of(cls, optimizer: torch.optim.Optimizer) -> HostAdam:
         """Over the same groups as a fresh `optimizer`. Its defaults fill what a group does not say.
 
-        Groups are handed over as they are: torch's constructor refuses the distributed optimizer's shards, which are views.
+        Groups are handed over as they are: torch's constructor refuses the distributed optimizer's shards, which are
+        views.
         """
         assert not optimizer.state, "its state would be lost"
         made = cls([torch.empty(0)], **{name: optimizer.defaults[name] for name in SETTINGS})
@@ -90,7 +93,8 @@ class HostAdam(torch.optim.AdamW):
         return min(CHUNK, max((p.numel() for group in self.param_groups for p in group["params"]), default=0))
 
     def _buffers(self) -> tuple[Tensor, Tensor]:
-        """For weights and for gradients, pinned where a GPU copies from and to them; torch keeps them for the next step."""
+        """For weights and for gradients, pinned where a GPU copies from and to them; torch keeps them for the next
+        step."""
         weight, gradient = (
             torch.empty(self._staged(), dtype=torch.float32, device="cpu", pin_memory=torch.cuda.is_available())
             for _ in range(2)
@@ -109,7 +113,8 @@ class HostAdam(torch.optim.AdamW):
 
 
 def init_state(optimizer: HostAdam, config: Any = None) -> None:
-    """Every parameter's state exists afterwards. Megatron-Core's own function for it makes the moments beside the weights."""
+    """Every parameter's state exists afterwards. Megatron-Core's own function for it makes the moments beside the
+    weights."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             optimizer.materialise(p)

@@ -1,9 +1,10 @@
-"""Multi-head latent attention of both layer specs, rotated by each token's own position (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+"""Multi-head latent attention of both layer specs, rotated by each token's own position (DeepSeek-V2, arXiv:2405.04434,
+section 2.1).
 
-Owns how queries, keys and values are made from the compressed ones. Megatron-Core's MLASelfAttention makes rotary angles itself, from
-0 on for the rows of a batch; here they come from outside as with other attention, so that packed rows, context parallelism and any
-rope scaling need no case of their own. The gradient of the keys' shared rotary part is summed over tensor-parallel ranks, which
-Megatron-Core leaves out without sequence parallelism.
+Owns how queries, keys and values are made from the compressed ones. Megatron-Core's MLASelfAttention makes rotary
+angles itself, from 0 on for the rows of a batch; here they come from outside as with other attention, so that packed
+rows, context parallelism and any rope scaling need no case of their own. The gradient of the keys' shared rotary part
+is summed over tensor-parallel ranks, which Megatron-Core leaves out without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 NORM_EPSILON = 1e-6
-"""Of the norms of compressed queries and keys: transformers and the models' authors set it apart from `rms_norm_eps`."""
+"""Of the norms of compressed queries and keys: transformers and the models' authors set it apart from
+`rms_norm_eps`."""
 
 
 def rotate(x: Tensor, angles: Tensor, factor: float, pairs: bool) -> Tensor:
-    """x [s, b, heads, d] turned by angles [s, b or 1, 1, d], times `factor`: neighbours as `pairs`, else the halves of d."""
+    """x [s, b, heads, d] turned by angles [s, b or 1, 1, d], times `factor`: neighbours as `pairs`, else the halves of
+    d."""
     cos, sin = ((f(angles) * factor).to(x.dtype) for f in (torch.cos, torch.sin))
     if pairs:
         turned = torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
@@ -99,7 +102,8 @@ class _ByPosition(MLASelfAttention):
 
 
 class TorchLatentAttention(_ByPosition):
-    """Of the torch layer spec. Its modules are built here: Megatron's constructor takes none but its own for the first projections."""
+    """Of the torch layer spec. Its modules are built here: Megatron's constructor takes none but its own for the first
+    projections."""
 
     def __init__(self, config: Any, submodules: MLASelfAttentionSubmodules, layer_number: int, **kwargs: Any) -> None:
         MultiLatentAttention.__init__(self, config, submodules, layer_number, attention_type="self", **kwargs)

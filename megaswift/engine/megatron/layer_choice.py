@@ -1,7 +1,7 @@
 """Which layers a run takes, Transformer Engine's or torch's, and why.
 
-Owns what Transformer Engine's layers, as Megatron-Core puts them together, do not compute, or have not been seen to compute: a run that
-needs it takes the torch layers and says so. Building the layers is layer_spec.py's.
+Owns what Transformer Engine's layers, as Megatron-Core puts them together, do not compute, or have not been seen to
+compute: a run that needs it takes the torch layers and says so. Building the layers is layer_spec.py's.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ IN_LAYERS = ("residual_scale", "attention_softcap", "pre_norm", "post_norm", "qk
 
 
 FP8_NEEDS = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-"""Recipe -> the least compute capability with which Transformer Engine computes it (`check_fp8_support` and its neighbours)."""
+"""Recipe -> the least compute capability with which Transformer Engine computes it (`check_fp8_support` and its
+neighbours)."""
 FP8_NAMES = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 
 
 def fp8_problems(recipe: str, capability: tuple[int, int]) -> list[Problem]:
-    """Why a GPU of this compute capability cannot run an FP8 recipe; Transformer Engine itself would say so in the first step."""
+    """Why a GPU of this compute capability cannot run an FP8 recipe; Transformer Engine itself would say so in the
+    first step."""
     least = FP8_NEEDS[recipe]
     if capability >= least:
         return []
     fits = [name for name, needed in FP8_NEEDS.items() if capability >= needed]
-    rule = f"needs compute capability {least[0]}.{least[1]} ({FP8_NAMES[least]}) or newer; this GPU has {capability[0]}.{capability[1]}"
+    rule = (
+        f"needs compute capability {least[0]}.{least[1]} ({FP8_NAMES[least]}) or newer; this GPU has "
+        f"{capability[0]}.{capability[1]}"
+    )
     return [
         Problem(
             f"--fp8_recipe {recipe}",
@@ -41,7 +46,8 @@ def fp8_problems(recipe: str, capability: tuple[int, int]) -> list[Problem]:
 def only_torch(spec: ModelSpec) -> list[str]:
     """What of a model the torch layers alone compute, under every layout.
 
-    Sinks: Transformer Engine has them from 2.8 on, for some attention backends, and not for packed rows with each of them.
+    Sinks: Transformer Engine has them from 2.8 on, for some attention backends, and not for packed rows with each of
+    them.
     """
     plain = Features()
     found = [name for name in IN_LAYERS if getattr(spec.features, name) != getattr(plain, name)]
@@ -51,8 +57,8 @@ def only_torch(spec: ModelSpec) -> list[str]:
 def only_torch_here(spec: ModelSpec, cp_comm_type: str | None, packing: bool) -> list[str]:
     """What the torch layers alone compute under this run's layout; `cp_comm_type` None is no context parallelism.
 
-    Source: the combinations that Transformer Engine's own attention tests leave out, and Megatron-Core 0.16's latent attention, which
-    has no packed rows of unequal key and value widths.
+    Source: the combinations that Transformer Engine's own attention tests leave out, and Megatron-Core 0.16's latent
+    attention, which has no packed rows of unequal key and value widths.
     """
     latent, cp = bool(spec.transformer.get("multi_latent_attention")), cp_comm_type is not None
     found = []
@@ -68,7 +74,8 @@ def only_torch_here(spec: ModelSpec, cp_comm_type: str | None, packing: bool) ->
 
 
 def pick(asked: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
-    """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`; `lacking` is what only torch layers do."""
+    """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`; `lacking` is what only torch
+    layers do."""
     if lacking and asked == "transformer_engine":
         raise ConfigError(
             Problem(

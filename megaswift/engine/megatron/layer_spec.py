@@ -1,6 +1,7 @@
 """Which modules a transformer layer is made of: Transformer Engine's fused ones, or plain torch ones.
 
-Owns both specs; layer_choice.py says which one a run takes. The two have the same parameter names, so they share one checkpoint format.
+Owns both specs; layer_choice.py says which one a run takes. The two have the same parameter names, so they share one
+checkpoint format.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from megaswift.families.projections import WEIGHT, saved, select, without_dora
 
 
 def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
-    """The adapters that the options ask for, or those of the folder to go on from; only dropout is still the run's then."""
+    """The adapters that the options ask for, or those of the folder to go on from; only dropout is still the run's
+    then."""
     if cfg.adapters is not None:
         plan = PeftFolder(cfg.adapters).plan(weights)
         if weights.spec.scored and NEW not in plan.saved:
@@ -67,7 +68,8 @@ class PlacedAdapter:
 
 
 class RankAdapters:
-    """Every adapter of this rank. Made before the model is wrapped: from then on nothing but adapters and `saved` modules trains."""
+    """Every adapter of this rank. Made before the model is wrapped: from then on nothing but adapters and `saved`
+    modules trains."""
 
     def __init__(self, chunks: Sequence[SwiftGPT], weights: RankWeights, plan: AdapterPlan) -> None:
         self.chunks, self.weights, self.plan = chunks, weights, plan
@@ -164,7 +166,8 @@ class RankAdapters:
             self.weights.by_name[name].tensor.copy_(tensor)
 
     def stream(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """(name without PEFT's prefix, whole tensor on the CPU) on rank 0; collective, every rank iterates to the end."""
+        """(name without PEFT's prefix, whole tensor on the CPU) on rank 0; collective, every rank iterates to the
+        end."""
         for stored in self.plan.stored:
             parts = [self.gather(adapter, stored.half, value) for adapter in stored.adapters]
             found = [part for part in parts if part is not None]
@@ -176,7 +179,8 @@ class RankAdapters:
                 yield from self.weights.stream_group(group, value)
 
     def merged(self, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of the model with its adapters, in the engine's dtype: what rollouts sample from. Collective.
+        """(Hugging Face name, full tensor) of the model with its adapters, in the engine's dtype: what rollouts sample
+        from. Collective.
 
         Rank 0 gets them, or every rank.
         """

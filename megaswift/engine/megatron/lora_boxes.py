@@ -1,8 +1,9 @@
 """What of a LoRA checkpoint a rank holds: adapters and fully trained modules, never the base model.
 
-Names and places are those of the Hugging Face tensors, so nothing in them depends on a layout: `adapter.<module>.lora_A.weight` [r, in],
-`adapter.<module>.lora_B.weight` [out, r], with DoRA `adapter.<module>.lora_magnitude_vector` [out], `saved.<name>`. Of experts that share a
-parameter each has its own, B with gates before ups.
+Names and places are those of the Hugging Face tensors, so nothing in them depends on a layout:
+`adapter.<module>.lora_A.weight` [r, in], `adapter.<module>.lora_B.weight` [out, r], with DoRA
+`adapter.<module>.lora_magnitude_vector` [out], `saved.<name>`. Of experts that share a parameter each has its own, B
+with gates before ups.
 """
 
 from __future__ import annotations

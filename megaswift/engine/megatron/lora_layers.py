@@ -1,17 +1,17 @@
 """Adapters on Megatron's linear layers: what they compute on a rank, and which ranks must add up what.
 
-A forward hook adds the adapters' output to the layer's, so the layer keeps its class, names and kernels: torch's and Transformer Engine's
-alike. Communication is of width r, never of the hidden size:
+A forward hook adds the adapters' output to the layer's, so the layer keeps its class, names and kernels: torch's and
+Transformer Engine's alike. Communication is of width r, never of the hidden size:
 
     layer    A           B           between A and B                      gradient that is partial on a rank
-    column   replicated  by rows     copy; under SP gather the sequence   under SP: A (each rank saw a part of the sequence)
-    row      by columns  replicated  sum; under SP sum and scatter        under SP: B
+    column   replicated  by rows     copy; under SP gather the sequence   under SP: A (each rank saw a part of the
+    sequence) row      by columns  replicated  sum; under SP sum and scatter        under SP: B
     expert   either      either      nothing: Megatron's token dispatcher the replicated half over ETP ranks
                                      adds up outputs and input gradients
 
-DoRA (arXiv:2402.09353) multiplies each row of W + scale B A with m over its length, and so each output without its bias. m lies as B's
-rows do; a row of a row-parallel layer is spread over ranks, which sum the squares of their parts. The length counts as constant in the
-backward pass (section 4.3 of the paper). Dropout is on the adapters' input only.
+DoRA (arXiv:2402.09353) multiplies each row of W + scale B A with m over its length, and so each output without its
+bias. m lies as B's rows do; a row of a row-parallel layer is spread over ranks, which sum the squares of their parts.
+The length counts as constant in the backward pass (section 4.3 of the paper). Dropout is on the adapters' input only.
 
 Where the adapters' numbers come from and how they are saved is lora.py's.
 """
@@ -48,10 +48,11 @@ NORM_ELEMENTS = 1 << 22
 
 
 class LayerAdapters(nn.Module):
-    """The adapters of one linear layer of this rank: one A and B (with DoRA an M) for each Hugging Face module that the layer joins.
+    """The adapters of one linear layer of this rank: one A and B (with DoRA an M) for each Hugging Face module that the
+    layer joins.
 
-    They are this module's own parameters, not a child's: Megatron gathers updated parameters (overlap_param_gather) before the call of
-    the module that owns them, and a list of parameters is never called.
+    They are this module's own parameters, not a child's: Megatron gathers updated parameters (overlap_param_gather)
+    before the call of the module that owns them, and a list of parameters is never called.
     """
 
     weight: Callable[[], Tensor]
@@ -80,13 +81,15 @@ class LayerAdapters(nn.Module):
                 self.register_parameter(f"{half}{number}", self._parameter(adapter, half, data))
 
     def _parameter(self, adapter: Adapter, half: Half, data: Tensor) -> nn.Parameter:
-        """Marked for Megatron: how it is spread, whose replicas it has, what is partial, whom the gradient norm counts."""
+        """Marked for Megatron: how it is spread, whose replicas it has, what is partial, whom the gradient norm
+        counts."""
         p = nn.Parameter(data)
         sharded = adapter.sharded(half)
         p.tensor_model_parallel = sharded
         p.partition_dim, p.partition_stride = 1 if half == "A" else 0, 1
         if self.expert:
-            # the norm's "count tensor-parallel rank 0 only" is about the dense group; experts of other ranks are no replicas
+            # the norm's "count tensor-parallel rank 0 only" is about the dense group; experts of other ranks are no
+            # replicas
             p.allreduce = False
             p.tensor_model_parallel = True
             p.shared = not sharded and self.rank > 0
@@ -96,7 +99,8 @@ class LayerAdapters(nn.Module):
         return p
 
     def on(self, x: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The layer's output with the adapters' part of its input x, unless they are switched off. `bias` is what `out` has in it."""
+        """The layer's output with the adapters' part of its input x, unless they are switched off. `bias` is what `out`
+        has in it."""
         if not self.enabled:
             return out
         added = self(x)
@@ -130,7 +134,8 @@ class LayerAdapters(nn.Module):
 
     @torch.no_grad()
     def _squares(self) -> list[Tensor]:
-        """Sum of squares of each row of W + scale B A, float32 [rows of B] for each adapter. Collective where rows are spread."""
+        """Sum of squares of each row of W + scale B A, float32 [rows of B] for each adapter. Collective where rows are
+        spread."""
         weight, first = self.weight(), 0
         found = [torch.empty(b.shape[0], dtype=torch.float32, device=b.device) for b in self.matrices("B")]
         most = max(1, NORM_ELEMENTS // weight.shape[1])
@@ -188,7 +193,8 @@ class LayerAdapters(nn.Module):
     def _dropped(self, x: Tensor) -> Tensor:
         """Inputs that tensor-parallel ranks share get one mask on all of them, inputs that they split one each.
 
-        Experts draw from a stream of their own: ranks draw unequally often there, which must not part the shared stream.
+        Experts draw from a stream of their own: ranks draw unequally often there, which must not part the shared
+        stream.
         """
         if not self.dropout or not self.training:
             return x
@@ -204,7 +210,8 @@ class LayerAdapters(nn.Module):
 def add_adapters(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook of an adapted layer: (output, bias) with the adapters' part added.
 
-    A layer that begins with a norm hands the normed input out beside its output (Transformer Engine's `return_layernorm_output`).
+    A layer that begins with a norm hands the normed input out beside its output (Transformer Engine's
+    `return_layernorm_output`).
     """
     adapters = getattr(layer, CHILD)
     out, *rest = output
@@ -233,8 +240,8 @@ def attach(layer: nn.Module, adapters: LayerAdapters) -> None:
 def require_grad(_: nn.Module, __: Any, output: Tensor) -> Tensor:
     """Forward hook of a frozen embedding: what follows is differentiable.
 
-    Recomputed blocks and pipeline stages compute gradients only for inputs that require one; without this, adapters inside would get
-    none, in silence.
+    Recomputed blocks and pipeline stages compute gradients only for inputs that require one; without this, adapters
+    inside would get none, in silence.
     """
     return (
         output.requires_grad_() if torch.is_grad_enabled() and output.is_leaf and not output.requires_grad else output
@@ -242,7 +249,8 @@ def require_grad(_: nn.Module, __: Any, output: Tensor) -> Tensor:
 
 
 def sum_partial_gradients(chunks: Sequence[nn.Module], group: Any) -> None:
-    """Expert adapters' replicated halves: each expert-tensor-parallel rank has the gradient of its part. After Megatron's reductions."""
+    """Expert adapters' replicated halves: each expert-tensor-parallel rank has the gradient of its part. After
+    Megatron's reductions."""
     found = [
         p.main_grad for c in chunks for p in c.parameters() if p.requires_grad and getattr(p, "partial_over_etp", False)
     ]

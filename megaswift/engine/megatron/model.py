@@ -40,7 +40,8 @@ class SwiftGPT(GPTModel):
     real_vocabulary: int
 
     def run(self, module: torch.nn.Module, step: Pass) -> Tensor:
-        """One micro-batch through `module`, this chunk with its wrappers: hidden states, or the fields on the last stage."""
+        """One micro-batch through `module`, this chunk with its wrappers: hidden states, or the fields on the last
+        stage."""
         self.step = step
         if isinstance(self.rotary_pos_emb, PositionRotary):
             self.rotary_pos_emb.positions = step.positions
@@ -88,7 +89,8 @@ class SwiftGPT(GPTModel):
         return join(full, step.order, step.index, cp) if cp.size() > 1 else full.contiguous()
 
     def _whole(self, hidden: Tensor, shared: bool) -> Tensor:
-        """The hidden states of this rank's positions. `shared`: each tensor-parallel rank has a part of the head, so gradients add up."""
+        """The hidden states of this rank's positions. `shared`: each tensor-parallel rank has a part of the head, so
+        gradients add up."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=shared, group=group)
@@ -129,9 +131,9 @@ def scaling(features: Features) -> Callable[..., Tensor]:
 
 
 def unlearnt(token: int) -> Callable[..., None]:
-    """A hook on Megatron's token embedding: a padding token's vector gets no gradient where it is looked up, as in torch's
-    Embedding(padding_idx), of which transformers builds every model whose config.json has a `pad_token_id`. (Some models end their
-    turns with that token. A tied head learns from it all the same.)"""
+    """A hook on Megatron's token embedding: a padding token's vector gets no gradient where it is looked up, as in
+    torch's Embedding(padding_idx), of which transformers builds every model whose config.json has a `pad_token_id`.
+    (Some models end their turns with that token. A tied head learns from it all the same.)"""
 
     def hook(module: VocabParallelEmbedding, args: tuple[Tensor], out: Tensor) -> None:
         if not out.requires_grad:
@@ -192,9 +194,11 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
 
 
 def overlaps(cfg: SwiftConfig, cuda: bool) -> tuple[bool, bool]:
-    """(gradients reduced behind the backward pass, weights gathered behind the forward pass): on a GPU unless the options say otherwise.
+    """(gradients reduced behind the backward pass, weights gathered behind the forward pass): on a GPU unless the
+    options say otherwise.
 
-    Weights are in parts with the distributed optimizer only, and Megatron-Core gathers them so only where it reduces so too."""
+    Weights are in parts with the distributed optimizer only, and Megatron-Core gathers them so only where it reduces so
+    too."""
     p = cfg.parallel
     reduce = cuda if p.overlap_grad_reduce is None else p.overlap_grad_reduce
     gather = (
@@ -219,7 +223,8 @@ def wrap(
     half = config.bf16 or config.fp16
     inner = [Float16Module(config, c) if half else c for c in chunks]
     for router in (m for c in chunks for m in c.modules() if isinstance(m, BalancedRouter)):
-        router._maintain_float32_expert_bias()  # before weights come: Megatron's own call, in the first pass, is after their rounding
+        # before weights come: Megatron's own call, in the first pass, is after their rounding
+        router._maintain_float32_expert_bias()
     wrapped = [
         DistributedDataParallel(
             config, ddp, m, disable_bucketing=i > 0 and not overlap_reduce, pg_collection=context.groups
@@ -239,7 +244,8 @@ def wrap(
 def gather_weights(chunks: list[DistributedDataParallel]) -> None:
     """Complete this rank's weights before they are read outside a forward pass. Collective.
 
-    With `overlap_param_gather` the parts that other ranks' optimizer shards updated arrive with the next forward pass only.
+    With `overlap_param_gather` the parts that other ranks' optimizer shards updated arrive with the next forward pass
+    only.
     """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:

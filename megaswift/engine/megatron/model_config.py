@@ -102,7 +102,8 @@ def _kernels(cfg: SwiftConfig, impl: str, cuda: bool) -> dict[str, Any]:
 def _yarn(config: TransformerConfig, factor: float) -> None:
     """Make Megatron multiply cosine and sine by `factor`, any number.
 
-    It knows it as m(mscale) / m(mscale_all_dim) with m(x) = 0.1 x ln(scale) + 1 (YaRN, arXiv:2309.00071), and 1 for a scale up to 1.
+    It knows it as m(mscale) / m(mscale_all_dim) with m(x) = 0.1 x ln(scale) + 1 (YaRN, arXiv:2309.00071), and 1 for a
+    scale up to 1.
     """
     if factor != 1.0:
         config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = (
@@ -130,7 +131,8 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
         fp16=dtype == torch.float16,
         autocast_dtype=dtype,
         calculate_per_token_loss=True,  # before DDP is built: set later, gradients are divided by DP x CP in silence
-        deallocate_pipeline_outputs=cuda,  # gloo still sends from the storage it frees: wrong numbers with VPP, in silence
+        # gloo still sends from the storage it frees: wrong numbers with VPP, in silence
+        deallocate_pipeline_outputs=cuda,
         hidden_dropout=fields.get("hidden_dropout", 0.0),
         attention_dropout=fields.get("attention_dropout", 0.0),
     )
@@ -138,14 +140,16 @@ def transformer_config(spec: ModelSpec, cfg: SwiftConfig, layout: Layout, impl: 
         fields["moe_router_dtype"] = "fp32"
         fields["bias_dropout_fusion"] &= not spec.linear_bias  # Megatron's grouped experts refuse it beside biases
     latent, rope_factor = bool(fields.get("multi_latent_attention")), inverse_frequencies(spec)[1]
-    # latent_attention.py rotates by position; Megatron's fused rotation of packed rows leaves out the factor on cosine and sine
+    # latent_attention.py rotates by position; Megatron's fused rotation of packed rows leaves out the factor on cosine
+    # and sine
     fields["apply_rope_fusion"] &= not latent and rope_factor == 1.0
     kind = MLATransformerConfig if latent else TransformerConfig
     known = inspect.signature(kind).parameters
     unknown = sorted(set(fields) - set(known))
     assert not unknown, f"this Megatron-Core's TransformerConfig has no {unknown}"
     config = kind(**fields)
-    # Megatron's name for "the layer spec brings the activation"; set late, for it only lets Transformer Engine's own pass
+    # Megatron's name for "the layer spec brings the activation"; set late, for it only lets Transformer Engine's own
+    # pass
     config.use_te_activation_func = impl == "torch" and config.gated_linear_unit and config.activation_func in GATED
     config.features = spec.features
     config.quantised = cfg.model.train_type == "qlora"

@@ -1,7 +1,8 @@
-"""Linear layers whose frozen weight is held in NF4 and dequantised for each product, forward and backward; nothing of it is kept.
+"""Linear layers whose frozen weight is held in NF4 and dequantised for each product, forward and backward; nothing of
+it is kept.
 
-Any of the torch layer spec's linear classes becomes such a layer: they all make their product in `_forward_impl`. Numbers and bytes of
-NF4 are the bridge's.
+Any of the torch layer spec's linear classes becomes such a layer: they all make their product in `_forward_impl`.
+Numbers and bytes of NF4 are the bridge's.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class NF4Matrix(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """x [..., in] to x W^T [..., out]; the gradient of x is summed over `group` where the ranks' rows of W are parts of one matrix."""
+    """x [..., in] to x W^T [..., out]; the gradient of x is summed over `group` where the ranks' rows of W are parts of
+    one matrix."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: NF4Matrix, group: dist.ProcessGroup | None) -> Tensor:
@@ -83,7 +85,8 @@ class _Product(torch.autograd.Function):
 
 
 class NF4Linear(nn.Module):
-    """What goes before a linear class among a quantised layer's bases: the parameter is given up as soon as it is made."""
+    """What goes before a linear class among a quantised layer's bases: the parameter is given up as soon as it is
+    made."""
 
     weight: Any
 

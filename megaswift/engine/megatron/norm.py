@@ -1,8 +1,8 @@
 """Norms of the torch layer spec, under the very parameter names of the Transformer Engine spec.
 
-`TorchNorm` stands alone; `NormColumnParallelLinear` is a norm followed by a column-parallel product, with the norm's weight as
-`layer_norm_weight`, so that both specs write the same checkpoint. The weights know sequence parallelism: their gradients are
-summed over the tensor-parallel group where each rank saw a part of the sequence.
+`TorchNorm` stands alone; `NormColumnParallelLinear` is a norm followed by a column-parallel product, with the norm's
+weight as `layer_norm_weight`, so that both specs write the same checkpoint. The weights know sequence parallelism:
+their gradients are summed over the tensor-parallel group where each rank saw a part of the sequence.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class TorchNorm(nn.Module):
 
 
 class QKNorm(TorchNorm):
-    """Norm of each head's query or key. Heads lie on tensor-parallel ranks, so its gradient is always summed over them."""
+    """Norm of each head's query or key. Heads lie on tensor-parallel ranks, so its gradient is always summed over
+    them."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(config, hidden_size, eps)

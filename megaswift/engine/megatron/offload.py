@@ -1,4 +1,5 @@
-"""What of the native engine can leave its device while a sampler works there: gradients, the optimizer's state, the weights."""
+"""What of the native engine can leave its device while a sampler works there: gradients, the optimizer's state, the
+weights."""
 
 from __future__ import annotations
 

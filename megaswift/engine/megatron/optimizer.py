@@ -1,6 +1,7 @@
 """Megatron's optimizers, and one step of them that can be skipped.
 
-Owns the optimizer's configuration, where Adam runs, learning rate and weight decay per group, the gradient norm and the step.
+Owns the optimizer's configuration, where Adam runs, learning rate and weight decay per group, the gradient norm and the
+step.
 """
 
 from __future__ import annotations

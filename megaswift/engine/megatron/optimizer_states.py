@@ -24,7 +24,8 @@ MAIN = "param"
 
 @dataclass(frozen=True)
 class Slice:
-    """The states of elements start .. end - 1 of a weight, flat; the tensors are the optimizer's own, to read or to fill."""
+    """The states of elements start .. end - 1 of a weight, flat; the tensors are the optimizer's own, to read or to
+    fill."""
 
     weight: Tensor
     start: int

@@ -17,8 +17,8 @@ from megaswift.engine.megatron.norm import TorchNorm
 class ResidualLinear(RowParallelLinear):
     """scale x norm(x W^T + bias) with W split by columns: x [s, b, in / tp] to [s, b, out] (a sequence shard under SP).
 
-    The norm's weight is `post_layernorm.weight`. The bias is added here: nothing is left to be added later. `adapted` makes
-    (input, product) the product with adapters: a hook on the output would come after the norm.
+    The norm's weight is `post_layernorm.weight`. The bias is added here: nothing is left to be added later. `adapted`
+    makes (input, product) the product with adapters: a hook on the output would come after the norm.
     """
 
     adapted: Callable[[Tensor, Tensor], Tensor] | None = None

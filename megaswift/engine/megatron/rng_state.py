@@ -1,6 +1,7 @@
 """Random states of a rank with those of Megatron's tracker.
 
-Megatron's own checkpoints keep one expert state for all expert-parallel ranks (Megatron-LM pull request 6858); here each rank has its own.
+Megatron's own checkpoints keep one expert state for all expert-parallel ranks (Megatron-LM pull request 6858); here
+each rank has its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rotary position embedding by position: the frequencies of Hugging Face's own initialisers, whatever the scaling.
 
-Owns inverse frequencies and the module that stands in GPTModel's `rotary_pos_emb`. Angles come from each token's own position,
-so that packing and context parallelism need no case of their own.
+Owns inverse frequencies and the module that stands in GPTModel's `rotary_pos_emb`. Angles come from each token's own
+position, so that packing and context parallelism need no case of their own.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def _default(spec: ModelSpec, rope: RopeSpec) -> Tensor:
 class PositionRotary(nn.Module):
     """Angles [s, b, 1, d] of the positions set before the forward pass (`positions`, int64 [b, s]).
 
-    With `local`, the frequencies of windowed layers, [s, b, 1, 2 d]: their angles after those of the full layers, in one tensor because
-    recomputed layers are handed tensors only. `interleaved`: pairs of neighbours turn together, else the two halves of a head.
+    With `local`, the frequencies of windowed layers, [s, b, 1, 2 d]: their angles after those of the full layers, in
+    one tensor because recomputed layers are handed tensors only. `interleaved`: pairs of neighbours turn together, else
+    the two halves of a head.
     """
 
     def __init__(self, inv_freq: Tensor, local: Tensor | None = None, interleaved: bool = False) -> None:

@@ -1,9 +1,10 @@
-"""The MoE router with auxiliary losses that no layout and no mask changes, and with choices that Megatron-Core's has not.
+"""The MoE router with auxiliary losses that no layout and no mask changes, and with choices that Megatron-Core's has
+not.
 
 Owns the load-balancing loss (Switch Transformer, arXiv:2101.03961, eq. 4-6, per micro-batch) and the z loss (ST-MoE,
-arXiv:2202.08906, eq. 5), each over the non-padding tokens of a whole micro-batch on one data-parallel rank, per layer. Of sigmoid
-scores the balancing loss takes each score over their sum, and the experts that are best without the bias (DeepSeek-V3,
-arXiv:2412.19437, eq. 17-20, there for each sequence by itself).
+arXiv:2202.08906, eq. 5), each over the non-padding tokens of a whole micro-batch on one data-parallel rank, per layer.
+Of sigmoid scores the balancing loss takes each score over their sum, and the experts that are best without the bias
+(DeepSeek-V3, arXiv:2412.19437, eq. 17-20, there for each sequence by itself).
 Megatron-Core weighs them by each shard's token count and then divides by label tokens; here the engine's
 `AuxScale` is the one place of their scale: coefficient / (micro-batches x data-parallel ranks).
 """
@@ -55,7 +56,8 @@ class Choice:
 
 
 def choose(logits: Tensor, how: Choice, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(weights [t, E] with 0 where an expert is not chosen, chosen bool [t, E]) of logits [t, E] and the experts' bias [E]."""
+    """(weights [t, E] with 0 where an expert is not chosen, chosen bool [t, E]) of logits [t, E] and the experts' bias
+    [E]."""
     scores = torch.sigmoid(logits) if how.score == "sigmoid" else torch.softmax(logits, dim=-1)
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if how.groups > 1:
@@ -80,8 +82,8 @@ def _counts(mask: Tensor, picks: Tensor, group: dist.ProcessGroup) -> tuple[Tens
 class BalancedRouter(TopKRouter):
     """Megatron's top-k router with our auxiliary losses, and `choose` where Megatron's own choice is another.
 
-    `scale` is set by the engine after the model is built. Megatron-Core adds up the best top-k / groups experts of a group, and
-    always normalises sigmoids.
+    `scale` is set by the engine after the model is built. Megatron-Core adds up the best top-k / groups experts of a
+    group, and always normalises sigmoids.
     """
 
     scale: AuxScale

@@ -1,4 +1,5 @@
-"""The head of reward models and critics: one number a token. Every tensor-parallel rank computes all of it, from whole hidden states."""
+"""The head of reward models and critics: one number a token. Every tensor-parallel rank computes all of it, from whole
+hidden states."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Forward and backward over a global batch on Megatron-Core's own schedules.
 
-Owns how micro-batches meet the schedule. What is differentiated comes divided from `engine.objective`; Megatron divides nothing.
+Owns how micro-batches meet the schedule. What is differentiated comes divided from `engine.objective`; Megatron divides
+nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Self-attention of families with two rotary embeddings, or with norms over all heads together.
 
-Owns what they need beyond Megatron-Core's module, for the torch layer spec: which rotary embedding a layer takes, and the reduction of
-a norm whose heads lie on several ranks. Other families use Megatron-Core's own.
+Owns what they need beyond Megatron-Core's module, for the torch layer spec: which rotary embedding a layer takes, and
+the reduction of a norm whose heads lie on several ranks. Other families use Megatron-Core's own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class WideNorm(nn.Module):
-    """RMSNorm over the heads of all ranks together, in float32: `weight` [heads / tp x d]. The attention module sets `group`."""
+    """RMSNorm over the heads of all ranks together, in float32: `weight` [heads / tp x d]. The attention module sets
+    `group`."""
 
     group: dist.ProcessGroup
 
@@ -79,7 +80,8 @@ class WideKeyNorm(WideNorm):
 
 
 class OwnSelfAttention(SelfAttention):
-    """Megatron-Core's self-attention with the rotary embedding of its kind of layer, and norms that know their group."""
+    """Megatron-Core's self-attention with the rotary embedding of its kind of layer, and norms that know their
+    group."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

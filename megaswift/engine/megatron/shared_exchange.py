@@ -1,13 +1,14 @@
 """Exchanges among ranks of one machine through memory that they share.
 
-gloo sends every message through a socket, and a thread of its own wakes the receiver: where more ranks than cores share a machine, that
-is nearly all the time there is (8 ranks on 2 cores, 8 kB to each: 9.4 ms; here 0.6 ms). Each rank has two slots, which it writes in turns
-and all others read. A rank that begins turn t + 1 has read all of turn t, so the slot of turn t is free at t + 2, when all have begun
-t + 1. The memory has no name and is gone with its last process, however that ends.
+gloo sends every message through a socket, and a thread of its own wakes the receiver: where more ranks than cores share
+a machine, that is nearly all the time there is (8 ranks on 2 cores, 8 kB to each: 9.4 ms; here 0.6 ms). Each rank has
+two slots, which it writes in turns and all others read. A rank that begins turn t + 1 has read all of turn t, so the
+slot of turn t is free at t + 2, when all have begun t + 1. The memory has no name and is gone with its last process,
+however that ends.
 
-Owns the memory and the waiting; which tensors travel, and what becomes of them, belongs to `gloo_collectives.py`. Writes become visible
-in their order on x86-64 only: elsewhere, over several machines or without Linux, there is no exchange and gloo carries everything.
-(memcpy's stores past the cache are fenced by the C library.)
+Owns the memory and the waiting; which tensors travel, and what becomes of them, belongs to `gloo_collectives.py`.
+Writes become visible in their order on x86-64 only: elsewhere, over several machines or without Linux, there is no
+exchange and gloo carries everything. (memcpy's stores past the cache are fenced by the C library.)
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class SharedExchange:
     def __call__(self, sent: Tensor, counts: Sequence[int]) -> list[tuple[Tensor, int]] | None:
         """What each rank sent (a vector, to be read before the next turn) and where this rank's part of it begins.
 
-        `sent`: a vector, `counts` its elements for each rank in turn. None, on every rank, where one of them sends more than a slot
-        holds. DistBackendError when a rank has ended or does not come within the group's timeout.
+        `sent`: a vector, `counts` its elements for each rank in turn. None, on every rank, where one of them sends more
+        than a slot holds. DistBackendError when a rank has ended or does not come within the group's timeout.
         """
         self._turn += 1
         half, ranks, size = self._turn % 2, len(self._pids), sent.numel() * sent.element_size()

@@ -1,8 +1,8 @@
 """Attention with a learned sink in each head's softmax, by PyTorch's fused kernels.
 
-gpt-oss (arXiv:2508.10925): probabilities are exp(score) / (sum of exp(score) + exp(sink)), so that a head may look at nothing.
-Owns the sink as one more key whose score is the sink whatever the query, and whose value is zero; windows and documents are the
-caller's.
+gpt-oss (arXiv:2508.10925): probabilities are exp(score) / (sum of exp(score) + exp(sink)), so that a head may look at
+nothing. Owns the sink as one more key whose score is the sink whatever the query, and whose value is zero; windows and
+documents are the caller's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ LANES = 8
 def sink_attention(
     qkv: tuple[Tensor, Tensor, Tensor], sink: Tensor, scale: float, mask: Tensor | None, dropout: float = 0.0
 ) -> Tensor:
-    """[b, h, s, d] from q [b, h, s, d], k and v [b, h, n, d], sink [h]; `mask` bool [s, n], True where seen, None: plain causal."""
+    """[b, h, s, d] from q [b, h, s, d], k and v [b, h, n, d], sink [h]; `mask` bool [s, n], True where seen, None:
+    plain causal."""
     q, k, v = qkv
     b, d = q.shape[0], q.shape[3]
     lanes = q.new_zeros(LANES)

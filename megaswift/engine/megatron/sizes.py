@@ -43,7 +43,8 @@ def _optimizer_bytes(engine: MegatronEngine) -> tuple[int, int]:
 
 
 def flop_parameters(plan: WeightPlan, spec: ModelSpec) -> int:
-    """Parameters in the FLOP rule: those active for a token (of E experts k), without the input embedding unless it is also the output."""
+    """Parameters in the FLOP rule: those active for a token (of E experts k), without the input embedding unless it is
+    also the output."""
     experts = sum(math.prod(e.full_shape()) for e in plan.entries if e.expert is not None)
     idle = experts - experts * spec.topk // spec.experts if experts else 0
     return plan.parameters - idle - (0 if spec.tied else spec.vocab_size * spec.hidden_size)

@@ -1,7 +1,9 @@
-"""Attention whose scores pass a soft cap, cap x tanh(score / cap), before the softmax (Gemma 2, arXiv:2408.00118, section 2.2).
+"""Attention whose scores pass a soft cap, cap x tanh(score / cap), before the softmax (Gemma 2, arXiv:2408.00118,
+section 2.2).
 
-Owns the product for one run of queries. PyTorch's fused kernel has no cap, so this is written out: queries go in chunks, each over the
-keys that its window leaves, and the backward pass computes a chunk's scores again. Nothing of size queries x keys is kept.
+Owns the product for one run of queries. PyTorch's fused kernel has no cap, so this is written out: queries go in
+chunks, each over the keys that its window leaves, and the backward pass computes a chunk's scores again. Nothing of
+size queries x keys is kept.
 """
 
 from __future__ import annotations

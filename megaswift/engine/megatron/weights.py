@@ -1,7 +1,7 @@
 """Weights of this rank's modules, by Megatron's canonical names: loading from and streaming to Hugging Face tensors.
 
-Owns the map from a module's parameters to the family's weight plan and the gathers over tensor, expert and pipeline ranks.
-Reading, cutting and merging of tensors belong to the bridge.
+Owns the map from a module's parameters to the family's weight plan and the gathers over tensor, expert and pipeline
+ranks. Reading, cutting and merging of tensors belong to the bridge.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ def canonical_name(name: str, chunk: SwiftGPT, spec: ModelSpec, context: Paralle
 def _mark(parameter: nn.Parameter, entry: Entry) -> None:
     """Tell Megatron how a parameter is spread: its initialisers do in part, which we do not run.
 
-    Without the shard mark the gradient norm counts tensor-parallel rank 0 only, and every rank clips too little, in silence.
-    `allreduce` False means: replicas are the expert-data-parallel group's. Megatron-Core (0.16 to 0.19) sets it for EP > 1 only;
-    with EP 1 and ETP < TP its tensor-parallel ranks then train experts that drift apart, in silence.
-    `sequence_parallel` is what Megatron-Core's row-parallel layer says of its bias, an expert's too: it would sum the gradients of
-    different experts over the tensor-parallel ranks.
+    Without the shard mark the gradient norm counts tensor-parallel rank 0 only, and every rank clips too little, in
+    silence. `allreduce` False means: replicas are the expert-data-parallel group's. Megatron-Core (0.16 to 0.19) sets
+    it for EP > 1 only; with EP 1 and ETP < TP its tensor-parallel ranks then train experts that drift apart, in
+    silence. `sequence_parallel` is what Megatron-Core's row-parallel layer says of its bias, an expert's too: it would
+    sum the gradients of different experts over the tensor-parallel ranks.
     """
     if entry.expert is not None:
         parameter.allreduce = False
         parameter.sequence_parallel = False
-    # an expert's replicated bias (ETP is 1 then) is no copy either: Megatron-Core 0.16 asks the dense layers' group, of other experts
+    # an expert's replicated bias (ETP is 1 then) is no copy either: Megatron-Core 0.16 asks the dense layers' group, of
+    # other experts
     parameter.tensor_model_parallel = entry.shard != "replicated" or entry.expert is not None
     parameter.partition_dim = 1 if entry.shard == "row" else 0
     parameter.partition_stride = 1
@@ -138,7 +139,8 @@ class RankWeights:
     ) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the CPU) of `value(parameter)` for all entries in the plan's order.
 
-        Collective: every rank iterates to the end; only rank 0 yields tensors, one group of entries at a time. `everywhere`: all do.
+        Collective: every rank iterates to the end; only rank 0 yields tensors, one group of entries at a time.
+        `everywhere`: all do.
         """
         for group in self.plan.groups:
             yield from from_main(self.stream_group(group, value)) if everywhere else self.stream_group(group, value)
@@ -161,7 +163,8 @@ class RankWeights:
     def collect(
         self, holders: Sequence[int], shapes: Sequence[tuple[int, ...]], mine: Callable[[], Tensor | None]
     ) -> list[Tensor] | None:
-        """`mine()` of each holder (None: zeros), of these shapes, on rank 0; None elsewhere. CPU tensors travel, whatever the device."""
+        """`mine()` of each holder (None: zeros), of these shapes, on rank 0; None elsewhere. CPU tensors travel,
+        whatever the device."""
         here = self.context.rank
         parts: list[Tensor] = []
         for holder, shape in zip(holders, shapes, strict=False):
@@ -184,7 +187,8 @@ class RankWeights:
 
     @functools.cache  # noqa: B019 (one object a process, a handful of keys)
     def _replica(self, stage: int, owner: int | None) -> list[int]:
-        """The tensor-parallel ranks of a stage, or the expert-tensor-parallel ranks of the expert-parallel rank `owner`."""
+        """The tensor-parallel ranks of a stage, or the expert-tensor-parallel ranks of the expert-parallel rank
+        `owner`."""
         layout = self.context.layout
         places = [(rank, layout.coordinates(rank)) for rank in range(layout.world_size)]
         if owner is None:
@@ -212,8 +216,8 @@ class RankWeights:
 class RandomSource:
     """Stands where Hugging Face files would: each tensor from its own seed, so that no layout changes a weight.
 
-    Norms are 1 (0 where a norm multiplies by 1 + weight), biases 0 but for a router's, a padding token's embedding 0, all else
-    normal(0, initializer_range), as transformers initialises these families.
+    Norms are 1 (0 where a norm multiplies by 1 + weight), biases 0 but for a router's, a padding token's embedding 0,
+    all else normal(0, initializer_range), as transformers initialises these families.
     """
 
     def __init__(self, plan: WeightPlan, spec: ModelSpec, seed: int) -> None:

@@ -1,6 +1,7 @@
 """A step of this engine on disk: one format for every strategy and any number of ranks.
 
-A folder holds  state/          float32 weights by their names in the model's files (of a run with adapters what trains, by parameter name),
+A folder holds  state/          float32 weights by their names in the model's files (of a run with adapters what trains,
+by parameter name),
                                 optimizer states by parameter name; whole tensors, safetensors
                 rng-<rank>.safetensors
                 engine.json     what was saved
@@ -64,7 +65,8 @@ def written(
     tensors: Iterable[tuple[str, Tensor]],
     close: Callable[[HfWriter], object],
 ) -> list[Problem]:
-    """A stream of tensors into a folder, on rank 0; what went wrong. Every rank goes through the stream, also when rank 0 cannot write."""
+    """A stream of tensors into a folder, on rank 0; what went wrong. Every rank goes through the stream, also when rank
+    0 cannot write."""
     problems: list[Problem] = []
     writer: HfWriter | None = None
     try:
@@ -89,7 +91,8 @@ def written(
 def stream(engine: TorchEngine, kind: str, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
     """(name in the model's files, whole tensor) on rank 0 or everywhere; others iterate over none. Collective.
 
-    Weights are all that the files hold, adapters merged in: buffers too, as the router's expert bias of DeepSeek-V3 is one.
+    Weights are all that the files hold, adapters merged in: buffers too, as the router's expert bias of DeepSeek-V3 is
+    one.
     """
     bare, here, merging = base(engine.fields.model), everywhere or engine.rank == 0, engine.merging
     if merging is not None:
@@ -123,7 +126,8 @@ def _stream_all(engine: TorchEngine) -> Iterator[tuple[str, Tensor]]:
 
 
 def load(engine: TorchEngine, directory: Path) -> None:
-    """The inverse of `save`, under any strategy and number of ranks. Collective; nothing is changed by an unfit checkpoint."""
+    """The inverse of `save`, under any strategy and number of ranks. Collective; nothing is changed by an unfit
+    checkpoint."""
     facts, source = _open(engine, directory)
     same = facts["world_size"] == engine.layout.world_size
     states = rng_state.read(directory, engine.rank if same else 0)
@@ -148,7 +152,8 @@ def load(engine: TorchEngine, directory: Path) -> None:
 
 
 def _entries(engine: TorchEngine) -> dict[tuple[str, str], TensorMeta]:
-    """What goes by the name of a parameter: (parameter, kind) in one order on every rank. With adapters also what trains, which is all."""
+    """What goes by the name of a parameter: (parameter, kind) in one order on every rank. With adapters also what
+    trains, which is all."""
     trained = list(engine.strategy.trained())
     found = {(n, WEIGHT): TensorMeta(tuple(engine.shapes[n]), torch.float32) for n in trained if engine.adapts}
     if engine.strategy.steps:

@@ -47,7 +47,8 @@ def wrap(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext
 
 
 def units(cfg: SwiftConfig, model: nn.Module) -> frozenset[str]:
-    """Classes of the modules that fsdp2 shards by themselves. A name that the model does not have would leave it one unit, in silence."""
+    """Classes of the modules that fsdp2 shards by themselves. A name that the model does not have would leave it one
+    unit, in silence."""
     named, present = cfg.engine.fsdp_transformer_layer_cls_to_wrap, {type(m).__name__ for m in model.modules()}
     layers = layer_classes(model)
     if unknown := [name for name in named if name not in present]:

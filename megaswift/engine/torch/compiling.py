@@ -1,7 +1,9 @@
-"""torch.compile of a model's decoder layers, each by itself: one graph for all of them, and none that a wrapper's hooks cut.
+"""torch.compile of a model's decoder layers, each by itself: one graph for all of them, and none that a wrapper's hooks
+cut.
 
-A layer's `forward` is compiled in place. Its hooks (FSDP2 gathers and frees weights there) run outside the graph, recomputation too
-(as transformers has it, around the layer's own code), and no name changes: checkpoints, adapters and exports do not know of it.
+A layer's `forward` is compiled in place. Its hooks (FSDP2 gathers and frees weights there) run outside the graph,
+recomputation too (as transformers has it, around the layer's own code), and no name changes: checkpoints, adapters and
+exports do not know of it.
 """
 
 from __future__ import annotations

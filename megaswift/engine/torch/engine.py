@@ -1,6 +1,8 @@
-"""The engine for models that need no model parallelism: any transformers model under DDP, FSDP2 or ZeRO, behind the engine protocol.
+"""The engine for models that need no model parallelism: any transformers model under DDP, FSDP2 or ZeRO, behind the
+engine protocol.
 
-Owns the order in which the parts are built and used. The losses, their normalisers and what is reported are the native engine's.
+Owns the order in which the parts are built and used. The losses, their normalisers and what is reported are the native
+engine's.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from megaswift.losses.contract import Batch, Loss, Needs, Outputs
 
 
 class TorchEngine:
-    """A transformers model over the ranks of a context. It exists once its weights are known: `load_hf`, `random_init` or `keep`."""
+    """A transformers model over the ranks of a context. It exists once its weights are known: `load_hf`, `random_init`
+    or `keep`."""
 
     def __init__(self, spec: ModelSpec, cfg: SwiftConfig, context: TorchContext, folder: Path) -> None:
         self.spec, self.cfg, self.context, self.kind, self.folder = spec, cfg, context, cfg.engine.engine, folder
@@ -175,7 +178,8 @@ class TorchEngine:
         return found
 
     def keep_reference(self, on_host: bool = False) -> None:
-        """From now on `reference` is the model as it is now; adapters that are new need no copy: without them the model is the base."""
+        """From now on `reference` is the model as it is now; adapters that are new need no copy: without them the model
+        is the base."""
         if self.adapts and self.cfg.lora.adapters is None:
             return
         names = list(self.strategy.trained()) if self.adapts else list(self.shapes)
@@ -194,7 +198,8 @@ class TorchEngine:
         self.remembered.blend(share)
 
     def hf_weights(self, dtype: torch.dtype | None = None, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. With adapters for policies only: merged in."""
+        """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. With adapters for policies
+        only: merged in."""
         assert not self.adapts or self.merging is not None, "exports are merged by bridge.merge"
         return ((name, t if dtype is None else t.to(dtype)) for name, t in checkpoint.stream(self, WEIGHT, everywhere))
 
@@ -203,7 +208,8 @@ class TorchEngine:
         return checkpoint.stream(self, GRADIENT)
 
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
-        """A Hugging Face folder, tensors in the dtypes that they have in `source`, or in `dtype`. Collective; rank 0 writes.
+        """A Hugging Face folder, tensors in the dtypes that they have in `source`, or in `dtype`. Collective; rank 0
+        writes.
 
         config.json is the source's, but for a model with a scalar head.
         """

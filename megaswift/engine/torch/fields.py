@@ -53,10 +53,11 @@ class FieldsModel(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor | None, labels: Tensor, labelled: Tensor, extra: dict[str, Any]
     ) -> Tensor:
-        """float32 [f, b, s], 0 where `labelled` is False. Only columns with a label go through the head, where the model can choose.
+        """float32 [f, b, s], 0 where `labelled` is False. Only columns with a label go through the head, where the
+        model can choose.
 
-        No attention mask: rows are padded on the right, where causal attention does not look, and transformers tells packed documents
-        by their positions. Rows of one document get none: a model counts for itself, not all from 0.
+        No attention mask: rows are padded on the right, where causal attention does not look, and transformers tells
+        packed documents by their positions. Rows of one document get none: a model counts for itself, not all from 0.
         """
         columns = labelled.any(0).nonzero().squeeze(1)
         if columns.numel() == 0:

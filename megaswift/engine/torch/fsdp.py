@@ -27,7 +27,8 @@ class FsdpOptions:
     layers: frozenset[str]
     """Class names of the modules that are units."""
     reshard: bool = True
-    """Free a unit's whole weights after the forward pass (full_shard), or keep them until the backward pass (shard_grad_op)."""
+    """Free a unit's whole weights after the forward pass (full_shard), or keep them until the backward pass
+    (shard_grad_op)."""
     replicas: int = 1
     """Copies of the sharded model (hybrid_shard: one a machine)."""
     offload: bool = False
@@ -97,7 +98,8 @@ class Sharded(Replicated):
         super().put(name, kind, tensor)
 
     def live(self, names: Iterable[str]) -> list[Tensor]:
-        """This rank's parts; whole weights that a forward pass without gradient left behind are freed, or it would go on with them."""
+        """This rank's parts; whole weights that a forward pass without gradient left behind are freed, or it would go
+        on with them."""
         for part in self.bare.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -109,7 +111,8 @@ class Sharded(Replicated):
 
 
 def alone(units: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
-    """Those that share no weight with a module outside: embeddings tied to the head, say, stay in the unit around both."""
+    """Those that share no weight with a module outside: embeddings tied to the head, say, stay in the unit around
+    both."""
     everywhere = _uses(model)
     kept: list[nn.Module] = []
     left: dict[str, None] = {}

@@ -1,11 +1,14 @@
-"""GaLore (arXiv:2403.03507): an optimizer sees a matrix's gradient in the directions that carry most of it, and keeps states of that size.
+"""GaLore (arXiv:2403.03507): an optimizer sees a matrix's gradient in the directions that carry most of it, and keeps
+states of that size.
 
-Every `update_proj_gap` steps the singular vectors of the gradient G [m, n] are taken anew: P [m, r], or Q [n, r] of the other side. The
-optimizer steps a stand-in [r, n] (or [m, r]) from P^T G, and what it does to it goes back into the weight as scale x P x that.
-Weight decay acts on the weight itself. States are kept when the directions change, as in the paper.
+Every `update_proj_gap` steps the singular vectors of the gradient G [m, n] are taken anew: P [m, r], or Q [n, r] of the
+other side. The optimizer steps a stand-in [r, n] (or [m, r]) from P^T G, and what it does to it goes back into the
+weight as scale x P x that. Weight decay acts on the weight itself. States are kept when the directions change, as in
+the paper.
 
-Ours, not the package galore-torch: that one keeps its directions in objects, which only a pickle holds, imports bitsandbytes for all of
-its optimizers, and has not followed it since 2024. Here any optimizer of `optimizers.py` steps the stand-ins. The tests compare the two.
+Ours, not the package galore-torch: that one keeps its directions in objects, which only a pickle holds, imports
+bitsandbytes for all of its optimizers, and has not followed it since 2024. Here any optimizer of `optimizers.py` steps
+the stand-ins. The tests compare the two.
 """
 
 from __future__ import annotations
@@ -148,7 +151,8 @@ def _target(weight: nn.Parameter, optim: OptimConfig) -> Target:
 
 
 def targets(module: Any, optim: OptimConfig) -> set[str]:
-    """Names of the matrices that are projected: of linear layers and stacked experts that match, the head left out by `all-linear`.
+    """Names of the matrices that are projected: of linear layers and stacked experts that match, the head left out by
+    `all-linear`.
 
     A matrix with no more than `galore_rank` rows or columns stays as it is: nothing would be saved.
     """

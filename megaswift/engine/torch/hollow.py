@@ -1,8 +1,10 @@
-"""Models without memory for their weights: how a model gets its shape, its adapters and its shards before any tensor is read.
+"""Models without memory for their weights: how a model gets its shape, its adapters and its shards before any tensor is
+read.
 
-A hollow parameter has its shape and dtype, and one zero as its storage (all strides are 0). Nothing but its shape may be asked of it. It
-stays on the CPU, not on the meta device, because PEFT moves what it adds to the device of the layer that it is added to. Before a
-parameter is sharded it becomes real; its memory is then untouched, so that on a CPU no page of it is resident.
+A hollow parameter has its shape and dtype, and one zero as its storage (all strides are 0). Nothing but its shape may
+be asked of it. It stays on the CPU, not on the meta device, because PEFT moves what it adds to the device of the layer
+that it is added to. Before a parameter is sharded it becomes real; its memory is then untouched, so that on a CPU no
+page of it is resident.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Host memory of large tensors that come and go while a model is read or written: it goes back to the system at once.
 
-glibc learns from the first large block that is freed to take later ones from its heap, where torch's aligned blocks and the shards that are
-made between them leave holes that do not fit: a rank of four then grew by the whole model while it kept a quarter (measured by
-tests/engine/torch/test_memory.py). While a model trains, blocks from the heap are the faster ones.
+glibc learns from the first large block that is freed to take later ones from its heap, where torch's aligned blocks and
+the shards that are made between them leave holes that do not fit: a rank of four then grew by the whole model while it
+kept a quarter (measured by tests/engine/torch/test_memory.py). While a model trains, blocks from the heap are the
+faster ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Layer kernels of liger-kernel (norms, rotation, gated MLPs) in a transformers model. Its fused losses stay off: the head is ours."""
+"""Layer kernels of liger-kernel (norms, rotation, gated MLPs) in a transformers model. Its fused losses stay off: the
+head is ours."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from megaswift.errors import ConfigError, Problem
 
 
 def apply(model: Any) -> None:
-    """Patches `model`, and functions of its module in transformers. ConfigError where liger-kernel does not know the architecture."""
+    """Patches `model`, and functions of its module in transformers. ConfigError where liger-kernel does not know the
+    architecture."""
     patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
     kind = model.config.model_type
     if kind not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:

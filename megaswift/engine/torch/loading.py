@@ -1,12 +1,14 @@
-"""How a model comes to its weights without being whole anywhere: built hollow, sharded, then filled one tensor at a time.
+"""How a model comes to its weights without being whole anywhere: built hollow, sharded, then filled one tensor at a
+time.
 
 Three ways, the first that can be taken:
 
-- From files: every rank reads each tensor, keeps its part and lets go of the rest. Nothing is sent, and nothing but one piece (a tensor,
-  or those that become one) is ever whole.
-- From rank 0, where a model has to exist to be known (random weights, files that transformers must make sense of): it is made there
-  and handed out tensor by tensor. The other ranks hold their part.
-- Whole on every rank: under strategies that keep weights whole, and where adapters are made from the weights of their base.
+- From files: every rank reads each tensor, keeps its part and lets go of the rest. Nothing is sent, and nothing but one
+  piece (a tensor, or those that become one) is ever whole.
+- From rank 0, where a model has to exist to be known (random weights, files that transformers must make sense of): it
+  is made there and handed out tensor by tensor. The other ranks hold their part.
+- Whole on every rank: under strategies that keep weights whole, and where adapters are made from the weights of their
+  base.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ def from_files(directory: Path, engine: TorchEngine) -> Start:
     if checkpoint is None and not (engine.kind in SHARDED and hollow_first):
         return Start(_prepare(directory, engine, weights=True))
     if not hollow_first:
-        rule = "is a checkpoint; adapters that are made from weights, weights in few bits and models with code of their own need a folder"
+        rule = (
+            "is a checkpoint; adapters that are made from weights, weights in few bits and models with code of "
+            "their own need a folder"
+        )
         fix = f"megaswift convert megatron-to-hf {cfg.model.model} DST, then --model DST"
         raise WeightsError(Problem(f"--model {cfg.model.model}", rule, fix))
     fields = _prepare(directory, engine, weights=False, empty=True)
@@ -90,7 +95,8 @@ def _prepare(directory: Path, engine: TorchEngine, weights: bool, empty: bool = 
 
 
 def _stays_hollow(directory: Path, cfg: SwiftConfig) -> bool:
-    """Whether a model can be built, and adapted, without its weights: adapters that start from weights (DoRA's magnitudes) need them."""
+    """Whether a model can be built, and adapted, without its weights: adapters that start from weights (DoRA's
+    magnitudes) need them."""
     raw = read_config(directory)
     if (cfg.model.trust_remote_code and "auto_map" in raw) or "quantization_config" in raw or bits_of(cfg) is not None:
         return False
@@ -118,7 +124,8 @@ def _differences(bare: Any, source: WeightSource, found: list[Piece]) -> list[Pr
 
 
 def read(engine: TorchEngine, found: list[Piece], source: WeightSource, first: Mapping[str, str]) -> None:
-    """Fills an engine's weights from files, a piece at a time. Every rank reads. `first`: `first_names` before the model was wrapped."""
+    """Fills an engine's weights from files, a piece at a time. Every rank reads. `first`: `first_names` before the
+    model was wrapped."""
     bare, skip = base(engine.fields.model), "modules_to_save" if engine.cfg.lora.adapters is not None else None
     places: dict[str, list[str]] = {}
     for name in engine.shapes:

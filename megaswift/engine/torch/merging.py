@@ -1,7 +1,8 @@
 """Weights with the adapters of PEFT merged in, of a model that trains on: what rollouts sample from.
 
-The model itself is not touched. Its adapted layers exist a second time without memory; when weights are asked for, one layer after the
-other gets its whole tensors, and PEFT merges it. bitsandbytes would quantise the sum again, so a layer in few bits is made plain here.
+The model itself is not touched. Its adapted layers exist a second time without memory; when weights are asked for, one
+layer after the other gets its whole tensors, and PEFT merges it. bitsandbytes would quantise the sum again, so a layer
+in few bits is made plain here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megaswift.engine.torch.fields import FieldsModel
 from megaswift.errors import ConfigError, Problem
 
 OWN, KEPT = f"{PREFIX}base_model.model.", ".original_module."
-"""Before the names of the model's own parameters under PEFT; in those of modules of which a copy trains in their place."""
+"""Before the names of the model's own parameters under PEFT; in those of modules of which a copy trains in their
+place."""
 Full = Callable[[str], Tensor]
 """The whole tensor of a parameter, by its name in the module that was wrapped; collective."""
 
@@ -38,7 +40,8 @@ class Adapted:
     """Those of the layer inside it -> the names that they have without adapters."""
 
     def merged(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's own parameters by the names that they have without adapters, from all whole tensors by their names here."""
+        """The model's own parameters by the names that they have without adapters, from all whole tensors by their
+        names here."""
         given = {
             id(p): nn.Parameter(whole[name].detach().float().clone(), False)
             for name, p in self.layer.named_parameters()
@@ -76,7 +79,8 @@ class Merging:
     """PEFT's, outermost ones only, by their names in the module that is wrapped."""
 
     def reader(self, full: Full, here: bool) -> Full:
-        """Gives each weight once, in any order that is the same on every rank. `here`: this rank wants them. Collective."""
+        """Gives each weight once, in any order that is the same on every rank. `here`: this rank wants them.
+        Collective."""
         ready: dict[str, Tensor] = {}
         nothing = torch.empty(0)
 
@@ -99,7 +103,8 @@ class Merging:
         return [*self.plain, *self.packed, *self.adapted]
 
     def buffers(self, bare: nn.Module) -> dict[str, Tensor]:
-        """What a checkpoint of the model holds that is no parameter, and no part of an adapter or of quantised weights."""
+        """What a checkpoint of the model holds that is no parameter, and no part of an adapter or of quantised
+        weights."""
         known = {name for name, _ in bare.named_buffers()}
         return {
             unwrapped(name): tensor

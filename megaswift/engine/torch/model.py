@@ -32,7 +32,8 @@ ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfuse
 def build(
     folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool
 ) -> nn.Module:
-    """The model in float32 on the CPU, with the folder's weights (and `quantised.loading`), random ones (all ranks the same), or empty."""
+    """The model in float32 on the CPU, with the folder's weights (and `quantised.loading`), random ones (all ranks the
+    same), or empty."""
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -68,7 +69,8 @@ def build(
 
 
 def _of_use(record: LogRecord) -> bool:
-    """All but the note that rows with padding came without a mask: padding is behind a row's end, where nothing that is scored sees it."""
+    """All but the note that rows with padding came without a mask: padding is behind a row's end, where nothing that is
+    scored sees it."""
     return "passing in an `attention_mask`" not in record.getMessage()
 
 

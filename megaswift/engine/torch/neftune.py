@@ -1,8 +1,9 @@
 """NEFTune (arXiv:2310.05914): uniform noise on the embeddings of training batches, of +-alpha / sqrt(L d).
 
-L is the number of tokens of the document, padding left out, as in the authors' code: a document gets the same noise alone, padded in a
-batch, or packed with others. transformers' hook takes the row's length instead, padding and neighbours included; on a full row of one
-document the two agree. Numbers are drawn from the rank's own random state, which checkpoints hold.
+L is the number of tokens of the document, padding left out, as in the authors' code: a document gets the same noise
+alone, padded in a batch, or packed with others. transformers' hook takes the row's length instead, padding and
+neighbours included; on a full row of one document the two agree. Numbers are drawn from the rank's own random state,
+which checkpoints hold.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def lengths(batch: Batch) -> Tensor:
 
 
 class Noise:
-    """A hook on the embedding. `scale` [b, s] holds alpha / sqrt(L) of the batch that comes, None where there is to be no noise."""
+    """A hook on the embedding. `scale` [b, s] holds alpha / sqrt(L) of the batch that comes, None where there is to be
+    no noise."""
 
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
         self.alpha = alpha

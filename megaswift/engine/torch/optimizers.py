@@ -1,8 +1,10 @@
-"""The optimizers of this engine: which library makes each, what each keeps for a parameter, and those states as named tensors.
+"""The optimizers of this engine: which library makes each, what each keeps for a parameter, and those states as named
+tensors.
 
-torch's AdamW and SGD, transformers' Adafactor (the one that users of `--optim adafactor` know: torch's own bounds the learning rate
-by 1/sqrt(step) and multiplies it by each matrix's size, so that the same options would train otherwise), bitsandbytes' 8-bit and
-paged ones. GaLore is `galore.py`. Step counts are the strategy's; they are written back into each library's own when a state is put.
+torch's AdamW and SGD, transformers' Adafactor (the one that users of `--optim adafactor` know: torch's own bounds the
+learning rate by 1/sqrt(step) and multiplies it by each matrix's size, so that the same options would train otherwise),
+bitsandbytes' 8-bit and paged ones. GaLore is `galore.py`. Step counts are the strategy's; they are written back into
+each library's own when a state is put.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ class Elementwise:
 
 
 class Factored(Elementwise):
-    """Adafactor (arXiv:1804.04235) of transformers, with the run's learning rate: row and column means of squared gradients."""
+    """Adafactor (arXiv:1804.04235) of transformers, with the run's learning rate: row and column means of squared
+    gradients."""
 
     def make(self, named: Named) -> torch.optim.Optimizer:
         """As transformers' Trainer makes it."""
@@ -101,7 +104,8 @@ class Factored(Elementwise):
 
 
 class BitsAndBytes(Elementwise):
-    """AdamW or Lion of bitsandbytes: 8-bit states in blocks of 256 with a scale each, or 32-bit ones; on a GPU also in paged memory."""
+    """AdamW or Lion of bitsandbytes: 8-bit states in blocks of 256 with a scale each, or 32-bit ones; on a GPU also in
+    paged memory."""
 
     def make(self, named: Named) -> torch.optim.Optimizer:
         """By name: `paged_` in memory that the driver moves to the host, `_8bit` or `_32bit`."""

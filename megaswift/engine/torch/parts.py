@@ -1,4 +1,5 @@
-"""bitsandbytes' optimizers of 32-bit states on what FSDP2 leaves to a rank: they step the local tensors, which torch's wrapper shares."""
+"""bitsandbytes' optimizers of 32-bit states on what FSDP2 leaves to a rank: they step the local tensors, which torch's
+wrapper shares."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """How a transformers model's parameters and the tensors of its files hang together, a few at a time.
 
-transformers owns the conversions (stacked experts, fused projections, older names: `core_model_loading`). This module cuts them into
-pieces that can be read, or written, without the rest of the model, so that no process ever holds more than one piece whole.
+transformers owns the conversions (stacked experts, fused projections, older names: `core_model_loading`). This module
+cuts them into pieces that can be read, or written, without the rest of the model, so that no process ever holds more
+than one piece whole.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Piece:
 def pieces(model: Any, source: WeightSource) -> list[Piece]:
     """What of `source` belongs to a transformers model, in the order in which transformers reads it.
 
-    The model also learns which conversions its files took, as `from_pretrained` teaches it, so that it is written as it was read.
+    The model also learns which conversions its files took, as `from_pretrained` teaches it, so that it is written as it
+    was read.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -79,7 +81,8 @@ def shapes(model: Any, source: WeightSource, found: Iterable[Piece]) -> dict[str
 
 
 def groups(model: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Parameters in groups that must be written together, because they come from, or become, the same tensors of files."""
+    """Parameters in groups that must be written together, because they come from, or become, the same tensors of
+    files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 

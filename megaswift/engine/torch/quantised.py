@@ -1,7 +1,8 @@
 """Frozen weights that are no plain tensors: how transformers loads them, how many there are, how much room they take.
 
-PEFT's preparation for training over them casts what stays unquantised to float32 and freezes it. Here models are loaded in float32, and
-PEFT freezes what is no adapter; checkpointed layers are not re-entrant, so inputs need no gradient. Nothing of it is left to do.
+PEFT's preparation for training over them casts what stays unquantised to float32 and freezes it. Here models are loaded
+in float32, and PEFT freezes what is no adapter; checkpointed layers are not re-entrant, so inputs need no gradient.
+Nothing of it is left to do.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def is_packed(layer: nn.Module) -> bool:
 
 
 def dequantised(layer: Any) -> Tensor:
-    """Float32 [out, in] of such a layer; after its first forward pass the layer has the scales of 8 bits, before it the weight."""
+    """Float32 [out, in] of such a layer; after its first forward pass the layer has the scales of 8 bits, before it the
+    weight."""
     from bitsandbytes import functional
 
     weight = layer.weight

@@ -1,7 +1,9 @@
-"""AdaLoRA between steps: the term that keeps A and B orthogonal, and the allocation of ranks after each step (arXiv:2303.10512).
+"""AdaLoRA between steps: the term that keeps A and B orthogonal, and the allocation of ranks after each step
+(arXiv:2303.10512).
 
-PEFT adds the term to the loss that a transformers model computes by itself, which this engine never asks for; so it is computed here, once
-a global batch. Who gets which rank is PEFT's `RankAllocator`'s; its running sums are kept in checkpoints.
+PEFT adds the term to the loss that a transformers model computes by itself, which this engine never asks for; so it is
+computed here, once a global batch. Who gets which rank is PEFT's `RankAllocator`'s; its running sums are kept in
+checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ ADAPTER = "default"
 
 
 class RankAllocation:
-    """The allocator of one model's adapters. All ranks hold the same whole parameters and gradients, so they agree without a word."""
+    """The allocator of one model's adapters. All ranks hold the same whole parameters and gradients, so they agree
+    without a word."""
 
     def __init__(self, model: Any) -> None:
         self.tuner = model.base_model

@@ -1,8 +1,10 @@
-"""The MoE balancing and z losses of transformers' models, by the definition of the native engine (`engine/megatron/router.py`).
+"""The MoE balancing and z losses of transformers' models, by the definition of the native engine
+(`engine/megatron/router.py`).
 
-Per layer, over the non-padding tokens of one micro-batch; averaged over the micro-batches of all ranks that hold a token. transformers'
-own formula mixes all layers into one and averages over what one process sees, so another number of ranks would train another model.
-Router logits are taken by a hook, on their way; their gradient joins the one that comes back through the experts' weights.
+Per layer, over the non-padding tokens of one micro-batch; averaged over the micro-batches of all ranks that hold a
+token. transformers' own formula mixes all layers into one and averages over what one process sees, so another number of
+ranks would train another model. Router logits are taken by a hook, on their way; their gradient joins the one that
+comes back through the experts' weights.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class RouterLosses:
         return total
 
     def _losses(self, logits: Tensor, chosen: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """(balancing loss, z loss) of one layer; of sigmoid scores the best experts count, without the bias that chose."""
+        """(balancing loss, z loss) of one layer; of sigmoid scores the best experts count, without the bias that
+        chose."""
         experts, topk, tokens = logits.shape[-1], chosen.shape[-1], valid.sum().clamp(min=1)
         if self.sigmoid:
             scores, chosen = F.normalize(torch.sigmoid(logits), p=1, dim=-1), logits.detach().topk(topk, dim=-1).indices
@@ -82,7 +85,8 @@ class RouterLosses:
         return experts * (routed / (tokens * topk) * share).sum(), z
 
     def report(self, context: Context) -> dict[str, float]:
-        """Losses without their coefficients, averaged over micro-batches and layers, on every rank; forgotten here. Collective."""
+        """Losses without their coefficients, averaged over micro-batches and layers, on every rank; forgotten here.
+        Collective."""
         if not self.routers:
             return {}
         sums = torch.tensor(self.sums, dtype=torch.float64, device=context.device) / len(self.routers)

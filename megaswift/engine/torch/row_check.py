@@ -1,10 +1,11 @@
 """Whether a model reads its rows as training takes for granted: from left to right, and each packed document by itself.
 
-Rows go in without an attention mask (`fields.py`). An encoder that was not told to decode would see the very tokens that it is asked
-for. Many models do not tell packed documents apart by their positions: state spaces and linear attention carry a state from one into
-the next, older ones make a mask without looking at positions, or count these from elsewhere. All that trains, and the loss falls. The
-families are held to Hugging Face by tests; any other model is asked, once, before its first step, by rows of a few tokens, and so is a
-family whose class in transformers has lost its documents.
+Rows go in without an attention mask (`fields.py`). An encoder that was not told to decode would see the very tokens
+that it is asked for. Many models do not tell packed documents apart by their positions: state spaces and linear
+attention carry a state from one into the next, older ones make a mask without looking at positions, or count these from
+elsewhere. All that trains, and the loss falls. The families are held to Hugging Face by tests; any other model is
+asked, once, before its first step, by rows of a few tokens, and so is a family whose class in transformers has lost its
+documents.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ BEFORE, DOCUMENT, END = 10, 14, 4
 LOSES_DOCUMENTS = ("gpt_oss",)
 """Families that transformers 5.23 gives masks without a look at positions, so that packed documents see one another."""
 EXACT, ROUNDED = 1e-3, 0.1
-"""The share of a change that counts as rounding, in float32 and in half precision; what leaks is of the size of the change."""
+"""The share of a change that counts as rounding, in float32 and in half precision; what leaks is of the size of the
+change."""
 
 Read = Callable[[Batch], Tensor]
 """A batch of one row to a number a token [1, s]: a label's log-probability, or the value of a scalar head."""
 
 
 def check(engine: TorchEngine) -> None:
-    """ConfigError where training would learn something else than it says. Collective, and nothing of the model changes."""
+    """ConfigError where training would learn something else than it says. Collective, and nothing of the model
+    changes."""
     spec = engine.spec
     known = spec.family in FAMILIES
     if engine.fields.places or (known and not (engine.cfg.data.packing and spec.family in LOSES_DOCUMENTS)):

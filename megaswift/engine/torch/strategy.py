@@ -26,7 +26,8 @@ class Strategy(Protocol):
         """Gradients of the sum of `loss` over ranks and calls; `last` on the last micro-batch of a step."""
 
     def step(self, lr: float, optim: OptimConfig) -> tuple[float, bool]:
-        """(gradient norm before clipping, each parameter once; whether the step was taken). Gradients are gone after it."""
+        """(gradient norm before clipping, each parameter once; whether the step was taken). Gradients are gone after
+        it."""
 
     def zero_grad(self) -> None:
         """Forgets gradients."""

@@ -1,7 +1,8 @@
 """The parts of a vision-language model by its module names: tower, aligner, language model; which of them train.
 
-Owns `--freeze_vit`, `--freeze_aligner` and `--freeze_llm`. transformers says which modules the tower and the language model are; what is
-neither, and the merger that Qwen's towers end in, aligns the two. So every weight belongs to one part.
+Owns `--freeze_vit`, `--freeze_aligner` and `--freeze_llm`. transformers says which modules the tower and the language
+model are; what is neither, and the merger that Qwen's towers end in, aligns the two. So every weight belongs to one
+part.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Parts:
                     "--freeze_vit, --freeze_aligner, --freeze_llm",
                     f"transformers does not say which module of {type(model).__name__} is the "
                     + ("language model" if self._tower else "tower"),
-                    "--freeze_vit false --freeze_aligner false, and --freeze_parameters PATTERN for what is not to train",
+                    (
+                        "--freeze_vit false --freeze_aligner false, and --freeze_parameters PATTERN for what is not to "
+                        "train"
+                    ),
                 )
             )
 

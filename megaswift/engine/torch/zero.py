@@ -1,20 +1,22 @@
 """DeepSpeed ZeRO as a strategy of the torch engine: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload.
 
-Owns one backward pass, one step and the proof that the stage asked for is the stage that runs. DeepSpeed shards; the numbers are the
-engine's: gradients are summed over ranks and micro-batches, the norm is over all parameters once, a step with a gradient that is
-not finite leaves weights and moments as they were. Faults of DeepSpeed 0.19.8 that are gone round here:
+Owns one backward pass, one step and the proof that the stage asked for is the stage that runs. DeepSpeed shards; the
+numbers are the engine's: gradients are summed over ranks and micro-batches, the norm is over all parameters once, a
+step with a gradient that is not finite leaves weights and moments as they were. Faults of DeepSpeed 0.19.8 that are
+gone round here:
 
-- Stage 2 with offload in bfloat16: a skipped step keeps the gradient buffer, with what was not finite in it, and every later step
-  is then skipped too. It is dropped here.
-- Stage 3, and offload at any stage: a parameter that takes no part in a step is stepped with its gradient of the step before. The
-  buffers are zeroed after each step.
-- Offload: a parameter that takes no part in the *last* micro-batch of a step loses its gradient of the others; `backward` completes
-  the gradients itself.
-- bfloat16: weights are rounded before the fp32 masters are made from them. What that loses is written back into the masters.
+- Stage 2 with offload in bfloat16: a skipped step keeps the gradient buffer, with what was not finite in it, and every
+  later step is then skipped too. It is dropped here.
+- Stage 3, and offload at any stage: a parameter that takes no part in a step is stepped with its gradient of the step
+  before. The buffers are zeroed after each step.
+- Offload: a parameter that takes no part in the *last* micro-batch of a step loses its gradient of the others;
+  `backward` completes the gradients itself.
+- bfloat16: weights are rounded before the fp32 masters are made from them. What that loses is written back into the
+  masters.
 - Stage 0 computes no gradient norm unless it clips, never checks it, and keeps it nowhere; `step` does it.
 
-At stages 2 and 3 DeepSpeed reduces gradients while the backward pass runs, in the order in which they come. So every trained parameter
-must take part on every rank alike; a rank without a label still runs the backward pass of zeros.
+At stages 2 and 3 DeepSpeed reduces gradients while the backward pass runs, in the order in which they come. So every
+trained parameter must take part on every rank alike; a rank without a label still runs the backward pass of zeros.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ _OPTIMIZERS = {
 
 
 class ZeroStrategy:
-    """A module, its gradients and its optimizer under DeepSpeed. torch.distributed is initialised, over the world, before.
+    """A module, its gradients and its optimizer under DeepSpeed. torch.distributed is initialised, over the world,
+    before.
 
     `config`: a DeepSpeed configuration without "auto" (`megaswift.config.deepspeed_json.fill`).
     """
@@ -89,7 +92,8 @@ class ZeroStrategy:
             assert own <= whole / self._world + slack, f"a shard of {own} of {whole} parameters on {self._world} ranks"
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Adds the gradients of `loss`, a scalar that is already divided by the global count. `last`: they are summed over ranks."""
+        """Adds the gradients of `loss`, a scalar that is already divided by the global count. `last`: they are summed
+        over ranks."""
         finish = last and self._offload and self._micro > 0
         self.module.set_gradient_accumulation_boundary(last and not finish)
         self.module.backward(loss * self._undo, scale_wrt_gas=False)
@@ -158,7 +162,8 @@ class ZeroStrategy:
         return (name for name, p in self._names.items() if p.requires_grad)
 
     def live(self, names: Iterable[str]) -> list[Tensor]:
-        """This rank's parts of these weights; stage 3 keeps small ones whole: freed, or a forward pass would go on with them."""
+        """This rank's parts of these weights; stage 3 keeps small ones whole: freed, or a forward pass would go on with
+        them."""
         found = []
         for name in names:
             parameter: Any = self._names[name]
@@ -169,7 +174,8 @@ class ZeroStrategy:
         return found
 
     def full(self, name: str, kind: str) -> Tensor:
-        """The whole float32 tensor: weight, gradient (after the last backward of a step), exp_avg or exp_avg_sq. Collective."""
+        """The whole float32 tensor: weight, gradient (after the last backward of a step), exp_avg or exp_avg_sq.
+        Collective."""
         return self._tensors.get(self._names[name], kind)
 
     def put(self, name: str, kind: str, tensor: Tensor) -> None:
@@ -177,7 +183,8 @@ class ZeroStrategy:
         self._tensors.put(self._names[name], kind, tensor)
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """(parameters, bytes of weights, of gradients, of moments and fp32 masters) of this rank, from its own buffers."""
+        """(parameters, bytes of weights, of gradients, of moments and fp32 masters) of this rank, from its own
+        buffers."""
         return self._tensors.sizes(self.module.module)
 
     @property
@@ -195,7 +202,8 @@ class ZeroStrategy:
 
 
 def _finer_than_bfloat16(module: nn.Module) -> dict[str, Tensor]:
-    """Copies on the CPU of trained weights that bfloat16 cannot hold: none of a bfloat16 checkpoint, or of a partitioned model."""
+    """Copies on the CPU of trained weights that bfloat16 cannot hold: none of a bfloat16 checkpoint, or of a
+    partitioned model."""
     whole = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "ds_tensor")}
     return {
         n: p.cpu().clone()

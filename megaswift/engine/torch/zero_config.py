@@ -1,4 +1,5 @@
-"""What DeepSpeed is told, and how it is loaded: the engine sums gradients and divides once, so DeepSpeed must divide nothing.
+"""What DeepSpeed is told, and how it is loaded: the engine sums gradients and divides once, so DeepSpeed must divide
+nothing.
 
 Owns every setting that the numbers of a step depend on, and the preparation of DeepSpeed for a CPU.
 """
@@ -23,8 +24,9 @@ _LOCAL_RANK = "LOCAL_RANK"
 def load(device_type: str) -> Any:
     """The deepspeed module, on `device_type` (cpu or cuda). The first call in a process decides.
 
-    On a CPU DeepSpeed 0.19.8 compiles a shared-memory all-reduce when its communication starts, which only inference uses; it needs a
-    compiler on the machine, so it is marked as not to be had (`deepspeed.ops.__compatible_ops__`, filled by the first look at it).
+    On a CPU DeepSpeed 0.19.8 compiles a shared-memory all-reduce when its communication starts, which only inference
+    uses; it needs a compiler on the machine, so it is marked as not to be had (`deepspeed.ops.__compatible_ops__`,
+    filled by the first look at it).
     """
     os.environ.setdefault("DS_ACCELERATOR", device_type)
     os.environ.setdefault(_LOCAL_RANK, "0")
@@ -42,11 +44,12 @@ def load(device_type: str) -> Any:
 def for_engine(config: Mapping[str, Any], world: int, device_type: str) -> dict[str, Any]:
     """The configuration that DeepSpeed gets for a resolved one (`megaswift.config.deepspeed_json.fill`).
 
-    - Batch sizes are one row a process: a loss comes divided by the global count, so DeepSpeed must not divide by micro-batches.
+    - Batch sizes are one row a process: a loss comes divided by the global count, so DeepSpeed must not divide by
+      micro-batches.
     - Ranks are summed (`gradient_allreduce_op`), not averaged. ZeRO-3 can only average, which the strategy undoes.
     - Clipping is set on the optimizer at each step, and done by the strategy at stage 0, where DeepSpeed keeps no norm.
-    - bfloat16: fp32 accumulation and communication of gradients. Stage 0 cannot do that in DeepSpeed's bf16 section (weights and
-      gradients would be bfloat16 throughout), so it computes under autocast from fp32 weights.
+    - bfloat16: fp32 accumulation and communication of gradients. Stage 0 cannot do that in DeepSpeed's bf16 section
+      (weights and gradients would be bfloat16 throughout), so it computes under autocast from fp32 weights.
     """
     made = copy.deepcopy(dict(config))
     zero = made.setdefault("zero_optimization", {"stage": 0})
@@ -77,7 +80,8 @@ def for_engine(config: Mapping[str, Any], world: int, device_type: str) -> dict[
 
 
 class _OneByOne(nn.Module):
-    """Shows DeepSpeed a module's parameters one after the other, each real and in the dtype of the shards only when its turn has come."""
+    """Shows DeepSpeed a module's parameters one after the other, each real and in the dtype of the shards only when its
+    turn has come."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -92,9 +96,11 @@ class _OneByOne(nn.Module):
 
 
 def partition(module: nn.Module, settings: Mapping[str, Any], device: torch.device) -> None:
-    """Stage 3: every parameter of a hollow module becomes this rank's shard, before `deepspeed.initialize` would take them all at once.
+    """Stage 3: every parameter of a hollow module becomes this rank's shard, before `deepspeed.initialize` would take
+    them all at once.
 
-    What is in the shards is given later. `settings` are those of `for_engine`; buffers, which DeepSpeed leaves where they are, move.
+    What is in the shards is given later. `settings` are those of `for_engine`; buffers, which DeepSpeed leaves where
+    they are, move.
     """
     deepspeed = load(device.type)
     deepspeed.init_distributed()  # before the configuration is read, which else takes the world to be one process

@@ -1,13 +1,15 @@
 """Whole tensors in and out of ZeRO's shards: weights, moments and gradients of one parameter, at every stage.
 
-Owns how each of DeepSpeed's optimizers is read and written. Everything here is collective, and every rank gets, or gives, the full
-tensor. Faults of DeepSpeed 0.19.8 that are gone round:
+Owns how each of DeepSpeed's optimizers is read and written. Everything here is collective, and every rank gets, or
+gives, the full tensor. Faults of DeepSpeed 0.19.8 that are gone round:
 
-- `safe_set_full_fp32_param` and `safe_set_full_optimizer_state` at stage 3 take the rank's part from the tensor as it is, without the
-  padding of the last shard: they fail where a size is no multiple of the ranks. The local calls with a padded part do it.
-- `safe_set_full_fp32_param` writes the fp32 master only; the weights that the next forward pass reads stay as they were, so they are
-  written here too.
-- Optimizer state does not exist before the first step, and `safe_get_full_optimizer_state` then fails; `start_states` makes it.
+- `safe_set_full_fp32_param` and `safe_set_full_optimizer_state` at stage 3 take the rank's part from the tensor as it
+  is, without the padding of the last shard: they fail where a size is no multiple of the ranks. The local calls with a
+  padded part do it.
+- `safe_set_full_fp32_param` writes the fp32 master only; the weights that the next forward pass reads stay as they
+  were, so they are written here too.
+- Optimizer state does not exist before the first step, and `safe_get_full_optimizer_state` then fails; `start_states`
+  makes it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _SHARDS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "f
 
 
 def shards(zero: Any) -> list[Tensor]:
-    """The tensors that the inner optimizer steps on this rank: flat fp32 shards, or at stage 0 the parameters themselves."""
+    """The tensors that the inner optimizer steps on this rank: flat fp32 shards, or at stage 0 the parameters
+    themselves."""
     held = next((getattr(zero, name) for name in _SHARDS if hasattr(zero, name)), None)
     return list(held) if held is not None else [p for group in zero.param_groups for p in group["params"]]
 
@@ -114,7 +117,8 @@ class WholeTensors:
             param.data.copy_(value.view_as(param.data))
 
     def sizes(self, module: nn.Module) -> tuple[int, int, int, int]:
-        """(Parameters, bytes of weights, of gradients at the end of a backward pass, of moments with fp32 masters) on this rank."""
+        """(Parameters, bytes of weights, of gradients at the end of a backward pass, of moments with fp32 masters) on
+        this rank."""
         trained = [p for p in module.parameters() if p.requires_grad]
         own = shards(self.zero)
         moments = sum(

@@ -1,7 +1,7 @@
 """Rewards for right answers: accuracy, and what weighs it by length. Values are TRL's where it has the function.
 
-Owns asking the sandbox about pairs of solution and completion, once each. A row whose solution cannot be parsed gets 0 from each function
-here; TRL leaves such a row out of the sum, which is the same.
+Owns asking the sandbox about pairs of solution and completion, once each. A row whose solution cannot be parsed gets 0
+from each function here; TRL leaves such a row out of the sum, which is the same.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def cosine(options: RewardOptions) -> ByAccuracy:
 
 
 def length(options: RewardOptions) -> ByAccuracy:
-    """From 0.5 for the shortest completion of a prompt to -0.5 for the longest; a wrong one gets at most 0: arXiv 2501.12599, 2.3.3."""
+    """From 0.5 for the shortest completion of a prompt to -0.5 for the longest; a wrong one gets at most 0: arXiv
+    2501.12599, 2.3.3."""
 
     def shape(judged: Sequence[Judged], verdicts: Sequence[Verdict]) -> list[float]:
         found: list[float] = []

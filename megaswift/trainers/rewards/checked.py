@@ -1,4 +1,5 @@
-"""What a reward function returns is numbers, one a sample or one for each of its tokens; anything else is told with function and sample.
+"""What a reward function returns is numbers, one a sample or one for each of its tokens; anything else is told with
+function and sample.
 
 Owns the two ways in which a user's function goes wrong: it raises, or it returns what is no reward.
 """
@@ -41,7 +42,8 @@ def _shown(sample: Judged) -> str:
 
 
 def checked(name: str, returned: Any, judged: Sequence[Judged]) -> list[Value]:
-    """The values as floats; RewardError unless they are one finite number for each sample, or for each token that the model wrote in it."""
+    """The values as floats; RewardError unless they are one finite number for each sample, or for each token that the
+    model wrote in it."""
     values = _plain(returned)
     if not isinstance(values, list | tuple):
         raise RewardError(

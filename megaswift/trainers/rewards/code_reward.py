@@ -1,7 +1,8 @@
-"""Rewards for programs that pass the row's tests: the last fenced block of a completion, run in the sandbox once for each test.
+"""Rewards for programs that pass the row's tests: the last fenced block of a completion, run in the sandbox once for
+each test.
 
-`code` is the share of tests that pass, `code_all` is 1 where all do. The expected answers stay in this process: a program sees its input
-only.
+`code` is the share of tests that pass, `code_all` is 1 where all do. The expected answers stay in this process: a
+program sees its input only.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Code:
             ) from None
 
     def _passed(self, programs: Sequence[str | None], tests: Sequence[Sequence[CodeTest]]) -> list[int]:
-        """Tests that each program passes. One after the other: a program that hangs or attacks has no second chance to do so."""
+        """Tests that each program passes. One after the other: a program that hangs or attacks has no second chance to
+        do so."""
         passed = [0] * len(programs)
         alive = [(i, program) for i, program in enumerate(programs) if program is not None]
         turn = 0

@@ -1,7 +1,7 @@
 """The tests that a row brings for programs: read from the forms that data sets have, and what passes one.
 
-The forms: `input` and `output` (text, or arguments and value of a function), the lists `inputs` and `outputs` of APPS and TACO,
-`test_cases` of open-r1, assertions of MBPP. Nothing is evaluated here; assertions are read as literals.
+The forms: `input` and `output` (text, or arguments and value of a function), the lists `inputs` and `outputs` of APPS
+and TACO, `test_cases` of open-r1, assertions of MBPP. Nothing is evaluated here; assertions are read as literals.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a reward function gets and gives, and how several are called and added up.
 
-Owns the samples' form, the options of the named functions and `score_all`. What a value may be is `checked`; which functions there
-are, `load`.
+Owns the samples' form, the options of the named functions and `score_all`. What a value may be is `checked`; which
+functions there are, `load`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Judged:
 
     prompt: Said
     completion: Said
-    """Of the prompt's kind: a text, or `[{"role": "assistant", "content": ...}]`, with tools' turns between in a longer one."""
+    """Of the prompt's kind: a text, or `[{"role": "assistant", "content": ...}]`, with tools' turns between in a longer
+    one."""
     token_ids: Sequence[int]
     """The completion's, the stop token included."""
     finished: bool
@@ -140,7 +141,8 @@ def _loop() -> asyncio.Runner:
 
 
 def score_all(functions: Sequence[RewardFunction], weights: Sequence[float], judged: Sequence[Judged]) -> Rewards:
-    """Every function's values and their weighted sum; RewardError where a function fails or returns what is no reward."""
+    """Every function's values and their weighted sum; RewardError where a function fails or returns what is no
+    reward."""
     assert len(functions) == len(weights), "checked with the configuration"
     waiting = [f for f in functions if isinstance(f, AsyncRewardFunction)] if judged else []
     found: dict[str, list[Value]] = (

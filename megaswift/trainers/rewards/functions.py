@@ -1,6 +1,7 @@
 """Rewards by name that need no other library: the form of a text, repetition, length.
 
-Values are TRL's (`trl.rewards`) where it has the function; `format` is ms-swift's. Correctness is `accuracy`, programs are `code_reward`.
+Values are TRL's (`trl.rewards`) where it has the function; `format` is ms-swift's. Correctness is `accuracy`, programs
+are `code_reward`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def think_format(options: RewardOptions) -> Each:
 
 
 def repetition(options: RewardOptions) -> Each:
-    """The share of n-grams of tokens that were there before, times the (negative) penalty: arXiv 2502.03373, appendix C.2."""
+    """The share of n-grams of tokens that were there before, times the (negative) penalty: arXiv 2502.03373, appendix
+    C.2."""
     n, most = options.repetition_n_grams, options.repetition_max_penalty
     if most > 0:
         raise ConfigError(

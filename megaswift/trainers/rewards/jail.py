@@ -1,7 +1,8 @@
-"""From a forked child to a process that can only compute: limits, no identity, no files, the filter. Then the judged program runs in it.
+"""From a forked child to a process that can only compute: limits, no identity, no files, the filter. Then the judged
+program runs in it.
 
-Runs in the runner's children; imports nothing of ours but the filter. Nothing here trusts Python: what follows `lock` may run any
-native code.
+Runs in the runner's children; imports nothing of ours but the filter. Nothing here trusts Python: what follows `lock`
+may run any native code.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def bind(runner: int) -> None:
 
 
 def drop(runner: int) -> None:
-    """Root becomes nobody where there is such a user; no environment. After imports: nobody may not read Python's own files."""
+    """Root becomes nobody where there is such a user; no environment. After imports: nobody may not read Python's own
+    files."""
     if os.getuid() == 0:
         with suppress(OSError):  # a container with one user; the filter allows nothing that root could use
             os.setgroups([])
@@ -135,7 +137,8 @@ def lock(reading: bool = False) -> None:
 
 
 def named_modules(source: str) -> list[str]:
-    """Modules of the standard library that a program's text says it imports. A pattern finds them: nothing is parsed before the lock."""
+    """Modules of the standard library that a program's text says it imports. A pattern finds them: nothing is parsed
+    before the lock."""
     found: dict[str, None] = {}
     for package, names, plain in _IMPORT.findall(source):
         asked = (
@@ -162,7 +165,8 @@ def _streams() -> None:
 
 
 def _prepare(source: str, name: str) -> types.ModuleType:
-    """What a program expects to be there: its modules, `exit`, and what one does for a larger stack (a thread, a limit)."""
+    """What a program expects to be there: its modules, `exit`, and what one does for a larger stack (a thread, a
+    limit)."""
     import_all(named_modules(source))
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     threading.Thread.start = lambda self: self.run()  # type: ignore[method-assign]

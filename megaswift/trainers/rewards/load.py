@@ -1,4 +1,5 @@
-"""From `--reward_funcs` to functions: by name, or `FILE.py:function`. Everything that can be wrong is told before anything is built."""
+"""From `--reward_funcs` to functions: by name, or `FILE.py:function`. Everything that can be wrong is told before
+anything is built."""
 
 from __future__ import annotations
 

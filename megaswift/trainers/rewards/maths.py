@@ -1,7 +1,8 @@
 """Whether an answer equals a solution, by the library math-verify: the settings are those of TRL's `accuracy_reward`.
 
-Runs in the runner, one process a pair: what the library parses may take for ever or all memory (`9^{9^{9^9}}`), and its own clock is a
-signal that only a main thread gets. The answer is read as LaTeX only; math-verify hands other forms to sympy's parser, which calls `eval`.
+Runs in the runner, one process a pair: what the library parses may take for ever or all memory (`9^{9^{9^9}}`), and its
+own clock is a signal that only a main thread gets. The answer is read as LaTeX only; math-verify hands other forms to
+sympy's parser, which calls `eval`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,18 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-WARMING = (("$\\frac{1}{2}$", "\\boxed{0.5}"), ("5", "\\boxed{\\sqrt{25}}"), ("$\\{1,2\\}$", "\\boxed{2,1}"), ("$(1,2)$", "\\boxed{(1,2)}"),
-           ("$x^2=4$", "\\boxed{x=2}"), ("$\\begin{pmatrix}1\\\\2\\end{pmatrix}$", "\\boxed{\\begin{pmatrix}1\\\\2\\end{pmatrix}}"),
-           ("$10\\%$", "\\boxed{0.1}"), ("$\\sin x$", "\\boxed{\\cos x}"), ("$1<x\\le2$", "\\boxed{(1,2]}"))  # fmt: skip
+WARMING = (
+    ("$\\frac{1}{2}$", "\\boxed{0.5}"),
+    ("5", "\\boxed{\\sqrt{25}}"),
+    ("$\\{1,2\\}$", "\\boxed{2,1}"),
+    ("$(1,2)$", "\\boxed{(1,2)}"),
+    ("$x^2=4$", "\\boxed{x=2}"),
+    ("$\\begin{pmatrix}1\\\\2\\end{pmatrix}$", "\\boxed{\\begin{pmatrix}1\\\\2\\end{pmatrix}}"),
+    # fmt: skip
+    ("$10\\%$", "\\boxed{0.1}"),
+    ("$\\sin x$", "\\boxed{\\cos x}"),
+    ("$1<x\\le2$", "\\boxed{(1,2]}"),
+)
 
 
 def answer_settings() -> list[Any]:

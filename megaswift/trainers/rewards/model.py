@@ -1,7 +1,7 @@
 """Rewards of `--reward_model DIR`: transformers' `...ForSequenceClassification` with one label, as task rm exports it.
 
-A text scores what transformers says of it alone: batches and padding change nothing. In two steps, so that mistakes cost nothing: made from
-configuration and tokenizer, weights read when they are first needed.
+A text scores what transformers says of it alone: batches and padding change nothing. In two steps, so that mistakes
+cost nothing: made from configuration and tokenizer, weights read when they are first needed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class RewardModel:
         return self._model
 
     def text(self, sample: Judged) -> str:
-        """Prompt and completion as the model saw such texts in training: by its own chat template where they are messages."""
+        """Prompt and completion as the model saw such texts in training: by its own chat template where they are
+        messages."""
         if isinstance(sample.prompt, str):
             return f"{sample.prompt}{sample.completion}"
         if self.tokenizer.chat_template is None:
@@ -98,7 +99,8 @@ class RewardModel:
         return scores
 
     def _scores(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """[rows]: transformers reads a row's score at its last token that is not the padding, so padding must be no text's last token."""
+        """[rows]: transformers reads a row's score at its last token that is not the padding, so padding must be no
+        text's last token."""
         model = self.load()
         config, own = model.config.get_text_config(), model.config.get_text_config().pad_token_id
         ends = {row[-1] for row in rows}
@@ -141,7 +143,8 @@ def _made(options: WeightsOptions, name: str) -> RewardModel:
 
 
 def reward_models(folders: Sequence[str], options: WeightsOptions, taken: Collection[str] = ()) -> list[RewardModel]:
-    """The models in their order, each under a name of its own; WeightsError with all that is wrong. `taken`: names of other rewards."""
+    """The models in their order, each under a name of its own; WeightsError with all that is wrong. `taken`: names of
+    other rewards."""
     quieten()
     found: list[RewardModel] = []
     problems: list[Problem] = []

@@ -1,8 +1,9 @@
-"""The process that runs judged programs: one forked child for each, under limits and a clock. `python -m ...runner`, requests on its stdin.
+"""The process that runs judged programs: one forked child for each, under limits and a clock. `python -m ...runner`,
+requests on its stdin.
 
-It is a process of its own so that a child inherits neither the trainer's memory nor its environment, descriptors or threads. A request is
-one line of JSON, so is its answer. Outputs go to files in memory, so that nobody waits for a pipe and the limit on file sizes bounds them.
-Expected answers never come here: what a program could read, it could print.
+It is a process of its own so that a child inherits neither the trainer's memory nor its environment, descriptors or
+threads. A request is one line of JSON, so is its answer. Outputs go to files in memory, so that nobody waits for a pipe
+and the limit on file sizes bounds them. Expected answers never come here: what a program could read, it could print.
 """
 
 from __future__ import annotations

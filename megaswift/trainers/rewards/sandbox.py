@@ -1,4 +1,5 @@
-"""The trainer's side of the sandbox: starts the runner, hands it jobs, takes what became of them. docs/rewards.md says what holds.
+"""The trainer's side of the sandbox: starts the runner, hands it jobs, takes what became of them. docs/rewards.md says
+what holds.
 
 A sandbox that does not hold runs nothing: `check` tries it out, and refuses, before anything is built.
 """
@@ -106,7 +107,8 @@ class Sandbox:
         return self._process
 
     def run(self, jobs: Sequence[Mapping[str, Any]], limits: Limits | None = None) -> list[Outcome]:
-        """What became of each, in their order; RewardError where the sandbox itself failed. `limits`: others than usual."""
+        """What became of each, in their order; RewardError where the sandbox itself failed. `limits`: others than
+        usual."""
         limits = limits or self.limits
         if not jobs:
             return []
@@ -190,5 +192,8 @@ def _doubt(sandbox: Sandbox) -> str:
     for source, outcome in zip(PROBES, outcomes, strict=True):
         how, out = PROBES[source]
         if (outcome.how, outcome.out) != (how, out):
-            return f"a trial program ({source.splitlines()[-1].strip()}) came to '{outcome.how}', not '{how}': {outcome.errors[-200:]}"
+            return (
+                f"a trial program ({source.splitlines()[-1].strip()}) came to '{outcome.how}', not '{how}': "
+                f"{outcome.errors[-200:]}"
+            )
     return ""

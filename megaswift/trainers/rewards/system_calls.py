@@ -1,9 +1,10 @@
-"""The seccomp filter of the sandbox: which system calls of Linux a judged program may make, compiled to the kernel's classic BPF.
+"""The seccomp filter of the sandbox: which system calls of Linux a judged program may make, compiled to the kernel's
+classic BPF.
 
-What is not named is refused (EPERM), and what only an attack would try ends the process. No call that takes a path, makes a descriptor, a
-process or a thread, sends a signal or maps memory to run is allowed, so that nothing outside the process can be named. The filter holds
-against native code too: the kernel asks it at every call, and nothing in the process can take it off. Runs in the runner: no imports of
-ours, no libraries.
+What is not named is refused (EPERM), and what only an attack would try ends the process. No call that takes a path,
+makes a descriptor, a process or a thread, sends a signal or maps memory to run is allowed, so that nothing outside the
+process can be named. The filter holds against native code too: the kernel asks it at every call, and nothing in the
+process can take it off. Runs in the runner: no imports of ours, no libraries.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ READING: dict[str, Numbers] = {
     "readlink": (89, None), "readlinkat": (267, 78), "getdents64": (217, 61),
     "getcwd": (79, 17), "uname": (63, 160), "sysinfo": (99, 179), "fadvise64": (221, 223),
 }  # fmt: skip
-"""Also allowed to a parser that still imports its own modules; and so are opening a file without writing, and memory that is run."""
+"""Also allowed to a parser that still imports its own modules; and so are opening a file without writing, and memory
+that is run."""
 
 FATAL: dict[str, Numbers] = {
     "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200), "sendto": (44, 206), "sendmsg": (46, 211),
@@ -86,7 +88,8 @@ def _returns(number: int, verdict: int) -> Iterator[Instruction]:
 
 
 def _by_bits(number: int, argument: int, bits: int, verdicts: tuple[int, int]) -> Iterator[Instruction]:
-    """One verdict where an argument has any of the bits, the other where it has none. They are in its lower half (little endian)."""
+    """One verdict where an argument has any of the bits, the other where it has none. They are in its lower half
+    (little endian)."""
     yield (_EQUAL, 0, 4, number)
     yield (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
     yield (_ANY_BIT, 0, 1, bits)

@@ -18,7 +18,8 @@ from megaswift.trainers.rewards.checked import told
 from megaswift.trainers.rewards.contract import Judged
 
 OURS = ("prompts", "completions", "completion_ids", "completion_mask")
-"""What is passed beside the columns; `completion_ids` as TRL has it, and which of them the model wrote: 1, or 0 for what tools wrote."""
+"""What is passed beside the columns; `completion_ids` as TRL has it, and which of them the model wrote: 1, or 0 for
+what tools wrote."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""A LoRA run's adapters on their way to the samplers: whether they go alone, or merged into all weights, and through which folder.
+"""A LoRA run's adapters on their way to the samplers: whether they go alone, or merged into all weights, and through
+which folder.
 
-Alone, they are a folder of PEFT's that every sampler reads, and the model's own weights are never sent: samplers read them from the
-model's folder. That takes adapters which every sampler adds to these weights as the trainer does.
+Alone, they are a folder of PEFT's that every sampler reads, and the model's own weights are never sent: samplers read
+them from the model's folder. That takes adapters which every sampler adds to these weights as the trainer does.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def _stored(cfg: SwiftConfig) -> dict[str, Any]:
 
 
 def _experts(cfg: SwiftConfig, spec: ModelSpec) -> bool:
-    """Whether an expert carries an adapter. In transformers' models they are no modules, so none does unless a parameter is named."""
+    """Whether an expert carries an adapter. In transformers' models they are no modules, so none does unless a
+    parameter is named."""
     if not spec.experts or not is_native(cfg):
         return False
     if cfg.lora.adapters is None:

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 PATIENCE = 3
 """So many generations in a row before anything is said."""
 APART = 1.05
-"""Mean of exp |sampler's - trainer's log-probability| from which the two are not the same policy: bfloat16 alone stays well below."""
+"""Mean of exp |sampler's - trainer's log-probability| from which the two are not the same policy: bfloat16 alone stays
+well below."""
 
 
 class Alarms(Hook):
-    """Looks at each generation when a step has used it for the first time; tells each kind of trouble once, and again after it was gone."""
+    """Looks at each generation when a step has used it for the first time; tells each kind of trouble once, and again
+    after it was gone."""
 
     def __init__(self, source: RolloutSource) -> None:
         self.source = source
@@ -39,16 +41,19 @@ class Alarms(Hook):
         whose = "all completions have" if settings.group == 1 else "all completions of a prompt have"
         apart = step.result.metrics.get("sampling/token_mult_prob_error", 1.0)
         return {
-            "spread": f"{whose} the same reward (mean {found['reward']:.4g}), which teaches nothing. completions.jsonl shows them: are the "
+            "spread": f"{whose} the same reward (mean {found['reward']:.4g}), which teaches nothing. "
+            f"completions.jsonl shows them: are the "
             "rewards what they should be, the prompts neither too hard nor too easy?"
             if same
             else "",
-            "length": "every completion was cut off at --max_completion_length: the model may need more tokens, or does not know the token "
+            "length": "every completion was cut off at --max_completion_length: the model may need more tokens, or "
+            "does not know the token "
             "that ends an answer (its tokenizer's eos_token, eos_token_id of generation_config.json)"
             if found["completions/clipped_ratio"] == 1
             else "",
             "sampler": "the sampler's log-probabilities are not the trainer's (sampling/token_mult_prob_error "
-            f"{apart:.3g}, 1 is none): the same dtype on both sides? --importance_sampling_correction true bounds the harm"
+            f"{apart:.3g}, 1 is none): the same dtype on both sides? --importance_sampling_correction true bounds "
+            f"the harm"
             if apart > APART and "sampling/staleness" not in found
             else "",
         }

@@ -109,7 +109,8 @@ def critic_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
     yield (
         "critic",
         (
-            f"{start}, with a scalar head: {sizes.parameters_total:,} parameters{trained_text(sizes)}, {held} more on the largest "
+            f"{start}, with a scalar head: {sizes.parameters_total:,} parameters{trained_text(sizes)}, {held} more "
+            f"on the largest "
             f"rank, learning rate {rate:g}"
         ),
     )

@@ -1,4 +1,5 @@
-"""What can be wrong with a run of reinforcement learning before a process group exists: batches, rewards, sampler, other models.
+"""What can be wrong with a run of reinforcement learning before a process group exists: batches, rewards, sampler,
+other models.
 
 Owns looking, not making: nothing is imported that takes seconds, unless a backend is named that may be missing.
 """

@@ -1,6 +1,7 @@
 """Completions of several turns: the model writes, its environment answers, the model goes on.
 
-Owns the turns, the tokens between them and which tokens are the model's own. All conversations of a rank go on together, turn by turn.
+Owns the turns, the tokens between them and which tokens are the model's own. All conversations of a rank go on
+together, turn by turn.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from megaswift.inference.rollout import Completion, Sampler, Sampling
 from megaswift.trainers.rl.environment import Checked, Message
 
 SAID = "megaswift-turn"
-"""Stands for what the model said, to find the place in the template's text: what comes before it may depend on what follows."""
+"""Stands for what the model said, to find the place in the template's text: what comes before it may depend on what
+follows."""
 DUMMY = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAID}]
 
 

@@ -1,6 +1,8 @@
-"""PPO's critic: a model with a scalar head, an engine of its own on the ranks of the policy's, that learns what completions are worth.
+"""PPO's critic: a model with a scalar head, an engine of its own on the ranks of the policy's, that learns what
+completions are worth.
 
-Owns when it steps: once for each step of the policy, on the same micro-batches, before it. What it learns from is in the batches.
+Owns when it steps: once for each step of the policy, on the same micro-batches, before it. What it learns from is in
+the batches.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ def critic_folder(cfg: SwiftConfig, folder: Path) -> Path:
 def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Context, fresh: bool) -> Engine:
     """The critic of a run: the policy's model, or `critic_model`, with a scalar head, trained as the policy is.
 
-    With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains. A new head starts near 0:
-    values of the size of weights would be noise in every advantage until the critic has unlearnt them.
+    With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains. A new head
+    starts near 0: values of the size of weights would be noise in every advantage until the critic has unlearnt them.
     """
     scored, start = with_score(spec), critic_folder(cfg, folder)
     scored = replace(scored, hf_config={**scored.hf_config}, new_head_std=1 / (1 + scored.hidden_size))

@@ -1,8 +1,9 @@
-"""When completions are drawn: now, with the memory that the trainer can spare, or ahead, while it trains on those before.
+"""When completions are drawn: now, with the memory that the trainer can spare, or ahead, while it trains on those
+before.
 
-Owns the order on a device that trainer and sampler share: optimizer and gradients leave, the sampler wakes, weights stream, the model's
-weights leave, completions are written, the sampler sleeps, everything comes back. What a critic has leaves
-at the beginning: the sampler has no use for it. And the one draw that may be under way.
+Owns the order on a device that trainer and sampler share: optimizer and gradients leave, the sampler wakes, weights
+stream, the model's weights leave, completions are written, the sampler sleeps, everything comes back. What a critic has
+leaves at the beginning: the sampler has no use for it. And the one draw that may be under way.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Drawing:
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "sampler"))
 
     def draw(self, number: int, again: bool, timed: Timed) -> tuple[list[Prompt], list[Completion]]:
-        """Prompts, each as often as it has completions, and these. `again`: the sampler has the weights already. Collective."""
+        """Prompts, each as often as it has completions, and these. `again`: the sampler has the weights already.
+        Collective."""
         if self.ahead is not None:
             with timed("generation"):
                 self.settle()
@@ -84,7 +86,8 @@ class Drawing:
 
     @contextmanager
     def room(self, timed: Timed, again: bool) -> Iterator[None]:
-        """The device's memory belongs to the sampler inside, which then has the model's weights; afterwards to the trainer, in any case."""
+        """The device's memory belongs to the sampler inside, which then has the model's weights; afterwards to the
+        trainer, in any case."""
         try:
             with timed("weight sync"):
                 self.make_room(again)

@@ -1,7 +1,7 @@
 """From rewards to numbers for each token: advantages, the critic's targets, weights against the sampler's mismatch.
 
-Owns which formula a run uses and how completions become its tensors: [n, t], own tokens from the left. The formulas are in
-`megaswift.losses`. The same on every rank, as its input is.
+Owns which formula a run uses and how completions become its tensors: [n, t], own tokens from the left. The formulas are
+in `megaswift.losses`. The same on every rank, as its input is.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Estimator:
 
 
 def rewards_by_token(rollouts: Sequence[Rollout], penalties: Tensor, mask: Tensor) -> Tensor:
-    """[n, t]: rewards of tokens and turns where they stand, those of a completion at its last token, less what the divergence costs."""
+    """[n, t]: rewards of tokens and turns where they stand, those of a completion at its last token, less what the
+    divergence costs."""
     documents = torch.arange(len(rollouts)).unsqueeze(1).expand(mask.shape)
     by_token = [r.by_token for r in rollouts]
     at_end = torch.tensor([r.total if tokens is None else 0.0 for r, tokens in zip(rollouts, by_token, strict=True)])

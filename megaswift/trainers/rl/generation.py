@@ -1,7 +1,7 @@
 """Completions of a generation, spread over data-parallel ranks, the same list on every rank afterwards.
 
-Owns who samples what and when the sampler gets the engine's weights. A completion draws from a seed of its own, made of the run's seed, the
-generation and its number, so that the layout of the ranks leaves no trace in it.
+Owns who samples what and when the sampler gets the engine's weights. A completion draws from a seed of its own, made of
+the run's seed, the generation and its number, so that the layout of the ranks leaves no trace in it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Generation:
         agree.barrier()  # servers have loaded them before another rank asks
 
     def send_adapters(self, rounds: Rounds) -> None:
-        """Rank 0 writes them, every sampler reads them; samplers may come back to the folder until the next is there. Collective."""
+        """Rank 0 writes them, every sampler reads them; samplers may come back to the folder until the next is there.
+        Collective."""
         folder = agree.on_main(rounds.begin)
         agree.together(lambda: self.engine.write_adapter(folder, self.base))
         agree.together(

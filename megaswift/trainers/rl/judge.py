@@ -1,6 +1,7 @@
 """Completions as rewards see them, and what the rewards say, on every rank.
 
-Owns the text of a completion. Each rank judges what it sampled; a mistake of a reward function on one rank stops the run on all.
+Owns the text of a completion. Each rank judges what it sampled; a mistake of a reward function on one rank stops the
+run on all.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ class Rollout:
     total: float
     """The weighted sum."""
     tokens: tuple[float, ...] | None = None
-    """What reward functions gave by token that the model wrote, weighted; None where they gave numbers for the whole."""
+    """What reward functions gave by token that the model wrote, weighted; None where they gave numbers for the
+    whole."""
 
     @property
     def by_token(self) -> list[float] | None:
-        """The total by token that the model wrote: rewards of an environment's turns stand at the turns' last tokens, those of the whole
-        at the last of all. None where everything is of the whole.
+        """The total by token that the model wrote: rewards of an environment's turns stand at the turns' last tokens,
+        those of the whole at the last of all. None where everything is of the whole.
         """
         talk = self.completion
         if not isinstance(talk, Conversation):
@@ -72,7 +74,8 @@ class Judge:
         )
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion], mine: range) -> list[Rollout]:
-        """All rollouts, on every rank; this one judges `mine`. An environment's own rewards count beside. Collective."""
+        """All rollouts, on every rank; this one judges `mine`. An environment's own rewards count beside.
+        Collective."""
         texts = [self.decode(c.token_ids) for c in completions]
 
         def work() -> list[tuple[dict[str, float], float, tuple[float, ...] | None]]:

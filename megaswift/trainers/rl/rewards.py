@@ -1,4 +1,5 @@
-"""The rewards of a run: functions and models of its options, and what can be wrong with them before anything is built."""
+"""The rewards of a run: functions and models of its options, and what can be wrong with them before anything is
+built."""
 
 from __future__ import annotations
 

@@ -11,13 +11,15 @@ from megaswift.trainers.engines import Context
 from megaswift.trainers.rl.generation import samples_here
 
 EVERYWHERE = ("vllm",)
-"""Backends that are made on every rank: engines of vLLM in the ranks of a run make their process groups together, all or none."""
+"""Backends that are made on every rank: engines of vLLM in the ranks of a run make their process groups together, all
+or none."""
 SYNC = "sync"
 """Within the output directory: new weights for servers."""
 
 
 def sampling_of(cfg: SwiftConfig, tokenizer: Any, folder: Path) -> Sampling:
-    """How tokens are drawn; completions end at the tokenizer's end of a turn, or where the model's generation configuration says."""
+    """How tokens are drawn; completions end at the tokenizer's end of a turn, or where the model's generation
+    configuration says."""
     rl = cfg.rl
     return Sampling(
         max_tokens=rl.max_completion_length,

@@ -1,6 +1,7 @@
 """What models say of completions that are already written, token by token, by the engine that trains.
 
-Owns the way from completions to micro-batches and back: each data-parallel rank scores its own, and every rank gets all numbers.
+Owns the way from completions to micro-batches and back: each data-parallel rank scores its own, and every rank gets all
+numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Numbers = dict[int, np.ndarray]
 
 
 def token_numbers(engine: Engine, micros: Sequence[Micro], layout: Layout, needs: Needs, first: bool) -> Numbers:
-    """The one output that `needs` names, of all ranks' completions. `first`: this rank speaks for its data-parallel replica. Collective."""
+    """The one output that `needs` names, of all ranks' completions. `first`: this rank speaks for its data-parallel
+    replica. Collective."""
     (name,) = needs.names
     batches = layout.batches(micros)
     found: Numbers = {}

@@ -54,7 +54,8 @@ class Settings:
 
     @property
     def forward_passes(self) -> float:
-        """Passes through the policy's model beside a step: old and reference once a generation, the entropies before each step."""
+        """Passes through the policy's model beside a step: old and reference once a generation, the entropies before
+        each step."""
         return (self.needs_old + (self.beta != 0)) / self.iterations + (self.top_entropy_quantile < 1.0)
 
 

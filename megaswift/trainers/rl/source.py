@@ -1,7 +1,8 @@
-"""The steps of a policy: prompts to completions, rewards, advantages, micro-batches. A source of batches for the train loop.
+"""The steps of a policy: prompts to completions, rewards, advantages, micro-batches. A source of batches for the train
+loop.
 
-Owns the order of a generation and what of it outlives a restart. Sampling is `generation.py`, rewards are `judge.py`, advantages
-`estimate.py`, where numbers stand in a micro-batch `data/completions.py`.
+Owns the order of a generation and what of it outlives a restart. Sampling is `generation.py`, rewards are `judge.py`,
+advantages `estimate.py`, where numbers stand in a micro-batch `data/completions.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Parts:
 
 
 class RolloutSource:
-    """Gives this rank's micro-batches of one optimizer step after the other; samples anew when a generation is used up."""
+    """Gives this rank's micro-batches of one optimizer step after the other; samples anew when a generation is used
+    up."""
 
     def __init__(self, settings: Settings, parts: Parts) -> None:
         self.settings, self.parts = settings, parts
@@ -107,7 +109,8 @@ class RolloutSource:
         ]
 
     def sample(self) -> list[Rollout]:
-        """Prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for it."""
+        """Prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for
+        it."""
         settings, kept = self.settings, list[Rollout]()
         spare: list[Rollout] = []
         for tried in range(settings.tries):
@@ -125,7 +128,8 @@ class RolloutSource:
         return (kept + spare)[: settings.generation]
 
     def score(self) -> None:
-        """Log-probabilities of the policy as it is and of the reference, values of the critic: where the run needs them."""
+        """Log-probabilities of the policy as it is and of the reference, values of the critic: where the run needs
+        them."""
         settings, engine, critic = self.settings, self.parts.drawing.generation.engine, self.parts.critic
         needs = Needs(temperature=settings.temperature)
         if settings.needs_old:

@@ -1,7 +1,8 @@
-"""liger-kernel's kernels computed by Triton's interpreter, without a GPU, beside transformers' own layers: the largest differences.
+"""liger-kernel's kernels computed by Triton's interpreter, without a GPU, beside transformers' own layers: the largest
+differences.
 
-A program of its own: the interpreter is chosen before Triton is imported. Two things that it cannot do are done for it here: scalars
-that are floats become tensors, and functions of CUDA's library are written out.
+A program of its own: the interpreter is chosen before Triton is imported. Two things that it cannot do are done for it
+here: scalars that are floats become tensors, and functions of CUDA's library are written out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the rank processes of the memory tests do (tests.parity.pool starts them): bytes of tensors that exist, pages that are resident."""
+"""What the rank processes of the memory tests do (tests.parity.pool starts them): bytes of tensors that exist, pages
+that are resident."""
 
 from __future__ import annotations
 

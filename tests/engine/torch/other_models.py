@@ -1,4 +1,5 @@
-"""Tiny models of architectures that are no family here: GPT-2 and its kin, ALiBi, state spaces, hybrids. transformers alone knows them."""
+"""Tiny models of architectures that are no family here: GPT-2 and its kin, ALiBi, state spaces, hybrids. transformers
+alone knows them."""
 
 from __future__ import annotations
 
@@ -123,8 +124,8 @@ MIXING = (
     "falcon",
     "falcon-alibi",
 )
-"""Those that give a document other numbers in a packed row than alone: without a mask of their own, with a state, or with positions that
-count otherwise."""
+"""Those that give a document other numbers in a packed row than alone: without a mask of their own, with a state, or
+with positions that count otherwise."""
 APART = tuple(kind for kind in KINDS if kind not in (*ENCODERS, *MIXING))
 POSITIONS = {
     kind: 128

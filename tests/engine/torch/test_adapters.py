@@ -1,4 +1,5 @@
-"""PEFT's adapters on the engines of torch, against a plain PEFT loop in one process: steps, folders, going on, merging."""
+"""PEFT's adapters on the engines of torch, against a plain PEFT loop in one process: steps, folders, going on,
+merging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models that are no family here, on the torch engine: as transformers computes them, or refused where they would learn something else."""
+"""Models that are no family here, on the torch engine: as transformers computes them, or refused where they would learn
+something else."""
 
 from __future__ import annotations
 

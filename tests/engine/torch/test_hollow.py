@@ -1,4 +1,5 @@
-"""Models that are built without memory and filled from files a piece at a time: what `from_pretrained` makes, bit by bit."""
+"""Models that are built without memory and filled from files a piece at a time: what `from_pretrained` makes, bit by
+bit."""
 
 from __future__ import annotations
 

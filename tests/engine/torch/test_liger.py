@@ -1,4 +1,5 @@
-"""liger-kernel's kernels in a model without a GPU: what is replaced, what must stay, and what they compute in Triton's interpreter."""
+"""liger-kernel's kernels in a model without a GPU: what is replaced, what must stay, and what they compute in Triton's
+interpreter."""
 
 from __future__ import annotations
 

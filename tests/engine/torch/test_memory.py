@@ -1,6 +1,8 @@
-"""Memory of the torch engine: what a rank holds falls as 1 / N where it should, and no rank ever holds the model whole that it shards.
+"""Memory of the torch engine: what a rank holds falls as 1 / N where it should, and no rank ever holds the model whole
+that it shards.
 
-Measured: bytes of the storages of the tensors that exist, and resident pages by the kernel's account. Not computed from sizes.
+Measured: bytes of the storages of the tensors that exist, and resident pages by the kernel's account. Not computed from
+sizes.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ def bits(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3", "zero3_offload"])
 def test_nothing_is_whole_that_is_sharded(kind: str, ranks: Pool, large: Path, tmp_path: Path) -> None:
-    """Loading, saving, exporting, resuming on 4 ranks: beyond its shards a rank holds some tensors at a time; weights bit by bit."""
+    """Loading, saving, exporting, resuming on 4 ranks: beyond its shards a rank holds some tensors at a time; weights
+    bit by bit."""
     whole = 2 * sum(p.stat().st_size for p in large.glob("*.safetensors"))
     largest = 4 * 1024 * 4096
     job = Job(large, {"engine": kind}, out=tmp_path)

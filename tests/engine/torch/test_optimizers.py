@@ -62,7 +62,8 @@ def held(optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_are_what_is_promised(name: str) -> None:
-    """Shapes, dtypes and bytes, told before the first step, are those of the library after it; states made early go on as if stepped."""
+    """Shapes, dtypes and bytes, told before the first step, are those of the library after it; states made early go on
+    as if stepped."""
     made = []
     for early in (False, True):
         module = Block()
@@ -175,7 +176,8 @@ def test_galore_is_the_papers(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["std", "reverse_std", "left", "right", "full"])
 @pytest.mark.parametrize("inner", ["adamw", "adafactor"])
 def test_galore_is_the_package(kind: str, inner: str) -> None:
-    """galore-torch 1.0 on the same gradients: its Adam adds epsilon before the bias correction, and decays after the step."""
+    """galore-torch 1.0 on the same gradients: its Adam adds epsilon before the bias correction, and decays after the
+    step."""
     package = pytest.importorskip("galore_torch")
     ours, theirs = Block(), Block()
     optimizer = make(

@@ -1,4 +1,5 @@
-"""DeepSpeed ZeRO at every stage, with and without offload, against plain torch on one process: gradients, norms, weights, shards."""
+"""DeepSpeed ZeRO at every stage, with and without offload, against plain torch on one process: gradients, norms,
+weights, shards."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def shards(found: list[dict[str, Any]], kind: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("kind", SOME)
 def test_a_gradient_that_is_not_finite_changes_nothing(pool: Pool, kind: str) -> None:
-    """Step 1 of 3 is skipped on every rank, though only one rank has the infinity: weights and moments stay bitwise as they were."""
+    """Step 1 of 3 is skipped on every rank, though only one rank has the infinity: weights and moments stay bitwise as
+    they were."""
     norms, _, module = Plain(3, 2, 2, CLIP, broken=(1,)).run()
     found = run(pool, kind, 2, broken=(1,), states=True)
     for rank in found:
@@ -172,7 +174,8 @@ def test_gradients_that_no_step_took_are_forgotten(pool: Pool, kind: str, dtype:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16(pool: Pool, kind: str) -> None:
-    """float32 masters and float32 sums over micro-batches and ranks of bfloat16 gradients; a skipped step does not stay."""
+    """float32 masters and float32 sums over micro-batches and ranks of bfloat16 gradients; a skipped step does not
+    stay."""
     precision = "autocast" if kind == "zero0" else "bfloat16"
     norms, gradients, module = Plain(3, 2, 2, CLIP, broken=(1,), precision=precision).run()
     found = run(pool, kind, 2, dtype="bfloat16", broken=(1,), states=True)

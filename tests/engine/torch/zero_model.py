@@ -1,4 +1,5 @@
-"""A tiny Qwen3 with the loss's head inside, its data, and the same training in plain torch on one process: what ZeRO must equal."""
+"""A tiny Qwen3 with the loss's head inside, its data, and the same training in plain torch on one process: what ZeRO
+must equal."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def count(batches: list[list[Row]]) -> float:
 
 @dataclass(frozen=True)
 class Plain:
-    """Training on one process. `uses[step * micro + m]`: does that micro-batch use `extra`? `broken`: steps that are skipped."""
+    """Training on one process. `uses[step * micro + m]`: does that micro-batch use `extra`? `broken`: steps that are
+    skipped."""
 
     steps: int
     ranks: int

@@ -104,7 +104,8 @@ def held(strategy: ZeroStrategy) -> int:
 
 
 def round_trip(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Writes random weights and moments, reads them back, steps once; the same for a job that resumes from what it read."""
+    """Writes random weights and moments, reads them back, steps once; the same for a job that resumes from what it
+    read."""
     strategy = started(job["kind"], world, job.get("dtype", "float32"), job.get("frozen", ()))
     for kind, tensors in job["state"].items():
         for name, tensor in tensors.items():

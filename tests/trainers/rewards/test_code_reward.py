@@ -30,12 +30,12 @@ def reward(program: str, tests: Any) -> float:
 
 
 @pytest.mark.parametrize(("program", "expected"), [
-    (ADD, 1.0), ("print(3)", 0.5), ("print(4)", 0.0), ("print(3", 0.0), ("print(3); raise ValueError", 0.0), ("print(3); exit(0)", 0.5),
+    (ADD, 1.0), ("print(3)", 0.5), ("print(4)", 0.0), ("print(3", 0.0), (("print(3); raise " "ValueError"), 0.0), ("print(3); exit(0)", 0.5),
     ("print(3); exit(1)", 0.0), ("print('3  \\n')", 0.5), ("print(' 3')", 0.0),
     ("import sys; import json; print(sum(map(int, sys.stdin.read().split())))", 1.0),
     ("print(sum(map(int, open(0).read().split())))", 1.0), ("class A: pass\nif __name__ == '__main__': print(3)", 0.5),
-    ("import numpy\nprint(3)", 0.0), ("from collections import deque, Counter\nimport heapq, math as m\nprint(m.gcd(3, 6))", 0.5),
-    ("import threading\nthreading.stack_size(1 << 26)\nt = threading.Thread(target=lambda: print(3))\nt.start()\nt.join()", 0.5),
+    ("import numpy\nprint(3)", 0.0), (("from collections " "import deque, " "Counter\nimport " "heapq, math as " "m\nprint(m.gcd(3, 6))"), 0.5),
+    (("import " "threading\nthreading.stack_size(1 << 26)\nt = " "threading.Thread(target=lambda: " "print(3))\nt.start()\nt.join()"), 0.5),
     ("import resource\nresource.setrlimit(resource.RLIMIT_STACK, (1, 1))\nprint(3)", 0.5),
 ])  # fmt: skip
 def test_the_share_of_tests_that_pass(program: str, expected: float) -> None:
@@ -67,7 +67,10 @@ def test_forms_of_tests_on_functions(tests: Any) -> None:
 def test_a_program_cannot_pass_for_equal() -> None:
     """The comparison is not in its process."""
     tests = [{"fn_name": "add", "input": [1, 2], "output": 3}]
-    always = "class Same:\n    def __eq__(self, other): return True\n    def __repr__(self): return '3'\ndef add(a, b): return Same()"
+    always = (
+        "class Same:\n    def __eq__(self, other): return True\n    def __repr__(self): return '3'\ndef add(a, "
+        "b): return Same()"
+    )
     assert reward(always, tests) == 0.0
     assert (
         reward("class Three(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Three(4)", tests)

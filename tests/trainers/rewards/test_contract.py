@@ -43,10 +43,10 @@ def test_numbers_of_any_library_become_floats(values: Any) -> None:
 
 
 @pytest.mark.parametrize(("values", "told"), [
-    (None, "returned None, not a list of 3 numbers"), (1.0, "returned 1.0 (float), not a list"), ("123", "(str), not a list"),
+    (None, ("returned None, not a " "list of 3 numbers")), (1.0, ("returned 1.0 " "(float), not a list")), ("123", "(str), not a list"),
     ({"a": 1}, "(dict), not a list"), pytest.param(iter([1, 2, 3]), "not a list of 3 numbers", id="iterator"),
     (torch.tensor(1.0), "(Tensor), not a list"),
-    ([1.0, 2.0], "returned 2 values for 3 samples"), ([1.0] * 4, "returned 4 values for 3 samples"), ([], "returned 0 values"),
+    ([1.0, 2.0], ("returned 2 values " "for 3 samples")), ([1.0] * 4, ("returned 4 values " "for 3 samples")), ([], "returned 0 values"),
     ([1.0, None, 2.0], "returned None (NoneType) for sample 1 of 3, the completion 'bb'"),
     ([1.0, 2.0, "3"], "returned '3' (str) for sample 2 of 3, the completion 'ccc'"),
     ([math.nan, 0.0, 0.0], "returned nan for sample 0"), ([0.0, math.inf, 0.0], "returned inf for sample 1"),
@@ -54,7 +54,7 @@ def test_numbers_of_any_library_become_floats(values: Any) -> None:
     ([True, 0.0, 0.0], "returned True (bool) for sample 0"), (np.array([True, False, True]), "returned True (bool)"),
     (torch.tensor([True, False, True]), "returned True (bool)"),
     ([1.0, [2.0], 3.0], "returned 1 numbers for the 2 tokens of sample 1 of 3, the completion 'bb'"),
-    (np.ones((3, 1)), "returned 1 numbers for the 2 tokens of sample 1"), ([1.0, [], 3.0], "returned 0 numbers for the 2 tokens"),
+    (np.ones((3, 1)), ("returned 1 numbers " "for the 2 " "tokens of sample 1")), ([1.0, [], 3.0], ("returned 0 numbers for " "the 2 tokens")),
     ([1.0, [2.0, None], 3.0], "returned None (NoneType) for token 1 of sample 1 of 3, the completion 'bb'"),
     ([1.0, [2.0, "3"], 3.0], "returned '3' (str) for token 1 of sample 1"),
     ([[math.nan], 1.0, 2.0], "returned nan for token 0 of sample 0"),

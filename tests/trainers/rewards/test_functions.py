@@ -1,4 +1,5 @@
-"""Rewards by name: TRL's values on the same samples where it has the function, else values by hand with their source."""
+"""Rewards by name: TRL's values on the same samples where it has the function, else values by hand with their
+source."""
 
 from __future__ import annotations
 

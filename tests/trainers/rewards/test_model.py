@@ -76,7 +76,8 @@ def test_scores_are_those_of_each_text_alone(
 
 
 def test_a_text_may_end_in_any_token(folder: Path) -> None:
-    """transformers, asked about one row without padding, reads it at its end; so does a batch, whatever token fills it up."""
+    """transformers, asked about one row without padding, reads it at its end; so does a batch, whatever token fills it
+    up."""
     with_padding(folder, None)
     (model,) = reward_models([str(folder)], WeightsOptions())
     rows = [[5, 0], [7, 3, 4, 1], [9, 2], [8]]

@@ -74,7 +74,8 @@ class Prompts:
 
 
 class Engine:
-    """Scores a token by itself: a log-probability of -token / 100, the reference's twice that, an entropy of token / 10."""
+    """Scores a token by itself: a log-probability of -token / 100, the reference's twice that, an entropy of token /
+    10."""
 
     times = 1.0
 

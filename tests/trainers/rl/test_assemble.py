@@ -18,12 +18,18 @@ from tests.trainers.rl.makers import config
         (
             {},
             None,
-            "the model as it starts, with a scalar head: 5,000 parameters, 8.0 KiB more on the largest rank, learning rate 0.001",
+            (
+                "the model as it starts, with a scalar head: 5,000 parameters, 8.0 KiB more on the largest rank, "
+                "learning rate 0.001"
+            ),
         ),
         (
             {"critic_model": "judge", "critic_learning_rate": 0.01},
             50,
-            "judge, with a scalar head: 5,000 parameters; 50 of them train (1.00%), 8.0 KiB more on the largest rank, learning rate 0.01",
+            (
+                "judge, with a scalar head: 5,000 parameters; 50 of them train (1.00%), 8.0 KiB more on the largest "
+                "rank, learning rate 0.01"
+            ),
         ),
     ],
 )

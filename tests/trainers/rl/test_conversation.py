@@ -1,4 +1,5 @@
-"""Conversations with an environment: their tokens are the template's own, the loss is on the model's, and mistakes have names."""
+"""Conversations with an environment: their tokens are the template's own, the loss is on the model's, and mistakes have
+names."""
 
 from __future__ import annotations
 
@@ -221,7 +222,10 @@ def test_what_an_environment_gets_wrong(returned: Any, words: str, file: Path) -
     ("template", "told"),
     [
         (
-            "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ messages[-1].content }}",
+            (
+                "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ "
+                "messages[-1].content }}"
+            ),
             "no tools here",
         ),
         ("{{ messages[-1].content }}", "it leaves out what the model said"),

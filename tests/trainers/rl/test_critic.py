@@ -18,7 +18,8 @@ from tests.test_cli import model_folder
 
 
 def test_a_new_head_says_next_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden states have mean square 1, so values have the deviation |head|: far below that of rewards, whatever other weights have."""
+    """Hidden states have mean square 1, so values have the deviation |head|: far below that of rewards, whatever other
+    weights have."""
     asked: list[ModelSpec] = []
 
     class Loaded:

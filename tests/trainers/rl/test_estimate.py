@@ -1,4 +1,5 @@
-"""From rewards to what losses read, against TRL's trainers; whitening, a controller and the critic's targets by hand."""
+"""From rewards to what losses read, against TRL's trainers; whitening, a controller and the critic's targets by
+hand."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ def test_tokens_that_the_sampler_could_not_tell_are_weighed_1() -> None:
 
 
 def test_the_weight_of_the_kl_follows_it() -> None:
-    """Above the target: up by a fifth of 8 / 100; the cost is that of the weight before. A restart goes on from there."""
+    """Above the target: up by a fifth of 8 / 100; the cost is that of the weight before. A restart goes on from
+    there."""
     made = estimator(advantage_estimator="rloo", beta=0.05, kl_controller="adaptive", target_kl=1e-6, kl_horizon=100)
     first = ours(made, {"a": TOTALS}, (1.0,))
     factor = 1.2 if made.metrics["objective/kl"] > 0 else 0.8
@@ -145,7 +147,8 @@ def test_the_weight_of_the_kl_follows_it() -> None:
 
 @pytest.mark.parametrize("whiten", [None, False])
 def test_gae_by_definition(whiten: bool | None) -> None:
-    """The score at the last token, the cost of k1 at each; of `values` the sum of discounted differences. Whitened by default."""
+    """The score at the last token, the cost of k1 at each; of `values` the sum of discounted differences. Whitened by
+    default."""
     known = values()
     guesses = [torch.linspace(-0.5, 0.8, len(o)) for o in known["old"]]
     made = estimator(task="ppo", num_generations=1, beta=0.1, gamma=0.9, lam=0.8, whiten_advantages=whiten)
@@ -168,7 +171,8 @@ def test_gae_by_definition(whiten: bool | None) -> None:
 
 
 def test_rewards_of_a_batch_at_one_deviation() -> None:
-    """Deviation 1, the mean as it was; with gamma and lambda 1 and a critic that says 0, returns are the sums of what follows."""
+    """Deviation 1, the mean as it was; with gamma and lambda 1 and a critic that says 0, returns are the sums of what
+    follows."""
     known = values()
     made = estimator(task="ppo", num_generations=1, beta=0.0, lam=1.0, whiten_rewards=True, whiten_advantages=False)
     found = made(
@@ -259,7 +263,8 @@ def episode(given: Each | None = None, **options: Any) -> Any:
 
 
 def test_gae_of_an_episode_of_two_turns() -> None:
-    """By hand. Differences: 0 + 0.25 / 2 - 0.5 = -0.375; 1 + 1 / 2 - 0.25 = 1.25; 2 - 1 = 1. What tools write passes no time."""
+    """By hand. Differences: 0 + 0.25 / 2 - 0.5 = -0.375; 1 + 1 / 2 - 0.25 = 1.25; 2 - 1 = 1. What tools write passes no
+    time."""
     judged, found = episode()
     assert judged.total == 3.0 and judged.rewards == {"environment": 3.0}
     assert found["advantages"] == [-0.375 + 1.5 / 4, 1.25 + 1 / 4, 1.0] and found["returns"] == [0.5, 1.75, 2.0]
@@ -286,7 +291,8 @@ def test_turns_without_a_token(own: tuple[bool, ...], ends: tuple[int, ...], rew
 
 
 def test_estimators_of_turns() -> None:
-    """reinforce_plus_plus: returns 3, 3, 2 and twice as much, less their group's mean 4, over their deviation. grpo: the sums 3 and 6."""
+    """reinforce_plus_plus: returns 3, 3, 2 and twice as much, less their group's mean 4, over their deviation. grpo:
+    the sums 3 and 6."""
     twice = replace(TURNS, rewards=(2.0, 4.0))
     judged = Judge([], [], lambda ids: "")([Prompt(0, (3, 4), "Q", {})] * 2, [TURNS, twice], range(2))
     some = completed({"old": [torch.zeros(3)] * 2})
@@ -310,7 +316,8 @@ def test_silent_completions_of_rewards_of_tokens() -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_reinforce_plus_plus_of_rewards_in_the_middle(beta: float) -> None:
-    """A token's return is what comes from it on; less the mean of its group's tokens, over the deviation of all tokens."""
+    """A token's return is what comes from it on; less the mean of its group's tokens, over the deviation of all
+    tokens."""
     made = estimator(advantage_estimator="reinforce_plus_plus", beta=beta)
     found = made(by_token(), completed(values()))["advantages"]
     returns = [np.asarray([float(rewards[t:].sum()) for t in range(len(rewards))]) for rewards in at_tokens(beta)]

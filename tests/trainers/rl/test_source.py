@@ -1,4 +1,5 @@
-"""The steps of a policy without an engine: what a generation is, how long it lasts, what of it goes into a checkpoint."""
+"""The steps of a policy without an engine: what a generation is, how long it lasts, what of it goes into a
+checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Each option of reinforcement learning arrives where it is used: in the loss, the sampler, the critic, the estimator, the table."""
+"""Each option of reinforcement learning arrives where it is used: in the loss, the sampler, the critic, the estimator,
+the table."""
 
 from __future__ import annotations
 
