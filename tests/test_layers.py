@@ -12,10 +12,23 @@ import pytest
 from tests.sources import ROOT, Source, sources
 
 LAYERS = {
-    "errors": 0, "commands": 0, "registry": 0, "log": 0, "disk": 0, "version": 0, "config": 1,
-    "parallel": 2, "losses": 2, "data": 2, "families": 2, "launchers": 2,
-    "bridge": 3, "engine": 4, "inference": 5, "trainers": 6,
-}  # fmt: skip
+    "errors": 0,
+    "commands": 0,
+    "registry": 0,
+    "log": 0,
+    "disk": 0,
+    "version": 0,
+    "config": 1,
+    "parallel": 2,
+    "losses": 2,
+    "data": 2,
+    "families": 2,
+    "launchers": 2,
+    "bridge": 3,
+    "engine": 4,
+    "inference": 5,
+    "trainers": 6,
+}
 TOP = 7
 """Entry points: every other module directly in megaswift/."""
 OWNERS = {
@@ -143,16 +156,19 @@ def test_every_package_has_a_layer() -> None:
     assert packages <= LAYERS.keys()
 
 
-@pytest.mark.parametrize(("rule", "file", "text"), [
-    (upward, "megaswift/data/x.py", "def f() -> None:\n    from megaswift.trainers import loop\n"),
-    (upward, "megaswift/config/x.py", "from ..engine import protocol\n"),
-    (upward, "megaswift/bridge/x.py", "import importlib\nimportlib.import_module('megaswift.engine.protocol')\n"),
-    (foreign, "megaswift/bridge/x.py", "def f() -> None:\n    from megatron.core import parallel_state\n"),
-    (foreign, "megaswift/trainers/x.py", "import transformer_engine.pytorch as te\n"),
-    (foreign, "megaswift/engine/megatron/x.py", "import deepspeed\n"),
-    (foreign, "megaswift/parallel/x.py", "def f() -> None:\n    import torch\n"),
-    (cycles, "megaswift/config/x.py", "from megaswift.config import y\n"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "file", "text"),
+    [
+        (upward, "megaswift/data/x.py", "def f() -> None:\n    from megaswift.trainers import loop\n"),
+        (upward, "megaswift/config/x.py", "from ..engine import protocol\n"),
+        (upward, "megaswift/bridge/x.py", "import importlib\nimportlib.import_module('megaswift.engine.protocol')\n"),
+        (foreign, "megaswift/bridge/x.py", "def f() -> None:\n    from megatron.core import parallel_state\n"),
+        (foreign, "megaswift/trainers/x.py", "import transformer_engine.pytorch as te\n"),
+        (foreign, "megaswift/engine/megatron/x.py", "import deepspeed\n"),
+        (foreign, "megaswift/parallel/x.py", "def f() -> None:\n    import torch\n"),
+        (cycles, "megaswift/config/x.py", "from megaswift.config import y\n"),
+    ],
+)
 def test_a_forbidden_import_is_found(rule, file: str, text: str, tmp_path: Path) -> None:
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text(text)

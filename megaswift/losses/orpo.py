@@ -55,9 +55,12 @@ class ORPO:
             Term("loss/odds_ratio", -ratio.sum(), "pairs", self.beta),
         ]
         metrics: dict[str, Metric] = {
-            **reward_metrics(self.beta * logps), **policy_metrics(outputs, batch, logps),
-            "nll_loss": token_mean(-outputs.logprobs, chosen), "log_odds_ratio": mean_of(ratio), "log_odds_chosen": mean_of(log_odds),
-        }  # fmt: skip
+            **reward_metrics(self.beta * logps),
+            **policy_metrics(outputs, batch, logps),
+            "nll_loss": token_mean(-outputs.logprobs, chosen),
+            "log_odds_ratio": mean_of(ratio),
+            "log_odds_chosen": mean_of(log_odds),
+        }
         return terms, metrics
 
 

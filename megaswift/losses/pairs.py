@@ -80,10 +80,11 @@ def reward_metrics(rewards: Sides) -> dict[str, Metric]:
     """Implicit rewards, how often the chosen one is the larger, and by how much."""
     rewards = rewards.detach()
     return {
-        "rewards/chosen": mean_of(rewards.chosen), "rewards/rejected": mean_of(rewards.rejected),
+        "rewards/chosen": mean_of(rewards.chosen),
+        "rewards/rejected": mean_of(rewards.rejected),
         "rewards/accuracies": mean_of((rewards.chosen > rewards.rejected).to(rewards.chosen.dtype)),
         "rewards/margins": mean_of(rewards.difference),
-    }  # fmt: skip
+    }
 
 
 def policy_metrics(outputs: Outputs, batch: Batch, logps: Sides) -> dict[str, Metric]:
@@ -91,6 +92,8 @@ def policy_metrics(outputs: Outputs, batch: Batch, logps: Sides) -> dict[str, Me
     assert outputs.mean_logit is not None
     chosen, rejected = side_masks(batch, completion_mask(batch))
     return {
-        "logps/chosen": mean_of(logps.chosen), "logps/rejected": mean_of(logps.rejected),
-        "logits/chosen": token_mean(outputs.mean_logit, chosen), "logits/rejected": token_mean(outputs.mean_logit, rejected),
-    }  # fmt: skip
+        "logps/chosen": mean_of(logps.chosen),
+        "logps/rejected": mean_of(logps.rejected),
+        "logits/chosen": token_mean(outputs.mean_logit, chosen),
+        "logits/rejected": token_mean(outputs.mean_logit, rejected),
+    }

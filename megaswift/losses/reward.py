@@ -52,10 +52,12 @@ class Reward:
 
     def _metrics(self, chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
         found: dict[str, Metric] = {
-            "accuracy": mean_of((chosen > rejected).to(chosen.dtype)), "margin": mean_of(chosen - rejected),
+            "accuracy": mean_of((chosen > rejected).to(chosen.dtype)),
+            "margin": mean_of(chosen - rejected),
             "mean_reward": Mean(chosen.sum() + rejected.sum(), 2 * chosen.numel()),
-            "min_reward": Min(float("inf")), "max_reward": Max(-float("inf")),
-        }  # fmt: skip
+            "min_reward": Min(float("inf")),
+            "max_reward": Max(-float("inf")),
+        }
         if chosen.numel():
             found["min_reward"] = Min(chosen.minimum(rejected).min())
             found["max_reward"] = Max(chosen.maximum(rejected).max())

@@ -46,9 +46,11 @@ class Value:
         error = (returns - values).detach()
         parts = (returns, returns**2, error, error**2)
         metrics: dict[str, Metric] = {
-            "vf_loss": token_mean(squares / 2, mask), "vf_clip_ratio": token_mean(clipped.to(values.dtype), mask),
-            "value/mean": token_mean(values, mask), **{name: token_mean(x, mask) for name, x in zip(PARTS, parts, strict=True)},
-        }  # fmt: skip
+            "vf_loss": token_mean(squares / 2, mask),
+            "vf_clip_ratio": token_mean(clipped.to(values.dtype), mask),
+            "value/mean": token_mean(values, mask),
+            **{name: token_mean(x, mask) for name, x in zip(PARTS, parts, strict=True)},
+        }
         return [Term("loss/value", (squares * mask).sum() / 2, "completion_tokens", self.vf_coef)], metrics
 
 

@@ -95,10 +95,17 @@ def test_a_dtype_that_torch_lacks(tmp_path: Path) -> None:
         source.slice("a")
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("a\0b", "is no file name"), ("x" * 5000, "is no file name"), ("\ud800.safetensors", "is no file name"), ("", "is missing"),
-    (".", "is missing"), ("config.json", "truncated or not a safetensors file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a\0b", "is no file name"),
+        ("x" * 5000, "is no file name"),
+        ("\ud800.safetensors", "is no file name"),
+        ("", "is missing"),
+        (".", "is missing"),
+        ("config.json", "truncated or not a safetensors file"),
+    ],
+)
 def test_file_names_that_are_none(name: str, message: str, fresh: Fresh) -> None:
     folder = fresh("dense")
     set_index(folder, "model.norm.weight", name)
@@ -131,12 +138,18 @@ def test_one_file_beside_shards(fresh: Fresh) -> None:
         HfSource(folder)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"model_type": "gpt2"}, "model_type 'gpt2': is not a known model family"),
-    ({"model_type": "mamba"}, "--engine auto, ddp, zero2 or fsdp2, which train any language model"),
-    ({"architectures": ["Qwen3ForTokenClassification"]}, "must hold Qwen3ForCausalLM"),
-    ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, ("is a field this " "family's " "table does not know")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2': is not a known model family"),
+        ({"model_type": "mamba"}, "--engine auto, ddp, zero2 or fsdp2, which train any language model"),
+        ({"architectures": ["Qwen3ForTokenClassification"]}, "must hold Qwen3ForCausalLM"),
+        (
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+            "is a field this family's table does not know",
+        ),
+    ],
+)
 def test_the_config_of_another_architecture(changes: dict[str, Any], message: str, fresh: Fresh) -> None:
     folder = fresh("dense")
     set_config(folder, **changes)

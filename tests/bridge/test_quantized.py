@@ -250,17 +250,20 @@ def test_mxfp4_files_that_do_not_fit(change: Callable[[dict[str, Tensor]], Any],
     assert told in refused(folder_of(tmp_path / "m", tensors, MXFP4))
 
 
-@pytest.mark.parametrize(("given", "told"), [
-    ({"quant_method": "gptq", "bits": 4}, "gptq is not"),
-    ({"quant_method": "bitsandbytes"}, "bitsandbytes is not"),
-    ({"quant_method": "some-new-one"}, "its format is not known here"),
-    ({"bits": 4}, "should be a mapping with quant_method"),
-    ("fp8", "should be a mapping with quant_method"),
-    ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size should be two sizes"),
-    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' cannot be read; e4m3 or float8_e4m3fn can"),
-    ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4' cannot be read"),
-    ({"quant_method": "fp8", "rotation": "hadamard"}, "fp8 has no field rotation"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq is not"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes is not"),
+        ({"quant_method": "some-new-one"}, "its format is not known here"),
+        ({"bits": 4}, "should be a mapping with quant_method"),
+        ("fp8", "should be a mapping with quant_method"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size should be two sizes"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' cannot be read; e4m3 or float8_e4m3fn can"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4' cannot be read"),
+        ({"quant_method": "fp8", "rotation": "hadamard"}, "fp8 has no field rotation"),
+    ],
+)
 def test_what_cannot_be_read_is_refused_with_its_reason(given: Any, told: str, fresh: Fresh) -> None:
     """By the source, and by the reading of config.json before any file is opened."""
     folder = fresh("llama")

@@ -84,16 +84,20 @@ def test_equal_in_other_files(verify: Any, folders: Path, fresh: Fresh) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("case", [
-    (flip, UP, "different", "different: 1 elements, max abs diff "),
-    (lambda t: t[UP].__setitem__((0, 0), torch.nan), UP, "different", "max abs diff nan"),
-    (lambda t: t[NORM].__setitem__(3, torch.inf), NORM, "different", "max abs diff inf"),
-    (lambda t: t.update({UP: t[UP].double()}), UP, "dtype", "different dtype: 0 elements, max abs diff 0"),
-    (lambda t: t.update({UP: t[UP].t()}), UP, "shape", "[96, 64] / [64, 96]"),
-    (lambda t: t.pop(NORM), NORM, "missing", "missing in B"),
-    (lambda t: t.update(more=torch.zeros(2)), "more", "extra", "extra: not in A"),
-    (lambda t: t.update({"lm_head.bias": torch.zeros(130)}), "lm_head.bias", "extra", "extra: not in A"),
-], ids=["one bit", "nan", "inf", "dtype", "shape", "missing", "extra", "extra bias"])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        (flip, UP, "different", "different: 1 elements, max abs diff "),
+        (lambda t: t[UP].__setitem__((0, 0), torch.nan), UP, "different", "max abs diff nan"),
+        (lambda t: t[NORM].__setitem__(3, torch.inf), NORM, "different", "max abs diff inf"),
+        (lambda t: t.update({UP: t[UP].double()}), UP, "dtype", "different dtype: 0 elements, max abs diff 0"),
+        (lambda t: t.update({UP: t[UP].t()}), UP, "shape", "[96, 64] / [64, 96]"),
+        (lambda t: t.pop(NORM), NORM, "missing", "missing in B"),
+        (lambda t: t.update(more=torch.zeros(2)), "more", "extra", "extra: not in A"),
+        (lambda t: t.update({"lm_head.bias": torch.zeros(130)}), "lm_head.bias", "extra", "extra: not in A"),
+    ],
+    ids=["one bit", "nan", "inf", "dtype", "shape", "missing", "extra", "extra bias"],
+)
 def test_every_difference(
     case: tuple[Any, str, str, str], verify: Any, folders: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,11 +176,17 @@ def test_another_architecture(folders: Path, fresh: Fresh, tmp_path: Path) -> No
         convert(["verify", str(make("dense", folders)), str(b)])
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (["--prompts", "x"], ("--prompts: is for " "--logits")), (["--trust_remote_code"], ("--trust_remote_code: is for " "--logits")),
-    (["--logits", "--dtype", "bf16"], "--dtype: is for tensors"), (["--report", "no/such/folder/r.json"], "cannot be written there"),
-    (["--logit"], "did you mean --logits?"), (["--logits", "--prompts", "no-such-file"], ("--prompts " "no-such-file: " "cannot be read")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--prompts", "x"], "--prompts: is for --logits"),
+        (["--trust_remote_code"], "--trust_remote_code: is for --logits"),
+        (["--logits", "--dtype", "bf16"], "--dtype: is for tensors"),
+        (["--report", "no/such/folder/r.json"], "cannot be written there"),
+        (["--logit"], "did you mean --logits?"),
+        (["--logits", "--prompts", "no-such-file"], "--prompts no-such-file: cannot be read"),
+    ],
+)
 def test_mistakes(words: list[str], told: str, folders: Path) -> None:
     folder = str(make("dense", folders))
     with pytest.raises(UserError) as error:

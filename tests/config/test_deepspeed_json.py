@@ -76,29 +76,38 @@ def test_auto_without_a_known_size_is_deepspeeds_own() -> None:
     assert "train_batch_size" not in filled.config
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"train_batch_size": 32}, ("train_batch_size", "64", "--global_batch_size 32")),
-    ({"train_micro_batch_size_per_gpu": 1}, ("the run says 4", "--per_device_train_batch_size 1")),
-    ({"gradient_accumulation_steps": 2}, ("the run says 8", "--gradient_accumulation_steps 2")),
-    ({"gradient_clipping": 0.3}, ("the run says 1.0", "--max_grad_norm 0.3")),
-    ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, ("--learning_rate 0.0001",)),
-    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999]}}}, ("--adam_beta1 and --adam_beta2 0.9 0.999",)),
-    ({"optimizer": {"type": "Lamb"}}, ("the run's optimizer is AdamW",)),
-    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ("the run's optimizer is AdamW",)),
-    ({"scheduler": {"type": "WarmupLR"}}, ("the run's schedule is cosine", "--lr_scheduler_type constant")),
-    ({"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7}}}, ("--warmup_steps",)),
-    ({"bf16": {"enabled": False}}, ("the run computes in bfloat16", "--torch_dtype float32")),
-    ({"fp16": {"enabled": True}}, ("float16 is not served",)),
-    ({"amp": {"enabled": True}}, ("would be ignored", "bf16")),
-    ({"gradient_cliping": 1.0}, ("would be ignored", "did you mean gradient_clipping?")),
-    ({"prescale_gradients": True}, ("gradients are summed",)),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, ("is not served",)),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ("nvme", "is not served")),
-    ({"zero_optimization": {"stage": 3, "sub_group_size": "auto"}}, ("sub_group_size", "the run has no value")),
-    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, ("with this offload is none of",)),
-    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ("with this offload is none of",)),
-    ({"zero_optimization": {"stage": 4}}, ("with this offload is none of",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"train_batch_size": 32}, ("train_batch_size", "64", "--global_batch_size 32")),
+        ({"train_micro_batch_size_per_gpu": 1}, ("the run says 4", "--per_device_train_batch_size 1")),
+        ({"gradient_accumulation_steps": 2}, ("the run says 8", "--gradient_accumulation_steps 2")),
+        ({"gradient_clipping": 0.3}, ("the run says 1.0", "--max_grad_norm 0.3")),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, ("--learning_rate 0.0001",)),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999]}}},
+            ("--adam_beta1 and --adam_beta2 0.9 0.999",),
+        ),
+        ({"optimizer": {"type": "Lamb"}}, ("the run's optimizer is AdamW",)),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ("the run's optimizer is AdamW",)),
+        ({"scheduler": {"type": "WarmupLR"}}, ("the run's schedule is cosine", "--lr_scheduler_type constant")),
+        ({"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7}}}, ("--warmup_steps",)),
+        ({"bf16": {"enabled": False}}, ("the run computes in bfloat16", "--torch_dtype float32")),
+        ({"fp16": {"enabled": True}}, ("float16 is not served",)),
+        ({"amp": {"enabled": True}}, ("would be ignored", "bf16")),
+        ({"gradient_cliping": 1.0}, ("would be ignored", "did you mean gradient_clipping?")),
+        ({"prescale_gradients": True}, ("gradients are summed",)),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, ("is not served",)),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ("nvme", "is not served")),
+        ({"zero_optimization": {"stage": 3, "sub_group_size": "auto"}}, ("sub_group_size", "the run has no value")),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            ("with this offload is none of",),
+        ),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ("with this offload is none of",)),
+        ({"zero_optimization": {"stage": 4}}, ("with this offload is none of",)),
+    ],
+)
 def test_contradictions_are_told(change: dict[str, Any], words: tuple[str, ...]) -> None:
     text = wrong({**TRANSFORMERS_ZERO3, **change})
     assert all(word in text for word in words), text

@@ -81,11 +81,13 @@ class Rollouts:
         return {
             "prompt_ids": torch.tensor([[pad] * (wide - len(p)) + p for p in prompts]),
             "prompt_mask": torch.tensor([[0] * (wide - len(p)) + [1] * len(p) for p in prompts]),
-            "completion_ids": right(answers, pad), "completion_mask": right([torch.ones_like(a) for a in answers], 0),
-            "tool_mask": learnt.long(), "num_items_in_batch": learnt.sum(),
+            "completion_ids": right(answers, pad),
+            "completion_mask": right([torch.ones_like(a) for a in answers], 0),
+            "tool_mask": learnt.long(),
+            "num_items_in_batch": learnt.sum(),
             "advantages": torch.stack([a[0] for a in self.known["advantages"]]),
             **{theirs: right(self.known[ours], 0.0) for ours, theirs in names.items() if ours in self.known},
-        }  # fmt: skip
+        }
 
 
 def right(values: Sequence[Tensor], fill: float) -> Tensor:

@@ -30,12 +30,17 @@ from tests.losses.rollouts import DOCS, label_fields, models, rollouts
 
 GROUP = 4
 N = torch.nan
-REWARDS = {name: r.double() for name, r in {
-    "one": torch.tensor([[1.0, 0, 0.5, 2.0, 1, 1, 1, 1]]).T,
-    "several": torch.tensor([[1.0, 0, 0.5, 2.0, 1, 0, 0, 1], [0.3, 0.2, 0.9, -4, 3, 3, 3, 3], [10.0, 20, -7, 3, 0, 4, 5, 1]]).T,
-    "not given": torch.tensor([[1.0, N, 0.5, N, N, 1, 2, 3], [0.3, N, N, 4, 0.7, 0.5, N, 3]]).T,
-    "all but one not given": torch.tensor([[N, N, 0.5, N, 1.0, 1, 2, 3]]).T,
-}.items()}  # fmt: skip
+REWARDS = {
+    name: r.double()
+    for name, r in {
+        "one": torch.tensor([[1.0, 0, 0.5, 2.0, 1, 1, 1, 1]]).T,
+        "several": torch.tensor(
+            [[1.0, 0, 0.5, 2.0, 1, 0, 0, 1], [0.3, 0.2, 0.9, -4, 3, 3, 3, 3], [10.0, 20, -7, 3, 0, 4, 5, 1]]
+        ).T,
+        "not given": torch.tensor([[1.0, N, 0.5, N, N, 1, 2, 3], [0.3, N, N, 4, 0.7, 0.5, N, 3]]).T,
+        "all but one not given": torch.tensor([[N, N, 0.5, N, 1.0, 1, 2, 3]]).T,
+    }.items()
+}
 WEIGHTS = torch.tensor([0.7, 2.0, 0.05], dtype=torch.float64)
 
 

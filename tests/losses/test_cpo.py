@@ -23,7 +23,7 @@ CASES = {
     **{f"{name} alpha": CPO(name, beta=0.3, alpha=0.2, cpo_alpha=0.4) for name in LOSS_TYPES},
     "simpo gamma": CPO("simpo", beta=2.0, simpo_gamma=1.4),
     "alphapo": CPO("simpo", beta=2.0, cpo_alpha=0.0, alpha=-0.25),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

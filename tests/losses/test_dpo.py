@@ -35,26 +35,44 @@ CASES: dict[str, DPO] = {
     **{name: DPO((name,), settings=Settings(0.3, 0.2 if name == "exo_pair" else 0.0)) for name in LOSS_TYPES},
     "sft": DPO(("sft",)),
     "aot_pair": DPO(("aot_pair",)),
-    **{f"{name} smoothed": DPO((name,), settings=Settings(0.3, 0.15))
-       for name, t in LOSS_TYPES.items() if t.smoothing and name != "sigmoid"},
-    **{f"{name} {f}": DPO((name,), settings=Settings(0.3, 0.2 if name == "exo_pair" else 0.0), f_divergence=f, f_alpha=0.3)
-       for name, t in LOSS_TYPES.items() if t.divergence for f in ("forward_kl", "js_divergence")},
+    **{
+        f"{name} smoothed": DPO((name,), settings=Settings(0.3, 0.15))
+        for name, t in LOSS_TYPES.items()
+        if t.smoothing and name != "sigmoid"
+    },
+    **{
+        f"{name} {f}": DPO(
+            (name,), settings=Settings(0.3, 0.2 if name == "exo_pair" else 0.0), f_divergence=f, f_alpha=0.3
+        )
+        for name, t in LOSS_TYPES.items()
+        if t.divergence
+        for f in ("forward_kl", "js_divergence")
+    },
     "discopop tau": DPO(("discopop",), settings=Settings(0.2, discopop_tau=0.7)),
     "ld": DPO(ld_alpha=0.35),
     "ld ipo": DPO(("ipo",), ld_alpha=0.0),
     "ld aot": DPO(("aot",), ld_alpha=0.5),
     "wpo": DPO(use_weighting=True),
-    # hinge: TRL multiplies in place what its backward pass needs
-    "wpo nca": DPO(("nca_pair", "ipo"), use_weighting=True),
+    "wpo nca": DPO(
+        ("nca_pair", "ipo"), use_weighting=True
+    ),  # hinge: TRL multiplies in place what its backward pass needs
     "several": DPO(("sigmoid", "bco_pair", "sft"), (0.8, 0.2, 1.1), settings=Settings(0.4)),
     "several unweighted": DPO(("hinge", "apo_zero")),
     "twice": DPO(("hinge", "hinge"), (0.5, 0.75)),
     "rpo": DPO(rpo_alpha=0.7),
     "rpo ld": DPO(rpo_alpha=0.7, ld_alpha=0.35),
-}  # fmt: skip
-ALPHAS = {f"{name} alpha {alpha}": DPO((name,), settings=Settings(0.3, 0.2 if name == "exo_pair" else 0.0, 0.7),
-                                        f_divergence="alpha_divergence", f_alpha=alpha)
-          for name, t in LOSS_TYPES.items() if t.divergence for alpha in (0.4, 1.0, 1.3)}  # fmt: skip
+}
+ALPHAS = {
+    f"{name} alpha {alpha}": DPO(
+        (name,),
+        settings=Settings(0.3, 0.2 if name == "exo_pair" else 0.0, 0.7),
+        f_divergence="alpha_divergence",
+        f_alpha=alpha,
+    )
+    for name, t in LOSS_TYPES.items()
+    if t.divergence
+    for alpha in (0.4, 1.0, 1.3)
+}
 
 
 @pytest.fixture(scope="module")

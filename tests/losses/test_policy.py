@@ -20,18 +20,45 @@ from tests.losses.rollouts import TOKENS, Rollouts, label_fields, models, right,
 NARROW = Settings(epsilon=0.02, epsilon_high=0.05)
 """For weights of whole completions, which differ less from 1 than those of tokens."""
 CASES: dict[str, tuple[Policy, set[str]]] = {
-    **{f"{name} {level}": (Policy(name, NARROW if level == "sequence" else Settings(0.2, 0.28), level, max_completion_length=11), {"old"})
-       for name in LOSS_TYPES if name != "rloo" for level in ("token", "sequence")},
-    **{f"{name} on policy": (Policy(name, max_completion_length=7, beta=0.1), set()) for name in LOSS_TYPES if name != "rloo"},
-    **{f"{name} everything": (Policy(name, Settings(0.1, 0.2, 1.5), "token", 0.3, off_policy_mask_threshold=0.05, entropy_coef=0.4,
-                                     max_completion_length=20), {"old", "sampled", "ratio", "keep"})
-       for name in LOSS_TYPES if name != "rloo"},
+    **{
+        f"{name} {level}": (
+            Policy(name, NARROW if level == "sequence" else Settings(0.2, 0.28), level, max_completion_length=11),
+            {"old"},
+        )
+        for name in LOSS_TYPES
+        if name != "rloo"
+        for level in ("token", "sequence")
+    },
+    **{
+        f"{name} on policy": (Policy(name, max_completion_length=7, beta=0.1), set())
+        for name in LOSS_TYPES
+        if name != "rloo"
+    },
+    **{
+        f"{name} everything": (
+            Policy(
+                name,
+                Settings(0.1, 0.2, 1.5),
+                "token",
+                0.3,
+                off_policy_mask_threshold=0.05,
+                entropy_coef=0.4,
+                max_completion_length=20,
+            ),
+            {"old", "sampled", "ratio", "keep"},
+        )
+        for name in LOSS_TYPES
+        if name != "rloo"
+    },
     "delta": (Policy("grpo", Settings(0.1, 0.2, 1.4)), {"old"}),
     "delta below the bound": (Policy("grpo", Settings(0.1, 0.2, 1.15)), {"old"}),
     "delta sequence": (Policy("bnpo", Settings(0.02, 0.05, 1.04), "sequence"), {"old"}),
     "cispo with a useful bound": (Policy("cispo", Settings(epsilon_high=1.1)), {"old"}),
     "sapo temperatures": (Policy("sapo", Settings(sapo_temperature_pos=0.7, sapo_temperature_neg=1.9)), {"old"}),
-    "vespo settings": (Policy("vespo", Settings(vespo_k_pos=1.1, vespo_lambda_pos=0.7, vespo_k_neg=0.6, vespo_lambda_neg=1.4)), {"old"}),
+    "vespo settings": (
+        Policy("vespo", Settings(vespo_k_pos=1.1, vespo_lambda_pos=0.7, vespo_k_neg=0.6, vespo_lambda_neg=1.4)),
+        {"old"},
+    ),
     "vespo sequence ratio": (Policy("vespo", ratio_level="sequence"), {"old", "ratio"}),
     "kl": (Policy("dapo", beta=0.2, use_bias_correction_kl=False), {"old"}),
     "kl corrected": (Policy("dapo", beta=0.2), {"old"}),
@@ -44,7 +71,7 @@ CASES: dict[str, tuple[Policy, set[str]]] = {
     "kept tokens": (Policy("dapo"), {"old", "keep"}),
     "token ratio": (Policy("dapo"), {"old", "ratio"}),
     "sequence ratio": (Policy("dapo", ratio_level="sequence"), {"old", "ratio"}),
-}  # fmt: skip
+}
 SHARE = 0.4
 """Of tokens kept."""
 

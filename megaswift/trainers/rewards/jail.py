@@ -92,9 +92,17 @@ def limit(cpu: int, memory: int, output: int) -> None:
 
     At the end of its time a program gets SIGXCPU, which says so; one that does not heed it is killed a second later.
     """
-    for what, most in ((resource.RLIMIT_CPU, cpu + 1), (resource.RLIMIT_AS, memory << 20), (resource.RLIMIT_FSIZE, output),
-                       (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_MEMLOCK, 0),
-                       (resource.RLIMIT_MSGQUEUE, 0), (resource.RLIMIT_SIGPENDING, 64)):  # fmt: skip
+    for what, most in (
+        (resource.RLIMIT_CPU, cpu + 1),
+        (resource.RLIMIT_AS, memory << 20),
+        (resource.RLIMIT_FSIZE, output),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, 64),
+    ):
         ceiling = resource.getrlimit(what)[1]
         most = most if ceiling == resource.RLIM_INFINITY else min(most, ceiling)
         resource.setrlimit(what, (min(cpu, most) if what == resource.RLIMIT_CPU else most, most))

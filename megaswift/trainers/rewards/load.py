@@ -25,11 +25,16 @@ NAMED.register("think_format", functions.think_format)
 NAMED.register("repetition", functions.repetition)
 NAMED.register("soft_overlong", functions.soft_overlong)
 SPELLINGS = {
-    "accuracy_reward": "accuracy", "reasoning_accuracy_reward": "reasoning_accuracy", "cosine_scaled_reward": "cosine",
-    "code_reward": "code", "binary_code_reward": "code_all",
-    "think_format_reward": "think_format", "repetition_penalty_reward": "repetition", "soft_overlong_punishment_reward": "soft_overlong",
+    "accuracy_reward": "accuracy",
+    "reasoning_accuracy_reward": "reasoning_accuracy",
+    "cosine_scaled_reward": "cosine",
+    "code_reward": "code",
+    "binary_code_reward": "code_all",
+    "think_format_reward": "think_format",
+    "repetition_penalty_reward": "repetition",
+    "soft_overlong_punishment_reward": "soft_overlong",
     "get_soft_overlong_punishment": "soft_overlong",
-}  # fmt: skip
+}
 """Names of TRL and open-r1."""
 
 

@@ -20,7 +20,6 @@ WARMING = (
     ("$(1,2)$", "\\boxed{(1,2)}"),
     ("$x^2=4$", "\\boxed{x=2}"),
     ("$\\begin{pmatrix}1\\\\2\\end{pmatrix}$", "\\boxed{\\begin{pmatrix}1\\\\2\\end{pmatrix}}"),
-    # fmt: skip
     ("$10\\%$", "\\boxed{0.1}"),
     ("$\\sin x$", "\\boxed{\\cos x}"),
     ("$1<x\\le2$", "\\boxed{(1,2]}"),

@@ -21,16 +21,32 @@ pytestmark = pytest.mark.wide
 
 OPTIONS = RewardOptions(max_completion_length=40)
 PAIRS = [
-    (r"\frac{1}{3}", (r"My answer is " r"\boxed{\frac{1}{3}}")), (r"\frac{1}{3}", r"\boxed{\frac{1}{2}}"), ("$\\frac{1}{2}$", r"\boxed{0.5}"),
-    ("72", r"So it is \boxed{72}."), ("72", "The answer is 72"), ("72", "The answer is $72$."), ("72", "72"), ("72", "So $72$ it is"),
-    ("1,234", r"\boxed{1234}"), (r"$\sqrt{8}$", r"\boxed{2\sqrt{2}}"), (r"$\{1, 2\}$", r"\boxed{2, 1}"), ("$x=3$", r"\boxed{3}"),
+    (r"\frac{1}{3}", r"My answer is \boxed{\frac{1}{3}}"),
+    (r"\frac{1}{3}", r"\boxed{\frac{1}{2}}"),
+    ("$\\frac{1}{2}$", r"\boxed{0.5}"),
+    ("72", r"So it is \boxed{72}."),
+    ("72", "The answer is 72"),
+    ("72", "The answer is $72$."),
+    ("72", "72"),
+    ("72", "So $72$ it is"),
+    ("1,234", r"\boxed{1234}"),
+    (r"$\sqrt{8}$", r"\boxed{2\sqrt{2}}"),
+    (r"$\{1, 2\}$", r"\boxed{2, 1}"),
+    ("$x=3$", r"\boxed{3}"),
     ("$10\\%$", r"\boxed{0.1}"),
-    ("$(1, 2)$", r"\boxed{(1,2)}"), ("5", r"\boxed{5\text{ cm}}"), ("$a+b$", r"\boxed{b+a}"), ("the house", r"\boxed{3}"),
-    ("", r"\boxed{1}"), ("3", ""), ("3", (r"<think>\boxed{3}</think> " r"It is \boxed{4}")), ("4", r"<think>\boxed{3}</think> It is \boxed{4}"),
+    ("$(1, 2)$", r"\boxed{(1,2)}"),
+    ("5", r"\boxed{5\text{ cm}}"),
+    ("$a+b$", r"\boxed{b+a}"),
+    ("the house", r"\boxed{3}"),
+    ("", r"\boxed{1}"),
+    ("3", ""),
+    ("3", r"<think>\boxed{3}</think> It is \boxed{4}"),
+    ("4", r"<think>\boxed{3}</think> It is \boxed{4}"),
     ("4", r"</think>a</think>\boxed{4}"),
-    ("3", r"\boxed{3} I think. The final answer is $5$."), ("5", r"\boxed{3} I think. The final answer is $5$."),
+    ("3", r"\boxed{3} I think. The final answer is $5$."),
+    ("5", r"\boxed{3} I think. The final answer is $5$."),
     ("3", r"\boxed{__import__('os').abort()}"),
-]  # fmt: skip
+]
 """Solution and completion."""
 
 
@@ -70,8 +86,14 @@ def test_cosine_is_trls() -> None:
 def test_length_compares_the_completions_of_a_prompt() -> None:
     """Hand values: lengths 2, 4, 6 of one prompt, 3 of another."""
     right, wrong = r"\boxed{1}", r"\boxed{2}"
-    group = [judged(right, 2, solution="1"), judged(wrong, 2, solution="1"), judged(right, 4, solution="1"), judged(wrong, 4, solution="1"),
-             judged(right, 6, solution="1"), judged(wrong, 6, solution="1")]  # fmt: skip
+    group = [
+        judged(right, 2, solution="1"),
+        judged(wrong, 2, solution="1"),
+        judged(right, 4, solution="1"),
+        judged(wrong, 4, solution="1"),
+        judged(right, 6, solution="1"),
+        judged(wrong, 6, solution="1"),
+    ]
     alone = replace(judged(right, 3, solution="1"), prompt="another")
     function = accuracy.length(OPTIONS)
     assert function([*group, alone]) == [0.5, 0.0, 0.0, 0.0, -0.5, -0.5, 0.0] and function.whole_groups

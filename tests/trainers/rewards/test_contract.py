@@ -33,35 +33,57 @@ def test_the_total_is_the_weighted_sum() -> None:
     assert rewards == Rewards({"length": [1.0, 2.0, 3.0], "mine": [1.0, 0.0, -1.0]}, [3.5, 1.0, -1.5])
 
 
-@pytest.mark.parametrize("values", [
-    (1, 2, 3), np.array([1, 2, 3]), np.array([1, 2, 3], dtype=np.float32), torch.tensor([1.0, 2.0, 3.0]), [np.float64(1), np.int32(2), 3.0],
-    [torch.tensor(1.0), Fraction(2), np.array(3)],
-], ids=["tuple", "ints", "floats", "tensor", "scalars", "mixed"])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1, 2, 3),
+        np.array([1, 2, 3]),
+        np.array([1, 2, 3], dtype=np.float32),
+        torch.tensor([1.0, 2.0, 3.0]),
+        [np.float64(1), np.int32(2), 3.0],
+        [torch.tensor(1.0), Fraction(2), np.array(3)],
+    ],
+    ids=["tuple", "ints", "floats", "tensor", "scalars", "mixed"],
+)
 def test_numbers_of_any_library_become_floats(values: Any) -> None:
     found = score(returning(values)).per_function["mine"]
     assert found == [1.0, 2.0, 3.0] and all(type(value) is float for value in found)
 
 
-@pytest.mark.parametrize(("values", "told"), [
-    (None, ("returned None, not a " "list of 3 numbers")), (1.0, ("returned 1.0 " "(float), not a list")), ("123", "(str), not a list"),
-    ({"a": 1}, "(dict), not a list"), pytest.param(iter([1, 2, 3]), "not a list of 3 numbers", id="iterator"),
-    (torch.tensor(1.0), "(Tensor), not a list"),
-    ([1.0, 2.0], ("returned 2 values " "for 3 samples")), ([1.0] * 4, ("returned 4 values " "for 3 samples")), ([], "returned 0 values"),
-    ([1.0, None, 2.0], "returned None (NoneType) for sample 1 of 3, the completion 'bb'"),
-    ([1.0, 2.0, "3"], "returned '3' (str) for sample 2 of 3, the completion 'ccc'"),
-    ([math.nan, 0.0, 0.0], "returned nan for sample 0"), ([0.0, math.inf, 0.0], "returned inf for sample 1"),
-    ([0.0, 0.0, -math.inf], "returned -inf for sample 2"), (np.array([0.0, np.nan, 0.0]), "returned nan for sample 1"),
-    ([True, 0.0, 0.0], "returned True (bool) for sample 0"), (np.array([True, False, True]), "returned True (bool)"),
-    (torch.tensor([True, False, True]), "returned True (bool)"),
-    ([1.0, [2.0], 3.0], "returned 1 numbers for the 2 tokens of sample 1 of 3, the completion 'bb'"),
-    (np.ones((3, 1)), ("returned 1 numbers " "for the 2 " "tokens of sample 1")), ([1.0, [], 3.0], ("returned 0 numbers for " "the 2 tokens")),
-    ([1.0, [2.0, None], 3.0], "returned None (NoneType) for token 1 of sample 1 of 3, the completion 'bb'"),
-    ([1.0, [2.0, "3"], 3.0], "returned '3' (str) for token 1 of sample 1"),
-    ([[math.nan], 1.0, 2.0], "returned nan for token 0 of sample 0"),
-    ([1.0, [2.0, [3.0]], 3.0], "returned [3.0] (list) for token 1 of sample 1"),
-    ([1.0, [True, 2.0], 3.0], "returned True (bool) for token 0"),
-    ([1j, 0.0, 0.0], "returned 1j (complex)"), ([10**400, 0, 0], "returned inf"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (None, "returned None, not a list of 3 numbers"),
+        (1.0, "returned 1.0 (float), not a list"),
+        ("123", "(str), not a list"),
+        ({"a": 1}, "(dict), not a list"),
+        pytest.param(iter([1, 2, 3]), "not a list of 3 numbers", id="iterator"),
+        (torch.tensor(1.0), "(Tensor), not a list"),
+        ([1.0, 2.0], "returned 2 values for 3 samples"),
+        ([1.0] * 4, "returned 4 values for 3 samples"),
+        ([], "returned 0 values"),
+        ([1.0, None, 2.0], "returned None (NoneType) for sample 1 of 3, the completion 'bb'"),
+        ([1.0, 2.0, "3"], "returned '3' (str) for sample 2 of 3, the completion 'ccc'"),
+        ([math.nan, 0.0, 0.0], "returned nan for sample 0"),
+        ([0.0, math.inf, 0.0], "returned inf for sample 1"),
+        ([0.0, 0.0, -math.inf], "returned -inf for sample 2"),
+        (np.array([0.0, np.nan, 0.0]), "returned nan for sample 1"),
+        ([True, 0.0, 0.0], "returned True (bool) for sample 0"),
+        (np.array([True, False, True]), "returned True (bool)"),
+        (torch.tensor([True, False, True]), "returned True (bool)"),
+        ([1.0, [2.0], 3.0], "returned 1 numbers for the 2 tokens of sample 1 of 3, the completion 'bb'"),
+        (np.ones((3, 1)), "returned 1 numbers for the 2 tokens of sample 1"),
+        ([1.0, [], 3.0], "returned 0 numbers for the 2 tokens"),
+        ([1.0, [2.0, None], 3.0], "returned None (NoneType) for token 1 of sample 1 of 3, the completion 'bb'"),
+        ([1.0, [2.0, "3"], 3.0], "returned '3' (str) for token 1 of sample 1"),
+        ([[math.nan], 1.0, 2.0], "returned nan for token 0 of sample 0"),
+        ([1.0, [2.0, [3.0]], 3.0], "returned [3.0] (list) for token 1 of sample 1"),
+        ([1.0, [True, 2.0], 3.0], "returned True (bool) for token 0"),
+        ([1j, 0.0, 0.0], "returned 1j (complex)"),
+        ([10**400, 0, 0], "returned inf"),
+    ],
+    ids=str,
+)
 def test_what_is_no_reward_is_told_with_function_and_sample(values: Any, told: str) -> None:
     with pytest.raises(RewardError) as error:
         score(returning(values, "score_it"))

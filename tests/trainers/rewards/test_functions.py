@@ -15,11 +15,21 @@ from tests.trainers.rewards.samples import judged, said
 
 OPTIONS = RewardOptions(max_completion_length=100, soft_cache_length=20)
 TEXTS = [
-    "<think>\na\n</think>\nb", "<think>a</think>", "<think>a\nb", " <think>a</think>b", "<think><think>a</think>b",
-    "<think>a</think>b<think>", "a</think>", "", "<think></think>", "<think>a</think><answer>b</answer>",
+    "<think>\na\n</think>\nb",
+    "<think>a</think>",
+    "<think>a\nb",
+    " <think>a</think>b",
+    "<think><think>a</think>b",
+    "<think>a</think>b<think>",
+    "a</think>",
+    "",
+    "<think></think>",
+    "<think>a</think><answer>b</answer>",
     "<think>a</think>\n\n<answer>b\nc</answer>",
-    "<think>a</think><answer>b</answer>\n", "<think>a</think>x<answer>b</answer>", "<think>a</think><answer>b</answer><answer>c</answer>",
-]  # fmt: skip
+    "<think>a</think><answer>b</answer>\n",
+    "<think>a</think>x<answer>b</answer>",
+    "<think>a</think><answer>b</answer><answer>c</answer>",
+]
 
 
 def test_think_format_is_trls() -> None:

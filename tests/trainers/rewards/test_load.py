@@ -67,12 +67,21 @@ def test_two_functions_of_one_name_are_told_apart(file: Path) -> None:
         reward_functions(["format", "format"], OPTIONS)
 
 
-@pytest.mark.parametrize(("name", "told"), [
-    ("acuracy", "reward function 'acuracy': is not known; known are"), ("{file}", "names a file and no function"),
-    ("{file}:everythin", ("mine.py has no " "everythin")), ("{folder}/mina.py:f", "did you mean mine.py?"), ("{file}:NUMBER", "NUMBER is int"),
-    ("{file}:Scorer", "Scorer is a class"), ("{file}:positional", "takes completions by position only"),
-    ("{folder}/bad.py:f", "ZeroDivisionError"), ("{folder}/worse.py:f", "SyntaxError"), ("soft_overlong", ("needs " "--soft_cache_length")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("acuracy", "reward function 'acuracy': is not known; known are"),
+        ("{file}", "names a file and no function"),
+        ("{file}:everythin", "mine.py has no everythin"),
+        ("{folder}/mina.py:f", "did you mean mine.py?"),
+        ("{file}:NUMBER", "NUMBER is int"),
+        ("{file}:Scorer", "Scorer is a class"),
+        ("{file}:positional", "takes completions by position only"),
+        ("{folder}/bad.py:f", "ZeroDivisionError"),
+        ("{folder}/worse.py:f", "SyntaxError"),
+        ("soft_overlong", "needs --soft_cache_length"),
+    ],
+)
 def test_a_mistake_is_told_with_what_to_do(name: str, told: str, file: Path) -> None:
     file.with_name("bad.py").write_text("def f(): ...\n1 / 0\n")
     file.with_name("worse.py").write_text("def f(:\n")

@@ -67,30 +67,53 @@ def syscall(name: str, *arguments: object) -> str:
 
 
 FORBIDDEN = {
-    "fork": C + "os.fork()", "fork bomb": C + "while True:\n try: os.fork()\n except OSError: pass",
-    "raw clone": syscall("clone", "17", 0, 0, 0, 0), "thread": ("import " "_thread\n_thread.start_new_thread(print, " "('escaped',))"),
+    "fork": C + "os.fork()",
+    "fork bomb": C + "while True:\n try: os.fork()\n except OSError: pass",
+    "raw clone": syscall("clone", "17", 0, 0, 0, 0),
+    "thread": "import _thread\n_thread.start_new_thread(print, ('escaped',))",
     "system": C + "os.system('echo escaped')",
     "subprocess": "import subprocess\nprint(subprocess.check_output(['echo', 'escaped'], text=True))",
-    "exec": C + ("os.execv('/bin/echo', " "['echo', 'escaped'])"), "spawn": C + ("os.posix_spawn('/bin/echo', " "['echo', " "'escaped'], {})"),
-    "socket": "import socket\nsocket.socket()\nprint('escaped')", "raw socket": syscall("socket", 2, 1, 0),
+    "exec": C + "os.execv('/bin/echo', ['echo', 'escaped'])",
+    "spawn": C + "os.posix_spawn('/bin/echo', ['echo', 'escaped'], {})",
+    "socket": "import socket\nsocket.socket()\nprint('escaped')",
+    "raw socket": syscall("socket", 2, 1, 0),
     "unix": syscall("socket", 1, 1, 0),
-    "netlink": syscall("socket", 16, 3, 0), "socketpair": "import socket\nsocket.socketpair()\nprint('escaped')",
+    "netlink": syscall("socket", 16, 3, 0),
+    "socketpair": "import socket\nsocket.socketpair()\nprint('escaped')",
     "connect": syscall("connect", 0, "b'x' * 16", 16),
-    "kill the runner": C + ("os.kill(os.getppid(), " "9)\nprint('escaped')"), "kill all": C + "os.kill(-1, 9)", "group": C + "os.killpg(0, 9)",
-    "tgkill": syscall("tgkill", "os.getppid()", "os.getppid()", 9), "queue a signal": syscall("rt_sigqueueinfo", "os.getppid()", 9, 0),
-    "pidfd": syscall("pidfd_open", "os.getppid()", 0), "ptrace": syscall("ptrace", 16, "os.getppid()", 0, 0),
-    ("read the runner's " "memory"): syscall("process_vm_readv", "os.getppid()", 0, 0, 0, 0, 0), "io_uring": syscall("io_uring_setup", 8, 0),
-    "bpf": syscall("bpf", 0, 0, 0), "perf": syscall("perf_event_open", 0, 0, -1, -1, 0), "keys": syscall("keyctl", 0, -1, 0),
-    "namespaces": syscall("unshare", 0x10000000), "mount": syscall("mount", "b'/'", "b'/tmp'", 0, 4096, 0), "chroot": C + "os.chroot('/')",
-    "filter again": syscall("prctl", 22, 1, 0, 0, 0), "seccomp": syscall("seccomp", 0, 0, 0),
+    "kill the runner": C + "os.kill(os.getppid(), 9)\nprint('escaped')",
+    "kill all": C + "os.kill(-1, 9)",
+    "group": C + "os.killpg(0, 9)",
+    "tgkill": syscall("tgkill", "os.getppid()", "os.getppid()", 9),
+    "queue a signal": syscall("rt_sigqueueinfo", "os.getppid()", 9, 0),
+    "pidfd": syscall("pidfd_open", "os.getppid()", 0),
+    "ptrace": syscall("ptrace", 16, "os.getppid()", 0, 0),
+    "read the runner's memory": syscall("process_vm_readv", "os.getppid()", 0, 0, 0, 0, 0),
+    "io_uring": syscall("io_uring_setup", 8, 0),
+    "bpf": syscall("bpf", 0, 0, 0),
+    "perf": syscall("perf_event_open", 0, 0, -1, -1, 0),
+    "keys": syscall("keyctl", 0, -1, 0),
+    "namespaces": syscall("unshare", 0x10000000),
+    "mount": syscall("mount", "b'/'", "b'/tmp'", 0, 4096, 0),
+    "chroot": C + "os.chroot('/')",
+    "filter again": syscall("prctl", 22, 1, 0, 0, 0),
+    "seccomp": syscall("seccomp", 0, 0, 0),
     "be root": C + "os.setuid(0)\nprint('escaped')",
-    "new session": C + "os.setsid()\nprint('escaped')", "memory file": C + "os.memfd_create('x')\nprint('escaped')",
-    "shared memory": syscall("shmget", 0, 4096, 0o1600), "pipe": C + "os.pipe()\nprint('escaped')", "write a file": "open('x', 'w')",
-    "append": ("open('/etc/passwd', " "'a')"), "temporary file": ("import " "tempfile\ntempfile.TemporaryFile()\nprint('escaped')"),
-    "folder": C + "os.mkdir('x')\nprint('escaped')", "symlink": C + ("os.symlink('/etc/passwd', " "'x')\nprint(open('x').read())"),
-    "hard link": C + "os.link('/etc/passwd', 'x')", "device": C + "os.mknod('x')", "output without end": C + ("os.ftruncate(1, 1 " "<< 40)"),
-    "x32": C + (f"call({0x40000000 + 41}, 2, 1, " f"0)\nprint('escaped')"), "x32 read": C + (f"call({0x40000000}, " f"0, 0, " f"0)\nprint('escaped')"),
-}  # fmt: skip
+    "new session": C + "os.setsid()\nprint('escaped')",
+    "memory file": C + "os.memfd_create('x')\nprint('escaped')",
+    "shared memory": syscall("shmget", 0, 4096, 0o1600),
+    "pipe": C + "os.pipe()\nprint('escaped')",
+    "write a file": "open('x', 'w')",
+    "append": "open('/etc/passwd', 'a')",
+    "temporary file": "import tempfile\ntempfile.TemporaryFile()\nprint('escaped')",
+    "folder": C + "os.mkdir('x')\nprint('escaped')",
+    "symlink": C + "os.symlink('/etc/passwd', 'x')\nprint(open('x').read())",
+    "hard link": C + "os.link('/etc/passwd', 'x')",
+    "device": C + "os.mknod('x')",
+    "output without end": C + "os.ftruncate(1, 1 << 40)",
+    "x32": C + f"call({0x40000000 + 41}, 2, 1, 0)\nprint('escaped')",
+    "x32 read": C + f"call({0x40000000}, 0, 0, 0)\nprint('escaped')",
+}
 """What ends the program at once."""
 
 
@@ -100,21 +123,30 @@ def test_what_only_an_attack_does_ends_the_program(program: str, box: Sandbox) -
 
 
 REFUSED = {
-    "read a file": "print(open('/etc/passwd').read(), 'escaped')", "environment": "print(open('/proc/self/environ').read())",
+    "read a file": "print(open('/etc/passwd').read(), 'escaped')",
+    "environment": "print(open('/proc/self/environ').read())",
     "environment of the runner": C + "print(open(f'/proc/{os.getppid()}/environ').read())",
     "memory": "print(open('/proc/self/mem', 'rb').read(1))",
-    "list processes": C + "print(os.listdir('/proc'))", "list": C + "print(os.listdir('.'))", "stat": C + "print(os.stat('/etc/passwd'))",
-    "raw open": C + (f"r = call({NUMBERS['openat'][COLUMN]}, " f"-100, b'/etc/passwd', " f"0)\nprint('escaped' " f"if r >= 0 " f"else " f"0)\n1 / 0"),
-    "readlink": C + "print(os.readlink('/proc/self/exe'))", "library": C + "ctypes.CDLL('libresolv.so.2')",
+    "list processes": C + "print(os.listdir('/proc'))",
+    "list": C + "print(os.listdir('.'))",
+    "stat": C + "print(os.stat('/etc/passwd'))",
+    "raw open": C
+    + f"r = call({NUMBERS['openat'][COLUMN]}, -100, b'/etc/passwd', 0)\nprint('escaped' if r >= 0 else 0)\n1 / 0",
+    "readlink": C + "print(os.readlink('/proc/self/exe'))",
+    "library": C + "ctypes.CDLL('libresolv.so.2')",
     "memory to run": C + "import mmap\nm = mmap.mmap(-1, 4096, prot=7)\nprint('escaped')",
     "more than its memory": "print(bytearray(240 << 20)[0], 'escaped')",
-    "memory bomb": "kept = []\nwhile True: kept.append(bytearray(1 << 20))", "words": "s = 'a'\nwhile True: s += s",
-    "raise a limit": C + "from resource import *\nclass " "L(ctypes.Structure): " "_fields_ = [('a', " "ctypes.c_ulong), " "('b', " "ctypes.c_ulong)]\n"
+    "memory bomb": "kept = []\nwhile True: kept.append(bytearray(1 << 20))",
+    "words": "s = 'a'\nwhile True: s += s",
+    "raise a limit": C
+    + "from resource import *\nclass L(ctypes.Structure): _fields_ = [('a', ctypes.c_ulong), ('b', ctypes.c_ulong)]\n"
     f"r = call({NUMBERS['prlimit64'][COLUMN]}, 0, RLIMIT_AS, ctypes.byref(L(1 << 40, 1 << 40)), 0)\n"
-    "print('escaped' if r == 0 else r)\n1 / 0", "a broken pointer": C + "ctypes.string_at(0)",
-    "inherited descriptors": C + ("print('escaped' if " "any(call(0, f, " "b'', 0) == 0 for " "f in range(4, " "4096)) else " "'')\n1 / 0"),
+    "print('escaped' if r == 0 else r)\n1 / 0",
+    "a broken pointer": C + "ctypes.string_at(0)",
+    "inherited descriptors": C
+    + "print('escaped' if any(call(0, f, b'', 0) == 0 for f in range(4, 4096)) else '')\n1 / 0",
     "modules of the trainer": "import torch\nprint('escaped')",
-}  # fmt: skip
+}
 """What the kernel refuses, so that the program fails as it does for any error."""
 
 
@@ -125,11 +157,18 @@ def test_what_is_refused_fails(program: str, box: Sandbox) -> None:
 
 
 ENDLESS = {
-    "loop": "while True: pass", "sleep": "import time\ntime.sleep(100)", "wait": "import signal\nsignal.pause()",
-    "deaf": C + ("for s in range(1, 65):\n try: " "signal.signal(s, " "signal.SIG_IGN)\n " "except " "(OSError, ValueError): " "pass\nwhile True: pass"),
-    "catches all": ("while True:\n try:\n  " "while True: pass\n " "except " "BaseException: pass"), "one long step": "print(7 ** 7 ** 9)",
+    "loop": "while True: pass",
+    "sleep": "import time\ntime.sleep(100)",
+    "wait": "import signal\nsignal.pause()",
+    "deaf": C
+    + (
+        "for s in range(1, 65):\n try: signal.signal(s, signal.SIG_IGN)\n except (OSError, ValueError): pass\nwhile "
+        "True: pass"
+    ),
+    "catches all": "while True:\n try:\n  while True: pass\n except BaseException: pass",
+    "one long step": "print(7 ** 7 ** 9)",
     "in C": "import re\nre.match('(a+)+$', 'a' * 60 + 'b')",
-}  # fmt: skip
+}
 
 
 def test_what_never_ends_is_ended(box: Sandbox) -> None:
@@ -167,10 +206,13 @@ def test_output_without_end_is_no_answer(program: str, box: Sandbox) -> None:
 def test_nothing_of_the_trainer_is_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its environment nor the expected answers: programs search their memory for both."""
     monkeypatch.setenv("SECRET_TOKEN", "s3cret-in-the-environment")
-    hunt = ("import ctypes, gc, os, sys\nlibc = ctypes.CDLL(None)\nlibc.getenv.restype = ctypes.c_char_p\n"
-            "sought = '-'.join(['EXPECTED', '7193'])\n"
-            "found = [s for o in gc.get_objects() for s in " "gc.get_referents(o) if " "isinstance(s, str) " "and sought " "in s " "and s is not sought]\n"
-            "print(dict(os.environ), libc.getenv(b'SECRET_TOKEN'), found)\nprint(*sys.modules)")  # fmt: skip
+    hunt = (
+        "import ctypes, gc, os, sys\nlibc = ctypes.CDLL(None)\nlibc.getenv.restype = ctypes.c_char_p\n"
+        "sought = '-'.join(['EXPECTED', '7193'])\n"
+        "found = [s for o in gc.get_objects() for s in gc.get_referents(o) if isinstance(s, str) and sought in s and "
+        "s is not sought]\n"
+        "print(dict(os.environ), libc.getenv(b'SECRET_TOKEN'), found)\nprint(*sys.modules)"
+    )
     tests = [{"input": "a", "output": "EXPECTED-7193"}, {"input": "", "output": "s3cret-in-the-environment"}]
     assert code_reward.code(OPTIONS)([judged(f"```python\n{hunt}\n```", tests=tests)]) == [0.0]
     box = Sandbox("program", Limits())
@@ -184,11 +226,18 @@ def test_what_lies_outside_stays_as_it_is(tmp_path: Path, box: Sandbox) -> None:
     kept = tmp_path / "kept"
     kept.write_text("as it was")
     kept.chmod(0o666)
-    programs = [(f"open({str(kept)!r}, " f"'w').write('x')"), (f"import " f"os\nos.remove({str(kept)!r})"), (f"import " f"os\nos.chmod({str(kept)!r}, 0)"),
-                (f"import " f"os\nos.truncate({str(kept)!r}, 0)"), (f"import " f"os\nos.rename({str(kept)!r}, " f"{str(tmp_path / 'moved')!r})"),
-                f"import shutil\nshutil.rmtree({str(tmp_path)!r})", f"import os\nos.utime({str(kept)!r})",
-                f"print(open({str(kept)!r}).read())", f"import os\nos.mkdir({str(tmp_path / 'new')!r})",
-                f"import os\nos.mkfifo({str(tmp_path / 'fifo')!r})"]  # fmt: skip
+    programs = [
+        f"open({str(kept)!r}, 'w').write('x')",
+        f"import os\nos.remove({str(kept)!r})",
+        f"import os\nos.chmod({str(kept)!r}, 0)",
+        f"import os\nos.truncate({str(kept)!r}, 0)",
+        f"import os\nos.rename({str(kept)!r}, {str(tmp_path / 'moved')!r})",
+        f"import shutil\nshutil.rmtree({str(tmp_path)!r})",
+        f"import os\nos.utime({str(kept)!r})",
+        f"print(open({str(kept)!r}).read())",
+        f"import os\nos.mkdir({str(tmp_path / 'new')!r})",
+        f"import os\nos.mkfifo({str(tmp_path / 'fifo')!r})",
+    ]
     before = kept.stat()
     assert all(
         o.how in ("forbidden", "failed") and "as it was" not in o.out
@@ -228,9 +277,7 @@ def test_no_process_is_left(box: Sandbox) -> None:
 def test_the_runner_and_its_programs_end_with_the_trainer() -> None:
     program = (
         "from megaswift.trainers.rewards.sandbox import *\nbox = Sandbox('program', Limits(seconds=60))\n"
-        # fmt: skip
-        "box.run([{'source': '1'}])\nprint(box._process.pid, flush=True)\nbox.run([{'source': 'while True: "
-        "pass'}])"
+        "box.run([{'source': '1'}])\nprint(box._process.pid, flush=True)\nbox.run([{'source': 'while True: pass'}])"
     )
     trainer = subprocess.Popen(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": ROOT}, stdout=subprocess.PIPE, text=True
@@ -267,11 +314,13 @@ def run_python(program: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_a_sandbox_nothing_runs() -> None:
     """A process that calls itself 32 bit has no filter of ours; programs must not run there, and the check says so."""
-    program = ("import ctypes; ctypes.CDLL(None).personality(8)\n"
-               "box = Sandbox('program', Limits())\n"
-               "try: box.run([{'source': 'print(1)'}])\nexcept RewardError as e: print(e)\n"
-               "try: check(box, '--reward_funcs code')\nexcept ConfigError as e: print(e)\n"
-               "box.close(); box.locked = False; print(box.run([{'source': 'print(1)'}])[0].out)")  # fmt: skip
+    program = (
+        "import ctypes; ctypes.CDLL(None).personality(8)\n"
+        "box = Sandbox('program', Limits())\n"
+        "try: box.run([{'source': 'print(1)'}])\nexcept RewardError as e: print(e)\n"
+        "try: check(box, '--reward_funcs code')\nexcept ConfigError as e: print(e)\n"
+        "box.close(); box.locked = False; print(box.run([{'source': 'print(1)'}])[0].out)"
+    )
     done = run_python(program)
     assert done.stdout.splitlines()[1].startswith(
         "  - the sandbox: could not be locked, nothing was run: [Errno 0] no filter for i686"
@@ -292,9 +341,12 @@ def test_a_sandbox_that_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_no_part_of_it_needs_privileges() -> None:
     """Without any capability (24: PR_CAPBSET_DROP; the runner is started by exec, and has what is left)."""
-    program = ("import ctypes; [ctypes.CDLL(None).prctl(24, number, 0, 0, 0) for number in range(64)]\n"
-               "print(subprocess.run(['grep', 'CapEff', " "'/proc/self/status'], " "capture_output=True, " "text=True).stdout.split()[1])\n"
-               "box = Sandbox('program', Limits()); check(box, ''); print('holds')")  # fmt: skip
+    program = (
+        "import ctypes; [ctypes.CDLL(None).prctl(24, number, 0, 0, 0) for number in range(64)]\n"
+        "print(subprocess.run(['grep', 'CapEff', '/proc/self/status'], capture_output=True, "
+        "text=True).stdout.split()[1])\n"
+        "box = Sandbox('program', Limits()); check(box, ''); print('holds')"
+    )
     assert run_python(program).stdout == "0000000000000000\nholds\n"
 
 
