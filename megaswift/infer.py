@@ -14,7 +14,7 @@ from megaswift.config.inference_rules import check_infer
 USAGE = """\
 megaswift infer: a conversation in the terminal, or the answers to a file of prompts
 
-  megaswift infer --model DIR                                          a conversation (/clear, /quit; Ctrl-C stops an answer)
+  megaswift infer --model DIR                                          a conversation (/clear, /quit)
   megaswift infer --model DIR --dataset q.jsonl --result_path a.jsonl  a file
   megaswift infer --model DIR --adapters OUT/adapter --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
 HINTS = {

@@ -14,8 +14,7 @@ import pytest
 
 from tests.sources import FOLDERS, ROOT, Source, sources
 
-FILE_LINES, LONG_FILE_LINES, FUNCTION_LINES, PARAMETERS, DEPTH = 300, 400, 60, 6, 2
-TABLES = ("megaswift/families/config_tables.py", "scripts/quickstart/facts.py")
+FILE_LINES, FUNCTION_LINES, PARAMETERS, DEPTH = 400, 60, 6, 3
 NOT_NAMES = ("utils", "util", "helpers", "helper", "common", "misc", "tools")
 IMPORT_NAMES = {
     "yaml",
@@ -72,9 +71,8 @@ def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 def budgets(source: Source) -> Iterator[str]:
     """Lines of files and functions, parameters, depth of folders."""
     lines = source.text.count("\n")
-    most = LONG_FILE_LINES if source.folder == "tests" or source.path.as_posix() in TABLES else FILE_LINES
-    if lines > most:
-        yield f"{source.path} has {lines} lines, at most {most}"
+    if lines > FILE_LINES:
+        yield f"{source.path} has {lines} lines, at most {FILE_LINES}"
     if source.folder == "megaswift" and len(source.path.parts) - 2 > DEPTH:
         yield f"{source.path} is more than {DEPTH} folders deep"
     for f in functions(source):
@@ -198,9 +196,9 @@ def test_the_repository_follows(rule: Rule) -> None:
 
 
 BAD: list[tuple[Rule, str, str]] = [
-    (budgets, "megaswift/data/a.py", "x = 1\n" * 301),
+    (budgets, "megaswift/data/a.py", "x = 1\n" * 401),
     (budgets, "tests/test_a.py", "x = 1\n" * 401),
-    (budgets, "megaswift/a/b/c/d.py", ""),
+    (budgets, "megaswift/a/b/c/d/e.py", ""),
     (budgets, "scripts/a.py", "def f():\n" + "    x = 1\n" * 60),
     (budgets, "scripts/a.py", "def f(a, b, c, d, e, *, f, g): ...\n"),
     (names, "megaswift/data/utils.py", ""),
@@ -238,7 +236,11 @@ def test_what_is_allowed_is_not_found() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("command", [["ruff", "check", *FOLDERS], ["mypy"]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command",
+    [["ruff", "check", *FOLDERS], ["ruff", "format", "--check", *FOLDERS], ["mypy"]],
+    ids=lambda c: "-".join(c[:2]),
+)
 def test_checker_is_content(command: list[str]) -> None:
     command = [*command[:1], *(c for c in command[1:] if c not in FOLDERS or (ROOT / c).is_dir())]
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=600)

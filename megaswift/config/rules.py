@@ -15,6 +15,7 @@ from megaswift.config.batch import batch_problems
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
+from megaswift.config.model_rules import MODEL_CLASHES, MODEL_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.config.rl_batch import generation_problems
@@ -42,19 +43,11 @@ def _is_folder(c: Sections) -> bool:
     return c.model.model is not None and Path(c.model.model).is_dir()
 
 
-def _recomputes(c: Sections, *parts: str) -> bool:
-    return c.model.recompute_granularity == "selective" and bool(set(parts) & set(c.model.recompute_modules))
-
-
 _SCHEDULE = ("lr_scheduler_type",)
-_GRANULARITY = ("recompute_granularity",)
 _EVALUATION = ("val_dataset", "split_dataset_ratio")
 _ADAM, _SGD = "belongs to the optimizer adam", "belongs to the optimizer sgd"
-_FULL = "needs recompute_granularity full"
 _NO_VAL = "needs data to evaluate on"
-_ONE_STAGE = "needs pipeline_parallel_size > 1"
 _VAL_FIX = "--val_dataset FILE or --split_dataset_ratio 0.01"
-_NO_FULL: Test = lambda c: c.model.recompute_granularity != "full"  # noqa: E731
 _NOT_ADAM: Test = lambda c: c.optim.optimizer != "adam"  # noqa: E731
 _NO_LORA: Test = lambda c: c.model.train_type == "full"  # noqa: E731
 _FROM_ADAPTERS: Test = lambda c: c.model.train_type != "full" and c.lora.adapters is not None  # noqa: E731
@@ -66,7 +59,6 @@ _HUB = "belongs to a hub id, and the model is a folder"
 _STREAM = ("streaming", "val_dataset")
 _ONLY_STREAMS: Test = lambda c: c.data.streaming and not c.data.val_dataset  # noqa: E731
 _NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_lora  # noqa: E731
-_NO_PP: Test = lambda c: c.parallel.pipeline_parallel_size == 1  # noqa: E731
 
 IGNORED: tuple[Ignored, ...] = (
     Ignored(
@@ -85,18 +77,6 @@ IGNORED: tuple[Ignored, ...] = (
     ),
     Ignored("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
     Ignored("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
-    Ignored(
-        "fp8_recipe", ("fp8_format",), lambda c: c.model.fp8_format is None, "needs fp8_format", "--fp8_format hybrid"
-    ),
-    Ignored("recompute_method", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
-    Ignored("recompute_num_layers", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
-    Ignored(
-        "recompute_modules",
-        _GRANULARITY,
-        lambda c: c.model.recompute_granularity != "selective",
-        "needs recompute_granularity selective",
-        "--recompute_granularity selective",
-    ),
     Ignored("model_revision", ("model",), _is_folder, _HUB, "--model ORGANISATION/NAME"),
     Ignored("use_hf", ("model",), _is_folder, _HUB, "--model ORGANISATION/NAME", (True,)),
     Ignored(
@@ -106,36 +86,6 @@ IGNORED: tuple[Ignored, ...] = (
         "Megatron-Core splits the state of adam only",
         "--optimizer adam",
     ),
-    Ignored(
-        "cp_comm_type",
-        ("context_parallel_size",),
-        lambda c: c.parallel.context_parallel_size == 1,
-        "needs context_parallel_size > 1",
-        "--context_parallel_size 2",
-    ),
-    Ignored(
-        "sequence_parallel",
-        ("tensor_parallel_size",),
-        lambda c: c.parallel.tensor_parallel_size == 1,
-        "splits over the tensor-parallel ranks, and there is one",
-        "--tensor_parallel_size 2",
-    ),
-    Ignored(
-        "virtual_pipeline_parallel_size",
-        ("pipeline_parallel_size",),
-        _NO_PP,
-        _ONE_STAGE,
-        "--pipeline_parallel_size 2",
-        (None, 1),
-    ),
-    Ignored(
-        "first_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)
-    ),
-    Ignored(
-        "last_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)
-    ),
-    Ignored("pipeline_layout", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2"),
-    Ignored("overlap_p2p_comm", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2"),
     Ignored("eval_steps", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
     Ignored("eval_iters", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
     Ignored("per_device_eval_batch_size", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
@@ -199,6 +149,7 @@ IGNORED: tuple[Ignored, ...] = (
         "with train_type {train_type} no weight of the model trains but modules_to_save",
         "--train_type full",
     ),
+    *MODEL_IGNORED,
     *LAUNCH_IGNORED,
     *ENGINE_IGNORED,
     *ADAPTER_IGNORED,
@@ -234,57 +185,10 @@ CLASHES: tuple[Clash, ...] = (
         "--max_steps 1000",
     ),
     Clash(
-        ("pipeline_layout", "first_stage_layers", "last_stage_layers"),
-        lambda c: (
-            c.parallel.pipeline_layout and (c.parallel.first_stage_layers, c.parallel.last_stage_layers) != (None, None)
-        ),
-        "already places every layer; first_stage_layers and last_stage_layers place some of them",
-        "one of the two",
-    ),
-    Clash(
-        ("overlap_param_gather", "distributed_optimizer"),
-        lambda c: c.parallel.overlap_param_gather and not c.parallel.distributed_optimizer,
-        "gathers what the distributed optimizer has split",
-        "--distributed_optimizer true",
-    ),
-    Clash(
-        ("overlap_param_gather", "overlap_grad_reduce"),
-        lambda c: c.parallel.overlap_param_gather and c.parallel.overlap_grad_reduce is not True,
-        "needs overlap_grad_reduce, whose default depends on the device",
-        "--overlap_grad_reduce true",
-    ),
-    Clash(
-        ("overlap_p2p_comm", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
-        lambda c: (
-            c.parallel.overlap_p2p_comm is False
-            and c.parallel.pipeline_parallel_size == 2
-            and (c.parallel.virtual_pipeline_parallel_size or 1) > 1
-        ),
-        "two stages with chunks exchange two messages at once, which cross when they are sent as one batch",
-        "--overlap_p2p_comm true",
-    ),
-    Clash(
-        ("overlap_p2p_comm", "virtual_pipeline_parallel_size"),
-        lambda c: (
-            c.parallel.overlap_p2p_comm
-            and c.parallel.pipeline_parallel_size > 1
-            and c.parallel.pipeline_layout is None
-            and (c.parallel.virtual_pipeline_parallel_size or 1) == 1
-        ),
-        "Megatron-Core overlaps messages in the interleaved schedule only",
-        "--virtual_pipeline_parallel_size 2",
-    ),
-    Clash(
         ("precision_aware_optimizer", "distributed_optimizer"),
         lambda c: c.optim.precision_aware_optimizer and not c.parallel.distributed_optimizer,
         "needs distributed_optimizer",
         "--distributed_optimizer true",
-    ),
-    Clash(
-        ("tp_comm_overlap",),
-        lambda c: c.parallel.tp_comm_overlap,
-        "needs Transformer Engine's communication buffers (initialize_ub), which this version does not set up",
-        "--tp_comm_overlap false",
     ),
     Clash(
         ("optimizer_cpu_offload", "optimizer"),
@@ -303,46 +207,6 @@ CLASHES: tuple[Clash, ...] = (
         "one of the two",
     ),
     Clash(
-        ("recompute_modules", "recompute_granularity", "fp8_format", "fp8_recipe"),
-        lambda c: (
-            _recomputes(c, "layernorm", "moe_act")
-            and c.model.fp8_format is not None
-            and c.model.fp8_recipe == "delayed"
-        ),
-        "layernorm and moe_act cannot be recomputed under delayed FP8 scales (Megatron-Core)",
-        "--fp8_recipe tensorwise",
-    ),
-    Clash(
-        ("recompute_modules", "recompute_granularity", "moe_grouped_gemm"),
-        lambda c: _recomputes(c, "moe_act") and c.model.moe_grouped_gemm is False,
-        "moe_act is a part of the grouped product of experts (Megatron-Core)",
-        "--moe_grouped_gemm true",
-    ),
-    Clash(
-        ("fp8_format", "transformer_impl"),
-        lambda c: c.model.fp8_format and c.model.transformer_impl == "torch",
-        "needs Transformer Engine's layers",
-        "--transformer_impl transformer_engine",
-    ),
-    Clash(
-        ("moe_grouped_gemm", "transformer_impl"),
-        lambda c: c.model.moe_grouped_gemm and c.model.transformer_impl == "torch",
-        "needs Transformer Engine's layers",
-        "--transformer_impl transformer_engine",
-    ),
-    Clash(
-        ("attn_impl", "transformer_impl"),
-        lambda c: c.model.attn_impl in ("flash", "fused", "unfused") and c.model.transformer_impl == "torch",
-        "is a kernel of Transformer Engine, and transformer_impl is torch",
-        "--attn_impl sdpa",
-    ),
-    Clash(
-        ("attn_impl", "transformer_impl"),
-        lambda c: c.model.attn_impl == "sdpa" and c.model.transformer_impl == "transformer_engine",
-        "belongs to transformer_impl torch",
-        "--attn_impl flash",
-    ),
-    Clash(
         ("overwrite_output_dir", "resume_from_checkpoint"),
         lambda c: c.train.overwrite_output_dir and c.train.resume_from_checkpoint,
         "would delete the run that resume_from_checkpoint continues",
@@ -355,22 +219,10 @@ CLASHES: tuple[Clash, ...] = (
         "--random_init false",
     ),
     Clash(
-        ("moe_grouped_gemm", "train_type"),
-        lambda c: c.model.moe_grouped_gemm and c.model.train_type != "full",
-        "runs all experts as one product, and adapters belong to single experts",
-        "--moe_grouped_gemm false",
-    ),
-    Clash(
         ("train_type", "transformer_impl"),
         lambda c: c.model.train_type == "qlora" and c.model.transformer_impl == "transformer_engine",
         "Transformer Engine's layers have no weights in NF4",
         "--transformer_impl torch",
-    ),
-    Clash(
-        ("fp8_format", "train_type"),
-        lambda c: c.model.fp8_format and c.model.train_type == "qlora",
-        "needs Transformer Engine's layers, which have no weights in NF4",
-        "--train_type lora",
     ),
     Clash(
         ("merge_lora", "export_hf"),
@@ -390,6 +242,7 @@ CLASHES: tuple[Clash, ...] = (
         "is above learning_rate {learning_rate}",
         "--min_lr 0",
     ),
+    *MODEL_CLASHES,
     *LAUNCH_CLASHES,
     *ENGINE_CLASHES,
     *ADAPTER_CLASHES,

@@ -17,7 +17,8 @@ from megaswift.inference.generator import Generator, Request, Sampling
 from megaswift.inference.prompts import PromptError, Prompts
 
 HELP = """\
-/clear forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer, a line that ends in \\ goes on in the next
+/clear forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer,
+a line that ends in \\ goes on in the next
 /image FILE shows a vision-language model an image, with the next question"""
 ASK = "> "
 

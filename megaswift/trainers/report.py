@@ -64,20 +64,25 @@ STYLE = """
 --given:#fff3df}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#9aa5b4;--line:#333b47;--card:#1c222b;--page:#13171d;--blue:#6aa9f5;
 --pale:#2f5683; --orange:#f0a050;--given:#3a2f1c}}*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1180px;margin:0 auto;padding:28px 20px 60px}h1{font-size:24px;margin:0}h2{font-size:17px;margin:34px 0 10px}
+body{margin:0;background:var(--page);color:var(--ink);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+main{max-width:1180px;margin:0 auto;padding:28px 20px 60px}
+h1{font-size:24px;margin:0}h2{font-size:17px;margin:34px 0 10px}
 .sub{color:var(--soft);margin:2px 0 20px;overflow-wrap:anywhere}.tiles,.charts{display:grid;gap:12px}
 .tiles{grid-template-columns:repeat(auto-fit,minmax(230px,1fr))}
 .charts{grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr))}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px;min-width:0}
-.tile b{display:block;font-size:20px}.tile span,.card h3,.key{color:var(--soft);font-size:13px}.card h3{margin:0 0 4px;font-weight:600}
-.key i{display:inline-block;width:14px;height:3px; margin:0 5px 3px 12px;background:var(--blue)}.key i.raw{background:var(--pale)}
+.tile b{display:block;font-size:20px}.tile span,.card h3,.key{color:var(--soft);font-size:13px}
+.card h3{margin:0 0 4px;font-weight:600}
+.key i{display:inline-block;width:14px;height:3px; margin:0 5px 3px 12px;background:var(--blue)}
+.key i.raw{background:var(--pale)}
 .key i.eval{background:var(--orange)}svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:11px}
 .grid{stroke:var(--line)}.axis{stroke:var(--soft)}polyline{fill:none;stroke-width:1.8;stroke-linejoin:round}
 polyline.raw{stroke:var(--pale);stroke-width:1}polyline.mean{stroke:var(--blue)}polyline.eval{stroke:var(--orange)}
 circle.mean,circle.raw{fill:var(--blue)}circle.eval{fill:var(--orange)}circle.hover{fill:transparent}
 circle.hover:hover{fill:var(--orange);fill-opacity:.35}table{border-collapse:collapse;width:100%}
-td{padding:4px 10px 4px 0;border-top:1px solid var(--line);vertical-align:top;overflow-wrap:anywhere}tr:first-child td{border-top:0}
+td{padding:4px 10px 4px 0;border-top:1px solid var(--line);vertical-align:top;overflow-wrap:anywhere}
+tr:first-child td{border-top:0}
 td:first-child{color:var(--soft);width:240px}.wide td:first-child{width:120px}
 td pre,.mono{font:13px/1.35 ui-monospace,Menlo,Consolas,monospace;margin:0;white-space:pre;overflow-x:auto}
 tr.given td{background:var(--given)}.bar{background:var(--blue);height:9px;border-radius:4px;min-width:2px}

@@ -93,8 +93,11 @@ def test_a_mistake_that_a_worker_finds_is_told_once(file: str, tmp_path: Path, r
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_the_state_and_the_run_goes_on_from_it(
-    number: signal.Signals, file: str, tmp_path: Path, ray_folder: dict[str, str]
-) -> None:  # noqa: F811
+    number: signal.Signals,
+    file: str,  # noqa: F811
+    tmp_path: Path,
+    ray_folder: dict[str, str],
+) -> None:
     out = tmp_path / "out"
     words = [SFT, file, *RAY, "--num_workers", "2", "--output_dir", str(out), "--logging_steps", "1", "--max_steps"]
     process = subprocess.Popen(

@@ -23,7 +23,8 @@ BY_TOKEN = '''
 
 def even(completion_ids, completion_mask, **_):
     """Tokens of even numbers are good, where they stand."""
-    return [[0.25 * (token % 2 == 0) for token, own in zip(*one) if own] for one in zip(completion_ids, completion_mask)]
+    pairs = zip(completion_ids, completion_mask)
+    return [[0.25 * (token % 2 == 0) for token, own in zip(*one) if own] for one in pairs]
 '''
 WORLD = '''
 class Count:

@@ -15,7 +15,8 @@ GOLDEN = """\
 supervised fine-tuning
   model       qwen3, 4 layers x 64: DIR
   parameters  1,234,567 in all, 345,678 on the largest rank
-  memory      weights 1.3 MiB + gradients 1.3 MiB + optimizer 2.6 MiB = 5.3 MiB on the largest rank, activations not counted
+  memory      weights 1.3 MiB + gradients 1.3 MiB + optimizer 2.6 MiB = 5.3 MiB on the largest rank, \
+activations not counted
   layout      TP2 SP PP2 DP1 on 4 processes
                        stage 0     stage 1
               layers   embed+0-1   2-3+head
