@@ -30,9 +30,10 @@ megaswift data show DATASET... --model DIR [options]
 megaswift data show run.yaml [options]
 
 Samples as tokens; tokens that carry loss are green (in [brackets] where there is no colour), `|` parts tokens. Then
-lengths and packing (as without context parallelism). The model's tokenizer is enough. Takes a run's configuration (.yaml
-or .json, as the first word; what it says of training is left aside), options of the section `data` (--max_length,
---packing, --columns, --chat_template, --loss_scale, ...), --use_hf, --model_revision, --trust_remote_code, and
+lengths and packing (as without context parallelism). The model's tokenizer is enough. Takes a run's configuration
+(.yaml or .json, as the first word; what it says of training is left aside), options of the section `data`
+(--max_length, --packing, --columns, --chat_template, --loss_scale, ...), --use_hf, --model_revision,
+--trust_remote_code, and
 
   --samples N   samples to show (default 3)
   --first N     number of the first one, from 0 (default 0)
