@@ -18,3 +18,18 @@ def settings(bits: int, dtype: torch.dtype, kind: str = "nf4", double: bool = Fa
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=double
     )
+
+
+def without_cpu_repacking(model: Any) -> Any:
+    """The model with bitsandbytes' repacking of 4-bit layers for CPUs with AVX512-BF16 switched off.
+
+    There `Linear4bit.forward` rewrites a layer's weight in place on its first call in evaluation mode
+    (bitsandbytes 0.50: `_convert_weight_packed_for_cpu`): scales become bfloat16, doubly quantised scales are lost, and
+    products run in bfloat16 whatever the compute dtype. Rows must be a multiple of 64 values and there must be a
+    multiple of 32 rows, or it fails. Every other CPU, and every GPU, keeps the stored values, so a model would answer,
+    train, merge and be saved differently on such a machine.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+    return model

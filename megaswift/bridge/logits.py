@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaswift.bridge.bits_and_bytes import without_cpu_repacking
 from megaswift.bridge.compare import Side
 from megaswift.bridge.hf_source import HfSource
 from megaswift.data.tokenizer import load_tokenizer
@@ -115,7 +116,7 @@ def model_of(side: Side, trust: bool) -> Any:
             loaded = kind.from_pretrained(None, config=config, state_dict=weights, **how)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise WeightsError(Problem(str(side.path), f"transformers cannot load it: {first_line(error)}")) from None
-    model, told = loaded
+    model, told = without_cpu_repacking(loaded[0]), loaded[1]
     lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
     if lost:
         raise WeightsError(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megaswift import log
-from megaswift.bridge.bits_and_bytes import settings
+from megaswift.bridge.bits_and_bytes import settings, without_cpu_repacking
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.open import open_checkpoint
 from megaswift.config import placement as devices
@@ -288,7 +288,7 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
             loaded[
                 0
             ].generation_config = prepared.generation  # from_pretrained looks for it beside files of weights only
-    model, told = loaded
+    model, told = without_cpu_repacking(loaded[0]), loaded[1]
     lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""

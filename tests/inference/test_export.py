@@ -7,10 +7,11 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 
 from megaswift.errors import ConfigError
 from megaswift.export import main
+from tests.four_bits import by_transformers, cpu_with
 from tests.inference.models import adapters
 
 pytestmark = pytest.mark.wide
@@ -36,18 +37,12 @@ def test_merged_as_peft_merges(model: Path, tmp_path: Path) -> None:
         main(["--model", str(model), "--adapters", str(adapter), "--merge_lora", "true", "--output_dir", str(out)])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_as_transformers_quantises(model: Path, tmp_path: Path, bits: int) -> None:
+@pytest.mark.parametrize(("bits", "avx512_bf16"), [(4, False), (4, True), (8, False)])
+def test_quantised_as_transformers_quantises(model: Path, tmp_path: Path, bits: int, avx512_bf16: bool) -> None:
     out = tmp_path / "small"
-    assert main(["--model", str(model), "--quantization_bit", str(bits), "--output_dir", str(out)]) == 0
-    config = (
-        BitsAndBytesConfig(load_in_8bit=True)
-        if bits == 8
-        else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    )
-    theirs = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, device_map="cpu")
-    loaded = AutoModelForCausalLM.from_pretrained(out, device_map="cpu")
-    assert torch.equal(logits(loaded), logits(theirs))
+    with cpu_with(avx512_bf16):
+        assert main(["--model", str(model), "--quantization_bit", str(bits), "--output_dir", str(out)]) == 0
+    assert torch.equal(logits(by_transformers(out)), logits(by_transformers(model, bits)))
     sizes = [sum(f.stat().st_size for f in path.glob("*.safetensors")) for path in (out, model)]
     assert sizes[0] < 0.6 * sizes[1] and (out / "tokenizer.json").is_file()
     assert not list(tmp_path.glob(".small*"))
@@ -58,7 +53,7 @@ def test_merged_and_quantised_is_one_after_the_other(model: Path, tmp_path: Path
     assert main([*source, "--output_dir", str(tmp_path / "merged")]) == 0
     assert main(["--model", str(tmp_path / "merged"), "--quant", "4", "--output_dir", str(tmp_path / "two")]) == 0
     assert main([*source, "--quant", "4", "--output_dir", str(tmp_path / "one")]) == 0
-    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name, device_map="cpu") for name in ("one", "two"))
+    one, two = (by_transformers(tmp_path / name) for name in ("one", "two"))
     assert torch.equal(logits(one), logits(two))
     assert {p.name for p in tmp_path.iterdir()} == {"adapter", "merged", "one", "two"}
 

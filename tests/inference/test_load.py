@@ -9,13 +9,14 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.bridge.hf_to_megatron import hf_to_megatron
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import UserError
 from megaswift.inference.generator import Generator, Request, Sampling
 from megaswift.inference.load import prepare
+from tests.four_bits import BOTH_CPUS, by_transformers, cpu_with
 from tests.inference.models import PROMPTS, adapters, opened, plain
 
 pytestmark = pytest.mark.wide
@@ -86,27 +87,24 @@ def test_a_checkpoint_of_training_answers_as_its_model_does(model: Path, tmp_pat
     assert generator.own.eos_token_id == 1
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_as_bitsandbytes_does(model: Path, bits: int) -> None:
-    _, generator = opened(model, quantization_bit=bits, device_map="cpu")
+@pytest.mark.parametrize(("bits", "avx512_bf16"), [(4, False), (4, True), (8, False)])
+def test_quantised_as_bitsandbytes_does(model: Path, bits: int, avx512_bf16: bool) -> None:
+    with cpu_with(avx512_bf16):
+        _, generator = opened(model, quantization_bit=bits, device_map="cpu")
     kinds = {type(m).__name__ for m in generator.model.modules()}
     assert f"Linear{'4bit' if bits == 4 else '8bitLt'}" in kinds
-    config = (
-        BitsAndBytesConfig(load_in_8bit=True)
-        if bits == 8
-        else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    )
-    theirs = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, device_map="cpu")
+    theirs = by_transformers(model, bits)
     prompt = generator.tokenizer(PROMPTS[2], return_tensors="pt")["input_ids"]
     with torch.no_grad():
         assert torch.equal(generator.model(prompt).logits, theirs(prompt).logits)
 
 
-def test_adapters_beside_four_bits(model: Path, adapter: Path) -> None:
+@BOTH_CPUS
+def test_adapters_beside_four_bits(model: Path, adapter: Path, avx512_bf16: bool) -> None:
     """`--quantization_bit 4 --adapters`: PEFT's own over bitsandbytes' weights."""
-    _, generator = opened(model, adapter, quantization_bit=4, device_map="cpu")
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, device_map="cpu")
+    with cpu_with(avx512_bf16):
+        _, generator = opened(model, adapter, quantization_bit=4, device_map="cpu")
+    base = by_transformers(model, 4)
     prompt = generator.tokenizer(PROMPTS[2], return_tensors="pt")["input_ids"]
     with torch.no_grad():
         bare = base(prompt).logits

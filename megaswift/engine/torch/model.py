@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megaswift.bridge import peft_config
+from megaswift.bridge.bits_and_bytes import without_cpu_repacking
 from megaswift.bridge.new_head import NEW, new_head
 from megaswift.bridge.open import open_weights
 from megaswift.config import SwiftConfig
@@ -51,7 +52,8 @@ def build(
     try:
         if weights:
             options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
-            return quantised.whole_floats(_loaded(auto, folder, options, cfg, spec), folder)
+            model = without_cpu_repacking(_loaded(auto, folder, options, cfg, spec))
+            return quantised.whole_floats(model, folder)
         config = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {})
         )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaswift.bridge.bits_and_bytes import without_cpu_repacking
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -69,7 +70,9 @@ class RewardModel:
                 raise WeightsError(
                     Problem(f"--reward_model {self.folder}", f"has no weights for {', '.join(lost[:4])}")
                 )
-            self._model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            self._model = (
+                without_cpu_repacking(model).eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            )
         return self._model
 
     def text(self, sample: Judged) -> str:

@@ -1,0 +1,57 @@
+"""A tokenizer of one token a character for tiny vision-language models, with their placeholders and a chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WORDS = [*"abcdefghijklmnopqrstuvwxyz0123456789 ?=+.\n", "<unk>"]
+SPECIAL = [
+    "<pad>",
+    "<e>",
+    "<u>",
+    "<a>",
+    "<image>",
+    "<boi>",
+    "<eoi>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+]
+VOCAB = [*SPECIAL, *WORDS]
+QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+PLACEHOLDER = {"qwen2_vl": QWEN, "qwen3_vl": QWEN, "gemma3": "<boi>"}
+TEMPLATE = (
+    "{%% macro body(c) %%}{%% if c is string %%}{{ c }}{%% else %%}{%% for p in c %%}{%% if p['type'] == 'image' "
+    "%%}%s{%% else %%}"
+    "{{ p['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}{%% endmacro %%}"
+    "{%% for m in messages %%}{%% if m['role'] == 'assistant' %%}<a>{%% generation %%}{{ body(m['content']) }}<e>{%% "
+    "endgeneration %%}"
+    "{%% else %%}<u>{{ body(m['content']) }}<e>{%% endif %%}{%% endfor %%}{%% if add_generation_prompt %%}<a>{%% "
+    "endif %%}"
+)
+
+
+def tokenizer(kind: str) -> Any:
+    """One token a character."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(WordLevel({w: i for i, w in enumerate(VOCAB)}, unk_token="<unk>"))
+    inner.pre_tokenizer = Split("", "isolated")
+    inner.add_special_tokens(SPECIAL)
+    extra = {
+        "image_token": "<|image_pad|>" if kind.startswith("qwen") else "<image>",
+        "boi_token": "<boi>",
+        "eoi_token": "<eoi>",
+    }
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<e>", unk_token="<unk>", extra_special_tokens=extra
+    )
+    made.chat_template = TEMPLATE % PLACEHOLDER.get(kind, "<image>")
+    return made
