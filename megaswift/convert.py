@@ -97,8 +97,7 @@ def to_megatron(argv: Sequence[str]) -> int:
     """`megaswift convert hf-to-megatron`."""
     text = (
         "Hugging Face folder -> sharded Megatron checkpoint (torch_dist). The checkpoint loads on any layout; the "
-        "sizes below are "
-        "those it is meant for."
+        "sizes below are those it is meant for."
     )
     parser = _parser("hf-to-megatron", text, "a Hugging Face folder with safetensors")
     for axis, meaning in AXES.items():

@@ -129,13 +129,11 @@ def _vllm(cfg: DeployConfig) -> int:
                 f"megaswift convert megatron-to-hf {cfg.weights.model} DST",
             )
         )
-    with _listening(
-        cfg.server.host, cfg.server.port
-    ) as listener:  # a port in use is told now; 0 is any free one here too
+    # a port in use is told now; 0 is any free one here too
+    with _listening(cfg.server.host, cfg.server.port) as listener:
         host, port = listener.getsockname()[:2]
     words = vllm_server.command(cfg, folder, model_name(cfg), port)
     log.info(f"vLLM serves {model_name(cfg)} at {_address(host, port)}, once it has loaded the model")
     sys.stderr.flush()
-    os.execve(
-        words[0], words, vllm_server.environment(os.environ, token(cfg.server))
-    )  # in this one's place: signals reach it
+    # in this one's place: signals reach it
+    os.execve(words[0], words, vllm_server.environment(os.environ, token(cfg.server)))

@@ -18,9 +18,8 @@ def reader_may_leave() -> Iterator[None]:
     except BrokenPipeError:
         if not _left(sys.stdout.fileno()):
             raise
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # what is still buffered is written when Python ends
+        # what is still buffered is written when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _left(descriptor: int) -> bool:

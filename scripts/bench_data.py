@@ -242,9 +242,8 @@ def report(results: dict[str, dict[str, float]], processes: int) -> None:
         extra = f"  (and {r['reading']:.1f} s to read the file)" if "reading" in r else ""
         speed = f"{r['seconds']:8.1f} s {r['rows'] / r['seconds']:8,.0f} rows/s  {r['cpu']:.1f} s of CPU"
         print(
-            f"{side:10} {speed}  peak {r['peak_gib']:.2f} GiB  "
-            f"{r['tokens']:,} tokens, {r['labels']:,} labels in {r['packed']:,} rows, fill "
-            f"{100 * r['fill']:.2f}%{extra}"
+            f"{side:10} {speed}  peak {r['peak_gib']:.2f} GiB  {r['tokens']:,} tokens, {r['labels']:,} labels in "
+            f"{r['packed']:,} rows, fill {100 * r['fill']:.2f}%{extra}"
         )
     a, b = results["megaswift"], results["trl"]
     print(

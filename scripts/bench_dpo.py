@@ -179,10 +179,9 @@ def tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
     lengths = result["lengths"]
     print(
         f"{args.size}, {args.dtype}, {args.pairs} pairs a step, documents of {lengths['median']:.0f} tokens in the "
-        f"median and "
-        f"{lengths['longest']} at most, {lengths['fill_of_padded_rows']:.0%} of padded rows filled; {args.device}, "
-        f"{torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}; {args.steps} "
-        f"alternating steps"
+        f"median and {lengths['longest']} at most, {lengths['fill_of_padded_rows']:.0%} of padded rows filled; "
+        f"{args.device}, {torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}; "
+        f"{args.steps} alternating steps"
     )
     for name, seconds in result["median_s"].items():
         print(

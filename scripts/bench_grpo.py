@@ -252,10 +252,9 @@ def tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Medians, parts and ratios."""
     print(
         f"{args.size}, float32, {args.prompts} x {args.generations} completions of {args.prompt_length} + "
-        f"{args.length} tokens a step, "
-        f"{args.device}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}, torch "
-        f"{torch.__version__}; "
-        f"median of {args.steps} alternating steps"
+        f"{args.length} tokens a step, {args.device}, {torch.get_num_threads()} threads, "
+        f"{platform.processor() or platform.machine()}, torch {torch.__version__}; median of {args.steps} alternating "
+        "steps"
     )
     for name, seconds in result["median_s"].items():
         split = ", ".join(f"{part} {value * 1e3:.0f}" for part, value in result["split_s"][name].items() if value)
@@ -263,8 +262,7 @@ def tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
     if "ratio" in result:
         print(
             f"  megaswift / trl {result['ratio']:.3f} of the medians, {result['ratio_by_round']:.3f} median of the "
-            f"rounds' ratios, "
-            f"{result['ratio_of_processor_time']:.3f} of processor time"
+            f"rounds' ratios, {result['ratio_of_processor_time']:.3f} of processor time"
         )
 
 

@@ -153,9 +153,8 @@ def tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """The medians and their ratios."""
     print(
         f"{args.size}, {args.dtype}, {args.rows} x {args.length} tokens a step, {args.device}, "
-        f"{torch.get_num_threads()} threads, "
-        f"{platform.processor() or platform.machine()}, torch {torch.__version__}; median of {args.steps} "
-        f"alternating steps"
+        f"{torch.get_num_threads()} threads, {platform.processor() or platform.machine()}, torch {torch.__version__}; "
+        f"median of {args.steps} alternating steps"
     )
     for name, seconds in result["median_s"].items():
         print(

@@ -107,9 +107,8 @@ class Adapter:
         if not self.sharded(half):
             return [(0, whole)]
         mine = [p for p in self.entry.pieces(Cut(tp, rank)) if p.source == self.projection.source]
-        first = [
-            p.start % p.stride * (whole // p.stride) + p.start // p.stride for p in mine
-        ]  # alternating rows, one kind after the other
+        # alternating rows, one kind after the other
+        first = [p.start % p.stride * (whole // p.stride) + p.start // p.stride for p in mine]
         return [(start, start + p.length) for start, p in zip(first, mine, strict=True)]
 
     def local_shape(self, half: Half, tp: int, rank: int) -> tuple[int, ...]:

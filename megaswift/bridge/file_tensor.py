@@ -63,10 +63,11 @@ def _mapping(descriptor: int, dtype: torch.dtype, first: int, stop: int) -> Tens
     page = first - first % mmap.ALLOCATIONGRANULARITY
     if os.fstat(descriptor).st_size < stop:
         raise OSError(f"ends before byte {stop}")
+    # torch warns of memory it may not write to
     access = {
         "prot": mmap.PROT_READ | mmap.PROT_WRITE,
         "flags": mmap.MAP_PRIVATE,
-    }  # torch warns of memory it may not write to
+    }
     pages = mmap.mmap(descriptor, stop - page, offset=page, **access)
     return torch.frombuffer(pages, dtype=dtype, count=(stop - first) // dtype.itemsize, offset=first - page)
 

@@ -201,8 +201,7 @@ CLASHES: tuple[Clash, ...] = (
         lambda c: c.optim.optimizer_cpu_offload and c.optim.precision_aware_optimizer,
         (
             "updates float32 moments on the host; those in lower precision are updated by Transformer Engine's Adam, "
-            "on "
-            "the GPU"
+            "on the GPU"
         ),
         "one of the two",
     ),

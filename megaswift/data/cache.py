@@ -84,9 +84,8 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
         if target.exists():
             return
         failed.unlink(missing_ok=True)
-        for old in target.parent.glob(
-            f"{target.name}.build-*"
-        ):  # of an interrupted run: the lock says that nobody is at it
+        # of an interrupted run: the lock says that nobody is at it
+        for old in target.parent.glob(f"{target.name}.build-*"):
             shutil.rmtree(old, ignore_errors=True)
         try:
             scratch.mkdir()

@@ -113,13 +113,8 @@ class ChatRenderer:
                 return_assistant_tokens_mask=track,
                 **self.templates.special_tokens,
             )
-        except (
-            TemplateError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            ValueError,
-        ) as e:  # whatever a template's expressions raise
+        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as e:
+            # whatever a template's expressions raise
             raise RowError(
                 "messages", f"the chat template refuses this conversation ({e})", "a conversation that it can render"
             ) from None

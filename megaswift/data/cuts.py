@@ -101,9 +101,8 @@ def cuts_of(tokenizer: Tokenizer) -> Cuts | None:
     if type(model).__name__ != "BPE" or model.dropout or not _normalises_apart(tokenizer.normalizer):
         return None
     added = tokenizer.get_added_tokens_decoder().values()
-    plain = sorted(
-        (t.content for t in added if not t.normalized), key=len, reverse=True
-    )  # of two that fit, tokenizers takes the longer
+    # of two that fit, tokenizers takes the longer
+    plain = sorted((t.content for t in added if not t.normalized), key=len, reverse=True)
     if not plain or not all(map(_simple, added)):
         return None
     patterns = _patterns(tokenizer.pre_tokenizer)

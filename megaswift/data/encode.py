@@ -146,9 +146,8 @@ class Encoder:
         self._tokenizer = Tokenizer.from_str(spec.tokenizer)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._tokenizer.post_processor = processors.Sequence(
-            []
-        )  # adds nothing here, but would trim white space off the offsets
+        # adds nothing here, but would trim white space off the offsets
+        self._tokenizer.post_processor = processors.Sequence([])
         self._chat = ChatRenderer(spec.templates, spec.loss_scale) if spec.templates is not None else None
         self._end = spec.eos_id if spec.task == "pt" else None
         self.keeps = spec.processor is not None

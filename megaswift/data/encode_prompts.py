@@ -58,9 +58,8 @@ class PromptEncoder(Encoder):
         if text is None:
             assert self._chat is not None
             said, text = sample.messages, self._chat.prompt(sample)
-        beside = json.dumps(
-            {"said": said, "columns": question.columns, "tools": sample.tools}, default=str
-        )  # dates and the like as text
+        # dates and the like as text
+        beside = json.dumps({"said": said, "columns": question.columns, "tools": sample.tools}, default=str)
         return Asked(text, (), sample.text is not None, beside)
 
     def tokenize(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -31,11 +31,8 @@ def fetch(cache: Path, name: str, subset: str | None) -> tuple[Path, ...]:
         ) from None
     try:
         loaded = datasets.load_dataset(name, subset)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as e:  # what datasets, huggingface_hub and their HTTP clients raise when they find nothing
+    except (OSError, ValueError, RuntimeError) as e:
+        # what datasets, huggingface_hub and their HTTP clients raise when they find nothing
         raise DataError(
             Problem(
                 f"--dataset {name}",

@@ -200,12 +200,8 @@ def open_image(image: Source, sent: bool = False) -> Any:
         if sent and opened.width * opened.height > MOST_PIXELS:
             raise RowError("images", f"{opened.width} x {opened.height} pixels", f"at most {MOST_PIXELS:,} pixels")
         return load_image(opened)
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        Image.DecompressionBombError,
-    ) as error:  # what Pillow raises for a broken file
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        # what Pillow raises for a broken file
         said = "its format is none that is known" if isinstance(error, UnidentifiedImageError) else first_line(error)
         expected = f"an image in {', '.join(SENT)}" if sent else "an image file that Pillow opens"
         raise RowError("images", f"{label} cannot be read ({said})", expected) from None

@@ -258,9 +258,8 @@ class StoredSource:
         if state["rows"] != self.rows:  # packed for another context-parallel size: rows are other rows
             self._taken = round(state["rows_taken"] * self.rows / state["rows"])
             warn(
-                f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint (packed otherwise, or "
-                f"not): going on at the "
-                "same part of the epoch"
+                f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint (packed otherwise, or not): "
+                "going on at the same part of the epoch"
             )
 
     @property

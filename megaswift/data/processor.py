@@ -171,9 +171,8 @@ class Processor:
                     "--chat_template FILE with places for images",
                 )
             ) from None
-        picture = (
-            Image.linear_gradient("L").resize((32, 32)).convert("RGB")
-        )  # not of one colour: some models drop images of zeros
+        # not of one colour: some models drop images of zeros
+        picture = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
         return text, self.inputs(text, [picture] * images)
 
     @cached_property

@@ -154,9 +154,8 @@ def prompts_of(
             Problem(
                 ", ".join(c.data.dataset),
                 f"{log.amount(len(docs), 'prompt')}, fewer than the {per_generation} of one generation",
-                f"more completions of each (--num_generations), a smaller --global_batch_size or "
-                f"--generation_batch_size, more data, or "
-                f"{c.data.dataset[0]}#{per_generation} to repeat rows",
+                "more completions of each (--num_generations), a smaller --global_batch_size or "
+                f"--generation_batch_size, more data, or {c.data.dataset[0]}#{per_generation} to repeat rows",
             )
         )
     kept = None if held is None else Prompts(held)

@@ -50,9 +50,8 @@ def question_of(row: Row, task: str, names: Mapping[str, str]) -> Question:
 
     `names`: what columns are called instead.
     """
-    asked = (
-        row if row.get("prompt") is None else {k: v for k, v in row.items() if k in PROMPT}
-    )  # whatever else the row might be
+    # whatever else the row might be
+    asked = row if row.get("prompt") is None else {k: v for k, v in row.items() if k in PROMPT}
     filled = answerable(asked, task)
     form = recognise(filled, task)
     sample = form.parse(filled)

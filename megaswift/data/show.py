@@ -208,8 +208,7 @@ def summary(docs: Documents, held: Documents | None, max_length: int, packing: b
     happened = ", ".join(f"{v:,} {k}" for k, v in docs.counted.items() if k != "rows" and v)
     lines = [
         f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} carry "
-        f"loss "
-        f"({100 * labels / tokens:.1f}%)"
+        f"loss ({100 * labels / tokens:.1f}%)"
     ]
     if held is not None:
         lines.append(
@@ -233,8 +232,7 @@ def packed(docs: Documents, max_length: int) -> list[str]:
     filled = np.add.reduceat(docs.length[rows.packing.documents], rows.packing.offsets[:-1])
     line = (
         f"packed into {amount(len(rows), 'row')} of {max_length:,}: {100 * tokens / (len(rows) * max_length):.2f}% "
-        f"filled "
-        f"(one sample a row, padded to the longest: {100 * tokens / plain:.1f}%)"
+        f"filled (one sample a row, padded to the longest: {100 * tokens / plain:.1f}%)"
     )
     return [
         line,

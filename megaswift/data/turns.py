@@ -214,10 +214,11 @@ class TurnFinder:
             return content
         if i and _end(i - 1) in where and position == where[_end(i - 1)] + 1:
             tail = self._tail(messages[i - 1]["role"])
+            # the mark may stand before white space that the template keeps
             for space in (
                 "",
                 _trailing(messages[i - 1]),
-            ):  # the mark may stand before white space that the template keeps
+            ):
                 if tail is not None and marked.startswith(space + tail, position):
                     return position + len(space + tail)
         if self.header:

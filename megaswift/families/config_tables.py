@@ -178,8 +178,7 @@ def _biases(reading: Reading) -> None:
         reading.problem(
             "attention_bias" if attention else "mlp_bias",
             f"attention_bias {attention} with mlp_bias {mlp} cannot be expressed: Megatron has one switch for biases "
-            f"of the "
-            "attention output and the MLP together",
+            "of the attention output and the MLP together",
         )
     reading.values["add_bias_linear"] = bool(attention and mlp)
 
@@ -242,9 +241,8 @@ def sparse_layers(pattern: Callable[[Reading, int], list[int] | None], keys: tup
                 "one expert a token with normalised weights gives a weight of 1 and the router no "
                 "gradient; Megatron refuses it",
             )
-        reading.values.setdefault(
-            "ffn_hidden_size", reading.values.get("moe_ffn_hidden_size")
-        )  # Megatron's default is 4 x hidden
+        # Megatron's default is 4 x hidden
+        reading.values.setdefault("ffn_hidden_size", reading.values.get("moe_ffn_hidden_size"))
         reading.values.update(
             num_moe_experts=experts,
             moe_router_topk=topk,

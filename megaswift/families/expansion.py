@@ -39,7 +39,6 @@ def expand(rules: Sequence[Rule], spec: ModelSpec) -> Iterator[Place]:
             for in_expert, part in groupby(of_layer, key=lambda rule: rule.scope == "expert"):
                 same = list(part)
                 experts = range(spec.experts) if in_expert else (None,)
-                for rules_of in (
-                    [[rule] for rule in same] if same[0].stacked else [same]
-                ):  # a stacked tensor is filled at a stretch
+                # a stacked tensor is filled at a stretch
+                for rules_of in [[rule] for rule in same] if same[0].stacked else [same]:
                     yield from ((rule, layer, expert) for expert in experts for rule in rules_of)

@@ -111,11 +111,8 @@ def _fetch(model: Named, name: str, patterns: tuple[str, ...]) -> Path:
         from modelscope import snapshot_download as from_modelscope
 
         return Path(from_modelscope(name, revision=model.model_revision, allow_patterns=list(patterns)))
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # what the hubs' clients raise: not found, no access, no network
+    except (OSError, ValueError, RuntimeError) as error:
+        # what the hubs' clients raise: not found, no access, no network
         hub = "Hugging Face" if model.use_hf else "ModelScope"
         raise WeightsError(
             Problem(

@@ -20,8 +20,7 @@ def _seed_biases(reading: Reading) -> None:
         reading.problem(
             "attention_out_bias" if out else "mlp_bias",
             f"attention_bias {inner}, attention_out_bias {out}, mlp_bias {mlp} cannot be expressed: Megatron has one "
-            f"switch "
-            "for biases of all linear layers, and one for those of query, key and value alone",
+            "switch for biases of all linear layers, and one for those of query, key and value alone",
         )
     reading.values.update(add_qkv_bias=bool(inner), add_bias_linear=bool(out and mlp))
 

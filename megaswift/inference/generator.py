@@ -247,8 +247,7 @@ class Generator:
             if not self._tried[shown]:
                 log.info(
                     f"this model answers prompts of several lengths{' with images' * shown} otherwise together than "
-                    f"alone: "
-                    "one after the other, then"
+                    "alone: one after the other, then"
                 )
         return self._tried[shown]
 

@@ -285,9 +285,8 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
             source, lock = open_checkpoint(checkpoint), threading.Lock()
             weights = {name: _Lazy(source, name, lock) for name in source.names()}
             loaded = type(skeleton).from_pretrained(None, config=prepared.config, state_dict=weights, **how)
-            loaded[
-                0
-            ].generation_config = prepared.generation  # from_pretrained looks for it beside files of weights only
+            # from_pretrained looks for it beside files of weights only
+            loaded[0].generation_config = prepared.generation
     model, told = without_cpu_repacking(loaded[0]), loaded[1]
     lost = sorted(str(name) for key in ("missing_keys", "mismatched_keys") for name in told[key])
     if lost:

@@ -34,11 +34,8 @@ def agree(model: Any, both: Inputs, alone: tuple[Inputs, Inputs], pad: int) -> b
     """Whether two prompts get the answers that each gets alone."""
     try:
         together, single = _logits(model, both, pad), [_logits(model, inputs, pad)[:, 0] for inputs in alone]
-    except (
-        RuntimeError,
-        ValueError,
-        IndexError,
-    ):  # of a model that takes no such batch at all; what is wrong with a prompt is told alone
+    except (RuntimeError, ValueError, IndexError):
+        # of a model that takes no such batch at all; what is wrong with a prompt is told alone
         return False
     steps = min(len(together), *map(len, single))
     apart = float((single[0][:steps] - single[1][:steps]).abs().max()) or float(

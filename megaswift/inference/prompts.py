@@ -87,13 +87,8 @@ class Prompts:
             ids = self.tokenizer.apply_chat_template(
                 turns, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=True, return_dict=True
             )["input_ids"]
-        except (
-            TemplateError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            ValueError,
-        ) as error:  # whatever a template's expressions raise
+        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            # whatever a template's expressions raise
             raise PromptError(f"the chat template refuses this conversation ({error})") from None
         return Prompt(self._checked(ids))
 

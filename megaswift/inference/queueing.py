@@ -117,13 +117,8 @@ class Line:
             return
         try:
             found = self._generate([r for t in wanted for r in t.requests], wanted[0].sampling)
-        except (
-            UserError,
-            RuntimeError,
-            ValueError,
-            IndexError,
-            TypeError,
-        ) as error:  # the model's: these clients hear of it, others go on
+        except (UserError, RuntimeError, ValueError, IndexError, TypeError) as error:
+            # the model's: these clients hear of it, others go on
             alone = len(wanted) > 1 and not any(r.begun for t in wanted for r in t.requests)  # of one of them, perhaps
             for ticket in wanted:
                 if alone:

@@ -53,9 +53,8 @@ class VllmSampler:
     shared = False
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
-        os.environ.setdefault(
-            "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
-        )  # the engine in this process: tensors are handed over, not copied
+        # the engine in this process: tensors are handed over, not copied
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         for name in ("RANK", "LOCAL_RANK"):  # vLLM reads them; a run of one process may have no launcher that sets them
             os.environ.setdefault(name, "0")
         self.vllm: Any = importlib.import_module("vllm")

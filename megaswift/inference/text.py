@@ -44,9 +44,8 @@ class TextStream:
             decode(self.tokenizer, self._ids[self._shown : self._next]),
             decode(self.tokenizer, self._ids[self._shown :]),
         )
-        if now.endswith(BROKEN) or len(now) <= len(
-            before
-        ):  # no text yet, or a special token, after which the space would be lost too
+        # no text yet, or a special token, after which the space would be lost too
+        if now.endswith(BROKEN) or len(now) <= len(before):
             return ""
         self._shown, self._next = self._next, len(self._ids)
         return self._give(now[len(before) :])

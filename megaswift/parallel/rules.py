@@ -153,8 +153,7 @@ def _experts(shape: ModelShape, asked: Asked) -> Iterator[Problem]:
             "this model's experts have biases, which Megatron-Core adds rightly with --etp 1 only",
             (
                 f"--etp 1, and --ep {max(n for n in divisors(shape.experts) if asked.world_size % n == 0)} to spread "
-                f"the "
-                f"experts"
+                "the experts"
             ),
         )
     if shape.experts % asked.ep:

@@ -39,9 +39,8 @@ def world_size() -> int:
 def _reduce(values: Sequence[float], operation: Any) -> list[float]:
     if not _several():
         return [float(v) for v in values]
-    tensor = torch.tensor(
-        list(values), dtype=torch.float64
-    )  # on the CPU: the group has gloo there, with and without GPUs
+    # on the CPU: the group has gloo there, with and without GPUs
+    tensor = torch.tensor(list(values), dtype=torch.float64)
     dist.all_reduce(tensor, op=operation)
     return tensor.tolist()
 

@@ -119,6 +119,7 @@ class Build:
     def geometry(self) -> LoaderGeometry:
         """What the loader must know of this rank and its batches."""
         plan, layout = batch_plan(self.cfg.train, self.layout.dp), self.layout
+        # towers' tokens may lie beyond
         return LoaderGeometry(
             dp_rank=self.context.coordinates.dp,
             dp_size=layout.dp,
@@ -129,7 +130,7 @@ class Build:
             uniform=layout.pp > 1,
             seed=data.data_seed(self.cfg.data, self.cfg.train),
             vocabulary=0 if has_tower(self.spec.hf_config) else self.spec.vocab_size,
-        )  # towers' tokens may lie beyond
+        )
 
     def data(self) -> tuple[BatchSource, EvalSource | None]:
         """Tokenizer, then training and evaluation batches. Evaluation passes as many micro-batches at a time as a

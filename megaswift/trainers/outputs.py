@@ -124,8 +124,7 @@ def check(cfg: SwiftConfig) -> list[Problem]:
                 f"holds another run ({', '.join(p.name for p in present)})",
                 (
                     "another one, --resume_from_checkpoint latest to go on, or --overwrite_output_dir to start anew "
-                    "(the "
-                    "old one is moved aside)"
+                    "(the old one is moved aside)"
                 ),
             )
         )

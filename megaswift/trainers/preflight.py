@@ -147,9 +147,8 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
             if chosen(cfg, name) and getattr(cfg.model, name)
         ]
     if (kind := engine_of(cfg)) in ZERO:
-        dtype = (
-            cfg.model.torch_dtype
-        )  # auto depends on the device: what the file says of it is then checked on the ranks
+        # auto depends on the device: what the file says of it is then checked on the ranks
+        dtype = cfg.model.torch_dtype
         problems += missing(kind)
         problems += [
             p

@@ -43,7 +43,6 @@ def run(cfg: SwiftConfig) -> Path:
         finished = True
         return root
     finally:
-        if (
-            finished or layout.world_size == 1
-        ):  # after an error other ranks may be inside a collective: the process ends instead
+        # after an error other ranks may be inside a collective: the process ends instead
+        if finished or layout.world_size == 1:
             context.close()

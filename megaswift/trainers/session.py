@@ -86,8 +86,7 @@ class Session:
         if cfg.data.max_length > self.spec.max_positions:
             log.warn(
                 f"--max_length {cfg.data.max_length} is more than the {self.spec.max_positions} positions that the "
-                f"model's "
-                "config.json names (max_position_embeddings): it may do badly on documents longer than that"
+                "model's config.json names (max_position_embeddings): it may do badly on documents longer than that"
             )
         with timed(self.seconds, "data"):
             source: Any
@@ -117,9 +116,8 @@ class Session:
                 build.changed(manifest["config"], cfg.to_dict())
                 if told := other_batch(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(told)
-            if cfg.train.max_steps is None and isinstance(
-                source, StoredSource
-            ):  # each row as often as was asked, whatever steps took
+            # each row as often as was asked, whatever steps took
+            if cfg.train.max_steps is None and isinstance(source, StoredSource):
                 loop.total_steps = total = loop.step + source.steps_left(cfg.train.num_train_epochs)
         facts = b.facts(engine, source, None if cfg.task in RL else held, total, loop.step)
         if cfg.task in RL:

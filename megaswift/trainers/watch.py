@@ -44,9 +44,8 @@ class Watch(Hook):
                 Problem(
                     f"step {step.number}",
                     f"{self.in_a_row} steps in a row had a gradient that is not finite",
-                    "go on from a checkpoint before it (--resume_from_checkpoint) with a lower --learning_rate or "
-                    "more --warmup_steps, "
-                    "or look at the data near it with `megaswift data show`",
+                    "go on from a checkpoint before it (--resume_from_checkpoint) with a lower --learning_rate or more "
+                    "--warmup_steps, or look at the data near it with `megaswift data show`",
                 )
             )
 

@@ -171,9 +171,8 @@ def test_a_gpt_oss_folder_is_what_transformers_loads(tmp_path: Path) -> None:
     """Names, transposed experts and every bit."""
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(
-        quantise_mxfp4(gpt_oss(tmp_path))
-    ).state_dict()  # on a CPU, transformers dequantises
+    # on a CPU, transformers dequantises
+    theirs = AutoModelForCausalLM.from_pretrained(quantise_mxfp4(gpt_oss(tmp_path))).state_dict()
     source = open_hf(tmp_path)
     assert set(source.names()) == set(theirs) and theirs["model.layers.1.mlp.experts.gate_up_proj"].shape == (
         4,

@@ -78,9 +78,8 @@ def test_each_tensor_keeps_its_own_dtype(tmp_path: Path, fresh: Callable[[str], 
     mixed["lm_head.weight"] = mixed["lm_head.weight"].to(torch.float16)
     rewrite(folder, mixed)
     plan, source = opened(folder)
-    trained = {
-        name: tensor.float() for name, tensor in round_trip(plan, source, 2, 1).items()
-    }  # as fp32 main weights would be
+    # as fp32 main weights would be
+    trained = {name: tensor.float() for name, tensor in round_trip(plan, source, 2, 1).items()}
     export_hf(tmp_path / "kept", plan, trained.items(), ExportOptions(source=folder))
     kept = tensors_of(tmp_path / "kept")
     assert {n: t.dtype for n, t in kept.items()} == {n: t.dtype for n, t in mixed.items()}
@@ -120,9 +119,8 @@ def test_qkv_interleave_by_hand(fresh: Callable[[str], Path]) -> None:
 def test_padding_is_zero_and_leaves_no_trace(folders: Path) -> None:
     plan, source = opened(make("dense", folders))
     entry = plan.by_megatron["output_layer.weight"]
-    shards = [
-        entry.read(source, 4, rank, 192) for rank in range(4)
-    ]  # 48 rows each: the third has 34 rows of 130, the last none
+    # 48 rows each: the third has 34 rows of 130, the last none
+    shards = [entry.read(source, 4, rank, 192) for rank in range(4)]
     assert torch.count_nonzero(shards[2][34:]) == 0 and torch.count_nonzero(shards[3]) == 0
     assert torch.count_nonzero(shards[2][:34]) > 0
     shards = [s + 7 for s in shards]  # whatever the padding became in training

@@ -53,9 +53,8 @@ def test_the_safetensors_library_reads_them(tmp_path: Path, limit: int, backward
             assert file.metadata() == {"format": "pt"}
         length = struct.unpack("<Q", path.read_bytes()[:8])[0]
         header = json.loads(path.read_bytes()[8 : 8 + length])
-        assert (
-            length % 8 == 0
-        )  # so that tensors can be used in place, each must lie at a multiple of its element's size
+        # so that tensors can be used in place, each must lie at a multiple of its element's size
+        assert length % 8 == 0
         assert all(
             v["data_offsets"][0] % TENSORS[k].element_size() == 0 for k, v in header.items() if k != "__metadata__"
         )

@@ -62,9 +62,8 @@ def _backend(kind: str) -> str:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.post_processor = processors.ByteLevel(
-            trim_offsets=True
-        )  # hides white space from offsets, as GPT-2's does
+        # hides white space from offsets, as GPT-2's does
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
         bytes_, alphabet = [], pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=700, special_tokens=[*SPECIAL[kind], *bytes_], initial_alphabet=alphabet, show_progress=False

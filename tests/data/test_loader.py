@@ -306,9 +306,8 @@ def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(
         s.next()
     assert s.state_dict() == state
     jsonl(path, [chat("q", "a") | {"messages": [chat("q", "a")["messages"][0]]}, {"messages": 3}, chat("x", "y")])
-    with pytest.raises(
-        DataError, match=r"(?s)d.jsonl:2: column messages.*mend the row, or --strict"
-    ):  # before a row of use: at once
+    # before a row of use: at once
+    with pytest.raises(DataError, match=r"(?s)d.jsonl:2: column messages.*mend the row, or --strict"):
         source(tmp_path, 0, LoaderGeometry(), streaming=True)
     jsonl(path, [chat(str(i), "a") for i in range(5)] + [{"messages": 3}] + [chat("x", "y")] * 3)
     lenient = source(tmp_path, 0, LoaderGeometry(per_device=2), streaming=True, shuffle=False, strict=False)[0]
@@ -395,9 +394,8 @@ def test_a_stream_without_a_usable_row_is_refused(
     assert capsys.readouterr().err.count("deleted") == 1
     with pytest.raises(DataError, match="no row of a whole epoch.*--max_length 4 "):
         source(tmp_path, 0, LoaderGeometry(), max_length=4, **options)
-    with pytest.raises(
-        DataError, match=r"row 1: \d+ tokens, --max_length is 128"
-    ):  # what stops it at its first row stops it now
+    # what stops it at its first row stops it now
+    with pytest.raises(DataError, match=r"row 1: \d+ tokens, --max_length is 128"):
         source(tmp_path, 0, LoaderGeometry(), max_length=128, **options | {"truncation_strategy": "raise"})
     if packing:
         s.contents.options = replace(s.options, max_length=4)

@@ -106,9 +106,8 @@ def made(name: str) -> Tokenizer:
     tok.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     if name != "gpt2":
         tok.normalizer = normalizers.NFC()
-    rng = random.Random(
-        0
-    )  # trained on the like of the tests' own texts, so that whatever pre-tokenisation lets merge does merge
+    # trained on the like of the tests' own texts, so that whatever pre-tokenisation lets merge does merge
+    rng = random.Random(0)
     text = [*TEXT, *(hard_text(rng).text for _ in range(4000))]
     tok.train_from_iterator(
         text,
@@ -309,8 +308,7 @@ def test_dropout_and_other_models_are_encoded_whole() -> None:
 
 def test_a_separator_is_found_wherever_it_stands() -> None:
     assert _separator(["<|a|>", "<b>"]) == "<|a|>"
-    assert (
-        _separator(["aa", "[INST]", "[[INST]"]) == "[[INST]"
-    )  # the first overlaps itself, the second lies in the third
+    # the first overlaps itself, the second lies in the third
+    assert _separator(["aa", "[INST]", "[[INST]"]) == "[[INST]"
     assert _separator(["<b>", "x<"]) == "x<"  # whose end begins the first
     assert _separator(["日"]) is None

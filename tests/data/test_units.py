@@ -41,11 +41,12 @@ CHATS = [
     {"prompt": [user("日本語")], "chosen": [says("🙂🙂")], "rejected": [says("🙂")], "tools": json.dumps(TOOLS)},
 ]
 WHOLE = [{"chosen": r["prompt"] + r["chosen"], "rejected": r["prompt"] + r["rejected"]} for r in CHATS[:2]]
+# `hello` ` world`, but `hello` ` ` `z`...
 PLAIN = [
     {"prompt": "The capital of", "chosen": " France is Paris", "rejected": " France"},
     {"prompt": "hello", "chosen": "world", "rejected": "worlds how are you<|im_end|>"},
     {"prompt": "hello ", "chosen": "world", "rejected": "zzz"},
-]  # `hello` ` world`, but `hello` ` ` `z`...
+]
 
 
 def made(
@@ -149,9 +150,8 @@ def test_reasoning_on_one_side_only(tmp_path: Path) -> None:
 
 
 SEES_THE_END = (
-    "{% for m in messages %}{{ '<|im_start|>' + (messages[-1].content | length | string) }}{% if m.role == "
-    "'assistant' %}"
-    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + (messages[-1].content | length | string) }}{% if m.role == 'assistant' "
+    "%}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 USELESS = [
     (pair("q", "a", "a"), "identical answers"),
@@ -178,8 +178,7 @@ def test_or_are_skipped_and_counted_by_cause(tmp_path: Path, capsys: pytest.Capt
     assert len(kept) == 1 and kept.docs.sample.tolist() == [0, 0]
     assert (
         "d.jsonl: 7 rows skipped: 1 malformed, 1 with an empty answer, 3 with identical answers, 1 with no prompt, 1 "
-        "with two prompts "
-        "(--strict false)"
+        "with two prompts (--strict false)"
     ) in capsys.readouterr().err
     with pytest.raises(DataError, match="no row is of use; 5 rows skipped"):
         made(tmp_path, rows[:5], strict=False, kind="mistral", name="mistral")

@@ -109,9 +109,8 @@ def test_gemma() -> None:
     assert two.tied and three.tied and two.transformer["softmax_scale"] == 0.0625
     assert two.features.embedding_scale == 48.0 and three.features.embedding_scale == math.sqrt(1152)
     assert two.features.embedding_scale_rounded and two.transformer["layernorm_zero_centered_gamma"]
-    assert (
-        spec(GEMMA_2_2B, sliding_window_size=4096).transformer == two.transformer
-    )  # the 9B and 27B have it beside sliding_window
+    # the 9B and 27B have it beside sliding_window
+    assert spec(GEMMA_2_2B, sliding_window_size=4096).transformer == two.transformer
     assert (three.rope, three.features.rope_local) == (RopeSpec(1e6), RopeSpec(1e4))
     scaled = spec(GEMMA_3_1B, rope_scaling={"rope_type": "linear", "factor": 8.0})
     assert scaled.rope.scaling == {"rope_type": "linear", "factor": 8.0} and scaled.features.rope_local == RopeSpec(1e4)

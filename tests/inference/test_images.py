@@ -151,9 +151,8 @@ def test_a_batch_with_and_without_images(kind: str, model: Callable[[str], Opene
     assert [c.text for c in found] == [*want] and want[0] != want[1] and len(set(want)) > 2
     assert [[t.logprob for t in c.logprobs] for c in found] == [pytest.approx(s, abs=2e-5) for s in scores]
     assert generator._tried[True], "they go in one batch"
-    again = generator.generate(
-        [prompts.request(prompts.of_chat(CONVERSATIONS[3]), NEW, ())], Sampling()
-    )  # nothing of the images is left
+    # nothing of the images is left
+    again = generator.generate([prompts.request(prompts.of_chat(CONVERSATIONS[3]), NEW, ())], Sampling())
     assert again[0].text == want[3]
 
 

@@ -91,9 +91,8 @@ def test_deploy_answers_as_transformers_does(model: Path, tmp_path: Path) -> Non
         assert [m.id for m in client.models.list()] == ["tiny", "tiny-adapter"]
         asked: Any = {"messages": [{"role": "user", "content": "1+2?"}], "max_tokens": NEW}
         whole = client.chat.completions.create(model="tiny", logprobs=True, **asked)
-        assert (
-            whole.choices[0].message.content.strip() == want
-        )  # this tokenizer has no decoder, and vLLM decodes beside the prompt
+        # this tokenizer has no decoder, and vLLM decodes beside the prompt
+        assert whole.choices[0].message.content.strip() == want
         assert [t.logprob for t in whole.choices[0].logprobs.content] == pytest.approx(wanted, abs=GAP)
         streamed = client.chat.completions.create(model="tiny", stream=True, **asked)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed).strip() == want

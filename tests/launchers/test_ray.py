@@ -33,10 +33,11 @@ def ray_folder() -> Any:
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        # else Ray writes one into the home folder
         yield {
             "RAY_TMPDIR": folder,
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
-        }  # else Ray writes one into the home folder
+        }
 
 
 @pytest.mark.process

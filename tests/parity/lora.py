@@ -102,9 +102,8 @@ class Adapted:
         if a is None or b is None:
             return base
         changed, m = base + self.scale * (b @ a), self.tensors.get(f"{module}.lora_magnitude_vector")
-        return (
-            changed if m is None else changed * (m / changed.detach().norm(dim=1))[:, None]
-        )  # DoRA, section 4.3: the length is constant
+        # DoRA, section 4.3: the length is constant
+        return changed if m is None else changed * (m / changed.detach().norm(dim=1))[:, None]
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter by its name in memory: experts joined again in the order in which `by_disk_name` takes them

@@ -62,9 +62,8 @@ def test_equals_hugging_face(engine: str, text: str, pool: Pool, references: Ref
         case, folder, recipe, options={"engine": engine, "recompute_granularity": "full" if case.tied else None}
     )
     got = pool.run("tests.parity.measure:train", task, case.world)[0]
-    trained = {
-        n: g for n, g in want.gradients.items() if n in got.gradients or bool(g.any())
-    }  # buffers have none here, zero there
+    # buffers have none here, zero there
+    trained = {n: g for n, g in want.gradients.items() if n in got.gradients or bool(g.any())}
     differences = compare(got, replace(want, gradients=trained), recipe)
     assert not any(d.bad for d in differences), table(f"{engine}, {case}", differences)
 

@@ -203,9 +203,8 @@ def write_model(kind: str, folder: Path) -> Path:
     processor.chat_template = tokens.chat_template
     with torch.no_grad():
         for parameter in model.parameters():
-            if (
-                parameter.dim() == 1 or float(parameter.abs().max()) == 0
-            ):  # biases and class tokens are zero when they are made
+            # biases and class tokens are zero when they are made
+            if parameter.dim() == 1 or float(parameter.abs().max()) == 0:
                 parameter.add_(torch.randn(parameter.shape) * 0.05)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)

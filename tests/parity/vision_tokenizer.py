@@ -26,12 +26,9 @@ QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 PLACEHOLDER = {"qwen2_vl": QWEN, "qwen3_vl": QWEN, "gemma3": "<boi>"}
 TEMPLATE = (
     "{%% macro body(c) %%}{%% if c is string %%}{{ c }}{%% else %%}{%% for p in c %%}{%% if p['type'] == 'image' "
-    "%%}%s{%% else %%}"
-    "{{ p['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}{%% endmacro %%}"
-    "{%% for m in messages %%}{%% if m['role'] == 'assistant' %%}<a>{%% generation %%}{{ body(m['content']) }}<e>{%% "
-    "endgeneration %%}"
-    "{%% else %%}<u>{{ body(m['content']) }}<e>{%% endif %%}{%% endfor %%}{%% if add_generation_prompt %%}<a>{%% "
-    "endif %%}"
+    "%%}%s{%% else %%}{{ p['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}{%% endmacro %%}{%% for m in messages "
+    "%%}{%% if m['role'] == 'assistant' %%}<a>{%% generation %%}{{ body(m['content']) }}<e>{%% endgeneration %%}{%% "
+    "else %%}<u>{{ body(m['content']) }}<e>{%% endif %%}{%% endfor %%}{%% if add_generation_prompt %%}<a>{%% endif %%}"
 )
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{% generation %}{{ m['content'] }}<e>{% "
-    "endgeneration %}"
-    "{% else %}<u>{{ m['content'] }}<e>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{% generation %}{{ m['content'] }}<e>{% endgeneration "
+    "%}{% else %}<u>{{ m['content'] }}<e>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 SPECIAL = ["<pad>", "<e>", "<u>", "<a>"]
 

@@ -113,9 +113,8 @@ def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str
     lines = [json.loads(line) for line in (out / "phases.jsonl").read_text().splitlines()]
     begins = [i for i, (phase, _) in enumerate(lines) if phase == "generating"]
     assert len(begins) == 2
-    last = lines[
-        max(i for i in range(begins[1]) if lines[i][0] == "training") + 1 :
-    ]  # by then the optimizers have their moments
+    # by then the optimizers have their moments
+    last = lines[max(i for i in range(begins[1]) if lines[i][0] == "training") + 1 :]
     return {
         name: [count / weights for phase, count in last if phase == name]
         for name in ("streaming", "generating", "training")

@@ -83,13 +83,14 @@ def test_a_spike_does_not_move_the_median() -> None:
     smoothed = curves.smooth(values, 6)
     assert max(smoothed) == 2.0 and smoothed[0] == 2.0 and smoothed[-1] == 1.0
     assert math.isnan(curves.smooth([1.0, math.nan, 3.0], 3)[1])
+    # as many lines as the legend says
     assert [curves.smoothing_window(n) for n in (1, 59, 60, 90, 120)] == [
         1,
         1,
         3,
         3,
         5,
-    ]  # as many lines as the legend says
+    ]
 
 
 def test_the_range_leaves_out_a_first_spike_of_a_long_curve() -> None:

@@ -68,9 +68,8 @@ def test_one_line_holds_the_means_and_sums_of_its_steps(tmp_path: Path) -> None:
     line = lines[0]
     assert list(line) == [*FIELDS, "token_accuracy"]
     assert line["step"] == 2 and line["epoch"] == 0.5
-    assert (
-        line["loss"] == (3.0 * 10 + 5.0 * 30) / 40
-    )  # the objective over both global batches, not the mean of two means
+    # the objective over both global batches, not the mean of two means
+    assert line["loss"] == (3.0 * 10 + 5.0 * 30) / 40
     assert line["token_accuracy"] == pytest.approx(0.45)
     assert line["grad_norm"] == 4.0 and line["learning_rate"] == 0.05  # of the logged step
     assert line["tokens"] == 200 and line["label_tokens"] == 40  # sums

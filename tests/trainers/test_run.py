@@ -58,9 +58,8 @@ def test_a_run_leaves_the_whole_output_directory(whole: tuple[Path, str]) -> Non
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert [line["step"] for line in read_lines(out / "eval.jsonl")] == [4, 8]
     assert Store(out / "checkpoints").latest() == out / "checkpoints" / "step-8"
-    assert (
-        "TP2 SP DP1 on 2 processes" in text and text.count("megaswift: supervised fine-tuning") == 1
-    )  # one screen, not one a rank
+    # one screen, not one a rank
+    assert "TP2 SP DP1 on 2 processes" in text and text.count("megaswift: supervised fine-tuning") == 1
     assert "UserWarning" not in text and "FutureWarning" not in text
 
 

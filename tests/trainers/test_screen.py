@@ -94,8 +94,7 @@ def test_host_memory_is_told_apart() -> None:
     )
     assert dict(rows(SwiftConfig(task="sft"), facts))["memory"] == (
         "weights 1.0 MiB + gradients 1.0 MiB + optimizer 512.0 KiB = 2.5 MiB on the largest rank, activations not "
-        "counted"
-        "; 3.0 MiB of optimizer state in host memory"
+        "counted; 3.0 MiB of optimizer state in host memory"
     )
 
 

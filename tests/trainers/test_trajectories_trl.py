@@ -142,9 +142,8 @@ def of_trl(
 
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     kind, config = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "kto": (trl.KTOTrainer, trl.KTOConfig)}[task]
-    reference = (
-        AutoModelForCausalLM.from_pretrained(model_folder) if adapter is None else None
-    )  # PEFT's reference lies in the model
+    # PEFT's reference lies in the model
+    reference = AutoModelForCausalLM.from_pretrained(model_folder) if adapter is None else None
     return curve(
         kind(
             model=model,

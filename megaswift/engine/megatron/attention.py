@@ -107,9 +107,8 @@ class TorchAttention(MegatronModule):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, h, s, d]
         dropout = self.dropout if self.training else 0.0
         outs = []
-        with (
-            get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext()
-        ):  # heads lie on ranks: each draws its own
+        # heads lie on ranks: each draws its own
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
             for parts, offset in rows.parts(q, k, v):
                 count, keys = parts[0].shape[2], parts[1].shape[2]
                 if self.softcap is not None:

@@ -100,9 +100,8 @@ def moments(placed: Sequence[tuple[Tensor, list[Piece]]], slices: Sequence[state
     by_weight = {id(local): parts for local, parts in placed}
     for s in slices:
         for p in by_weight[id(s.weight)]:
-            replica = (
-                p.replica[:-1] if s.sharded else p.replica
-            )  # data-parallel ranks own different ranges of it, none is a copy
+            # data-parallel ranks own different ranges of it, none is a copy
+            replica = p.replica[:-1] if s.sharded else p.replica
             first, last = max(p.start, s.start), min(p.end, s.end)
             if first >= last or (write and any(replica)):
                 continue

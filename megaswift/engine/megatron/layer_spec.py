@@ -60,9 +60,8 @@ def _torch_mlp(config: TransformerConfig, moe: bool) -> ModuleSpec:
     expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear, activation_func=unit)
     experts = ModuleSpec(module=SequentialMLP, submodules=expert)
     every = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=unit)
-    shared = ModuleSpec(
-        module=SharedExpertMLP, submodules=every
-    )  # built only where the configuration has a width for it
+    # built only where the configuration has a width for it
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=every)
     return ModuleSpec(
         module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=BalancedRouter)
     )

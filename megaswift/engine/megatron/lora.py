@@ -47,9 +47,8 @@ def plan_adapters(cfg: LoraConfig, weights: WeightPlan) -> AdapterPlan:
     if unfit := without_dora(chosen, "--use_dora true") if cfg.use_dora else []:
         raise ConfigError(unfit)
     whole = saved(family, spec, cfg.modules_to_save)
-    return AdapterPlan(
-        weights, chosen, settings, dict.fromkeys([*whole, NEW] if spec.scored else whole)
-    )  # as PEFT's SEQ_CLS saves it
+    # as PEFT's SEQ_CLS saves it
+    return AdapterPlan(weights, chosen, settings, dict.fromkeys([*whole, NEW] if spec.scored else whole))
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,8 @@ def pieces(lora: RankAdapters) -> list[tuple[Tensor, list[Piece]]]:
         parts: list[Piece] = []
         for piece in entry.pieces(Cut(ranks, rank, lora.weights.padded)):
             whole = entry.hf_shapes[piece.source]
-            ranges = [
-                (min(piece.start, whole[dim]), min(piece.stop, whole[dim]))
-            ]  # rows of the vocabulary's padding are no one's
+            # rows of the vocabulary's padding are no one's
+            ranges = [(min(piece.start, whole[dim]), min(piece.stop, whole[dim]))]
             parts += _pieces(SAVED + entry.hf[piece.source], whole, dim, ranges, replica, at)
             at += piece.length * (placed.tensor.numel() // placed.tensor.shape[dim])
         found.append((placed.tensor, parts))

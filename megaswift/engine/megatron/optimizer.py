@@ -90,8 +90,7 @@ def step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bool]:
         for part in parts(optimizer):
             parameters = part.get_parameters()
             if parameters:
-                apart = getattr(
-                    part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False
-                )  # gradients in `decoupled_grad`
+                # gradients in `decoupled_grad`
+                apart = getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
                 clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=norm, use_decoupled_grad=apart)
     return norm, bool(optimizer.step_with_ready_grads())

@@ -87,9 +87,8 @@ class OwnSelfAttention(SelfAttention):
         super().__init__(config, *args, **kwargs)
         self.two_rotaries = config.features.rope_local is not None
         self.windowed = window_of(config, self.layer_number) is not None
-        if (
-            self.two_rotaries and self.windowed
-        ):  # only full layers are scaled: yarn's factor on cosine and sine is theirs
+        # only full layers are scaled: yarn's factor on cosine and sine is theirs
+        if self.two_rotaries and self.windowed:
             self.config = copy.copy(config)
             self.config.yarn_rotary_scaling_factor = 1.0  # Megatron-Core 0.16 asks the configuration in each pass,
             self._yarn_concentration_factor = 1.0  # 0.19 has asked it by now

@@ -25,9 +25,8 @@ def sink_attention(
     lanes = q.new_zeros(LANES)
     lanes[0] = 1.0
     q = torch.cat([q, lanes.expand(*q.shape[:-1], LANES)], dim=-1)
-    score = F.pad(
-        (sink.float() / scale).to(q.dtype)[:, None], (d, LANES - 1)
-    )  # [h, d + lanes]: times the query's 1 and the scale
+    # [h, d + lanes]: times the query's 1 and the scale
+    score = F.pad((sink.float() / scale).to(q.dtype)[:, None], (d, LANES - 1))
     k = torch.cat([score[None, :, None].expand(b, -1, -1, -1), F.pad(k, (0, LANES))], dim=2)
     v = F.pad(v, (0, LANES, 1, 0))
     if mask is None:  # a query that sees the sink alone keeps the diagonal in place

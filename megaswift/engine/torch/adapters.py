@@ -38,9 +38,8 @@ def write(model: Any, state: dict[str, Tensor], folder: Path, base_name: str) ->
 
     folder.mkdir(parents=True, exist_ok=True)
     named = {name.removeprefix(PREFIX): tensor.contiguous() for name, tensor in state.items()}
-    shared = {
-        id(p): named[name] for name, p in model.named_parameters() if name in named
-    }  # VB-LoRA's bank has a name in every layer
+    # VB-LoRA's bank has a name in every layer
+    shared = {id(p): named[name] for name, p in model.named_parameters() if name in named}
     named |= {name: shared[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in shared}
     tensors = get_peft_model_state_dict(model, state_dict=named)
     save_file(

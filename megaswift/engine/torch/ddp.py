@@ -50,9 +50,8 @@ class Replicated:
         no_sync_of_buffers: dict[str, Any] = {
             "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
         }
-        idle = trains_tower(
-            base(getattr(module, "model", module))
-        )  # the last layers of some towers have no effect, and so no gradient
+        # the last layers of some towers have no effect, and so no gradient
+        idle = trains_tower(base(getattr(module, "model", module)))
         return DistributedDataParallel(
             module, device_ids=devices, gradient_as_bucket_view=True, find_unused_parameters=idle, **no_sync_of_buffers
         )

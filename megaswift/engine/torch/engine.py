@@ -117,9 +117,8 @@ class TorchEngine:
             self.routers.begin(train)
             value = objective(here, self._fields(here)) + self.routers.take(here.valid, max(counted.microbatches, 1))
             last = i == len(microbatches) - 1
-            if (
-                train and last and self.allocation is not None
-            ):  # once a global batch, of which every rank adds its share
+            # once a global batch, of which every rank adds its share
+            if train and last and self.allocation is not None:
                 orthogonal = self.allocation.penalty()
                 value = value + orthogonal / self.layout.world_size
             if train:

@@ -126,9 +126,8 @@ def merging_of(fields: FieldsModel) -> Merging:
         place, at = base_name(name), _inside(name, found.layers)
         if not name.startswith(OWN) or KEPT in name or at is not None and not name.startswith(f"{at}.base_layer."):
             continue
-        if at is not None and not quantised.is_packed(
-            found.layers[at].get_base_layer()
-        ):  # layers in layers have such names too
+        # layers in layers have such names too
+        if at is not None and not quantised.is_packed(found.layers[at].get_base_layer()):
             continue
         module = fields.get_submodule(name.rpartition(".")[0])
         if name.endswith(".weight") and quantised.is_packed(module):

@@ -61,11 +61,8 @@ def build(
             torch.manual_seed(cfg.train.seed)
             with hollow.without_weights() if empty else nullcontext():
                 return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
-    except (
-        OSError,
-        ValueError,
-        ImportError,
-    ) as error:  # what transformers raises for a folder or an option that it cannot serve
+    except (OSError, ValueError, ImportError) as error:
+        # what transformers raises for a folder or an option that it cannot serve
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise WeightsError(Problem(f"--model {folder}", f"transformers cannot load it: {reason}")) from None
 

@@ -36,9 +36,8 @@ def loading(folder: Path, cfg: SwiftConfig, device: torch.device, dtype: torch.d
         return {"quantization_config": made, "device_map": {"": device}}
     if method is None:
         return {}
-    return {"device_map": {"": device}} | (
-        {"dtype": dtype} if method in ("gptq", "awq") else {}
-    )  # their kernels know no float32
+    # their kernels know no float32
+    return {"device_map": {"": device}} | ({"dtype": dtype} if method in ("gptq", "awq") else {})
 
 
 def whole_floats(model: nn.Module, folder: Path) -> nn.Module:

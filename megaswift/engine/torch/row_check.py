@@ -87,9 +87,8 @@ def _problems(read: Read, vocab: int, limit: float, packing: bool, model: str) -
         return
     if packing:
         kept, joined = read(row(before, document))[:, BEFORE:], read(row(torch.cat([before, document])))[:, BEFORE:]
-        rounding = _apart(
-            alone[:, :-1], read(row(torch.cat([document, end])))[:, : DOCUMENT - 1]
-        )  # of a row of another length
+        # of a row of another length
+        rounding = _apart(alone[:, :-1], read(row(torch.cat([document, end])))[:, : DOCUMENT - 1])
         if _differs(alone, kept, max(limit * _apart(alone, joined), 3 * rounding)):
             yield Problem(
                 "--packing true",

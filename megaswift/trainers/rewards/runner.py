@@ -124,9 +124,8 @@ def _ended(child: Child, status: int, used: float, request: Request) -> dict[str
     out, errors, result = (_read(file, request.output) for file in child.files[1:])
     code = os.waitstatus_to_exitcode(status)
     how = "unlocked" if code == jail.UNLOCKED else "ended" if code == 0 else "failed"
-    deaf = (
-        -code == signal.SIGKILL and used > request.cpu / 2
-    )  # the kernel limits by ticks and reports other sums; else memory ran out
+    # the kernel limits by ticks and reports other sums; else memory ran out
+    deaf = -code == signal.SIGKILL and used > request.cpu / 2
     if child.overdue or deaf or -code == signal.SIGXCPU:
         how = "time"
     elif -code == signal.SIGSYS:

@@ -109,9 +109,8 @@ def critic_row(cfg: SwiftConfig, critic: Engine) -> Iterator[tuple[str, str]]:
     yield (
         "critic",
         (
-            f"{start}, with a scalar head: {sizes.parameters_total:,} parameters{trained_text(sizes)}, {held} more "
-            f"on the largest "
-            f"rank, learning rate {rate:g}"
+            f"{start}, with a scalar head: {sizes.parameters_total:,} parameters{trained_text(sizes)}, {held} more on "
+            f"the largest rank, learning rate {rate:g}"
         ),
     )
 
@@ -188,9 +187,8 @@ def attach(build: Build, loop: Loop, source: PromptSource, held: Sequence[Prompt
     hooks: list[Hook] = [Closing(drawing), Alarms(rollouts)]
     if trained is not None:
         loop.prepare, loop.engines = trained.prepare, {CRITIC: trained.engine}
-        build.rules.append(
-            rule_of(trained.engine, build.spec, 1 / settings.iterations)
-        )  # its values, once a generation
+        # its values, once a generation
+        build.rules.append(rule_of(trained.engine, build.spec, 1 / settings.iterations))
         hooks.append(trained)
     if cfg.rl.log_completions:
         hooks.append(Record(build.outputs.completions, rollouts, cfg.rl.num_completions_to_print))

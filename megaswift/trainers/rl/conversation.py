@@ -105,13 +105,8 @@ class Talk:
 
         try:
             tail, rest, stop = after(DUMMY, False), after([*DUMMY, *answers], True), self.tokenizer.eos_token or ""
-        except (
-            TemplateError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            ValueError,
-        ) as error:  # whatever a template's expressions raise
+        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            # whatever a template's expressions raise
             roles = " and ".join(dict.fromkeys(str(m["role"]) for m in answers))
             raise RewardError(
                 Problem(
@@ -120,9 +115,8 @@ class Talk:
                     "another role in what step returns, such as user, or --chat_template FILE.jinja",
                 )
             ) from None
-        end = (
-            tail.index(stop) + len(stop) if stop and stop in tail else len(commonprefix([tail, rest]))
-        )  # the model wrote its end of turn
+        # the model wrote its end of turn
+        end = tail.index(stop) + len(stop) if stop and stop in tail else len(commonprefix([tail, rest]))
         return list(self.tokenizer(rest[end:], add_special_tokens=False)["input_ids"])
 
     def write(

@@ -152,9 +152,8 @@ def config_of(kind: str, vocab: int = VOCAB) -> Any:
     model_type, own = KINDS.get(kind, (kind, {}))
     standard = AutoConfig.for_model(model_type)
     fields = {k: v for k, v in COMMON.items() if hasattr(standard, k)} | {"vocab_size": vocab, **own}
-    fields |= {
-        k: 0.0 for k, v in standard.to_dict().items() if "drop" in k and isinstance(v, float)
-    }  # two ways to draw are two runs
+    # two ways to draw are two runs
+    fields |= {k: 0.0 for k, v in standard.to_dict().items() if "drop" in k and isinstance(v, float)}
     return AutoConfig.for_model(model_type, **{k: v for k, v in fields.items() if v is not None})
 
 

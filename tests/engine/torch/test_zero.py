@@ -185,9 +185,8 @@ def test_bfloat16(pool: Pool, kind: str) -> None:
     for what, tensors in found[0]["states"][0].items():
         assert all(torch.equal(t, found[0]["states"][1][what][n]) for n, t in tensors.items()), what
     near(found[0]["states"][0]["weight"], weights(Plain(1, 2, 2, CLIP, precision=precision).run()[2]), 1e-4)
-    for name, tensor in weights(
-        module
-    ).items():  # single values differ where rounding turned the sign of a first Adam step
+    # single values differ where rounding turned the sign of a first Adam step
+    for name, tensor in weights(module).items():
         assert float((found[0]["final"]["weight"][name] - tensor).norm() / tensor.norm()) < 5e-4, name
 
 
@@ -204,9 +203,8 @@ def test_a_hollow_model_is_sharded_before_it_has_weights(pool: Pool, kind: str, 
         assert rank["held"] < 0.1 * PARAMETERS
         assert rank["shards"] < 1.15 * PARAMETERS * (4 if dtype == "float32" else 2) / ranks
         near(rank["gradients"], gradients[0], 5e-6)
-        near(
-            rank["final"], weights(module), 1e-3
-        )  # Adam's first step is a sign: rounding shows where a gradient is nearly zero
+        # Adam's first step is a sign: rounding shows where a gradient is nearly zero
+        near(rank["final"], weights(module), 1e-3)
 
 
 @pytest.mark.slow

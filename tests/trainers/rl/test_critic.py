@@ -35,9 +35,8 @@ def test_a_new_head_says_next_to_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(critic, "make_engine", make)
     model_folder(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps({**config, "hidden_size": 4096})
-    )  # of a small model a usual head is small too
+    # of a small model a usual head is small too
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 4096}))
     spec = load_spec(tmp_path)
     context: Any = None
     critic.critic_engine(SwiftConfig(task="ppo"), spec, tmp_path, context, fresh=True)
