@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.accelerate_options import not_read
 from megaswift.config.worker import is_worker
+from megaswift.data.in_memory import dataset_paths
 from megaswift.entry import other_processes
 from megaswift.errors import ConfigError, Problem
 from megaswift.launchers import local
+
+
+@dataclass(frozen=True)
+class TrainOutput:
+    """What a run has left. The metrics are those of its files, so every rank that sees the folder has the same."""
+
+    output_dir: Path
+    global_step: int
+    """Optimizer steps in all, those before a resumption included."""
+    metrics: dict[str, Any]
+    """The last line of metrics.jsonl: loss, grad_norm, learning_rate, ... (docs/outputs.md)."""
+    eval_metrics: dict[str, Any]
+    """The last line of eval.jsonl; empty without an evaluation."""
+    log_history: list[dict[str, Any]]
+    """Every line of metrics.jsonl, in order of steps."""
+
+    @classmethod
+    def of(cls, output_dir: Path) -> TrainOutput:
+        """Reads the logs of a run that has ended."""
+        from megaswift.trainers.metrics import read_lines
+
+        history, evaluations = (read_lines(output_dir / name) for name in ("metrics.jsonl", "eval.jsonl"))
+        last = history[-1] if history else {}
+        return cls(output_dir, int(last.get("step", 0)), last, evaluations[-1] if evaluations else {}, history)
 
 
 class Trainer:
@@ -27,12 +52,16 @@ class Trainer:
         base = SwiftConfig() if config is None else config
         self.config = base if model is None else base.replace(model=os.fspath(model))
 
-    def train(self, dataset: str | os.PathLike[str] | Sequence[str] | None = None, **options: Any) -> Path:
-        """Runs to the end and returns the output directory. `options` go over the configuration."""
-        if dataset is not None:
-            options["dataset"] = (
-                os.fspath(dataset) if isinstance(dataset, str | os.PathLike) else [os.fspath(d) for d in dataset]
-            )
+    def train(self, dataset: Any = None, val_dataset: Any = None, **options: Any) -> TrainOutput:
+        """Trains to the end. `options` override the configuration.
+
+        `dataset` and `val_dataset`: a path (or a hub id), a list of them, a list of rows as dictionaries, or a
+        `datasets.Dataset`. Rows are written to a file in the cache folder first. Raises ConfigError for anything else.
+        """
+        cache = options.get("dataset_cache_dir", self.config.data.dataset_cache_dir)
+        for name, given in (("dataset", dataset), ("val_dataset", val_dataset)):
+            if given is not None:
+                options[name] = dataset_paths(given, name, cache)
         cfg = self.config.replace(**options) if options else self.config
         missing = [name for name in ("model", "dataset") if not cfg.value(name)]
         problems = [Problem(name, "is missing", 'Trainer(model="DIR").train(dataset="data.jsonl")') for name in missing]
@@ -49,7 +78,7 @@ class Trainer:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         cfg = settle(cfg, world)
         preflight(cfg, world)
-        return run(cfg)
+        return TrainOutput.of(run(cfg))
 
 
 def launch_problems(cfg: SwiftConfig) -> list[Problem]:

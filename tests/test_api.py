@@ -1,12 +1,16 @@
 """The Python API puts a configuration together; the run itself is the command line's."""
 
+import json
 from pathlib import Path
 
+import datasets
 import pytest
 
 from megaswift import SwiftConfig, Trainer
 from megaswift.api import launch_problems
 from megaswift.errors import ConfigError
+from tests.data.makers import chat
+from tests.trainers.inputs import write_model
 
 
 def test_the_design_s_example_is_understood(tmp_path: Path) -> None:
@@ -40,3 +44,22 @@ def test_launch_options_that_are_not_followed_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     assert launch_problems(trainer.config) == []
     assert [p.what for p in launch_problems(SwiftConfig(nproc_per_node=4))] == ["--nproc_per_node 4"]
+
+
+@pytest.mark.process
+def test_rows_go_in_and_metrics_come_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of rows, a `datasets.Dataset` to evaluate on; what comes back is what the files hold."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    rows = [chat(f"{i}+1=", str(i + 1)) for i in range(8)]
+    options = {"engine": "ddp", "max_steps": 2, "global_batch_size": 4, "output_dir": str(tmp_path / "out")}
+    trainer = Trainer(
+        write_model(tmp_path / "model"), SwiftConfig(dataset_cache_dir=str(tmp_path / "cache"), **options)
+    )
+    result = trainer.train(dataset=rows, val_dataset=datasets.Dataset.from_list(rows[:3]))
+    assert result.output_dir == tmp_path / "out" and result.global_step == 2
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert result.log_history == lines and result.metrics == lines[-1] and result.metrics["loss"] > 0
+    evaluated = json.loads((tmp_path / "out" / "eval.jsonl").read_text().splitlines()[-1])
+    assert result.eval_metrics == evaluated and evaluated["step"] == 2
+    assert (tmp_path / "out" / "hf" / "config.json").is_file()

@@ -25,7 +25,7 @@ API = """
 import json, sys
 from megaswift import SwiftConfig, Trainer
 options = json.loads(sys.argv[1])
-print(Trainer(options.pop("model"), SwiftConfig(task="pt", **options)).train(dataset=sys.argv[2]))
+print(Trainer(options.pop("model"), SwiftConfig(task="pt", **options)).train(dataset=sys.argv[2]).output_dir)
 """
 
 
