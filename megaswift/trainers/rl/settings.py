@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
 from megaswift.config.preference import beta_of
-from megaswift.config.rl import corrects_sampler, estimator_of, kl_estimator_of, kl_in_reward_of, whitens
 from megaswift.config.rl_batch import generation_plan
+from megaswift.config.rl_defaults import corrects_sampler, estimator_of, kl_estimator_of, kl_in_reward_of, whitens
+from megaswift.losses.sampler_gap import Correction
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,18 @@ class Settings:
         """Passes through the policy's model beside a step: old and reference once a generation, the entropies before
         each step."""
         return (self.needs_old + (self.beta != 0)) / self.iterations + (self.top_entropy_quantile < 1.0)
+
+
+def correction_of(cfg: SwiftConfig) -> Correction:
+    """The weights of samples against what the sampler's probabilities were."""
+    rl = cfg.rl
+    return Correction(
+        rl.importance_sampling_mode,
+        rl.importance_sampling_clip_max,
+        rl.importance_sampling_clip_min,
+        rl.importance_sampling_filter_max,
+        rl.importance_sampling_filter_min,
+    )
 
 
 def settings_of(cfg: SwiftConfig, dp: int) -> Settings:
