@@ -3,6 +3,7 @@ hand."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from megaswift.data.prompts import Prompt
+from megaswift.losses.advantages import aggregated
+from megaswift.losses.sampler_gap import MODES
 from megaswift.trainers.rewards.functions import Each
 from megaswift.trainers.rl.conversation import Conversation
 from megaswift.trainers.rl.estimate import Estimator, padded, token_mask
@@ -109,7 +112,7 @@ def test_all_silent() -> None:
 
 
 @pytest.mark.parametrize("least", [None, 1.2])
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("mode", MODES)
 def test_weights_against_the_sampler_are_bounded_by_hand(mode: str, least: float | None) -> None:
     made = estimator(
         importance_sampling_correction=True,
@@ -120,10 +123,25 @@ def test_weights_against_the_sampler_are_bounded_by_hand(mode: str, least: float
     found = made([rollout(t) for t in TOTALS], completed(values()))["ratio"]
     for ratio in found:
         gaps = 0.3 * np.arange(len(ratio))
-        weights = np.exp(np.full(len(ratio), gaps.sum()) if mode.startswith("sequence") else gaps)
+        whole = {"token": gaps, "sequence": gaps.sum(), "geometric": gaps.mean()}[mode.partition("_")[0]]
+        weights = np.exp(np.full(len(ratio), whole) if np.ndim(whole) == 0 else whole)
         outside = (weights > 1.5) | (weights < (least or 0.0))
         wanted = np.clip(weights, least or 0.0, 1.5) if mode.endswith("truncate") else np.where(outside, 0, weights)
         assert ratio == pytest.approx(wanted, rel=1e-5)
+
+
+def test_completions_far_from_the_sampler_are_left_out() -> None:
+    """The geometric mean of ratios 1, e^0.3, e^0.6, ... is e^(0.15 (n - 1))."""
+    found = estimator(
+        importance_sampling_correction=True,
+        importance_sampling_clip_max=None,
+        importance_sampling_filter_max=1.5,
+        importance_sampling_filter_min=1.1,
+    )([rollout(t) for t in TOTALS], completed(values()))["ratio"]
+    kept = [1.1 <= math.exp(0.15 * (len(ratio) - 1)) <= 1.5 for ratio in found]
+    assert any(kept) and not all(kept)
+    for ratio, counts in zip(found, kept, strict=True):
+        assert ratio == pytest.approx(np.exp(0.3 * np.arange(len(ratio))) * counts, rel=1e-5)
 
 
 def test_tokens_that_the_sampler_could_not_tell_are_weighed_1() -> None:
@@ -291,8 +309,8 @@ def test_turns_without_a_token(own: tuple[bool, ...], ends: tuple[int, ...], rew
 
 
 def test_estimators_of_turns() -> None:
-    """reinforce_plus_plus: returns 3, 3, 2 and twice as much, less their group's mean 4, over their deviation. grpo:
-    the sums 3 and 6."""
+    """reinforce_plus_plus: returns 3, 3, 2 and twice as much, less 9/2, the mean of 3 and 6, at every token; their mean
+    -1/2 off, over their deviation. grpo: the sums 3 and 6."""
     twice = replace(TURNS, rewards=(2.0, 4.0))
     judged = Judge([], [], lambda ids: "")([Prompt(0, (3, 4), "Q", {})] * 2, [TURNS, twice], range(2))
     some = completed({"old": [torch.zeros(3)] * 2})
@@ -300,7 +318,8 @@ def test_estimators_of_turns() -> None:
         kind: estimator(advantage_estimator=kind, num_generations=2, global_batch_size=2)(judged, some)["advantages"]
         for kind in ("reinforce_plus_plus", "grpo")
     }
-    wanted = np.asarray([-1, -1, -2, 2, 2, 0]) / np.sqrt(14 / 5)
+    wanted = np.asarray([-1.5, -1.5, -2.5, 1.5, 1.5, -0.5])
+    wanted = (wanted - wanted.mean()) / wanted.std(ddof=1)
     assert np.concatenate(found["reinforce_plus_plus"]) == pytest.approx(wanted, rel=1e-5)
     assert np.concatenate(found["grpo"]) == pytest.approx(
         [-1.5 / (4.5**0.5 + 1e-4)] * 3 + [1.5 / (4.5**0.5 + 1e-4)] * 3, rel=1e-5
@@ -316,17 +335,74 @@ def test_silent_completions_of_rewards_of_tokens() -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_reinforce_plus_plus_of_rewards_in_the_middle(beta: float) -> None:
-    """A token's return is what comes from it on; less the mean of its group's tokens, over the deviation of all
-    tokens."""
+    """A token's return is what comes from it on; less the mean of its group's scores (without the KL), normalised over
+    all tokens."""
     made = estimator(advantage_estimator="reinforce_plus_plus", beta=beta)
     found = made(by_token(), completed(values()))["advantages"]
     returns = [np.asarray([float(rewards[t:].sum()) for t in range(len(rewards))]) for rewards in at_tokens(beta)]
     centred = []
     for start in range(0, len(returns), GROUP):
-        group = returns[start : start + GROUP]
-        centred += [r - np.concatenate(group).mean() for r in group]
+        scores = [one.total for one in by_token()[start : start + GROUP]]
+        centred += [r - np.mean(scores) for r in returns[start : start + GROUP]]
+    every = np.concatenate(centred)
     for mine, wanted in zip(found, centred, strict=True):
-        assert mine == pytest.approx(wanted / np.concatenate(centred).std(ddof=1), rel=1e-4, abs=1e-5)
+        assert mine == pytest.approx((wanted - every.mean()) / every.std(ddof=1), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, GROUP])
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1}, {"beta": 0.1, "gamma": 0.9}])
+def test_reinforce_plus_plus_has_one_answer_for_a_number_and_for_a_list(options: dict[str, Any], group: int) -> None:
+    """The same reward as a number, or as a list with it at the last token; and the paper's formula, written out."""
+    made = estimator(advantage_estimator="reinforce_plus_plus", num_generations=group, **options)
+    known = values()
+    lengths = [len(o) for o in known["old"]]
+    numbers = [rollout(t, n) for t, n in zip(TOTALS, lengths, strict=True)]
+    lists = [replace(r, tokens=(0.0,) * (n - 1) + (r.total,)) for r, n in zip(numbers, lengths, strict=True)]
+    found, same = (made(some, completed(known))["advantages"] for some in (numbers, lists))
+    assert np.concatenate(found) == pytest.approx(np.concatenate(same), rel=1e-6, abs=1e-7)
+    beta, gamma = options.get("beta", 0.0), options.get("gamma", 1.0)
+    wanted = []
+    for i, (old, reference) in enumerate(zip(known["old"], known["reference"], strict=True)):
+        first = i // group * group
+        score = TOTALS[i] - (np.mean(TOTALS[first : first + group]) if group > 1 else 0.0)
+        rewards = -beta * (old - reference).double().numpy()
+        rewards[-1] += score
+        n = len(rewards)
+        wanted += [sum(gamma ** (k - t) * rewards[k] for k in range(t, n)) for t in range(n)]
+    normalised = (np.asarray(wanted) - np.mean(wanted)) / np.std(wanted, ddof=1)
+    assert np.concatenate(found) == pytest.approx(normalised, rel=1e-4, abs=1e-5)
+
+
+def test_an_environment_s_reward_is_one_more_of_those_normalised_first() -> None:
+    """Fewer weights than rewards: the environment's own has weight 1."""
+    judged = [rollout(0.5 * t + e, a=t, environment=e) for t, e in zip(TOTALS, TWO["b"], strict=True)]
+    made = estimator(multi_objective_aggregation="normalize_then_sum", reward_weights=(0.5,), environment="e.py:World")
+    found = made(judged, completed(values()))["advantages"]
+    assert_same(
+        found, aggregated(torch.tensor([TOTALS, TWO["b"]]).T, torch.tensor([0.5, 1.0]), GROUP, "normalize_then_sum")
+    )
+
+
+@pytest.mark.parametrize("estimate", ["grpo", "rloo", "reinforce_plus_plus"])
+def test_a_completion_without_a_reward_has_no_advantage(estimate: str) -> None:
+    """It moves no mean either: the others are as they are where it is not there."""
+    judged = [rollout(t) for t in (math.nan, 0.0, 0.5, 2.0, 1.0, 0.25, -1.0, math.nan)]
+    made = estimator(advantage_estimator=estimate)
+    found = made(judged, completed(values()))["advantages"]
+    assert not found[0].any() and not found[7].any() and all(np.isfinite(f).all() for f in found)
+    if estimate == "grpo":
+        scores = np.asarray([0.0, 0.5, 2.0])
+        wanted = (scores - scores.mean()) / (scores.std(ddof=1) + 1e-4)
+        assert [float(f[0]) for f in found[1:4]] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_stale_samples_of_the_transformers_sampler_are_weighed() -> None:
+    """Asynchronous generation: what the policy has become since, over what the sampler had."""
+    made = estimator(async_generation=True)
+    assert made.settings.corrects and made.settings.needs_old
+    found = made([rollout(t) for t in TOTALS], completed(values()))["ratio"]
+    for ratio in found:
+        assert ratio == pytest.approx(np.minimum(np.exp(0.3 * np.arange(len(ratio))), 3.0), rel=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"advantage_estimator": "rloo"}, {"scale_rewards": "none"}])
