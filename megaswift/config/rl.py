@@ -34,7 +34,7 @@ MODES = (
     "geometric_mask",
 )
 """Weights of samples: of a token, of a completion as the product of its tokens' (TRL's meaning), as their geometric
-mean."""
+mean. What ms-swift's names say is put in these terms by `swift_correction.py` before it is read here."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class RlConfig:
     importance_sampling_mode: str = option(
         "token_truncate",
         "Weight of a token or a completion; beyond the bounds cut to them, or 0",
-        aliases=("vllm_importance_sampling_mode",),
+        aliases=("vllm_importance_sampling_mode", "rollout_importance_sampling_mode"),
         choices=MODES,
         tasks=RL,
     )
@@ -307,6 +307,7 @@ class RlConfig:
         aliases=(
             "vllm_importance_sampling_clip_max",
             "vllm_importance_sampling_cap",
+            "rollout_importance_sampling_threshold",
         ),
         above=0,
         tasks=RL,
