@@ -11,7 +11,7 @@ from math import lcm
 from typing import Any
 
 from megaswift.config.batch import batch_plan
-from megaswift.config.data import GRPO
+from megaswift.config.data import PPO, RL
 from megaswift.config.rl_defaults import DEFAULT_GENERATIONS, generations_of
 from megaswift.config.sections import Sections
 from megaswift.config.train import TrainConfig
@@ -66,12 +66,12 @@ class DefaultPasses:
 
 
 def default_passes(task: str | None, values: Mapping[str, Any]) -> DefaultPasses | None:
-    """`gradient_accumulation_steps` of a grpo run that has no batch size but `per_device_train_batch_size`: as many as
+    """`gradient_accumulation_steps` of a run that has no batch size but `per_device_train_batch_size`: as many as
     whole groups take, on any number of ranks. None where another was given, or one pass is enough."""
-    if task not in GRPO or any(values.get(name) is not None for name in BATCH_OPTIONS[1:]):
+    if task not in RL or any(values.get(name) is not None for name in BATCH_OPTIONS[1:]):
         return None
     rows = values.get("per_device_train_batch_size") or TrainConfig().per_device_train_batch_size
-    group = values.get("num_generations") or DEFAULT_GENERATIONS
+    group = values.get("num_generations") or (1 if task in PPO else DEFAULT_GENERATIONS)
     passes = lcm(group, rows) // rows
     text = (
         f"gradient_accumulation_steps is {passes}, since no batch size was given and num_generations is {group}: "

@@ -177,7 +177,7 @@ ALIASES = {"aot_pair": "aot_unpaired"}
 
 
 def _forward_kl(ratio: Tensor, _: float) -> Tensor:
-    return -torch.expm1(-ratio)
+    return -torch.expm1((-ratio).clamp(max=80.0))
 
 
 def _js_divergence(ratio: Tensor, _: float) -> Tensor:

@@ -99,6 +99,7 @@ def test_what_is_not_known_yet_is_no_mistake() -> None:
         ({"per_device_train_batch_size": 16}, None),
         ({"gbs": 16}, None),
         ({"task": "ppo"}, None),
+        ({"task": "ppo", "num_generations": 4}, 4),
         ({"task": "sft"}, None),
     ],
 )
@@ -107,7 +108,7 @@ def test_a_run_without_batch_options_fills_its_groups_on_any_number_of_ranks(opt
     assert made.train.gradient_accumulation_steps == passes and "gradient_accumulation_steps" not in made.given
     said = [n for n in made.notices if n.startswith(f"gradient_accumulation_steps is {passes}, since no batch size")]
     assert len(said) == (passes is not None)
-    if made.task == "grpo" and "gbs" not in options:
+    if made.task != "sft" and "gbs" not in options:
         for dp in (1, 2, 3, 8):
             assert generation_plan(made, dp).batches == 1
 
