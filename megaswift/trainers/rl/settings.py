@@ -37,6 +37,8 @@ class Settings:
     tries: int = 1
     """Samplings of a generation until every group has a spread."""
     top_entropy_quantile: float = 1.0
+    each_reward: bool = False
+    """Rewards are normalised one by one (GDPO), so that a group has a spread where any of them has."""
 
     @property
     def batch(self) -> int:
@@ -91,4 +93,5 @@ def settings_of(cfg: SwiftConfig, dp: int) -> Settings:
         corrects=corrects_sampler(cfg),
         tries=1 + rl.max_resample_times if rl.dynamic_sample else 1,
         top_entropy_quantile=rl.top_entropy_quantile,
+        each_reward=rl.multi_objective_aggregation == "normalize_then_sum",
     )

@@ -125,7 +125,7 @@ class RolloutSource:
                 )
             for start in range(0, len(rollouts), settings.group):
                 group = rollouts[start : start + settings.group]
-                (kept if settings.tries == 1 or spread(group) else spare).extend(group)
+                (kept if settings.tries == 1 or spread(group, settings.each_reward) else spare).extend(group)
             if len(kept) >= settings.generation:
                 break
         return (kept + spare)[: settings.generation]

@@ -13,9 +13,15 @@ from megaswift.trainers.rl.conversation import own_of
 from megaswift.trainers.rl.judge import Rollout
 
 
-def spread(group: Sequence[Rollout]) -> bool:
-    """Whether the completions of one prompt differ in reward, beyond rounding; else their advantages are 0."""
-    known = torch.tensor([r.total for r in group if not math.isnan(r.total)], dtype=torch.float64)
+def spread(group: Sequence[Rollout], each: bool = False) -> bool:
+    """Whether the completions of one prompt differ in reward, beyond rounding; else their advantages are 0. `each`: in
+    any single reward, as GDPO normalises them, though their sums may be equal."""
+    columns = [[r.rewards[name] for r in group] for name in group[0].rewards] if each else [[r.total for r in group]]
+    return any(_differ(column) for column in columns)
+
+
+def _differ(values: Sequence[float]) -> bool:
+    known = torch.tensor([value for value in values if not math.isnan(value)], dtype=torch.float64)
     return len(known) > 1 and not bool(without_spread(known, len(known)))
 
 

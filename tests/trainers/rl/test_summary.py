@@ -75,6 +75,12 @@ def test_spread() -> None:
     assert [spread(rollouts()[i : i + 2]) for i in (0, 2)] == [True, False]
 
 
+def test_a_spread_of_single_rewards_counts_where_they_are_normalised_one_by_one() -> None:
+    rewards = [{"first": 1.0, "second": 0.0}, {"first": 0.0, "second": 1.0}]
+    group = [replace(rollouts()[0], rewards=r, total=1.0) for r in rewards]
+    assert spread(group, each=True) and not spread(group) and not spread(group[:1] * 2, each=True)
+
+
 def test_rounding_and_missing_rewards_are_no_spread() -> None:
     def group(*totals: float) -> list[Rollout]:
         return [replace(rollouts()[0], total=t) for t in totals]

@@ -190,6 +190,7 @@ SETTINGS: dict[str, tuple[Options, Options]] = {
     "whiten_advantages": ({"whiten_advantages": True, "advantage_estimator": "rloo"}, {"whitens": True}),
     "mask_truncated_completions": ({"mask_truncated_completions": True}, {"mask_truncated": True}),
     "top_entropy_quantile": ({"top_entropy_quantile": 0.3}, {"top_entropy_quantile": 0.3}),
+    "multi_objective_aggregation": ({"multi_objective_aggregation": "normalize_then_sum"}, {"each_reward": True}),
     "importance_sampling_correction": ({"importance_sampling_correction": True}, {"corrects": True}),
 }
 
@@ -260,7 +261,6 @@ ELSEWHERE = {
     "reward_model": "here",
     "reward_weights": "here",
     "scale_rewards": "rl/test_estimate",
-    "multi_objective_aggregation": "rl/test_estimate",
     "kl_controller": "rl/test_estimate",
     "target_kl": "rl/test_estimate",
     "kl_horizon": "rl/test_estimate",
