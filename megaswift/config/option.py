@@ -72,6 +72,10 @@ class Option:
         """The choices that a task has (None: whichever)."""
         return self.details.get("choices_of", {}).get(task or "", self.choices)
 
+    def of_task(self, task: str | None) -> Option:
+        """The option with the choices of a task."""
+        return dataclasses.replace(self, details={**self.details, "choices": self.choices_in(task)})
+
     @property
     def switches(self) -> bool:
         """Whether it may also be written as a switch: alone, or with true and false."""

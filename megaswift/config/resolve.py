@@ -13,10 +13,12 @@ from megaswift.config.adapter_rules import defaults
 from megaswift.config.data import ALIGNMENT
 from megaswift.config.option import Option
 from megaswift.config.peft_methods import VARIANTS
-from megaswift.config.rl_rules import missing_rewards
+from megaswift.config.rl_batch import BATCH_OPTIONS, default_passes
+from megaswift.config.rl_clashes import missing_rewards
 from megaswift.config.rules import check
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
 from megaswift.config.source import Given, Source
+from megaswift.config.swift_correction import in_our_terms
 from megaswift.config.values import TRUE, Invalid, parse, show
 from megaswift.errors import ConfigError, Problem, nearest
 
@@ -84,13 +86,16 @@ def resolve(
     told with the rest.
     """
     state = State(task=task)
-    for source in sources:
+    for source in in_our_terms(list(sources)):
         state.problems += source.problems
         _take(state, source)
     state.values = {**defaults(state.values.get("train_type")), **state.values}
     given = frozenset(name for name in state.labels if state.values.get(name) is not None and name not in state.ambient)
     if state.values.get("packing") is None:
         state.values["packing"] = state.task in ALIGNMENT
+    if (passes := default_passes(state.task, state.values)) and not state.wrong & {"num_generations", *BATCH_OPTIONS}:
+        state.values["gradient_accumulation_steps"] = passes.number
+        state.notices.append(passes.text)
     parts = {
         key: cls(**{n: v for n, v in state.values.items() if OPTIONS[n].section == key})
         for key, cls in SECTIONS.items()
@@ -102,7 +107,7 @@ def resolve(
         if beyond and not state.problems:
             told = {p.what for p in problems}
             problems += [p for p in beyond(sections) if p.what not in told]
-        raise ConfigError(problems)
+        raise ConfigError(dict.fromkeys(problems))  # one given value may set several options
     return sections
 
 
@@ -143,7 +148,8 @@ def take_value(state: State, option: Option, given: Given, earlier: Given | None
     """One value; `earlier`: one of the same source for the same option."""
     try:
         value = parse(option, given.value)
-    except Invalid as error:
+    except Invalid:
+        error = refusal(option.of_task(state.task), given.value)
         state.problems.append(Problem(given.label, error.rule, error.fix))
         state.wrong.add(option.name)
         state.labels.setdefault(option.name, given.label)
@@ -154,6 +160,15 @@ def take_value(state: State, option: Option, given: Given, earlier: Given | None
         return
     state.values[option.name], state.labels[option.name] = value, given.label
     state.wrong.discard(option.name)
+
+
+def refusal(option: Option, raw: Any) -> Invalid:
+    """What is wrong with a value that does not parse."""
+    try:
+        parse(option, raw)
+    except Invalid as error:
+        return error
+    raise AssertionError("parsed before, with more choices")
 
 
 def _take_task(state: State, given: Given) -> None:

@@ -2,17 +2,16 @@
 from it.
 
 The names are TRL's, ms-swift's where they differ are spellings. The pull towards the reference (`beta`, `ref_model`,
-...) and `loss_type` are in `preference`, the arithmetic of generations in `rl_batch.py`, the rules in `rl_rules.py`.
+...) and `loss_type` are in `preference`, the arithmetic of generations in `rl_batch.py`, what an unset option means in
+`rl_defaults.py`, the rules in `rl_rules.py` and `rl_clashes.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megaswift.config.data import GRPO, PPO, RL
 from megaswift.config.option import option
-from megaswift.config.preference import beta_of, loss_types_of
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gae")
 BACKENDS = ("transformers", "vllm", "vllm_server", "sglang")
@@ -26,8 +25,16 @@ BACKEND_SPELLINGS = {
     "sglang_server": "sglang",
 }
 """`use_vllm` is a switch, `vllm_mode` says where it runs."""
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-"""How samples are weighed whose sampler saw other probabilities than the trainer."""
+MODES = (
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
+)
+"""Weights of samples: of a token, of a completion as the product of its tokens' (TRL's meaning), as their geometric
+mean. What ms-swift's names say is put in these terms by `swift_correction.py` before it is read here."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,9 @@ class RlConfig:
     )
     repetition_penalty: float = option(
         1.0, "Above 1: tokens that are there already become less likely", above=0, tasks=RL
+    )
+    allow_biased_sampling: bool = option(
+        False, "Accept top_p, top_k, min_p, repetition_penalty: they bias the gradient", tasks=RL
     )
     rollout_backend: str = option(
         "transformers",
@@ -230,18 +240,20 @@ class RlConfig:
     epsilon: float = option(
         0.2, "Clip of the probability ratio", aliases=("cliprange", "epsilon_low"), minimum=0, tasks=RL
     )
-    epsilon_high: float | None = option(None, "Its upper side; unset: epsilon", minimum=0, tasks=RL, metavar="X")
+    epsilon_high: float | None = option(
+        None, "Its upper side; unset: epsilon. For cispo the largest ratio; unset: 5", minimum=0, tasks=RL, metavar="X"
+    )
     delta: float | None = option(
         None,
         "Most that a ratio counts where the advantage is negative (arXiv:2505.07291)",
-        above=0,
+        above=1,
         tasks=RL,
         metavar="X",
     )
     importance_sampling_level: str = option(
         "token",
-        "A ratio for each token, or one a completion (GSPO, arXiv:2507.18071)",
-        choices=("token", "sequence"),
+        "Ratio of a token, of a completion (GSPO, arXiv:2507.18071), or GSPO-token",
+        choices=("token", "sequence", "sequence_token"),
         tasks=GRPO,
     )
     mask_truncated_completions: bool = option(
@@ -263,8 +275,8 @@ class RlConfig:
         tasks=RL,
         metavar="X",
     )
-    use_bias_correction_kl: bool = option(
-        True, "Weigh the divergence in the loss by the ratio (arXiv:2512.02556)", tasks=RL
+    use_bias_correction_kl: bool | None = option(
+        None, "Weigh the KL in the loss by the ratio (arXiv:2512.02556); unset: not for k2", tasks=RL
     )
     sapo_temperature_pos: float = option(
         1.0, "loss_type sapo: temperature where the advantage is positive", above=0, tasks=GRPO
@@ -278,13 +290,13 @@ class RlConfig:
     vespo_lambda_neg: float = option(2.0, "loss_type vespo: decay elsewhere", minimum=0, tasks=GRPO)
     importance_sampling_correction: bool | None = option(
         None,
-        "Weigh samples by trainer over sampler; unset: on, with transformers off",
+        "Weigh samples by trainer/sampler; unset: off for transformers unless async",
         aliases=("vllm_importance_sampling_correction",),
         tasks=RL,
     )
     importance_sampling_mode: str = option(
-        "sequence_mask",
-        "Such weights beyond their bounds are cut to them, or 0",
+        "token_truncate",
+        "Weight of a token or a completion; beyond the bounds cut to them, or 0",
         aliases=("vllm_importance_sampling_mode", "rollout_importance_sampling_mode"),
         choices=MODES,
         tasks=RL,
@@ -308,6 +320,20 @@ class RlConfig:
         tasks=RL,
         metavar="X",
     )
+    importance_sampling_filter_max: float | None = option(
+        None,
+        "Leave out completions whose weights have a larger geometric mean",
+        above=0,
+        tasks=RL,
+        metavar="X",
+    )
+    importance_sampling_filter_min: float | None = option(
+        None,
+        "The same for a smaller one; unset: no bound",
+        minimum=0,
+        tasks=RL,
+        metavar="X",
+    )
 
     critic_model: str | None = option(
         None, "Folder of the critic as it starts; unset: the model", aliases=("value_model",), tasks=PPO, metavar="DIR"
@@ -317,7 +343,7 @@ class RlConfig:
     )
     vf_coef: float = option(0.1, "Weight of the critic's loss", minimum=0, tasks=PPO)
     cliprange_value: float = option(0.2, "Most that the critic's loss follows a value in one step", above=0, tasks=PPO)
-    gamma: float = option(1.0, "Discount of later rewards", above=0, maximum=1, tasks=PPO)
+    gamma: float = option(1.0, "Discount of later rewards, a token", above=0, maximum=1, tasks=RL)
     lam: float = option(
         0.95, "Lambda of gae (arXiv:1506.02438)", aliases=("gae_lambda",), minimum=0, maximum=1, tasks=PPO
     )
@@ -335,45 +361,3 @@ class RlConfig:
     num_completions_to_print: int | None = option(
         None, "How many of a logged step's; unset: all", minimum=1, unit="completions", tasks=RL
     )
-
-
-def generations_of(c: Any) -> int:
-    """Completions of each prompt."""
-    given: int | None = c.rl.num_generations
-    return given if given is not None else 1 if c.task in PPO else 8
-
-
-def estimator_of(c: Any) -> str:
-    """How rewards become advantages."""
-    return c.rl.advantage_estimator or ("gae" if c.task in PPO else "grpo")
-
-
-def policy_loss_of(c: Any) -> str:
-    """The policy's loss type; unset it is that of the estimator's paper. PPO's is a mean over the tokens of the global
-    batch."""
-    if c.task not in GRPO:
-        return "bnpo"
-    return "rloo" if estimator_of(c) == "rloo" and not c.preference.loss_type else loss_types_of(c)[0]
-
-
-def kl_in_reward_of(c: Any) -> bool:
-    """Whether the divergence from the reference is taken off the rewards (and is then no term of the loss)."""
-    given: bool | None = c.rl.kl_in_reward
-    return beta_of(c) > 0 and (estimator_of(c) != "grpo" if given is None else given)
-
-
-def kl_estimator_of(c: Any) -> str:
-    """The estimate of the divergence, in the rewards or in the loss."""
-    return c.rl.kl_estimator or ("k1" if kl_in_reward_of(c) else "k3")
-
-
-def whitens(c: Any) -> bool:
-    """Whether the advantages of gae or rloo are whitened over the batch; the others have a scale of their own."""
-    given: bool | None = c.rl.whiten_advantages
-    return estimator_of(c) == "gae" if given is None else given
-
-
-def corrects_sampler(c: Any) -> bool:
-    """Whether samples are weighed by how the trainer's probabilities differ from the sampler's."""
-    given: bool | None = c.rl.importance_sampling_correction
-    return c.rl.rollout_backend != "transformers" if given is None else given

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
 from megaswift.config.batch import batch_plan
-from megaswift.config.rl import generations_of
+from megaswift.config.data import PPO, RL
+from megaswift.config.rl_defaults import DEFAULT_GENERATIONS, generations_of
 from megaswift.config.sections import Sections
+from megaswift.config.train import TrainConfig
 from megaswift.errors import ConfigError, Problem
 
 
@@ -42,6 +45,39 @@ def generation_plan(c: Sections, dp: int) -> GenerationPlan:
         raise ConfigError(problems)
     total, group = _completions(c, plan.global_batch_size, plan.per_device * dp), generations_of(c)
     return GenerationPlan(total, total // group, group, total // plan.global_batch_size, c.rl.num_iterations)
+
+
+BATCH_OPTIONS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "generation_batch_size",
+    "steps_per_generation",
+)
+
+
+@dataclass(frozen=True)
+class DefaultPasses:
+    """Forward passes of a step that were not chosen."""
+
+    number: int
+    text: str
+    """What the user is told."""
+
+
+def default_passes(task: str | None, values: Mapping[str, Any]) -> DefaultPasses | None:
+    """`gradient_accumulation_steps` of a run that has no batch size but `per_device_train_batch_size`: as many as
+    whole groups take, on any number of ranks. None where another was given, or one pass is enough."""
+    if task not in RL or any(values.get(name) is not None for name in BATCH_OPTIONS[1:]):
+        return None
+    rows = values.get("per_device_train_batch_size") or TrainConfig().per_device_train_batch_size
+    group = values.get("num_generations") or (1 if task in PPO else DEFAULT_GENERATIONS)
+    passes = lcm(group, rows) // rows
+    text = (
+        f"gradient_accumulation_steps is {passes}, since no batch size was given and num_generations is {group}: "
+        f"a step trains on {rows * passes} completions of each data-parallel rank (to change that: --global_batch_size)"
+    )
+    return DefaultPasses(passes, text) if passes > 1 else None
 
 
 def generation_problems(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:

@@ -1,28 +1,18 @@
-"""What options of reinforcement learning mean together. Which rewards and which backends there are is known where these
-live."""
+"""Options of reinforcement learning that would be ignored. Those that cannot go together: `rl_clashes.py`. The rewards
+and backends that exist are known where these live."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megaswift.config.adapter_rules import bits_of, method_of
-from megaswift.config.data import GRPO, PPO, RL
-from megaswift.config.engine_rules import is_native
 from megaswift.config.preference import beta_of
-from megaswift.config.rl import SERVERS, corrects_sampler, estimator_of, generations_of, kl_in_reward_of, policy_loss_of
-from megaswift.config.rule import Clash, Ignored, Test
-from megaswift.config.sections import Sections
-from megaswift.errors import Problem
+from megaswift.config.rl import SERVERS
+from megaswift.config.rl_defaults import biased_by, corrects_sampler, estimator_of, kl_in_reward_of, policy_loss_of
+from megaswift.config.rule import Ignored, Test
 
 CLIPS = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo"})
 """Loss types that clip the ratio on both sides."""
 CLIPS_ABOVE = CLIPS | {"cispo"}
-ALONE = 2
-"""Completions of a prompt that a comparison within its group takes."""
-
-
-def _rl(test: Test) -> Test:
-    return lambda c: c.task in RL and test(c)
 
 
 def _rows(names: Iterable[str], reads: tuple[str, ...], when: Test, why: str, fix: str) -> Iterator[Ignored]:
@@ -46,36 +36,13 @@ def _other_backend(*names: str) -> Test:
     return lambda c: c.rl.rollout_backend not in names
 
 
-def _overlong(c: Sections) -> bool:
-    return not _unrewarded("soft_overlong")(c)
-
-
-def _bounds_cross(c: Sections) -> bool:
-    low, high = c.rl.importance_sampling_clip_min, c.rl.importance_sampling_clip_max
-    return low is not None and high is not None and low >= high
-
-
-def _no_bound(c: Sections) -> bool:
-    bounds = (c.rl.importance_sampling_clip_min, c.rl.importance_sampling_clip_max)
-    return corrects_sampler(c) and c.rl.importance_sampling_mode.endswith("_truncate") and bounds == (None, None)
-
-
-def _tail_is_all(c: Sections) -> bool:
-    tail = c.rl.soft_cache_length
-    return _overlong(c) and tail is not None and tail >= (c.rl.soft_max_length or c.rl.max_completion_length)
-
-
-def _is_plain_lora(c: Sections) -> bool:
-    return method_of(c) is None and not c.lora.use_dora
-
-
 _LOSS, _BACKEND, _FUNCS, _GAE = ("loss_type",), ("rollout_backend",), ("reward_funcs",), ("advantage_estimator",)
 _PULL = ("beta", "kl_in_reward", "advantage_estimator")
 _NO_PULL: Test = lambda c: beta_of(c) == 0  # noqa: E731
 _NO_ENVIRONMENT: Test = lambda c: c.rl.environment is None  # noqa: E731
 _UNCORRECTED: Test = lambda c: not corrects_sampler(c)  # noqa: E731
 _NOT_GRPO: Test = lambda c: estimator_of(c) != "grpo"  # noqa: E731
-_CORRECTION = ("importance_sampling_correction", "rollout_backend")
+_CORRECTION = ("importance_sampling_correction", "rollout_backend", "async_generation")
 _SERVER_FIX, _VLLM_FIX = "--rollout_backend vllm_server", "--rollout_backend vllm"
 _THEIRS = "loss_type {loss_type} does not read it"
 _ZERO = "beta is 0: there is no reference to be near to"
@@ -106,6 +73,22 @@ RL_IGNORED: tuple[Ignored, ...] = (
         "--advantage_estimator grpo",
     ),
     Ignored(
+        "scale_rewards",
+        ("multi_objective_aggregation",),
+        lambda c: c.rl.multi_objective_aggregation == "normalize_then_sum",
+        "normalize_then_sum always divides by the deviation of the group, then by that of the batch",
+        "--multi_objective_aggregation sum_then_normalize",
+        (),
+    ),
+    Ignored(
+        "gamma",
+        _GAE,
+        lambda c: estimator_of(c) not in ("gae", "reinforce_plus_plus"),
+        "only gae (ppo) and reinforce_plus_plus have advantages of tokens",
+        "--advantage_estimator reinforce_plus_plus",
+        (1.0,),
+    ),
+    Ignored(
         "multi_objective_aggregation",
         _GAE,
         _NOT_GRPO,
@@ -114,7 +97,14 @@ RL_IGNORED: tuple[Ignored, ...] = (
         ("sum_then_normalize",),
     ),
     Ignored("kl_in_reward", ("beta",), _NO_PULL, _ZERO, "--beta 0.01"),
-    Ignored("kl_controller", ("beta",), _NO_PULL, _ZERO, "--beta 0.01", ("fixed",)),
+    Ignored(
+        "kl_controller",
+        _PULL,
+        lambda c: not kl_in_reward_of(c),
+        "it moves the weight of a divergence that is in the rewards",
+        "--beta 0.01 --kl_in_reward true",
+        ("fixed",),
+    ),
     Ignored("kl_estimator", ("beta",), _NO_PULL, _ZERO, "--beta 0.01"),
     Ignored(
         "use_bias_correction_kl",
@@ -142,7 +132,7 @@ RL_IGNORED: tuple[Ignored, ...] = (
         "whiten_advantages",
         _GAE,
         lambda c: estimator_of(c) not in ("gae", "rloo"),
-        "{advantage_estimator} has a scale of its own",
+        "grpo and reinforce_plus_plus have a scale of their own",
         "--advantage_estimator rloo",
     ),
     Ignored(
@@ -219,8 +209,21 @@ RL_IGNORED: tuple[Ignored, ...] = (
     *_rows(
         ("vllm_gpu_memory_utilization",), _BACKEND, _other_backend("vllm"), "belongs to rollout_backend vllm", _VLLM_FIX
     ),
+    Ignored(
+        "allow_biased_sampling",
+        ("top_p", "top_k", "min_p", "repetition_penalty"),
+        lambda c: not biased_by(c),
+        "completions are drawn from the policy itself",
+        "--top_p 0.9",
+    ),
     *_strict(
-        ("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min"),
+        (
+            "importance_sampling_mode",
+            "importance_sampling_clip_max",
+            "importance_sampling_clip_min",
+            "importance_sampling_filter_max",
+            "importance_sampling_filter_min",
+        ),
         _CORRECTION,
         _UNCORRECTED,
         "samples are not weighed",
@@ -234,138 +237,3 @@ RL_IGNORED: tuple[Ignored, ...] = (
         "--log_completions true",
     ),
 )
-
-_LEVEL = ("importance_sampling_level", "loss_type")
-_ASYNC: Test = lambda c: c.rl.async_generation  # noqa: E731
-
-RL_CLASHES: tuple[Clash, ...] = (
-    Clash(_GAE, lambda c: c.task in GRPO and estimator_of(c) == "gae", "needs a critic", "megaswift ppo"),
-    Clash(
-        _GAE,
-        lambda c: c.task in PPO and estimator_of(c) != "gae",
-        "leaves the critic of ppo without work",
-        "megaswift grpo",
-    ),
-    Clash(
-        ("num_generations", "advantage_estimator"),
-        lambda c: c.task in GRPO and generations_of(c) < ALONE and estimator_of(c) != "reinforce_plus_plus",
-        "compares the completions of a prompt with each other, and there is one",
-        "--num_generations 8",
-    ),
-    Clash(
-        ("generation_batch_size", "steps_per_generation"),
-        lambda c: c.rl.generation_batch_size is not None and c.rl.steps_per_generation is not None,
-        "is said twice: by generation_batch_size and by steps_per_generation",
-        "one of the two",
-    ),
-    Clash(
-        ("max_completion_length", "max_length"),
-        _rl(lambda c: c.rl.max_completion_length >= c.data.max_length),
-        "leaves a prompt no token of max_length {max_length}",
-        "a larger --max_length",
-    ),
-    Clash(
-        ("truncation_strategy",),
-        _rl(lambda c: c.data.truncation_strategy in ("right", "split")),
-        "would cut the end of a question away",
-        "--truncation_strategy delete",
-    ),
-    Clash(
-        ("streaming",),
-        _rl(lambda c: c.data.streaming),
-        "is not for prompts: they are short, and are tokenised before training",
-        "--streaming false",
-    ),
-    Clash(
-        ("reward_weights", "reward_funcs", "reward_model"),
-        lambda c: len(c.rl.reward_weights) not in (0, len(c.rl.reward_funcs) + len(c.rl.reward_model)),
-        "should be one number for each of reward_funcs and then of reward_model",
-        "--reward_weights with as many numbers",
-    ),
-    Clash(
-        ("reward_funcs", "soft_cache_length"),
-        lambda c: _overlong(c) and c.rl.soft_cache_length is None,
-        "soft_overlong needs to know over how many tokens it falls",
-        "--soft_cache_length 128",
-    ),
-    Clash(
-        ("soft_cache_length", "reward_funcs", "soft_max_length", "max_completion_length"),
-        _tail_is_all,
-        "should be less than soft_max_length, or than max_completion_length where that is unset",
-        "--soft_cache_length 128",
-    ),
-    Clash(
-        _LEVEL,
-        lambda c: policy_loss_of(c) == "luspo" and c.rl.importance_sampling_level != "sequence",
-        "loss_type luspo takes one ratio a completion",
-        "--importance_sampling_level sequence",
-    ),
-    Clash(
-        _LEVEL,
-        lambda c: policy_loss_of(c) == "vespo" and c.rl.importance_sampling_level != "token",
-        "loss_type vespo forms the ratio of a completion itself",
-        "--importance_sampling_level token",
-    ),
-    Clash(
-        ("importance_sampling_mode", "loss_type", "importance_sampling_correction", "rollout_backend"),
-        lambda c: (
-            policy_loss_of(c) == "vespo"
-            and corrects_sampler(c)
-            and not c.rl.importance_sampling_mode.startswith("token")
-        ),
-        "loss_type vespo reads weights of tokens",
-        "--importance_sampling_mode token_truncate",
-    ),
-    Clash(
-        ("importance_sampling_clip_min", "importance_sampling_clip_max"),
-        _bounds_cross,
-        "is not below importance_sampling_clip_max {importance_sampling_clip_max}",
-        "--importance_sampling_clip_min 0.5",
-    ),
-    Clash(
-        ("importance_sampling_mode", "importance_sampling_clip_min", "importance_sampling_clip_max"),
-        _no_bound,
-        "needs a bound to cut weights to",
-        "--importance_sampling_clip_max 3",
-    ),
-    Clash(
-        ("async_generation", "offload_model", "offload_optimizer", "rollout_sleep"),
-        lambda c: _ASYNC(c) and (c.rl.offload_model or c.rl.offload_optimizer or c.rl.rollout_sleep),
-        "samples while the model trains, so neither can give its memory to the other",
-        "no --offload_model, --offload_optimizer or --rollout_sleep",
-    ),
-    Clash(
-        ("offload_model", "offload_optimizer", "engine"),
-        lambda c: c.task in RL and not is_native(c) and (c.rl.offload_model or c.rl.offload_optimizer),
-        "is of the native engine; {engine} keeps what it trains where it is",
-        "--engine megatron, or --deepspeed zero3_offload",
-    ),
-    Clash(
-        ("train_type", "quantization_bit"),
-        _rl(lambda c: not is_native(c) and bits_of(c) is not None and not _is_plain_lora(c)),
-        "over weights in few bits cannot be merged for the sampler without rounding them again",
-        "--train_type lora, without use_dora",
-    ),
-    Clash(
-        ("adapters",),
-        lambda c: c.task in PPO and c.lora.adapters is not None,
-        "are a policy's, and the critic of ppo would have none to go on from",
-        "them merged into --model, and new ones over it",
-    ),
-    Clash(
-        ("freeze_parameters",),
-        lambda c: c.task in PPO and bool(c.model.freeze_parameters),
-        "is not for ppo: critic and policy would both be frozen by it",
-        "megaswift grpo",
-    ),
-)
-
-
-def missing_rewards(c: Sections) -> Iterator[Problem]:
-    """A run that nothing judges."""
-    if c.task in RL and not c.rl.reward_funcs and not c.rl.reward_model and c.rl.environment is None:
-        yield Problem(
-            "--reward_funcs",
-            "is missing: nothing says which completions are good",
-            "--reward_funcs accuracy, --reward_funcs FILE.py:function, or --reward_model DIR",
-        )

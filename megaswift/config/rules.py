@@ -19,7 +19,8 @@ from megaswift.config.model_rules import MODEL_CLASHES, MODEL_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.config.rl_batch import generation_problems
-from megaswift.config.rl_rules import RL_CLASHES, RL_IGNORED
+from megaswift.config.rl_clashes import RL_CLASHES
+from megaswift.config.rl_rules import RL_IGNORED
 from megaswift.config.rule import Clash, Ignored, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED

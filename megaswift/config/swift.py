@@ -54,7 +54,8 @@ class SwiftConfig(Sections):
     def replace(self, **options: Any) -> SwiftConfig:
         """The same configuration with these options over it; a value of None unsets one."""
         kept = {n: self.value(n) for n in sorted(self.given)}
-        ambient = {n: self.value(n) for n, o in OPTIONS.items() if n not in kept and self.value(n) != o.default}
+        derived = {*kept, "gradient_accumulation_steps"}  # worked out again from the batch options that are given
+        ambient = {n: self.value(n) for n, o in OPTIONS.items() if n not in derived and self.value(n) != o.default}
         sources = [replace(from_mapping(ambient), ambient=True), from_mapping(kept), from_mapping(options)]
         return type(self).from_sources(self.task, sources)
 

@@ -53,9 +53,12 @@ def example(option: Option) -> str:
     elif option.default not in (None, (), {}):
         value = option.default
     else:
-        value = {"int": max(1, int(option.details.get("minimum", 1))), "float": 0.1, "map": "question=query"}.get(
-            option.kind, "TEXT"
-        )
+        above = option.details.get("above", 0)
+        value = {
+            "int": max(1, int(option.details.get("minimum", 1))),
+            "float": 0.1 if above < 0.1 else 2 * above,
+            "map": "question=query",
+        }.get(option.kind, "TEXT")
     return f"--{option.name} {show(value)}"
 
 

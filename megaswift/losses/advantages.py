@@ -7,11 +7,15 @@ Nothing here gathers over ranks.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 EPSILON = 1e-4
 """Added to standard deviations, as TRL does."""
+LARGEST_LOG_RATIO = 20.0
+"""Bound of a log-ratio before `exp`, as in verl, slime and OpenRLHF: float32 overflows at 88."""
 
 
 def mean_and_std(rewards: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -51,27 +55,37 @@ def rloo(rewards: Tensor, group: int, normalize: bool = False) -> Tensor:
     return _scaled(advantages, *mean_and_std(advantages, 0)) if normalize else advantages.nan_to_num(nan=0.0)
 
 
-def reinforce_plus_plus(rewards: Tensor, group: int = 1) -> Tensor:
-    """[n]: rewards, less what the KL costs their completion, normalised over the whole batch (REINFORCE++, arXiv
-    2501.03262).
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """[n, t]: at each token in `mask` the sum of its reward and of those of later tokens, each later token discounted
+    once more."""
+    returns, after = torch.zeros_like(rewards), rewards.new_zeros(rewards.shape[0])
+    for t in reversed(range(rewards.shape[1])):
+        after = torch.where(mask[:, t], rewards[:, t] + gamma * after, after)
+        returns[:, t] = after * mask[:, t]
+    return returns
 
-    With a `group` the mean of each group is taken off first (the same authors' REINFORCE++-baseline).
+
+def reinforce_plus_plus(rewards: Tensor, totals: Tensor, mask: Tensor, group: int = 1, gamma: float = 1.0) -> Tensor:
+    """[n, t]: advantages of tokens (REINFORCE++, arXiv 2501.03262 eq. 8 to 10).
+
+    The return of a token is the sum of the rewards from it on, so that the KL counts from the token on and not from the
+    beginning. Returns are normalised over all tokens in `mask`.
+
+    Args:
+        rewards: [n, t], a completion's score at its last token, less what the KL costs at each.
+        totals: [n], the score of each completion without the KL; NaN where there is none.
+        mask: bool [n, t], own tokens.
+        group: above 1 the mean score of a group is taken off at the last token of each completion (the same authors'
+            REINFORCE++-baseline).
+        gamma: discount for each token.
     """
-    grouped = rewards.view(-1, group)
-    centred = (grouped - mean_and_std(grouped, 1)[0]).flatten() if group > 1 else rewards
-    return _scaled(centred, *mean_and_std(centred, 0))
-
-
-def reinforce_plus_plus_by_token(rewards: Tensor, mask: Tensor, group: int = 1) -> Tensor:
-    """[n, t]: the sum of the rewards [n, t] of a token and of those after it, whitened over all tokens in `mask` (arXiv
-    2501.03262).
-
-    With a `group` the mean over the tokens of each group is taken off first.
-    """
-    returns = ((rewards * mask).flip(1).cumsum(1).flip(1) * mask).view(-1, group * mask.shape[1])
-    counts = mask.view(returns.shape).sum(1, keepdim=True).clamp(min=1)
-    centred = returns - returns.sum(1, keepdim=True) / counts if group > 1 else returns
-    return whiten(centred.view(mask.shape), mask)
+    known = mask & ~totals.isnan().unsqueeze(1)
+    if group > 1:
+        baseline = mean_and_std(totals.view(-1, group), 1)[0].nan_to_num(nan=0.0).expand(-1, group).reshape(-1, 1)
+        places = torch.arange(mask.shape[1], device=mask.device) * mask
+        last = mask & (places == places.amax(1, keepdim=True))
+        rewards = rewards - baseline * last
+    return whiten(discounted_returns(rewards * known, known, gamma), known)
 
 
 def weighted_sum(per_function: Tensor, weights: Tensor) -> Tensor:
@@ -96,7 +110,7 @@ def aggregated(per_function: Tensor, weights: Tensor, group: int, how: str, scal
 
 
 def without_spread(rewards: Tensor, group: int) -> Tensor:
-    """bool [groups]: groups whose rewards are all the same, and which teach nothing."""
+    """bool [groups]: groups whose rewards are all the same up to rounding, so that their advantages are 0."""
     std = mean_and_std(rewards.view(-1, group), 1)[1].squeeze(1)
     return std.isclose(torch.zeros_like(std))
 
@@ -112,6 +126,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: str = "k3") -> Tensor
     if kind == "k2":
         return difference**2 / 2
     assert kind == "k3", f"unknown estimator {kind}"
+    difference = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return torch.exp(-difference) + difference - 1
 
 
@@ -175,8 +190,13 @@ def whiten(x: Tensor, mask: Tensor, total: Tensor | None = None, shift_mean: boo
 
 def entropy_threshold(entropies: Tensor, share: float) -> Tensor:
     """0-d: tokens of at least this entropy are the `share` of all with the highest (arXiv 2506.01939). [k]: of all
-    completion tokens."""
-    return entropies.float().quantile(1 - share)
+    completion tokens.
+
+    The quantile 1 - share, linear between neighbours; `torch.quantile` takes 16 million numbers at most.
+    """
+    ordered, place = entropies.float().sort().values, (1 - share) * (len(entropies) - 1)
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return torch.lerp(low, high, place - math.floor(place))
 
 
 def next_kl_coefficient(coefficient: float, kl: float, target: float, samples: int, horizon: int) -> float:

@@ -130,8 +130,10 @@ def _apo_down(x: Compared) -> Tensor:
 
 def _discopop(x: Compared) -> Tensor:
     """DiscoPOP, arXiv 2406.08414 eq. 5: between logistic and exponential, by the margin."""
-    share = torch.sigmoid(x.margin / x.settings.discopop_tau)
-    return -F.logsigmoid(x.margin) * (1 - share) + torch.exp(-x.margin) * share
+    gate = x.margin / x.settings.discopop_tau
+    # exp(-margin) x sigmoid(gate) as one exponential: apart they are infinity x 0 where the margin is far below 0.
+    exponential = torch.exp(F.logsigmoid(gate) - x.margin)
+    return -F.logsigmoid(x.margin) * (1 - torch.sigmoid(gate)) + exponential
 
 
 def _sigmoid_norm(x: Compared) -> Tensor:
@@ -175,7 +177,7 @@ ALIASES = {"aot_pair": "aot_unpaired"}
 
 
 def _forward_kl(ratio: Tensor, _: float) -> Tensor:
-    return -torch.expm1(-ratio)
+    return -torch.expm1((-ratio).clamp(max=80.0))
 
 
 def _js_divergence(ratio: Tensor, _: float) -> Tensor:

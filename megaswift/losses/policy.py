@@ -15,15 +15,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaswift.losses.advantages import kl_estimate
+from megaswift.losses.advantages import LARGEST_LOG_RATIO, kl_estimate
 from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
 from megaswift.losses.documents import document_counts, document_index, document_sums
 from megaswift.losses.pairs import token_mean
 from megaswift.losses.policy_metrics import clip_metrics, per_completion, upper_clip, vespo_metrics
-from megaswift.losses.policy_types import HIGHEST, LOSS_TYPES, LOWEST, LossType, Settings, Weighed
+from megaswift.losses.policy_types import (
+    HIGHEST,
+    LOSS_TYPES,
+    LOWEST,
+    LossType,
+    Settings,
+    Weighed,
+)
 from megaswift.losses.sampler_gap import gap_metrics, ratio_metrics
 
-LEVELS = ("token", "sequence")
+LEVELS = ("token", "sequence", "sequence_token")
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,9 @@ class Policy:
     loss_type: str = "dapo"
     settings: Settings = Settings()
     importance_sampling_level: str = "token"
-    """`sequence`: GSPO (arXiv 2507.18071), one weight a completion, the geometric mean of its tokens' weights."""
+    """`sequence`: GSPO (arXiv 2507.18071), one weight a completion, the geometric mean of its tokens' weights.
+    `sequence_token`: GSPO-token (eq. 13 to 15 there), the same value with the gradient of each token's own
+    log-probability, so that advantages may differ from token to token."""
     beta: float = 0.0
     """Weight of the KL to the reference."""
     kl_in_reward: bool = False
@@ -55,7 +64,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         assert self.loss_type in LOSS_TYPES, f"unknown loss type {self.loss_type}"
-        assert self.importance_sampling_level in LEVELS and self.ratio_level in LEVELS, "a level is token or sequence"
+        assert self.importance_sampling_level in LEVELS, f"unknown level {self.importance_sampling_level}"
+        assert self.ratio_level in LEVELS[:2], f"unknown level {self.ratio_level}"
         assert self.max_completion_length or not self.kind.per_place, f"{self.loss_type} needs max_completion_length"
 
     @property
@@ -76,7 +86,7 @@ class Policy:
     @property
     def by_completion(self) -> bool:
         """All tokens of a completion have the same weight."""
-        return self.importance_sampling_level == "sequence" or self.kind.weighs_whole
+        return self.importance_sampling_level != "token" or self.kind.weighs_whole
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """`completions`, those without a label included; `completion_tokens`; and `kept_tokens` for the entropy."""
@@ -109,13 +119,17 @@ class Policy:
 
     def weigh(self, logprobs: Tensor, old: Tensor, batch: Batch) -> Weighed:
         """What the formulas read, from log-probabilities [b, s] of the policy and of the old one."""
-        log_ratio = (logprobs - old) * (batch.loss_weights != 0)
+        mask = batch.loss_weights != 0
+        log_ratio = torch.where(mask, logprobs - old, 0.0)
         whole = self._completion_log_weights(log_ratio.detach(), batch) if self.kind.corrects else torch.zeros_like(old)
         if self.kind.weighs_whole:
             log_ratio = document_sums(batch, log_ratio)[document_index(batch)]
-        elif self.by_completion:
+        elif self.importance_sampling_level == "sequence":
             log_ratio = self._completion_mean(log_ratio, batch)
-        return Weighed(logprobs, batch.fields["advantages"].to(old.dtype), log_ratio.exp(), whole, self.settings)
+        elif self.importance_sampling_level == "sequence_token":
+            log_ratio = self._completion_mean(log_ratio.detach(), batch) + (log_ratio - log_ratio.detach())
+        bounded = torch.where(mask, log_ratio, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        return Weighed(logprobs, batch.fields["advantages"].to(old.dtype), bounded.exp(), whole, self.settings)
 
     def _completion_mean(self, x: Tensor, batch: Batch) -> Tensor:
         """[b, s]: the mean over the labelled tokens of each token's completion of x, which is 0 elsewhere."""

@@ -53,7 +53,7 @@ def clip_metrics(x: Weighed, batch: Batch, by_completion: bool) -> dict[str, Met
 
 def upper_clip(x: Weighed, batch: Batch, by_completion: bool) -> dict[str, Metric]:
     """The share of weights that CISPO truncates where the advantage is positive."""
-    clipped = (x.weights > x.settings.high) & (x.advantages > 0)
+    clipped = (x.weights > x.settings.cap) & (x.advantages > 0)
     return {"cispo_clip_ratio": reported_mean(batch, clipped.to(x.weights.dtype), by_completion)}
 
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 LOWEST, HIGHEST = math.log(1e-8), 20.0
-"""Where VESPO ends the logarithm of a weight (its authors' code, after arXiv 2602.10693)."""
+"""Bounds of the logarithm of a weight in VESPO (its authors' code, after arXiv 2602.10693)."""
+CISPO_CAP = 5.0
+"""The cap that ScaleRL (arXiv 2510.13786) found good, and that TRL recommends for `epsilon_high` of CISPO."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Settings:
 
     epsilon: float = 0.2
     epsilon_high: float | None = None
-    """As `epsilon` when None; for `cispo` the largest weight itself."""
+    """As `epsilon` when None; for `cispo` the largest weight itself, `CISPO_CAP` when None."""
     delta: float | None = None
     """Largest weight of the unclipped side too (INTELLECT-2, arXiv 2505.07291)."""
     sapo_temperature_pos: float = 1.0
@@ -37,6 +39,11 @@ class Settings:
     def high(self) -> float:
         """The upper epsilon."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def cap(self) -> float:
+        """The largest weight of `cispo`."""
+        return CISPO_CAP if self.epsilon_high is None else self.epsilon_high
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ def _clipped(x: Weighed) -> Tensor:
 
 def _cispo(x: Weighed) -> Tensor:
     """CISPO, arXiv 2506.13585, with ScaleRL's upper bound alone: REINFORCE under a truncated weight."""
-    return -x.weights.clamp(max=x.settings.high).detach() * x.advantages * x.logprobs
+    return -x.weights.clamp(max=x.settings.cap).detach() * x.advantages * x.logprobs
 
 
 def _sapo(x: Weighed) -> Tensor:

@@ -32,7 +32,7 @@ from megaswift.trainers import outputs
 from megaswift.trainers.adapter_checks import folder_problems, head_problems, torch_adapter_problems
 from megaswift.trainers.model_spec import spec_of
 from megaswift.trainers.rl.adapters import refused
-from megaswift.trainers.rl.checks import policy_problems
+from megaswift.trainers.rl.checks import named_problems, policy_problems
 from megaswift.trainers.torch_checks import machine_problems
 from megaswift.trainers.vision_checks import vision_problems
 
@@ -72,7 +72,8 @@ def beside_options(cfg: SwiftConfig, world_size: int) -> list[Problem]:
         shape = ModelShape.of(spec_of(cfg, locate(cfg.model, weights=False)))
         return check_layout(shape, Asked.from_config(cfg, world_size))
 
-    return [p for error in refusals([(layout, LayoutError), *file_checks(cfg)]) for p in error.problems]
+    named: Check = (lambda: named_problems(cfg) if cfg.task in RL else [], ConfigError)
+    return [p for error in refusals([(layout, LayoutError), named, *file_checks(cfg)]) for p in error.problems]
 
 
 def file_checks(cfg: SwiftConfig) -> list[Check]:

@@ -226,7 +226,9 @@ def samples(rows: Sequence[Mapping[str, Any]]) -> str:
             for said in (row["prompt"], row["completion"])
         )
         judged = ", ".join(
-            f"{name.removeprefix('rewards/')} {value:.3g}" for name, value in row.items() if name.startswith("rewards/")
+            f"{name.removeprefix('rewards/')} {'none' if value is None else f'{value:.3g}'}"  # None: does not apply
+            for name, value in row.items()
+            if name.startswith("rewards/")
         )
         cells.append((f"{judged}; advantage {row['advantage']:.3g}", f"{prompt}\n→ {answer}"))
     return f"<h2>Completions of step {last[0]['step']:,}</h2>{table(cells)}"

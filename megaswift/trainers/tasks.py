@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from megaswift.config import SwiftConfig
 from megaswift.config.preference import beta_of, likelihood_of, loss_types_of
-from megaswift.config.rl import kl_estimator_of, kl_in_reward_of, policy_loss_of
+from megaswift.config.rl_defaults import corrects_kl, kl_estimator_of, kl_in_reward_of, policy_loss_of
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
@@ -19,6 +19,7 @@ from megaswift.losses.policy_types import Settings as Formulas
 from megaswift.losses.reward import Reward
 from megaswift.losses.sft import CrossEntropy
 from megaswift.registry import Registry
+from megaswift.trainers.rl.settings import correction_of
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ def _policy(cfg: SwiftConfig) -> Loss:
         beta=beta_of(cfg),
         kl_in_reward=kl_in_reward_of(cfg),
         kl_estimator=kl_estimator_of(cfg),
-        use_bias_correction_kl=rl.use_bias_correction_kl,
+        use_bias_correction_kl=corrects_kl(cfg),
         off_policy_mask_threshold=rl.off_policy_mask_threshold,
         entropy_coef=rl.entropy_coef,
         max_completion_length=rl.max_completion_length,
         temperature=rl.temperature,
-        ratio_level=rl.importance_sampling_mode.split("_")[0],
+        ratio_level=correction_of(cfg).level,
     )
 
 

@@ -36,7 +36,7 @@ def test_plan(task: str, options: dict, dp: int, plan: tuple[int, ...]) -> None:
     "options, dp, part",
     [
         (
-            {},
+            {"gradient_accumulation_steps": 1},
             4,
             "--global_batch_size 4: is not a multiple of num_generations 8, which is the default: prompts would lack "
             "completions\n"
@@ -89,6 +89,34 @@ def test_what_is_not_known_yet_is_no_mistake() -> None:
             ConfigError, match="3 passes of 4 completions are 12, which is not a multiple of num_generations 8"
         ):
             told()
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({}, 8),
+        ({"num_generations": 6, "per_device_train_batch_size": 4}, 3),
+        ({"per_device_train_batch_size": 16}, None),
+        ({"gbs": 16}, None),
+        ({"task": "ppo"}, None),
+        ({"task": "ppo", "num_generations": 4}, 4),
+        ({"task": "sft"}, None),
+    ],
+)
+def test_a_run_without_batch_options_fills_its_groups_on_any_number_of_ranks(options: dict, passes: int | None) -> None:
+    made = SwiftConfig(**{"task": "grpo", **options})
+    assert made.train.gradient_accumulation_steps == passes and "gradient_accumulation_steps" not in made.given
+    said = [n for n in made.notices if n.startswith(f"gradient_accumulation_steps is {passes}, since no batch size")]
+    assert len(said) == (passes is not None)
+    if made.task != "sft" and "gbs" not in options:
+        for dp in (1, 2, 3, 8):
+            assert generation_plan(made, dp).batches == 1
+
+
+def test_other_batch_options_replace_the_default_passes() -> None:
+    made = SwiftConfig(task="grpo", dp=1).replace(num_generations=4)
+    assert made.train.gradient_accumulation_steps == 4
+    assert made.replace(global_batch_size=12).train.gradient_accumulation_steps is None
 
 
 def test_other_tasks_have_no_generations() -> None:

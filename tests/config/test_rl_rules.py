@@ -4,15 +4,17 @@ met."""
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
+from pathlib import Path
 
 import pytest
 
 from megaswift.config import SwiftConfig, load
 from megaswift.config.helptext import task_help
 from megaswift.config.preference import GRPO_LOSSES, beta_of, needs_reference
-from megaswift.config.rl import (
-    BACKENDS,
-    RlConfig,
+from megaswift.config.rl import BACKENDS, MODES, RlConfig
+from megaswift.config.rl_clashes import RL_CLASHES
+from megaswift.config.rl_defaults import (
+    corrects_kl,
     corrects_sampler,
     estimator_of,
     generations_of,
@@ -21,7 +23,7 @@ from megaswift.config.rl import (
     policy_loss_of,
     whitens,
 )
-from megaswift.config.rl_rules import CLIPS, RL_CLASHES, RL_IGNORED
+from megaswift.config.rl_rules import CLIPS, RL_IGNORED
 from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError
 from tests.config.refusals import assert_contradiction, assert_idle, problems
@@ -43,11 +45,19 @@ IDLE = [
         "--multi_objective_aggregation normalize_then_sum",
     ),
     ("--kl_in_reward true", "--kl_in_reward true --beta 0.1"),
-    ("--kl_controller adaptive", "--kl_controller adaptive --beta 0.1"),
+    ("--kl_controller adaptive --beta 0.1", "--kl_controller adaptive --beta 0.1 --kl_in_reward true"),
     ("--kl_estimator k2", "--kl_estimator k2 --beta 0.1"),
     ("--use_bias_correction_kl true", "--use_bias_correction_kl true --beta 0.1"),
-    ("--target_kl 3 --beta 0.1", "--target_kl 3 --kl_controller adaptive --beta 0.1"),
-    ("--kl_horizon 3 --beta 0.1", "--kl_horizon 3 --kl_controller adaptive --beta 0.1"),
+    ("--target_kl 3 --beta 0.1", "--target_kl 3 --kl_controller adaptive --beta 0.1 --kl_in_reward true"),
+    ("--kl_horizon 3 --beta 0.1", "--kl_horizon 3 --kl_controller adaptive --beta 0.1 --kl_in_reward true"),
+    ("--gamma 0.9", "--gamma 0.9 --advantage_estimator reinforce_plus_plus"),
+    (
+        "--scale_rewards none --multi_objective_aggregation normalize_then_sum",
+        "--scale_rewards none --multi_objective_aggregation sum_then_normalize",
+    ),
+    ("--allow_biased_sampling true", "--allow_biased_sampling true --top_k 20"),
+    ("--importance_sampling_filter_max 2", "--importance_sampling_filter_max 2 --use_vllm"),
+    ("--importance_sampling_filter_min 0.5", "--importance_sampling_filter_min 0.5 --async_generation"),
     ("--code_timeout 2", "--code_timeout 2 --reward_funcs code"),
     ("--code_memory 99", "--code_memory 99 --reward_funcs code"),
     ("--allow_unsafe_code", "--allow_unsafe_code --reward_funcs code"),
@@ -86,10 +96,31 @@ CLASHING = [
     ("reward_weights", "--reward_weights 1 2 --reward_funcs format"),
     ("reward_funcs", "--reward_funcs soft_overlong"),
     ("soft_cache_length", "--soft_cache_length 512 --reward_funcs soft_overlong"),
+    ("top_p", "--top_p 0.9"),
+    ("top_k", "--top_k 50"),
+    ("min_p", "ppo --min_p 0.1"),
+    ("repetition_penalty", "--repetition_penalty 1.05"),
+    ("dynamic_sample", "--dynamic_sample --num_generations 1 --advantage_estimator reinforce_plus_plus"),
+    (
+        "multi_objective_aggregation",
+        "--multi_objective_aggregation normalize_then_sum --kl_in_reward true --beta 0.5",
+    ),
+    ("use_bias_correction_kl", "--kl_estimator k1 --beta 0.1 --use_bias_correction_kl false"),
+    ("use_bias_correction_kl", "--kl_estimator k2 --beta 0.1 --use_bias_correction_kl true"),
+    ("epsilon_high", "--loss_type cispo --epsilon_high 0.28"),
+    ("loss_type", "--loss_type rloo --advantage_estimator reinforce_plus_plus"),
+    (
+        "importance_sampling_level",
+        "--importance_sampling_level sequence --advantage_estimator reinforce_plus_plus",
+    ),
     ("importance_sampling_level", "--loss_type luspo"),
     ("importance_sampling_level", "--loss_type vespo --importance_sampling_level sequence"),
-    ("importance_sampling_mode", "--loss_type vespo --use_vllm"),
+    ("importance_sampling_mode", "--loss_type vespo --use_vllm --importance_sampling_mode geometric_mask"),
     ("importance_sampling_clip_min", "--use_vllm --importance_sampling_clip_min 3"),
+    (
+        "importance_sampling_filter_min",
+        "--use_vllm --importance_sampling_filter_min 3 --importance_sampling_filter_max 2",
+    ),
     (
         "importance_sampling_mode",
         "--use_vllm --importance_sampling_clip_max none --importance_sampling_mode token_truncate",
@@ -133,23 +164,24 @@ def settled(task: str, **options: object) -> tuple[object, ...]:
         kl_estimator_of(c),
         whitens(c),
         corrects_sampler(c),
+        corrects_kl(c),
     )
 
 
 @pytest.mark.parametrize(
     "task, options, expected",
     [
-        ("grpo", {}, (8, "grpo", "dapo", 0.0, False, False, "k3", False, False)),
-        ("ppo", {}, (1, "gae", "bnpo", 0.05, True, True, "k1", True, False)),
+        ("grpo", {}, (8, "grpo", "dapo", 0.0, False, False, "k3", False, False, True)),
+        ("ppo", {}, (1, "gae", "bnpo", 0.05, True, True, "k1", True, False, True)),
         (
             "grpo",
             {"beta": 0.1, "loss_type": "cispo", "use_vllm": True},
-            (8, "grpo", "cispo", 0.1, True, False, "k3", False, True),
+            (8, "grpo", "cispo", 0.1, True, False, "k3", False, True, True),
         ),
         (
             "grpo",
             {"kl_coef": 0.1, "advantage_estimator": "rloo"},
-            (8, "rloo", "rloo", 0.1, True, True, "k1", False, False),
+            (8, "rloo", "rloo", 0.1, True, True, "k1", False, False, True),
         ),
         (
             "grpo",
@@ -161,12 +193,12 @@ def settled(task: str, **options: object) -> tuple[object, ...]:
                 "kl_estimator": "k2",
                 "normalize_advantages": True,
             },
-            (8, "rloo", "dapo", 0.1, True, False, "k2", True, False),
+            (8, "rloo", "dapo", 0.1, True, False, "k2", True, False, False),
         ),
         (
             "ppo",
             {"beta": 0, "importance_sampling_correction": True, "whiten_advantages": False},
-            (1, "gae", "bnpo", 0.0, False, False, "k3", False, True),
+            (1, "gae", "bnpo", 0.0, False, False, "k3", False, True, True),
         ),
     ],
 )
@@ -196,6 +228,63 @@ def test_the_two_words_for_vllm(words: str, backend: str) -> None:
 def test_a_task_by_any_of_its_words(words: str) -> None:
     cfg = load(None, words.split(), environ={})
     assert cfg.task == words.split()[1] and cfg.data.packing is True and cfg.model.train_type == "full"
+
+
+@pytest.mark.parametrize("task", ["grpo", "ppo"])
+@pytest.mark.parametrize("backend", ["transformers", "vllm"])
+def test_samples_of_earlier_weights_are_weighed_with_every_sampler(task: str, backend: str) -> None:
+    made = SwiftConfig(task=task, async_generation=True, rollout_backend=backend)
+    assert corrects_sampler(made)
+    assert not corrects_sampler(made.replace(importance_sampling_correction=False))
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("token_truncate", ("token_truncate", 2.0, None)),
+        ("token_mask", ("token_mask", 2.0, None)),
+        ("sequence_truncate", ("geometric_truncate", 2.0, None)),
+        ("sequence_mask", ("token_truncate", None, 2.0)),
+        ("sequence_mask --rollout_importance_sampling_threshold 5", ("token_truncate", None, 5.0)),
+        ("token_mask --rollout_importance_sampling_threshold 5", ("token_mask", 5.0, None)),
+        ("none", ("token_truncate", 3.0, None)),
+    ],
+)
+def test_modes_of_ms_swift_mean_what_they_mean_there(words: str, expected: tuple[object, ...]) -> None:
+    line = f"--use_vllm --rollout_importance_sampling_mode {words}"
+    rl = load("grpo", line.split(), environ={}).rl
+    found = (rl.importance_sampling_mode, rl.importance_sampling_clip_max, rl.importance_sampling_filter_max)
+    assert found == expected
+
+
+def test_modes_of_ms_swift_from_several_sources(tmp_path: Path) -> None:
+    """The threshold of the command line is the one of the file's mode; a wrong mode is named as it was typed."""
+    (tmp_path / "run.yaml").write_text("use_vllm: true\nrollout_importance_sampling_mode: sequence_mask\n")
+    rl = load("grpo", [str(tmp_path / "run.yaml"), "--rollout_importance_sampling_threshold", "4"], environ={}).rl
+    assert (rl.importance_sampling_mode, rl.importance_sampling_clip_max) == ("token_truncate", None)
+    assert rl.importance_sampling_filter_max == 4.0
+    (wrong,) = problems("--use_vllm --rollout_importance_sampling_mode icepop", "grpo")
+    assert wrong.startswith("--rollout_importance_sampling_mode icepop: must be one of") and MODES[0] in wrong
+    (idle,) = problems("--rollout_importance_sampling_mode token_mask", "grpo")
+    assert idle.startswith("--rollout_importance_sampling_mode token_mask: would be ignored")
+
+
+@pytest.mark.parametrize("mode", MODES[:4])
+def test_modes_of_trl_keep_their_meaning(mode: str) -> None:
+    """Names and meaning; `Correction` has TRL's values of them (tests/losses/test_sampler_gap.py)."""
+    assert (
+        load("grpo", f"--use_vllm --vllm_importance_sampling_mode {mode}".split(), environ={}).value(
+            "importance_sampling_mode"
+        )
+        == mode
+    )
+
+
+def test_a_loss_of_another_task_is_not_proposed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("grpo", ["--loss_type", "gpg"], environ={})
+    text = str(caught.value)
+    assert f"must be one of {' | '.join(GRPO_LOSSES)}" in text and "sigmoid" not in text
 
 
 def test_two_backends_are_a_contradiction() -> None:

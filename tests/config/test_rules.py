@@ -9,7 +9,8 @@ from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
-from megaswift.config.rl_rules import RL_CLASHES, RL_IGNORED
+from megaswift.config.rl_clashes import RL_CLASHES
+from megaswift.config.rl_rules import RL_IGNORED
 from megaswift.config.rules import CLASHES, IGNORED
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED

@@ -57,7 +57,7 @@ def other_value(name: str) -> object:
         choice = fitting[0] if fitting else o.choices[0]
         return [choice] if o.kind == "list" else choice
     number = max(2, int(o.details.get("minimum", 2)))
-    part = min(0.25, o.details.get("maximum", 1))
+    part = min(max(0.25, 2 * o.details.get("above", 0)), o.details.get("maximum", 2))
     return {"numbers": [0.5], "int": number, "float": part, "text": "x", "list": ["x"], "map": {"a": "b"}}[o.kind]
 
 
@@ -141,8 +141,11 @@ NEEDS = (
     }
     | {name: {"loss_type": "vespo"} for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")}
     | {name: {"loss_type": "sapo"} for name in ("sapo_temperature_pos", "sapo_temperature_neg")}
-    | {name: {"beta": 0.1} for name in ("kl_in_reward", "kl_controller", "use_bias_correction_kl", "offload_reference")}
-    | {name: {"kl_controller": "adaptive", "beta": 0.1} for name in ("target_kl", "kl_horizon")}
+    | {name: {"beta": 0.1} for name in ("kl_in_reward", "use_bias_correction_kl", "offload_reference")}
+    | {"kl_controller": {"beta": 0.1, "kl_in_reward": True}}
+    | {name: {"kl_controller": "adaptive", "beta": 0.1, "kl_in_reward": True} for name in ("target_kl", "kl_horizon")}
+    | {name: {"allow_biased_sampling": True} for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    | {"allow_biased_sampling": {"top_k": 5}, "gamma": {"advantage_estimator": "reinforce_plus_plus"}}
     | {name: {"reward_funcs": ["cosine"]} for name in NAMES if name.startswith("cosine_")}
     | {name: {"reward_funcs": ["repetition"]} for name in ("repetition_n_grams", "repetition_max_penalty")}
     | {
@@ -158,6 +161,8 @@ NEEDS = (
             "importance_sampling_mode",
             "importance_sampling_clip_max",
             "importance_sampling_clip_min",
+            "importance_sampling_filter_max",
+            "importance_sampling_filter_min",
         )
     }
     | {

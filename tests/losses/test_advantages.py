@@ -3,12 +3,15 @@ hand."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megaswift.config import SwiftConfig
+from megaswift.config.rl_defaults import corrects_kl
 from megaswift.losses.advantages import (
     aggregated,
     entropy_threshold,
@@ -112,11 +115,31 @@ def test_a_group_of_one_teaches_nothing() -> None:
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
-    """Mean 2, variance (1 + 1 + 4 + 4) / 3; with groups the differences are -2, 2, 0, 0."""
-    rewards = torch.tensor([1.0, 3, 0, 4])
-    torch.testing.assert_close(reinforce_plus_plus(rewards), torch.tensor([-1.0, 1, -2, 2]) / ((10 / 3) ** 0.5 + 1e-4))
-    grouped = torch.tensor([1.0, 5, 4, 4])
-    torch.testing.assert_close(reinforce_plus_plus(grouped, 2), torch.tensor([-2.0, 2, 0, 0]) / ((8 / 3) ** 0.5 + 1e-4))
+    """Completions of 3, 1 and 2 tokens with scores 2, 5 and nothing, whose KL costs 1/2 at each token. From each token
+    on: 1/2, 1, 3/2 and 9/2, of mean 15/8. The unscored completion moves no mean and has advantage 0."""
+    mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
+    totals = torch.tensor([2.0, 5.0, N])
+    rewards = -0.5 * mask.float()
+    rewards[0, 2] += 2.0
+    rewards[1, 0] += 5.0
+    wanted = torch.tensor([0.5, 1.0, 1.5, 4.5])
+    wanted = (wanted - wanted.mean()) / wanted.std()
+    found = reinforce_plus_plus(rewards, totals, mask)
+    torch.testing.assert_close(found[mask], torch.cat([wanted, torch.zeros(2)]))
+    assert found[~mask].abs().max() == 0
+    # Half of what comes a token later counts: -1/2 + 1/2 x (-1/2 + 1/2 x 3/2), -1/2 + 1/2 x 3/2, 3/2, 9/2.
+    halved = torch.tensor([-0.375, 0.25, 1.5, 4.5])
+    halved = (halved - halved.mean()) / halved.std()
+    torch.testing.assert_close(reinforce_plus_plus(rewards, totals, mask, gamma=0.5)[mask][:4], halved)
+
+
+def test_reinforce_plus_plus_with_a_baseline_by_hand() -> None:
+    """Groups of two: scores 2 and 5 less 7/2, at every token of the completion whatever its length."""
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    rewards = torch.tensor([[0.0, 0, 2], [5, 0, 0]])
+    centred = torch.tensor([-1.5, -1.5, -1.5, 1.5])
+    wanted = (centred - centred.mean()) / centred.std()
+    torch.testing.assert_close(reinforce_plus_plus(rewards, torch.tensor([2.0, 5.0]), mask, 2)[mask], wanted)
 
 
 def test_estimates_of_the_kl() -> None:
@@ -132,6 +155,34 @@ def test_estimates_of_the_kl() -> None:
     assert (kl_estimate(p, q) >= 0).all()
     for x in (p, q):
         assert kl_estimate(x, x).abs().max() == 0
+
+
+@pytest.mark.parametrize(("kind", "corrected"), [("k1", True), ("k2", False), ("k3", True)])
+def test_the_kl_s_gradient_is_that_of_the_divergence(kind: str, corrected: bool) -> None:
+    """Over all outcomes of one token, on policy, as the defaults have it. The two that rules refuse are far off."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, generator=g, dtype=torch.float64, requires_grad=True)
+    logp, reference = logits.log_softmax(-1), torch.randn(6, generator=g, dtype=torch.float64).log_softmax(-1)
+    (exact,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), [logits], retain_graph=True)
+
+    def mean_gradient(with_ratio: bool) -> torch.Tensor:
+        ratio = (logp - logp.detach()).exp() if with_ratio else 1.0
+        kl = kl_estimate(logp, reference, kind) * ratio
+        return torch.autograd.grad((logp.detach().exp() * kl).sum(), [logits], retain_graph=True)[0]
+
+    torch.testing.assert_close(mean_gradient(corrected), exact)
+    assert SwiftConfig(task="grpo", beta=0.1, kl_estimator=kind).rl.use_bias_correction_kl is None
+    assert corrects_kl(SwiftConfig(task="grpo", beta=0.1, kl_estimator=kind)) is corrected
+    assert kind == "k3" or (mean_gradient(not corrected) - exact).norm() > 0.15 * exact.norm()
+
+
+def test_k3_far_from_the_reference_is_finite() -> None:
+    """With its gradient, in float32; within 20 nats it is what it was."""
+    away = torch.tensor([-500.0, -20.0, 0.5, 500.0], requires_grad=True)
+    found = kl_estimate(away, torch.zeros(4))
+    (gradient,) = torch.autograd.grad(found.sum(), [away])
+    assert found.isfinite().all() and gradient.isfinite().all()
+    assert found[2].item() == pytest.approx(math.exp(-0.5) + 0.5 - 1)
 
 
 def by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:

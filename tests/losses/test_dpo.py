@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megaswift.losses.dpo import DPO
-from megaswift.losses.dpo_types import LOSS_TYPES, SFT, Settings
+from megaswift.losses.dpo_types import DIVERGENCES, LOSS_TYPES, SFT, Compared, Settings, scores
+from megaswift.losses.pairs import Sides
 from tests.losses import trainers
 from tests.losses.bigram import (
     Bigram,
@@ -203,6 +204,28 @@ def test_fillers_alone_have_no_loss_and_a_gradient_of_zero() -> None:
         filler = reference_of(reference, pairs([], True))
         value, gradient, metrics = run(loss, policy, [filler])
         assert value == 0 and gradient.abs().max() == 0 and metrics == {}
+
+
+@pytest.mark.parametrize("name", LOSS_TYPES)
+@pytest.mark.parametrize("away", [-4000.0, 4000.0])
+def test_a_pair_far_from_its_reference_has_a_finite_loss(name: str, away: float) -> None:
+    """In float32, with its gradient, whichever answer the policy has come to prefer."""
+    logps = Sides(
+        torch.tensor([-5000.0 + away], requires_grad=True), torch.tensor([-5000.0 - away], requires_grad=True)
+    )
+    reference = Sides(torch.tensor([-5000.0]), torch.tensor([-5000.0]))
+    ratios, lengths = logps - reference, Sides(torch.tensor([500.0]), torch.tensor([500.0]))
+    found = LOSS_TYPES[name].formula(Compared(logps, reference, ratios, ratios, lengths, Settings(label_smoothing=0.1)))
+    gradients = torch.autograd.grad(found.sum(), [logps.chosen, logps.rejected], allow_unused=True)
+    assert found.isfinite().all() and all(g is None or g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_divergence_of_any_ratio_is_finite(divergence: str) -> None:
+    ratios = Sides(torch.tensor([-4000.0], requires_grad=True), torch.tensor([-3000.0], requires_grad=True))
+    found = scores(ratios, divergence, 0.5).difference
+    gradients = torch.autograd.grad(found.sum(), [ratios.chosen, ratios.rejected])
+    assert found.isfinite().all() and all(g.isfinite().all() for g in gradients)
 
 
 def test_an_unknown_type_is_ours_to_prevent() -> None:

@@ -87,8 +87,8 @@ def known_to(loss: Policy, names: set[str], data: Rollouts, policy: Bigram) -> R
     if "ratio" in names:
         correction = Correction(f"{loss.ratio_level}_truncate", clip_max=1.2, clip_min=0.85)
         made["ratio"] = [
-            correction.bound(gap.sum().expand_as(gap) if loss.ratio_level == "sequence" else gap)
-            for gap in ((o - s) * m for o, s, m in zip(made["old"], made["sampled"], data.learnt, strict=True))
+            correction.weights((o - s).unsqueeze(0), m.unsqueeze(0))[0]
+            for o, s, m in zip(made["old"], made["sampled"], data.learnt, strict=True)
         ]
     if "keep" in names:
         entropies = label_fields(policy, data.docs)["entropy"]
@@ -106,7 +106,8 @@ def theirs(trl: Any, loss: Policy, data: Rollouts, both: tuple[Bigram, Bigram]) 
         loss.importance_sampling_level,
         loss.beta,
     )
-    trl.epsilon_low, trl.epsilon_high, trl.max_completion_length = s.epsilon, s.high, loss.max_completion_length
+    trl.epsilon_low, trl.max_completion_length = s.epsilon, loss.max_completion_length
+    trl.epsilon_high = s.cap if loss.loss_type == "cispo" else s.high
     trl.off_policy_mask_threshold, trl.args.use_bias_correction_kl = (
         loss.off_policy_mask_threshold,
         loss.use_bias_correction_kl,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def assert_same_end(a: Path, b: Path) -> None:
 def test_draws_ahead_go_on_where_they_were(folder: Path, tmp_path: Path) -> None:
     """One generation late, and after a restart the same completions, those that were under way included."""
     plain = trained(folder, tmp_path / "plain", "--max_steps", 2)
-    ahead = ("--async_generation", "true", "--importance_sampling_correction", "true", "--save_steps", 2)
+    ahead = ("--async_generation", "true", "--save_steps", 2)
     whole = trained(folder, tmp_path / "whole", "--max_steps", 4, *ahead)
     assert completions(whole)[:BATCH] == [*completions(plain)[:BATCH]]
     second = [line["completion"] for line in completions(whole)[BATCH : 2 * BATCH]]
@@ -109,10 +110,38 @@ def test_draws_ahead_go_on_where_they_were(folder: Path, tmp_path: Path) -> None
     trained(folder, out, "--max_steps", 4, *ahead)
     lines = read_lines(whole / "metrics.jsonl")
     assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-5 < lines[1]["sampling/sampling_logp_difference/max"]
+    assert lines[0]["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-5)
+    assert lines[1]["sampling/importance_sampling_ratio/max"] > 1.0001, "stale samples are weighed"
     again = trained(
         folder, out, "--max_steps", 4, *ahead, "--resume_from_checkpoint", str(out / "checkpoints" / "step-2")
     )
     assert_same_end(again, whole)
+
+
+SOME = """def long(completions, **_):
+    return [None if i % 3 == 0 else len(text) / 8 for i, text in enumerate(completions)]
+
+
+def even(completions, **_):
+    return [i % 2 == 0 if i % 6 else None for i, _ in enumerate(completions)]
+"""
+
+
+@pytest.mark.parametrize("task", ["grpo", pytest.param("ppo", marks=SLOW)])
+def test_a_run_with_nothing_but_model_data_and_rewards(folder: Path, tmp_path: Path, task: str) -> None:
+    """No batch option; rewards that are truth values, or None where a function does not apply."""
+    (tmp_path / "some.py").write_text(SOME)
+    names = [f"{tmp_path}/some.py:{name}" for name in ("long", "even")]
+    given = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--reward_funcs", *names]
+    short = ("--max_completion_length", 6, "--max_length", 32, "--max_steps", 2, "--report_to", "none")
+    run(given, tmp_path / "out", *short, ranks=1, task=task)
+    lines = completions(tmp_path / "out")
+    assert len(lines) == 2 * {"grpo": 8, "ppo": 1}[task]
+    assert lines[0]["rewards/even"] is None and lines[0]["reward"] is None and lines[0]["advantage"] == 0
+    if task == "grpo":
+        assert {line["rewards/even"] for line in lines} == {None, 0.0, 1.0}
+        assert [line["rewards/long"] is None for line in lines] == [i % 8 % 3 == 0 for i in range(16)]
+    assert all(math.isfinite(line["loss"]) for line in read_lines(tmp_path / "out" / "metrics.jsonl"))
 
 
 PPO = ("--num_iterations", 2, "--max_steps", 4, "--save_steps", 2, "--critic_learning_rate", "2e-2")

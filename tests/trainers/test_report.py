@@ -143,13 +143,15 @@ def test_the_last_completions_with_their_rewards(run: tuple[Path, Path, Path, Sw
         }
         for i in range(14)
     ]
+    last[0] |= {"rewards/format": None, "reward": 1.0}  # a function that did not apply
     last[1]["completion"] = [{"role": "assistant", "content": "hm"}, {"role": "tool", "content": "42"}]
     run[1].with_name("completions.jsonl").write_text("".join(to_json(row) + "\n" for row in [first, *last]))
     text, parser = parsed(run)
     said = "".join(parser.texts)
     assert (
-        "Completions of step 5" in parser.texts and parser.texts.count("format 0.25, digits 1; advantage -0.125") == 12
+        "Completions of step 5" in parser.texts and parser.texts.count("format 0.25, digits 1; advantage -0.125") == 11
     )
+    assert "format none, digits 1; advantage -0.125" in parser.texts
     assert "user: <i>0</i>\n→ answer 0" in parser.texts and "→ assistant: hm\ntool: 42" in said and "<i>0" not in text
     assert "answer 11" in said and "answer 12" not in said and "gone" not in said
     run[1].with_name("completions.jsonl").unlink()

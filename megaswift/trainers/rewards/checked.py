@@ -1,5 +1,5 @@
-"""What a reward function returns is numbers, one a sample or one for each of its tokens; anything else is told with
-function and sample.
+"""What a reward function returns is numbers, one a sample or one for each of its tokens, or None where it does not
+apply to a sample; anything else is an error that names function and sample.
 
 Owns the two ways in which a user's function goes wrong: it raises, or it returns what is no reward.
 """
@@ -23,7 +23,7 @@ SHOWN = 80
 """Characters of a sample in a message."""
 FRAMES = 3
 Value = float | tuple[float, ...]
-"""Of a completion, or of each token in it that the model wrote."""
+"""Of a completion, or of each token in it that the model wrote. NaN: the function does not apply to the completion."""
 OURS = str(Path(__file__).parent)
 
 
@@ -42,8 +42,8 @@ def _shown(sample: Judged) -> str:
 
 
 def checked(name: str, returned: Any, judged: Sequence[Judged]) -> list[Value]:
-    """The values as floats; RewardError unless they are one finite number for each sample, or for each token that the
-    model wrote in it."""
+    """The values as floats, truth values as 1 and 0, None as NaN; RewardError unless they are one finite number for
+    each sample, or for each token that the model wrote in it."""
     values = _plain(returned)
     if not isinstance(values, list | tuple):
         raise RewardError(
@@ -64,6 +64,8 @@ def checked(name: str, returned: Any, judged: Sequence[Judged]) -> list[Value]:
 
 def _checked(name: str, value: Any, sample: Judged, where: str) -> Value:
     each = _plain(value)
+    if each is None:
+        return math.nan
     if not isinstance(each, list | tuple):
         return _finite(name, value, sample, where)
     if len(each) != sample.written:
@@ -80,11 +82,7 @@ def _finite(name: str, value: Any, sample: Judged, where: str) -> float:
     number = _number(value)
     if number is None or not math.isfinite(number):
         what = f"{value!r} ({type(value).__name__})" if number is None else str(number)
-        fix = (
-            "float(...)"
-            if isinstance(_item(value), bool)
-            else "a finite number for every sample, 0.0 where there is nothing to say"
-        )
+        fix = "a finite number for every sample, or None for one that the function does not apply to"
         raise RewardError(
             Problem(_flag(name), f"returned {what[:SHOWN]} for {where}, the completion {_shown(sample)}", fix)
         )
@@ -99,7 +97,7 @@ def _item(value: Any) -> Any:
 def _number(value: Any) -> float | None:
     value = _item(value)
     try:
-        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+        return float(value) if isinstance(value, Real) else None
     except OverflowError:
         return math.inf
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -116,9 +117,9 @@ class Rewards:
     """Of samples in their order."""
 
     per_function: dict[str, list[float]]
-    """Of rewards of tokens their sum."""
+    """Of rewards of tokens their sum; NaN where the function does not apply."""
     total: list[float]
-    """The weighted sum."""
+    """The weighted sum over the functions that apply; NaN where none does."""
     tokens: list[tuple[float, ...] | None] = field(default_factory=list)
     """The same by token that the model wrote, of samples that have rewards of tokens; empty where none has."""
 
@@ -155,7 +156,7 @@ def score_all(functions: Sequence[RewardFunction], weights: Sequence[float], jud
             found[f.name] = checked(f.name, returned, judged)
     values = {f.name: found.get(f.name, []) for f in functions}
     sums = {name: [sum(v) if isinstance(v, tuple) else v for v in given] for name, given in values.items()}
-    total = [sum(w * v for w, v in zip(weights, each, strict=True)) for each in zip(*sums.values(), strict=True)]
+    total = [_weighted(weights, each) for each in zip(*sums.values(), strict=True)]
     every = list(zip(*values.values(), strict=True))
     of_tokens = any(isinstance(value, tuple) for each in every for value in each)
     return Rewards(
@@ -165,6 +166,12 @@ def score_all(functions: Sequence[RewardFunction], weights: Sequence[float], jud
     )
 
 
+def _weighted(weights: Sequence[float], each: Sequence[float]) -> float:
+    """The weighted sum of what is not NaN; NaN where nothing else is there (as TRL has it)."""
+    known = [w * v for w, v in zip(weights, each, strict=True) if not math.isnan(v)]
+    return sum(known) if known else math.nan
+
+
 def _by_token(weights: Sequence[float], each: Sequence[Value], count: int) -> tuple[float, ...] | None:
     """The weighted sum at each token; what is of the whole completion stands at its last one."""
     if not any(isinstance(value, tuple) for value in each):
@@ -172,7 +179,7 @@ def _by_token(weights: Sequence[float], each: Sequence[Value], count: int) -> tu
     found = [0.0] * count
     for weight, value in zip(weights, each, strict=True):
         for t, one in enumerate(value) if isinstance(value, tuple) else [(count - 1, value)][:count]:
-            found[t] += weight * one
+            found[t] += 0.0 if math.isnan(one) else weight * one
     return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from megaswift.trainers.hook import Hook, Step
@@ -37,14 +38,20 @@ class Alarms(Hook):
     def troubles(self, step: Step) -> dict[str, str]:
         """By kind what is wrong with the generation; empty where nothing is."""
         found, settings = self.source.metrics, self.source.settings
-        same = found["reward_std"] < 1e-8 if settings.group == 1 else found["frac_reward_zero_std"] == 1
+        spread = found.get("reward_std", math.inf)
+        same = spread < 1e-8 if settings.group == 1 else found["frac_reward_zero_std"] == 1 and math.isfinite(spread)
+        unscored = sum(math.isnan(rollout.total) for rollout, _ in self.source.fresh)
         whose = "all completions have" if settings.group == 1 else "all completions of a prompt have"
         apart = step.result.metrics.get("sampling/token_mult_prob_error", 1.0)
         return {
-            "spread": f"{whose} the same reward (mean {found['reward']:.4g}), which teaches nothing. "
+            "spread": f"{whose} the same reward (mean {found.get('reward', math.nan):.4g}), which teaches nothing. "
             f"completions.jsonl shows them: are the "
             "rewards what they should be, the prompts neither too hard nor too easy?"
             if same
+            else "",
+            "unscored": f"every reward function returned None for {unscored} of {len(self.source.fresh)} completions, "
+            "from which nothing is learnt"
+            if unscored
             else "",
             "length": "every completion was cut off at --max_completion_length: the model may need more tokens, or "
             "does not know the token "

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.rl import estimator_of
 from megaswift.config.rl_batch import generation_plan
+from megaswift.config.rl_defaults import estimator_of
 from megaswift.config.size import bytes_text
 from megaswift.data import build as data
 from megaswift.data import vocabulary

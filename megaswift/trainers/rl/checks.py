@@ -6,13 +6,14 @@ Owns looking, not making: nothing is imported that takes seconds, unless a backe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ast
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_problems
 from megaswift.config.rl_batch import generation_plan
-from megaswift.errors import Problem, UserError, beside
+from megaswift.errors import Problem, UserError, beside, first_line, nearest
 from megaswift.families.family import read_config
 from megaswift.families.scalar_head import score_problems
 from megaswift.parallel.rules import Asked
@@ -25,12 +26,15 @@ CONFIG, EXPORT = "config.json", "hf"
 
 def policy_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """All of them, on `world_size` processes. What the layout itself breaks is told elsewhere."""
-    checks: list[Callable[[], Iterator[Problem]]] = [
-        lambda: batches(cfg, world_size),
-        lambda: rewards(cfg),
-        lambda: folders(cfg),
-        lambda: sampler(cfg),
-    ]
+    return [*_found([lambda: batches(cfg, world_size)]), *named_problems(cfg), *_found([lambda: sampler(cfg)])]
+
+
+def named_problems(cfg: SwiftConfig) -> list[Problem]:
+    """Of rewards, environments and models that options name, whatever else is wrong with the options."""
+    return _found([lambda: rewards(cfg), lambda: folders(cfg)])
+
+
+def _found(checks: Sequence[Callable[[], Iterator[Problem]]]) -> list[Problem]:
     problems: list[Problem] = []
     for check in checks:
         try:
@@ -68,6 +72,38 @@ def rewards(cfg: SwiftConfig) -> Iterator[Problem]:
                 yield Problem(f"--{flag} {text}", "names nothing in a file", f"--{flag} FILE.py:NAME")
             elif not file.is_file():
                 yield Problem(f"--{flag} {text}", f"there is no file {file}", beside(file))
+            else:
+                yield from undefined(f"--{flag} {text}", file, text.rpartition(":")[2])
+
+
+def undefined(flag: str, file: Path, name: str) -> Iterator[Problem]:
+    """A name that a file of Python does not define, as far as its text says: nothing is run."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError, OSError) as error:
+        where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else first_line(error)
+        yield Problem(flag, f"{file} cannot be read as Python: {where}", "mend the file")
+        return
+    names = set(_bound(tree.body))
+    dynamic = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & {"globals", "exec", "setattr"}
+    if name not in names and not dynamic and not names & {"*", "__getattr__"}:
+        own = sorted(n for n in names if not n.startswith("_"))
+        yield Problem(flag, f"{file.name} has no {name}; it has {', '.join(own) or 'no function'}", nearest(name, own))
+
+
+def _bound(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that statements bind in their module, those inside of `if`, `try` and `with` too."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.name
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
 
 
 def folders(cfg: SwiftConfig) -> Iterator[Problem]:

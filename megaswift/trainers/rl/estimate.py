@@ -16,9 +16,8 @@ from torch import Tensor
 from megaswift.config import SwiftConfig
 from megaswift.data.completions import Completed
 from megaswift.losses import advantages as formulas
-from megaswift.losses.sampler_gap import Correction
 from megaswift.trainers.rl.judge import Rollout
-from megaswift.trainers.rl.settings import Settings
+from megaswift.trainers.rl.settings import Settings, correction_of
 
 Numbers = dict[str, list[np.ndarray]]
 """By field, the numbers of each completion's own tokens."""
@@ -39,13 +38,15 @@ class Estimator:
         penalties = self.penalties(completed, mask)
         if self.settings.estimator == "gae":
             found = self.of_tokens(rollouts, completed, (penalties, mask))
-        elif self.settings.estimator == "reinforce_plus_plus" and any(r.by_token is not None for r in rollouts):
-            rewards = rewards_by_token(rollouts, penalties, mask)
-            found = {"advantages": formulas.reinforce_plus_plus_by_token(rewards, mask, self.settings.group)}
+        elif self.settings.estimator == "reinforce_plus_plus":
+            rewards, totals = rewards_by_token(rollouts, penalties, mask), torch.tensor([r.total for r in rollouts])
+            advantages = formulas.reinforce_plus_plus(rewards, totals, mask, self.settings.group, self.cfg.rl.gamma)
+            found = {"advantages": advantages}
         else:
             found = {"advantages": self.of_completions(rollouts, penalties.sum(1)).unsqueeze(1).expand(mask.shape)}
         if self.settings.corrects:
-            found["ratio"] = self.ratios(padded(completed, "old", mask) - padded(completed, "sampled", mask))
+            gap = padded(completed, "old", mask) - padded(completed, "sampled", mask)
+            found["ratio"] = correction_of(self.cfg).weights(gap, mask)
         return {
             name: [row[own].numpy() for row, own in zip(values.float(), mask, strict=True)]
             for name, values in found.items()
@@ -74,27 +75,17 @@ class Estimator:
             )
         return cost
 
-    def ratios(self, gap: Tensor) -> Tensor:
-        """[n, t]: weights against the sampler's mismatch, of each token or each completion."""
-        rl = self.cfg.rl
-        correction = Correction(
-            rl.importance_sampling_mode, rl.importance_sampling_clip_max, rl.importance_sampling_clip_min
-        )
-        gap = gap.nan_to_num(nan=0.0)
-        return correction.bound(gap.sum(1, keepdim=True).expand_as(gap) if correction.level == "sequence" else gap)
-
     def of_completions(self, rollouts: Sequence[Rollout], penalties: Tensor) -> Tensor:
         """[n]: one advantage a completion."""
         group, rl = self.settings.group, self.cfg.rl
         total = torch.tensor([r.total for r in rollouts]) - penalties
         if self.settings.estimator == "rloo":
             return formulas.rloo(total, group, self.settings.whitens)
-        if self.settings.estimator == "reinforce_plus_plus":
-            return formulas.reinforce_plus_plus(total, group)
         if rl.multi_objective_aggregation == "normalize_then_sum":
             names = [*rollouts[0].rewards]
             each = torch.tensor([[r.rewards[n] for n in names] for r in rollouts])
-            weights = torch.tensor(rl.reward_weights or [1.0] * len(names))
+            given = [*rl.reward_weights]  # an environment's own reward comes last, and has weight 1
+            weights = torch.tensor([*given, *[1.0] * (len(names) - len(given))])
             return formulas.aggregated(each, weights, group, rl.multi_objective_aggregation)
         return formulas.group_advantages(total, group, rl.scale_rewards)
 
@@ -128,6 +119,7 @@ def rewards_by_token(rollouts: Sequence[Rollout], penalties: Tensor, mask: Tenso
     documents = torch.arange(len(rollouts)).unsqueeze(1).expand(mask.shape)
     by_token = [r.by_token for r in rollouts]
     at_end = torch.tensor([r.total if tokens is None else 0.0 for r, tokens in zip(rollouts, by_token, strict=True)])
+    at_end = at_end.nan_to_num(nan=0.0)  # of a completion that no reward function applies to
     rewards = formulas.token_rewards(at_end, penalties, mask, documents)
     for row, own, tokens in zip(rewards, mask, by_token, strict=True):
         if tokens is not None and bool(own.any()):

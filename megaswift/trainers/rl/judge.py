@@ -6,6 +6,7 @@ run on all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,7 @@ class Rollout:
     text: str
     rewards: dict[str, float]
     total: float
-    """The weighted sum."""
+    """The weighted sum; NaN where no reward function applies."""
     tokens: tuple[float, ...] | None = None
     """What reward functions gave by token that the model wrote, weighted; None where they gave numbers for the
     whole."""
@@ -102,4 +103,5 @@ class Judge:
 
 def with_environment(rollout: Rollout, talk: Conversation) -> Rollout:
     """The rollout with what its environment gave."""
-    return replace(rollout, rewards={**rollout.rewards, ENVIRONMENT: talk.reward}, total=rollout.total + talk.reward)
+    given = 0.0 if math.isnan(rollout.total) else rollout.total
+    return replace(rollout, rewards={**rollout.rewards, ENVIRONMENT: talk.reward}, total=given + talk.reward)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
 from megaswift.config.preference import beta_of
-from megaswift.config.rl import corrects_sampler, estimator_of, kl_estimator_of, kl_in_reward_of, whitens
 from megaswift.config.rl_batch import generation_plan
+from megaswift.config.rl_defaults import corrects_sampler, estimator_of, kl_estimator_of, kl_in_reward_of, whitens
+from megaswift.losses.sampler_gap import Correction
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Settings:
     tries: int = 1
     """Samplings of a generation until every group has a spread."""
     top_entropy_quantile: float = 1.0
+    each_reward: bool = False
+    """Rewards are normalised one by one (GDPO), so that a group has a spread where any of them has."""
 
     @property
     def batch(self) -> int:
@@ -59,6 +62,18 @@ class Settings:
         return (self.needs_old + (self.beta != 0)) / self.iterations + (self.top_entropy_quantile < 1.0)
 
 
+def correction_of(cfg: SwiftConfig) -> Correction:
+    """The weights of samples against what the sampler's probabilities were."""
+    rl = cfg.rl
+    return Correction(
+        rl.importance_sampling_mode,
+        rl.importance_sampling_clip_max,
+        rl.importance_sampling_clip_min,
+        rl.importance_sampling_filter_max,
+        rl.importance_sampling_filter_min,
+    )
+
+
 def settings_of(cfg: SwiftConfig, dp: int) -> Settings:
     """The settings of a run on `dp` data-parallel ranks."""
     rl, plan = cfg.rl, generation_plan(cfg, dp)
@@ -78,4 +93,5 @@ def settings_of(cfg: SwiftConfig, dp: int) -> Settings:
         corrects=corrects_sampler(cfg),
         tries=1 + rl.max_resample_times if rl.dynamic_sample else 1,
         top_entropy_quantile=rl.top_entropy_quantile,
+        each_reward=rl.multi_objective_aggregation == "normalize_then_sum",
     )

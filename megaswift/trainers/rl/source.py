@@ -7,16 +7,19 @@ advantages `estimate.py`, where numbers stand in a micro-batch `data/completions
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from megaswift.data.completions import Completed, Layout, Micro
 from megaswift.data.loader import LoaderGeometry
 from megaswift.engine.protocol import Engine
+from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, Needs
 from megaswift.trainers.loop import Beside
 from megaswift.trainers.rl.conversation import own_of
@@ -90,7 +93,7 @@ class RolloutSource:
         """A new generation, ready for its first step."""
         late = self.settings.steps if self.parts.drawing.ahead is not None else 0
         rollouts = self.sample()
-        self.completed = [completed_of(i, r, self.settings.mask_truncated) for i, r in enumerate(rollouts)]
+        self.completed = [completed_of(i, r, self.settings) for i, r in enumerate(rollouts)]
         self.used = 0
         with self.timed("scoring"):
             self.score()
@@ -122,7 +125,7 @@ class RolloutSource:
                 )
             for start in range(0, len(rollouts), settings.group):
                 group = rollouts[start : start + settings.group]
-                (kept if settings.tries == 1 or spread(group) else spare).extend(group)
+                (kept if settings.tries == 1 or spread(group, settings.each_reward) else spare).extend(group)
             if len(kept) >= settings.generation:
                 break
         return (kept + spare)[: settings.generation]
@@ -163,7 +166,10 @@ class RolloutSource:
         found = token_numbers(
             self.parts.drawing.generation.engine, micros, self.parts.layout, needs, self.parts.drawing.generation.first
         )
-        least = np.quantile(np.concatenate([*found.values()]), 1 - self.settings.top_entropy_quantile) if found else 0.0
+        every = np.concatenate([*found.values()]) if found else NOTHING
+        least = (
+            float(entropy_threshold(torch.from_numpy(every), self.settings.top_entropy_quantile)) if len(every) else 0
+        )
         return [
             [
                 None if c is None else replace(c, values={**c.values, "keep": found.get(c.number, NOTHING) >= least})
@@ -220,10 +226,11 @@ class RolloutSource:
         self.parts.estimator.load_state_dict(state["estimator"])
 
 
-def completed_of(number: int, rollout: Rollout, mask_truncated: bool) -> Completed:
-    """A rollout as the loss sees it."""
+def completed_of(number: int, rollout: Rollout, settings: Settings) -> Completed:
+    """A rollout as the loss sees it. A critic learns nothing from a completion that no reward function applies to."""
     completion = rollout.completion
-    silent = mask_truncated and not completion.finished
+    silent = settings.mask_truncated and not completion.finished
+    silent = silent or settings.estimator == "gae" and math.isnan(rollout.total)
     values = {"sampled": NOTHING if silent else np.asarray(completion.logprobs, dtype=np.float32)}
     return Completed(number, rollout.prompt.token_ids, completion.token_ids, own_of(completion), values, silent)
 

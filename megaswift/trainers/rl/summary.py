@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
+from megaswift.losses.advantages import without_spread
 from megaswift.trainers.rl.conversation import own_of
 from megaswift.trainers.rl.judge import Rollout
 
 
-def spread(group: Sequence[Rollout]) -> bool:
-    """Whether the completions of one prompt differ in reward; without, they teach nothing."""
-    return len({r.total for r in group}) > 1
+def spread(group: Sequence[Rollout], each: bool = False) -> bool:
+    """Whether the completions of one prompt differ in reward, beyond rounding; else their advantages are 0. `each`: in
+    any single reward, as GDPO normalises them, though their sums may be equal."""
+    columns = [[r.rewards[name] for r in group] for name in group[0].rewards] if each else [[r.total for r in group]]
+    return any(_differ(column) for column in columns)
+
+
+def _differ(values: Sequence[float]) -> bool:
+    known = torch.tensor([value for value in values if not math.isnan(value)], dtype=torch.float64)
+    return len(known) > 1 and not bool(without_spread(known, len(known)))
 
 
 def statistics(rollouts: Sequence[Rollout], group: int) -> dict[str, float]:
     """`reward` and `reward_std` over all of them, each function's, lengths, and shares of odd ones."""
     totals = np.asarray([r.total for r in rollouts], dtype=np.float64).reshape(-1, group)
-    deviation = totals.std(1, ddof=1) if group > 1 else np.zeros(len(totals))
-    found = {
-        "reward": totals.mean(),
-        "reward_std": totals.std(ddof=1) if totals.size > 1 else 0.0,
-        "frac_reward_zero_std": (deviation < 1e-8).mean(),
-    }
+    same = without_spread(torch.from_numpy(totals.ravel()), group).numpy() if group > 1 else np.ones(len(totals))
+    found = _moments("reward", "reward_std", totals.ravel()) | {"frac_reward_zero_std": same.mean()}
     for name in rollouts[0].rewards:
         values = np.asarray([r.rewards[name] for r in rollouts], dtype=np.float64)
-        found |= {
-            f"rewards/{name}/mean": values.mean(),
-            f"rewards/{name}/std": values.std(ddof=1) if len(values) > 1 else 0.0,
-        }
+        found |= _moments(f"rewards/{name}/mean", f"rewards/{name}/std", values)
     lengths = np.asarray([sum(own_of(r.completion)) for r in rollouts])
     finished = np.asarray([r.completion.finished for r in rollouts])
     found |= _lengths("completions/", lengths) | {"completions/clipped_ratio": 1 - finished.mean()}
     found |= _lengths("completions/", lengths[finished] if finished.any() else np.zeros(1), "_terminated")
     return {name: float(value) for name, value in found.items()}
+
+
+def _moments(mean: str, deviation: str, values: np.ndarray) -> dict[str, float]:
+    """Over the values that are not NaN; nothing where there is none."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return {}
+    return {mean: known.mean(), deviation: known.std(ddof=1) if len(known) > 1 else 0.0}
 
 
 def _lengths(prefix: str, lengths: np.ndarray, kind: str = "") -> dict[str, float]:

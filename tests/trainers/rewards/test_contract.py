@@ -62,15 +62,11 @@ def test_numbers_of_any_library_become_floats(values: Any) -> None:
         ([1.0, 2.0], "returned 2 values for 3 samples"),
         ([1.0] * 4, "returned 4 values for 3 samples"),
         ([], "returned 0 values"),
-        ([1.0, None, 2.0], "returned None (NoneType) for sample 1 of 3, the completion 'bb'"),
         ([1.0, 2.0, "3"], "returned '3' (str) for sample 2 of 3, the completion 'ccc'"),
         ([math.nan, 0.0, 0.0], "returned nan for sample 0"),
         ([0.0, math.inf, 0.0], "returned inf for sample 1"),
         ([0.0, 0.0, -math.inf], "returned -inf for sample 2"),
         (np.array([0.0, np.nan, 0.0]), "returned nan for sample 1"),
-        ([True, 0.0, 0.0], "returned True (bool) for sample 0"),
-        (np.array([True, False, True]), "returned True (bool)"),
-        (torch.tensor([True, False, True]), "returned True (bool)"),
         ([1.0, [2.0], 3.0], "returned 1 numbers for the 2 tokens of sample 1 of 3, the completion 'bb'"),
         (np.ones((3, 1)), "returned 1 numbers for the 2 tokens of sample 1"),
         ([1.0, [], 3.0], "returned 0 numbers for the 2 tokens"),
@@ -78,7 +74,6 @@ def test_numbers_of_any_library_become_floats(values: Any) -> None:
         ([1.0, [2.0, "3"], 3.0], "returned '3' (str) for token 1 of sample 1"),
         ([[math.nan], 1.0, 2.0], "returned nan for token 0 of sample 0"),
         ([1.0, [2.0, [3.0]], 3.0], "returned [3.0] (list) for token 1 of sample 1"),
-        ([1.0, [True, 2.0], 3.0], "returned True (bool) for token 0"),
         ([1j, 0.0, 0.0], "returned 1j (complex)"),
         ([10**400, 0, 0], "returned inf"),
     ],
@@ -88,6 +83,34 @@ def test_what_is_no_reward_is_told_with_function_and_sample(values: Any, told: s
     with pytest.raises(RewardError) as error:
         score(returning(values, "score_it"))
     assert told in str(error.value) and "--reward_funcs score_it" in str(error.value) and "try: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [True, False, True],
+        [True, 0.0, 1],
+        np.array([True, False, True]),
+        [np.True_, np.False_, np.True_],
+        torch.tensor([True, False, True]),
+        [torch.tensor(True), torch.tensor(False), 1.0],
+    ],
+    ids=["bools", "mixed", "array", "numpy", "tensor", "tensors"],
+)
+def test_truth_values_are_1_and_0(values: Any) -> None:
+    found = score(returning(values)).per_function["mine"]
+    assert found == [1.0, 0.0, 1.0] and all(type(value) is float for value in found)
+
+
+def test_none_is_left_out_of_the_sum_as_trl_has_it() -> None:
+    """The weighted sum of what is there (`nansum`); no reward where nothing is."""
+    given = {"a": [1.0, None, None], "b": [None, 2.0, None]}
+    rewards = score(*(returning(v, n) for n, v in given.items()), weights=(0.5, 3.0))
+    table = torch.tensor([[math.nan if v is None else v for v in column] for column in given.values()]).T
+    assert rewards.total[:2] == (table * torch.tensor([0.5, 3.0])).nansum(1).tolist()[:2] == [0.5, 6.0]
+    assert math.isnan(rewards.total[2]) and math.isnan(rewards.per_function["a"][1])
+    mixed = score(returning([None, [1.0, 2.0], None], "tokens"), returning([1.0, None, None], "whole"))
+    assert mixed.total[:2] == [1.0, 3.0] and math.isnan(mixed.total[2]) and mixed.tokens == [None, (1.0, 2.0), None]
 
 
 def test_a_function_that_raises_is_told_once_with_the_users_own_lines() -> None:

@@ -42,11 +42,22 @@ def test_rewards_that_differ_between_prompts_only(capsys: Capture) -> None:
     numbers = iter(range(1000))
     assert told(source(lambda s: float(next(numbers) // 2)), 4, capsys)[0] == [3]
     alone = {"reward": 0.5, "reward_std": 0.1, "frac_reward_zero_std": 1.0, "completions/clipped_ratio": 0.0}
-    made = SimpleNamespace(fresh=[1], settings=SimpleNamespace(group=1), metrics=alone, next=lambda: None)
+    made = SimpleNamespace(
+        fresh=[(SimpleNamespace(total=0.0), 0.0)], settings=SimpleNamespace(group=1), metrics=alone, next=lambda: None
+    )
     assert told(made, 4, capsys) == ([], "")
     alone["reward_std"] = 0.0
     steps, text = told(made, 4, capsys)
     assert steps == [3] and "all completions have the same reward" in text
+
+
+def test_completions_that_nothing_judges(capsys: Capture) -> None:
+    """None of every function, of one completion in a generation."""
+    numbers = iter(range(1000))
+    made = source(lambda s: None if (n := next(numbers)) % 8 == 5 else float(n))
+    steps, text = told(made, 4, capsys)
+    assert steps == [3] and "every reward function returned None for 1 of 8 completions" in text
+    assert all(b.fields["advantages"].isfinite().all() for b in made.next())
 
 
 def test_a_generation_counts_once(capsys: Capture) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.config import SwiftConfig
+from megaswift.config import SwiftConfig, load
+from megaswift.entry import beyond_options
 from megaswift.errors import UserError
 from megaswift.inference import vllm_package
 from megaswift.trainers.preflight import preflight
@@ -66,7 +67,10 @@ def test_a_run_s_folder_and_a_language_model_are_no_reward_models(tmp_path: Path
         ({"task": "ppo", "critic_model": "tests"}, "--critic_model tests: has no config.json"),
         ({"task": "ppo", "ref_model": "no/model"}, "--ref_model no/model: no such folder"),
         ({"steps_per_generation": 3}, "--steps_per_generation 3: 3 passes of 2 completions are 6"),
-        ({"gbs": None, "num_generations": 8}, "--global_batch_size 2: is not a multiple of num_generations 8"),
+        (
+            {"gbs": None, "gradient_accumulation_steps": 1, "num_generations": 8},
+            "--global_batch_size 2: is not a multiple of num_generations 8",
+        ),
         (
             {"rollout_backend": "sglang", "rollout_server_url": "here"},
             "the server 'here' of the backend sglang: is no address",
@@ -78,9 +82,44 @@ def test_a_mistake(options: dict[str, object], expected: str) -> None:
     assert found.startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def evn(completions): ...", "mine.py has no even; it has evn"),
+        ("x = 1\nclass Game: ...\n_y = 2", "mine.py has no even; it has Game, x"),
+        ("def even(:", "cannot be read as Python: line 1"),
+        ("def other():\n    even = 1", "mine.py has no even; it has other"),
+        ("from elsewhere import even", ""),
+        ("from elsewhere import *", ""),
+        ("import elsewhere as even", ""),
+        ("try:\n    even = 1\nexcept ImportError:\n    pass", ""),
+        ("if True:\n    def even(): ...", ""),
+        ("globals()['even'] = 1", ""),
+        ("even: object = print", ""),
+    ],
+)
+def test_a_name_that_the_file_does_not_define(text: str, expected: str, tmp_path: Path) -> None:
+    """Without running it."""
+    (tmp_path / "mine.py").write_text(text)
+    found = told(reward_funcs=[f"{tmp_path}/mine.py:even"])
+    assert len(found) == bool(expected) and all(expected in line for line in found)
+
+
+def test_a_wrong_reward_function_is_told_with_batches_that_do_not_fit(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def brevity(completions): ...")
+    line = ["--model", str(model_folder(tmp_path)), "--dataset", "d.jsonl", "--global_batch_size", "1"]
+    line += ["--reward_funcs", f"{tmp_path}/mine.py:brevty", "accurcy", "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(UserError) as error:
+        load("grpo", line, complete=True, environ={}, beyond=beyond_options)
+    found = [p.what for p in error.value.problems]
+    assert found[0] == "--global_batch_size 1" and "reward function 'accurcy'" in found
+    assert f"--reward_funcs {tmp_path}/mine.py:brevty" in found
+
+
 def test_all_of_them_at_once() -> None:
     found = told(
         gbs=None,
+        gradient_accumulation_steps=1,
         num_generations=8,
         reward_funcs=["formt", "a.py:f"],
         reward_model=["no/model"],

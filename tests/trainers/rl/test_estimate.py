@@ -3,6 +3,7 @@ hand."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megaswift.data.prompts import Prompt
+from megaswift.losses.sampler_gap import MODES
 from megaswift.trainers.rewards.functions import Each
 from megaswift.trainers.rl.conversation import Conversation
 from megaswift.trainers.rl.estimate import Estimator, padded, token_mask
@@ -109,7 +111,7 @@ def test_all_silent() -> None:
 
 
 @pytest.mark.parametrize("least", [None, 1.2])
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("mode", MODES)
 def test_weights_against_the_sampler_are_bounded_by_hand(mode: str, least: float | None) -> None:
     made = estimator(
         importance_sampling_correction=True,
@@ -120,10 +122,25 @@ def test_weights_against_the_sampler_are_bounded_by_hand(mode: str, least: float
     found = made([rollout(t) for t in TOTALS], completed(values()))["ratio"]
     for ratio in found:
         gaps = 0.3 * np.arange(len(ratio))
-        weights = np.exp(np.full(len(ratio), gaps.sum()) if mode.startswith("sequence") else gaps)
+        whole = {"token": gaps, "sequence": gaps.sum(), "geometric": gaps.mean()}[mode.partition("_")[0]]
+        weights = np.exp(np.full(len(ratio), whole) if np.ndim(whole) == 0 else whole)
         outside = (weights > 1.5) | (weights < (least or 0.0))
         wanted = np.clip(weights, least or 0.0, 1.5) if mode.endswith("truncate") else np.where(outside, 0, weights)
         assert ratio == pytest.approx(wanted, rel=1e-5)
+
+
+def test_completions_far_from_the_sampler_are_left_out() -> None:
+    """The geometric mean of ratios 1, e^0.3, e^0.6, ... is e^(0.15 (n - 1))."""
+    found = estimator(
+        importance_sampling_correction=True,
+        importance_sampling_clip_max=None,
+        importance_sampling_filter_max=1.5,
+        importance_sampling_filter_min=1.1,
+    )([rollout(t) for t in TOTALS], completed(values()))["ratio"]
+    kept = [1.1 <= math.exp(0.15 * (len(ratio) - 1)) <= 1.5 for ratio in found]
+    assert any(kept) and not all(kept)
+    for ratio, counts in zip(found, kept, strict=True):
+        assert ratio == pytest.approx(np.exp(0.3 * np.arange(len(ratio))) * counts, rel=1e-5)
 
 
 def test_tokens_that_the_sampler_could_not_tell_are_weighed_1() -> None:
@@ -291,8 +308,8 @@ def test_turns_without_a_token(own: tuple[bool, ...], ends: tuple[int, ...], rew
 
 
 def test_estimators_of_turns() -> None:
-    """reinforce_plus_plus: returns 3, 3, 2 and twice as much, less their group's mean 4, over their deviation. grpo:
-    the sums 3 and 6."""
+    """reinforce_plus_plus: returns 3, 3, 2 and twice as much, less 9/2, the mean of 3 and 6, at every token; their mean
+    -1/2 off, over their deviation. grpo: the sums 3 and 6."""
     twice = replace(TURNS, rewards=(2.0, 4.0))
     judged = Judge([], [], lambda ids: "")([Prompt(0, (3, 4), "Q", {})] * 2, [TURNS, twice], range(2))
     some = completed({"old": [torch.zeros(3)] * 2})
@@ -300,7 +317,8 @@ def test_estimators_of_turns() -> None:
         kind: estimator(advantage_estimator=kind, num_generations=2, global_batch_size=2)(judged, some)["advantages"]
         for kind in ("reinforce_plus_plus", "grpo")
     }
-    wanted = np.asarray([-1, -1, -2, 2, 2, 0]) / np.sqrt(14 / 5)
+    wanted = np.asarray([-1.5, -1.5, -2.5, 1.5, 1.5, -0.5])
+    wanted = (wanted - wanted.mean()) / wanted.std(ddof=1)
     assert np.concatenate(found["reinforce_plus_plus"]) == pytest.approx(wanted, rel=1e-5)
     assert np.concatenate(found["grpo"]) == pytest.approx(
         [-1.5 / (4.5**0.5 + 1e-4)] * 3 + [1.5 / (4.5**0.5 + 1e-4)] * 3, rel=1e-5
@@ -316,17 +334,27 @@ def test_silent_completions_of_rewards_of_tokens() -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_reinforce_plus_plus_of_rewards_in_the_middle(beta: float) -> None:
-    """A token's return is what comes from it on; less the mean of its group's tokens, over the deviation of all
-    tokens."""
+    """A token's return is what comes from it on; less the mean of its group's scores (without the KL), normalised over
+    all tokens."""
     made = estimator(advantage_estimator="reinforce_plus_plus", beta=beta)
     found = made(by_token(), completed(values()))["advantages"]
     returns = [np.asarray([float(rewards[t:].sum()) for t in range(len(rewards))]) for rewards in at_tokens(beta)]
     centred = []
     for start in range(0, len(returns), GROUP):
-        group = returns[start : start + GROUP]
-        centred += [r - np.concatenate(group).mean() for r in group]
+        scores = [one.total for one in by_token()[start : start + GROUP]]
+        centred += [r - np.mean(scores) for r in returns[start : start + GROUP]]
+    every = np.concatenate(centred)
     for mine, wanted in zip(found, centred, strict=True):
-        assert mine == pytest.approx(wanted / np.concatenate(centred).std(ddof=1), rel=1e-4, abs=1e-5)
+        assert mine == pytest.approx((wanted - every.mean()) / every.std(ddof=1), rel=1e-4, abs=1e-5)
+
+
+def test_stale_samples_of_the_transformers_sampler_are_weighed() -> None:
+    """Asynchronous generation: what the policy has become since, over what the sampler had."""
+    made = estimator(async_generation=True)
+    assert made.settings.corrects and made.settings.needs_old
+    found = made([rollout(t) for t in TOTALS], completed(values()))["ratio"]
+    for ratio in found:
+        assert ratio == pytest.approx(np.minimum(np.exp(0.3 * np.arange(len(ratio))), 3.0), rel=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"advantage_estimator": "rloo"}, {"scale_rewards": "none"}])

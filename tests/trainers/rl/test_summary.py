@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,3 +73,28 @@ def test_of_one_completion_alone() -> None:
 
 def test_spread() -> None:
     assert [spread(rollouts()[i : i + 2]) for i in (0, 2)] == [True, False]
+
+
+def test_a_spread_of_single_rewards_counts_where_they_are_normalised_one_by_one() -> None:
+    rewards = [{"first": 1.0, "second": 0.0}, {"first": 0.0, "second": 1.0}]
+    group = [replace(rollouts()[0], rewards=r, total=1.0) for r in rewards]
+    assert spread(group, each=True) and not spread(group) and not spread(group[:1] * 2, each=True)
+
+
+def test_rounding_and_missing_rewards_are_no_spread() -> None:
+    def group(*totals: float) -> list[Rollout]:
+        return [replace(rollouts()[0], total=t) for t in totals]
+
+    assert not spread(group(0.1 + 0.2, 0.3)) and not spread(group(math.nan, 1.0)) and not spread(group(math.nan))
+    assert spread(group(math.nan, 1.0, 2.0)) and spread(group(0.3, 0.3001))
+
+
+def test_rewards_that_were_not_given_move_no_mean() -> None:
+    made = rollouts()
+    made[0] = replace(made[0], rewards={**made[0].rewards, "first": math.nan})
+    made = [replace(r, rewards={**r.rewards, "third": math.nan}) for r in made]
+    found = statistics([*made[:3], replace(made[3], total=math.nan)], GROUP)
+    assert found["rewards/first/mean"] == pytest.approx(0.5 / 3) and "rewards/third/mean" not in found
+    assert (
+        found["reward"] == pytest.approx(np.mean([r.total for r in made[:3]])) and np.isfinite([*found.values()]).all()
+    )

@@ -63,14 +63,17 @@ LOSS: dict[str, tuple[Options, Policy]] = {
         {"use_bias_correction_kl": False, "beta": 0.3},
         replace(PLAIN, use_bias_correction_kl=False, beta=0.3),
     ),
-    "kl_estimator": ({"kl_estimator": "k2", "beta": 0.3}, replace(PLAIN, kl_estimator="k2", beta=0.3)),
+    "kl_estimator": (
+        {"kl_estimator": "k2", "beta": 0.3},
+        replace(PLAIN, kl_estimator="k2", beta=0.3, use_bias_correction_kl=False),
+    ),
     "kl_in_reward": (
         {"kl_in_reward": True, "beta": 0.3},
         replace(PLAIN, kl_in_reward=True, beta=0.3, kl_estimator="k1"),
     ),
     "importance_sampling_mode": (
-        {"importance_sampling_mode": "token_mask", "importance_sampling_correction": True},
-        replace(PLAIN, ratio_level="token"),
+        {"importance_sampling_mode": "geometric_mask", "importance_sampling_correction": True},
+        replace(PLAIN, ratio_level="sequence"),
     ),
     "max_completion_length": ({"max_completion_length": 99}, replace(PLAIN, max_completion_length=99)),
     "temperature": ({"temperature": 0.7}, replace(PLAIN, temperature=0.7)),
@@ -107,6 +110,7 @@ SAMPLING: dict[str, tuple[Options, Options]] = {
     "min_p": ({"min_p": 0.1}, {"min_p": 0.1}),
     "repetition_penalty": ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
 }
+BIASED = ("top_p", "top_k", "min_p", "repetition_penalty")
 TOKENIZER = SimpleNamespace(eos_token_id=3)
 
 
@@ -115,7 +119,8 @@ def test_how_tokens_are_drawn(name: str, tmp_path: Path) -> None:
     options, expected = SAMPLING[name]
     plain = Sampling(512, stop_token_ids=(3,))
     assert sampling_of(run(), TOKENIZER, tmp_path) == plain
-    assert sampling_of(run(**options), TOKENIZER, tmp_path) == replace(plain, **expected) != plain
+    accepted = {"allow_biased_sampling": True} if name in BIASED else {}
+    assert sampling_of(run(**options, **accepted), TOKENIZER, tmp_path) == replace(plain, **expected) != plain
 
 
 @pytest.mark.parametrize(("told", "stops"), [(7, (3, 7)), ([3, 8, 9], (3, 8, 9))])
@@ -185,6 +190,7 @@ SETTINGS: dict[str, tuple[Options, Options]] = {
     "whiten_advantages": ({"whiten_advantages": True, "advantage_estimator": "rloo"}, {"whitens": True}),
     "mask_truncated_completions": ({"mask_truncated_completions": True}, {"mask_truncated": True}),
     "top_entropy_quantile": ({"top_entropy_quantile": 0.3}, {"top_entropy_quantile": 0.3}),
+    "multi_objective_aggregation": ({"multi_objective_aggregation": "normalize_then_sum"}, {"each_reward": True}),
     "importance_sampling_correction": ({"importance_sampling_correction": True}, {"corrects": True}),
 }
 
@@ -255,12 +261,14 @@ ELSEWHERE = {
     "reward_model": "here",
     "reward_weights": "here",
     "scale_rewards": "rl/test_estimate",
-    "multi_objective_aggregation": "rl/test_estimate",
     "kl_controller": "rl/test_estimate",
     "target_kl": "rl/test_estimate",
     "kl_horizon": "rl/test_estimate",
     "importance_sampling_clip_max": "rl/test_estimate",
     "importance_sampling_clip_min": "rl/test_estimate",
+    "importance_sampling_filter_max": "rl/test_estimate",
+    "importance_sampling_filter_min": "rl/test_estimate",
+    "allow_biased_sampling": "here",
     "critic_model": "test_ppo_trajectories",
     "gamma": "rl/test_estimate",
     "lam": "rl/test_estimate",
