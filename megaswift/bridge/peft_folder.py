@@ -27,6 +27,7 @@ from megaswift.bridge.safetensors_header import DTYPES, Damaged, Stored, read_he
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, LANGUAGE_TASK
 from megaswift.families.projections import WEIGHT, Projection, end_of, in_part, projections, without_dora
+from megaswift.families.step_manifest import refuse_damaged_part
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 REFUSED: Mapping[str, str] = {
@@ -53,6 +54,7 @@ class PeftFolder:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
+        refuse_damaged_part(self.directory)
         self._unstacked: set[str] = set()
         self.config = self._config()
         problems = list(_unfit(self.directory, self.config))

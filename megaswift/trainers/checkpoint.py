@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.config.batch import BatchPlan
 from megaswift.errors import CheckpointError, Problem
+from megaswift.families import step_manifest
 from megaswift.families.checkpoint_folder import ENGINE
 from megaswift.trainers import agree, commit
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.progress import tell
+from megaswift.trainers.verified import step_problems
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -84,12 +86,10 @@ class Checkpoint(Hook):
 
 def restore(loop: Loop, folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
     """Everything back to where `folder` was saved, on this or another layout; returns its manifest."""
-    rank, ranks = agree.rank(), agree.world_size()
-    manifest = agree.on_main(lambda: commit.read_manifest(folder))
-    if manifest is None:
-        raise CheckpointError(Problem(str(folder), f"has no complete {commit.MARKER}"))
-    problems = differences(manifest, model)
-    problems += [p for share in agree.gather(commit.verify_share(folder, manifest, rank, ranks)) for p in share]
+    manifest = agree.on_main(lambda: step_manifest.load_manifest(folder))
+    if isinstance(manifest, Problem):
+        raise CheckpointError(manifest)
+    problems = [*differences(manifest, model), *step_problems(folder)]
     if problems:
         raise CheckpointError(problems)
     for name, engine in {ENGINE: loop.engine, **loop.engines}.items():

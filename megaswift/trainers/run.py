@@ -29,15 +29,18 @@ def run(cfg: SwiftConfig) -> Path:
     with lasting():
         from megaswift.trainers.engines import start_context
         from megaswift.trainers.session import Session
+        from megaswift.trainers.verified import checked_folder
 
-        folder = locate(cfg.model, weights=not cfg.model.random_init)
+        folder = locate(cfg.model, weights=not cfg.model.random_init, verify=False)
         spec = spec_of(cfg, folder)
         layout = layout_for(cfg, ModelShape.of(spec), int(os.environ.get("WORLD_SIZE", "1")))
         context = start_context(cfg, layout)
     finished = False
     try:
         with lasting():
-            session = Session(cfg, spec, folder, context)
+            intact = checked_folder(cfg, folder)
+            spec = spec if intact == folder else spec_of(cfg, intact)
+            session = Session(cfg, spec, intact, context)
         session.seconds["start-up"] = time.perf_counter() - began
         root = session.run()
         finished = True

@@ -32,6 +32,7 @@ from megaswift.trainers.loop import Loop
 from megaswift.trainers.rl import assemble as rl
 from megaswift.trainers.schedule import check_warmup, lr_at
 from megaswift.trainers.timing import timed
+from megaswift.trainers.verified import first_intact
 
 PARTS = (
     "start-up",
@@ -134,9 +135,11 @@ class Session:
         wanted = self.cfg.train.resume_from_checkpoint
         if wanted is None:
             return None
-        found, notes = agree.on_main(lambda: commit.select(wanted, self.build.outputs.root))
+        steps, notes = agree.on_main(lambda: commit.steps_for(wanted, self.build.outputs.root))
         for note in notes:
             log.info(note)
+        with timed(self.seconds, "resume"):
+            found = first_intact(steps)
         log.info(f"going on from {found}" if found else "no checkpoint yet: starting from the beginning")
         return found
 
