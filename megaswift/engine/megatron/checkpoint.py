@@ -47,7 +47,7 @@ def save(engine: MegatronEngine, directory: Path) -> None:
     gather_weights(engine.chunks)
     states.materialise(engine.optimizer)
     placed = boxes.pieces(engine) if engine.lora is None else lora_boxes.pieces(engine.lora)
-    own = [*boxes.weights(placed, True), *boxes.moments(placed, states.slices(engine.optimizer), True)]
+    own = [*boxes.weights(placed, True), *boxes.moments(placed, states.slices(engine.optimizer, write=True), True)]
     own += boxes.kept(engine) if engine.lora is None else []
     files.write(directory, own)
     facts = _facts(engine, max(_gather(engine, states.get_step(engine.optimizer))))
