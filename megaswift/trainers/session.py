@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megaswift.trainers.checkpoint import other_batch, restore
 from megaswift.trainers.interrupt import Interrupted
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.rl import assemble as rl
+from megaswift.trainers.same_model import refuse_other_model
 from megaswift.trainers.schedule import check_warmup, lr_at
 from megaswift.trainers.timing import timed
 from megaswift.trainers.verified import first_intact
@@ -139,6 +141,8 @@ class Session:
             log.info(note)
         with timed(self.seconds, "resume"):
             found = first_intact(steps)
+            if found is not None:
+                agree.on_main(partial(refuse_other_model, found, self.spec.hf_config))
         log.info(f"going on from {found}" if found else "no checkpoint yet: starting from the beginning")
         return found
 
