@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,23 @@ class Store:
             for path in self.root.glob(f"step-*{pattern}"):
                 shutil.rmtree(path)
         return gone
+
+    def remove(self, steps: Sequence[Path]) -> list[Path]:
+        """Deletes steps. The pointer moves first, to the newest step that is left, or goes with the last one."""
+        left = [p for p in step_manifest.newest_first(self.root) if p not in steps]
+        if self.pointed() not in left:
+            if left:
+                number = STEP.fullmatch(left[0].name)
+                assert number is not None
+                write_durably(self.root / POINTER, {"step": int(number[1]), "directory": left[0].name})
+            else:
+                (self.root / POINTER).unlink(missing_ok=True)
+        for step in steps:
+            leaving = step.with_name(step.name + DELETING)
+            step.rename(leaving)
+            sync(self.root)
+            shutil.rmtree(leaving)
+        return list(steps)
 
 
 def select(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
