@@ -76,7 +76,7 @@ class PeftFolder:
         except FileNotFoundError:
             fix = "a folder that PEFT or a run of ours wrote (OUT/adapter)"
             raise WeightsError(Problem(str(self.directory), f"has no {CONFIG}", fix)) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
         if not isinstance(found, dict):
             raise WeightsError(Problem(str(path), "is no JSON object"))

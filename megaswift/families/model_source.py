@@ -148,12 +148,12 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
     if index.is_file():
         try:
             wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+            absent = sorted(name for name in wanted if not (folder / name).is_file())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return [
                 *problems,
                 Problem(str(index), f"is no index of shards ({type(error).__name__})", "fetch the model again"),
             ]
-        absent = sorted(name for name in wanted if not (folder / name).is_file())
         if absent:
             rule = f"lacks {len(absent)} of {len(wanted)} shards: {', '.join(absent[:3])}"
             problems.append(Problem(str(folder), rule, "fetch the model again"))

@@ -116,7 +116,9 @@ class Session:
             loop.hooks, loop.prepare = [preparation, *hooks], preparation.prepare
         if resume is not None:
             with timed(self.seconds, "resume"):
-                manifest = restore(loop, resume, b.model_facts(), lambda m: build.changed(m["config"], cfg.to_dict()))
+                manifest = restore(
+                    loop, resume, b.model_facts(), lambda m: build.changed(m.get("config", {}), cfg.to_dict())
+                )
                 if told := other_batch(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(told)
             if cfg.train.max_steps is None and isinstance(

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge.dist_files import Box, plan_reads, read_index, write
+from megaswift.bridge.dist_files import Box, plan_reads, write
+from megaswift.bridge.dist_index import read_index
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.open import open_weights
 from megaswift.engine.megatron.split_weights import joined, split

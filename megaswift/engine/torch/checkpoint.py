@@ -201,7 +201,7 @@ def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSourc
             problems += _differences(engine, facts, source)
     except UserError as error:
         problems += error.problems
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
     agree(engine, problems)
     assert source is not None
