@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.config import SwiftConfig
+from megaswift.engine.determinism import prepare
 from megaswift.families.model_source import locate
 from megaswift.parallel.checks import layout_for
 from megaswift.parallel.shape import ModelShape
@@ -26,6 +27,7 @@ def run(cfg: SwiftConfig) -> Path:
     """Trains as `cfg` says and returns the output directory. Every rank calls it, after `preflight`."""
     began = time.perf_counter()
     log.quieten()
+    prepare(cfg, os.environ)
     with lasting():
         from megaswift.trainers.engines import start_context
         from megaswift.trainers.session import Session

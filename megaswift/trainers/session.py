@@ -13,6 +13,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_plan
 from megaswift.config.data import RL
 from megaswift.data.loader import StoredSource
+from megaswift.engine.determinism import prevented
 from megaswift.errors import UserError
 from megaswift.families.model_source import short_name
 from megaswift.families.spec import ModelSpec
@@ -185,6 +186,8 @@ class Session:
         except UserError:
             raise
         except (RuntimeError, MemoryError) as error:
+            if (told := prevented(self.cfg, error)) is not None:
+                raise told from None
             if not memory.is_out_of_memory(error):
                 raise
             raise memory.out_of_memory(self.cfg, self.spec.experts, error) from None
