@@ -63,6 +63,13 @@ def _convert(argv: list[str]) -> int:
     return convert(argv)
 
 
+def _checkpoint(argv: list[str]) -> int:
+    """`megaswift checkpoint ...`."""
+    from megaswift.checkpoint import main as checkpoint
+
+    return checkpoint(argv)
+
+
 def _infer(argv: list[str]) -> int:
     from megaswift.infer import main as infer
 
@@ -99,6 +106,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "config": ("check and print a configuration; --schema for editors", _config),
     "data": ("data show: samples as tokens with their loss mask, lengths, packing", _data),
     "convert": ("weights: Hugging Face to Megatron and back, verify, merge adapters", _convert),
+    "checkpoint": ("saved steps of a run: ls, verify, rm", _checkpoint),
     "infer": ("answers: a conversation in the terminal, or a file of prompts", _infer),
     "deploy": ("a server for OpenAI's API over a model", _deploy),
     "export": ("a model's folder with adapters merged in, or quantised", _export),
@@ -108,7 +116,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
 
 def usage() -> str:
     """The page of `megaswift --help`."""
-    commands = "\n".join(f"  {name:<10}{text}" for name, (text, _) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<12}{text}" for name, (text, _) in COMMANDS.items())
     return f"""\
 megaswift {__version__}: Hugging Face models trained by Megatron-Core on any layout
 

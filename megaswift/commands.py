@@ -1,10 +1,14 @@
-"""What all command lines share: the words that ask for help, and the answer to a command that is none."""
+"""What all command lines share: the words that ask for help, a parser whose mistakes are ours, and the answer to a
+command that is none."""
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Iterable
+from typing import NoReturn
 
-from megaswift.errors import Problem, UserError, nearest
+from megaswift.errors import ConfigError, Problem, UserError, nearest
 
 HELP = ("-h", "--help")
 
@@ -19,3 +23,14 @@ def no_command(program: str, word: str, commands: Iterable[str]) -> UserError:
             nearest(word, known) or f"{program} --help",
         )
     )
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes become one of our messages."""
+
+    def error(self, message: str) -> NoReturn:
+        """Never returns."""
+        wrong = re.search(r"unrecognized arguments: (\S+)", message)
+        known = [option for action in self._actions for option in action.option_strings]
+        fix = nearest(wrong[1], known) if wrong else ""
+        raise ConfigError(Problem(self.prog, message, fix or f"{self.prog} --help"))

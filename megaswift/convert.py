@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megaswift import log
-from megaswift.commands import HELP, no_command
+from megaswift.commands import HELP, Parser, no_command
 from megaswift.config.size import parse_size
-from megaswift.errors import ConfigError, Problem, UserError, nearest
+from megaswift.errors import UserError
 from megaswift.refusal import refuse
 from megaswift.stdout import reader_may_leave
 
@@ -36,17 +35,6 @@ AXES = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Mistakes become one of our messages."""
-
-    def error(self, message: str) -> NoReturn:
-        """Never returns."""
-        wrong = re.search(r"unrecognized arguments: (\S+)", message)
-        known = [option for action in self._actions for option in action.option_strings]
-        fix = nearest(wrong[1], known) if wrong else ""
-        raise ConfigError(Problem(self.prog, message, fix or f"{self.prog} --help"))
-
-
 def size(text: str) -> int:
     """`5GB`, `512 MiB` or plain bytes."""
     found = parse_size(text)
@@ -61,8 +49,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _parser(name: str, text: str, source: str) -> _Parser:
-    parser = _Parser(prog=f"megaswift convert {name}", description=text, allow_abbrev=False)
+def _parser(name: str, text: str, source: str) -> Parser:
+    parser = Parser(prog=f"megaswift convert {name}", description=text, allow_abbrev=False)
     parser.add_argument("source", metavar="SRC", type=Path, help=source)
     _target(parser)
     parser.add_argument(
@@ -71,12 +59,12 @@ def _parser(name: str, text: str, source: str) -> _Parser:
     return parser
 
 
-def _target(parser: _Parser) -> None:
+def _target(parser: Parser) -> None:
     parser.add_argument("target", metavar="DST", type=Path, help="the folder to make; it appears whole or not at all")
     parser.add_argument("--overwrite", action="store_true", help="replace DST, once the new folder is whole")
 
 
-def _shards(parser: _Parser) -> None:
+def _shards(parser: Parser) -> None:
     parser.add_argument(
         "--max_shard_size",
         "--max-shard-size",
@@ -138,7 +126,7 @@ exit code: 0 all equal; 1 something differs, is missing or extra; 2 the command 
 
 def verify(argv: Sequence[str]) -> int:
     """`megaswift convert verify`."""
-    parser = _Parser(
+    parser = Parser(
         prog="megaswift convert verify",
         description="Are two sets of weights the same?",
         epilog=VERIFY,
@@ -175,7 +163,7 @@ def verify(argv: Sequence[str]) -> int:
 
 def merge_lora(argv: Sequence[str]) -> int:
     """`megaswift convert merge-lora`."""
-    parser = _Parser(
+    parser = Parser(
         prog="megaswift convert merge-lora",
         allow_abbrev=False,
         description=(

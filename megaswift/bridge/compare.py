@@ -23,7 +23,7 @@ from megaswift.bridge.open import open_weights
 from megaswift.bridge.plan import INV_FREQ, TIED_HEAD
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import FAMILIES, family_of, read_config
-from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.checkpoint_folder import verified_checkpoint
 from megaswift.families.quantization import plain_config
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -46,7 +46,7 @@ class Side:
     def open(cls, path: Path | str) -> Side:
         """A Hugging Face folder or a checkpoint. Headers only are read."""
         folder = Path(path)
-        weights, checkpoint = open_weights(folder), find_checkpoint(folder)
+        weights, checkpoint = open_weights(folder), verified_checkpoint(folder)
         model = checkpoint.model if checkpoint is not None else folder
         return cls(
             folder, weights, model, plain_config(read_config(model)) if (model / "config.json").exists() else None

@@ -1,12 +1,9 @@
 """The files of a sharded checkpoint: boxes of named tensors, written and read in the torch_dist format.
 
-Owns writing (each rank its own boxes, one file a rank, flushed to disk), the checks before a read, and reading. The
-format is that of Megatron-Core's `dist_checkpointing`, through `torch.distributed.checkpoint`: boxes may lie anywhere,
-so a flat shard of the distributed optimizer needs no gather and any layout reads what it needs. Which boxes there are
-is not here.
-
-Reading unpickles nothing but tables: `.metadata` is a pickle in this format, and `_Tables` lets only the classes of
-torch.distributed.checkpoint through; tensors are read with `weights_only`.
+Owns writing (each rank its own boxes, one file a rank, flushed to disk), what a read needs, and reading. The format is
+that of Megatron-Core's `dist_checkpointing`, through `torch.distributed.checkpoint`: boxes may lie anywhere, so a flat
+shard of the distributed optimizer needs no gather and any layout reads what it needs. Which boxes there are is not
+here. The tables are read and checked by `dist_index`; tensors are read with `weights_only`.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,26 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megaswift.bridge.dist_keys import STATES
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.checkpoint_folder import TABLES as INDEX
-
-_CLASSES = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "MetadataIndex",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-}
+from megaswift.families.checkpoint_folder import TABLES
 
 
 @dataclass(frozen=True)
@@ -139,7 +118,7 @@ def write_tables(directory: Path, saved: Iterable[SavedBox]) -> None:
         table.chunks.append(ChunkStorageMetadata(at, torch.Size(box.shape)))
         places[MetadataIndex(box.key, at)] = _StorageInfo(box.file, box.start, box.length)
     index = Metadata(dict(tables), storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
-    with (directory / INDEX).open("wb") as file:
+    with (directory / TABLES).open("wb") as file:
         pickle.dump(index, file)
     write_megatron_files(directory)
 
@@ -155,56 +134,6 @@ def write_megatron_files(directory: Path) -> list[Path]:
     (directory / "metadata.json").write_text(json.dumps(backends), encoding="utf-8")
     torch.save({}, directory / "common.pt")
     return [directory / "metadata.json", directory / "common.pt"]
-
-
-class _Tables(pickle.Unpickler):
-    """Tables only: any other class or function in the file is refused before it is called."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"holds {module}.{name}, which is no table of torch.distributed.checkpoint")
-
-
-def read_index(directory: Path) -> Metadata | Problem:
-    """The tables of a checkpoint, or why there are none."""
-    path = directory / INDEX
-    try:
-        with path.open("rb") as file:
-            found = _Tables(file).load()
-    except FileNotFoundError:
-        return Problem(str(path), "is missing")
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        OSError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        KeyError,
-    ) as error:
-        return Problem(str(path), f"cannot be read ({error})")
-    return (
-        found
-        if isinstance(found, Metadata) and found.storage_data
-        else Problem(str(path), "is not the index of a checkpoint")
-    )
-
-
-def file_problems(directory: Path, index: Metadata) -> list[Problem]:
-    """Files that the tables name and that are missing or too short."""
-    need: dict[str, int] = {}
-    for info in index.storage_data.values():
-        need[info.relative_path] = max(need.get(info.relative_path, 0), info.offset + info.length)
-    problems = []
-    for name, size in sorted(need.items()):
-        path = directory / name
-        if not path.is_file():
-            problems.append(Problem(str(path), "is missing"))
-        elif path.stat().st_size < size:
-            problems.append(Problem(str(path), f"is truncated: {path.stat().st_size} bytes, {size} expected"))
-    return problems
 
 
 class _Filler(dcp.DefaultLoadPlanner):
@@ -225,9 +154,24 @@ class _Filler(dcp.DefaultLoadPlanner):
         pass
 
 
+def _other_dtype(saved: torch.dtype, wanted: torch.dtype) -> tuple[str, str]:
+    names = [str(dtype).removeprefix("torch.") for dtype in (saved, wanted)]
+    rule = f"has dtype {names[0]} in the checkpoint and {names[1]} in this run: another kind of state"
+    return rule, "the optimizer's options of the checkpoint's run, or --model STEP to start from its weights"
+
+
 def _fits(box: Box, saved: TensorStorageMetadata) -> bool:
     whole, size = tuple(box.whole), tuple(saved.size)
     return whole[1:] == size[1:] and len(whole) == len(size) if box.padded else whole == size
+
+
+def _readable(saved: torch.dtype, wanted: torch.dtype, state: bool) -> bool:
+    """Whether values of one dtype may be read as another: weights between floating dtypes, optimizer states only where
+    nothing is lost."""
+    if saved == wanted:
+        return True
+    floating = saved.is_floating_point and wanted.is_floating_point
+    return floating and (not state or torch.promote_types(saved, wanted) == wanted)
 
 
 def plan_reads(index: Metadata, boxes: Sequence[Box]) -> tuple[list[planner.ReadItem], list[Problem]]:
@@ -242,6 +186,8 @@ def plan_reads(index: Metadata, boxes: Sequence[Box]) -> tuple[list[planner.Read
             problems[box.key] = Problem(
                 box.key, f"has shape {list(saved.size)} in the checkpoint and {list(box.whole)} in this model"
             )
+        elif not _readable(saved.properties.dtype, box.data.dtype, box.key.startswith(STATES)):
+            problems[box.key] = Problem(box.key, *_other_dtype(saved.properties.dtype, box.data.dtype))
         else:
             rows = max(0, min(box.data.shape[0], saved.size[0] - box.offset[0]))
             shape = torch.Size((rows, *box.data.shape[1:]))

@@ -1,7 +1,7 @@
 """A sharded checkpoint (torch_dist), read region by region whatever layout it was saved on.
 
 Owns finding the saved boxes that a region needs and reading no more than these, with memory for the region alone. The
-tables and their checks are `dist_files`'; which parameter a key is belongs to `dist_keys`.
+tables and their checks are `dist_index`'; which parameter a key is belongs to `dist_keys`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megaswift.bridge import dist_files, torch_item
+from megaswift.bridge import dist_index, torch_item
 from megaswift.bridge.file_tensor import FileTensor, OpenFiles, new_block
 from megaswift.errors import CheckpointError, Problem
 
@@ -51,8 +51,8 @@ class DistSource:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        index = dist_files.read_index(self.directory)
-        problems = [index] if isinstance(index, Problem) else dist_files.file_problems(self.directory, index)
+        index = dist_index.read_index(self.directory)
+        problems = [index] if isinstance(index, Problem) else dist_index.file_problems(self.directory, index)
         if problems:
             raise CheckpointError(problems)
         assert isinstance(index, Metadata)

@@ -162,8 +162,10 @@ class MegatronSource:
         return target.numel()
 
     def _key(self, key: str, wanted: torch.dtype) -> str:
-        """The weights themselves where they have this dtype already, else the main weights if there are any."""
-        return MAIN + key if self.tensors.dtype(key) != wanted and MAIN + key in self._mains else key
+        """The weights themselves where they have this dtype already, else the main weights if there are any. Megatron's
+        own checkpoints may have int16 remainders under that name, which are no weights."""
+        main = self.tensors.dtype(key) != wanted and MAIN + key in self._mains
+        return MAIN + key if main and self.tensors.dtype(MAIN + key).is_floating_point else key
 
     @functools.cached_property
     def _mains(self) -> set[str]:

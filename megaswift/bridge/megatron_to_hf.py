@@ -21,7 +21,7 @@ from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
 from megaswift.bridge.open import open_checkpoint
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families import read_config
-from megaswift.families.checkpoint_folder import TABLES, find_checkpoint
+from megaswift.families.checkpoint_folder import TABLES, verified_checkpoint
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def megatron_to_hf(source: Path | str, target: Path | str, options: Options = Op
     """Convert `source`: a converted checkpoint, `step-N`, or a run's output directory. `target` appears whole or not at
     all."""
     folder, target = Path(source), Path(target)
-    checkpoint = find_checkpoint(folder)
+    checkpoint = verified_checkpoint(folder)
     if checkpoint is None:
         hf = (
             "is a Hugging Face folder already"

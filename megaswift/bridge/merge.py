@@ -27,7 +27,7 @@ from megaswift.bridge.plan import WeightPlan
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import family_of, load_spec
 from megaswift.families.adapter_folder import is_scored
-from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.checkpoint_folder import verified_checkpoint
 from megaswift.families.scalar_head import with_score
 
 
@@ -91,7 +91,7 @@ def merge_folders(
     `target` appears whole or not at all; an interrupted merge goes on when it is asked for again.
     """
     base, adapter, target = Path(base), Path(adapter), Path(target)
-    checkpoint = find_checkpoint(base)
+    checkpoint = verified_checkpoint(base)
     home = checkpoint.model if checkpoint is not None else base
     if not (home / "config.json").is_file():
         raise WeightsError(

@@ -103,5 +103,5 @@ def read_dtypes(model: Path) -> StoredDtypes:
                 "a checkpoint of this version, whole",
             )
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(Problem(str(path), f"cannot be read ({type(error).__name__}: {error})")) from None

@@ -12,16 +12,17 @@ from megaswift.bridge.megatron_source import MegatronSource
 from megaswift.bridge.quantized import open_hf
 from megaswift.bridge.step_source import StepSource
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.checkpoint_folder import Checkpoint, find_checkpoint
+from megaswift.families.checkpoint_folder import Checkpoint, verified_checkpoint
 
 
 def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSource:
     """A Hugging Face folder, a converted checkpoint, `OUT/checkpoints/step-N`, or OUT (meaning its latest checkpoint).
 
-    `dtype` is for checkpoints: all tensors in it, instead of each in the dtype it once had.
+    The files of a step are compared with their SHA-256 first. `dtype` is for checkpoints: all tensors in it, instead of
+    each in the dtype it once had.
     """
     folder = Path(path)
-    checkpoint = find_checkpoint(folder)
+    checkpoint = verified_checkpoint(folder)
     if checkpoint is not None:
         return open_checkpoint(checkpoint, dtype)
     if not folder.is_dir():

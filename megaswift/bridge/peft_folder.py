@@ -27,6 +27,7 @@ from megaswift.bridge.safetensors_header import DTYPES, Damaged, Stored, read_he
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, LANGUAGE_TASK
 from megaswift.families.projections import WEIGHT, Projection, end_of, in_part, projections, without_dora
+from megaswift.families.step_manifest import refuse_damaged_part
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 REFUSED: Mapping[str, str] = {
@@ -53,6 +54,7 @@ class PeftFolder:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
+        refuse_damaged_part(self.directory)
         self._unstacked: set[str] = set()
         self.config = self._config()
         problems = list(_unfit(self.directory, self.config))
@@ -74,7 +76,7 @@ class PeftFolder:
         except FileNotFoundError:
             fix = "a folder that PEFT or a run of ours wrote (OUT/adapter)"
             raise WeightsError(Problem(str(self.directory), f"has no {CONFIG}", fix)) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
         if not isinstance(found, dict):
             raise WeightsError(Problem(str(path), "is no JSON object"))

@@ -34,7 +34,7 @@ class StepSource:
         path = self.directory / FACTS
         try:
             adapts = json.loads(path.read_text(encoding="utf-8"))["train_type"] != "full"
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(Problem(str(path), f"cannot be read ({type(error).__name__}: {error})")) from None
         if adapts:
             beside = self.directory.parent / "adapter"

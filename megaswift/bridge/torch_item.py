@@ -48,6 +48,13 @@ _BROKEN = (
     ValueError,
     EOFError,
     AttributeError,
+    LookupError,
+    RecursionError,
+    OverflowError,
+    MemoryError,
+    RuntimeError,
+    NotImplementedError,
+    zlib.error,
     struct.error,
 )
 
@@ -184,13 +191,23 @@ def locate(path: Path, start: int, length: int) -> FileTensor:
             file.seek(_content(file, start + named["data.pkl"].header_offset))
             storage, offset, shape, strides, dtype = _Facts(io.BytesIO(file.read(named["data.pkl"].file_size))).load()
             first = _content(file, start + record.header_offset)
+        kind = next((k for k, v in _TYPED.items() if v is storage[1]), dtype)
+        _check_description(kind, shape, strides, offset)
     except _BROKEN as error:
         raise ValueError(f"holds no tensor at byte {start}: {error}") from None
-    kind = next((k for k, v in _TYPED.items() if v is storage[1]), dtype)
     dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     if any(n != 1 and s != d for n, s, d in zip(shape, strides, dense, strict=True)):
         raise ValueError(f"holds a tensor at byte {start} whose bytes are not in order of rows")
     return FileTensor(path, first + offset * kind.itemsize, kind, tuple(shape))
+
+
+def _check_description(kind: object, shape: object, strides: object, offset: object) -> None:
+    """ValueError for a description of another type, or with numbers that no tensor has."""
+    if not isinstance(kind, torch.dtype) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
+        raise ValueError("its description has other types")
+    numbers = (*shape, *strides, offset)
+    if len(shape) != len(strides) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
+        raise ValueError("its description has numbers that no tensor has")
 
 
 def _content(file: BinaryIO, header: int) -> int:

@@ -70,7 +70,9 @@ class OptimConfig:
     )
     sgd_momentum: float = option(0.9, "Momentum of sgd", minimum=0, below=1)
     precision_aware_optimizer: bool = option(
-        False, "Moments in lower precision (Transformer Engine's Adam)", aliases=("use_precision_aware_optimizer",)
+        False,
+        "Main weights in 2 more bytes, not 4 (Transformer Engine's Adam)",
+        aliases=("use_precision_aware_optimizer",),
     )
     optimizer_cpu_offload: bool = option(False, "Adam's moments and update on the host: less GPU memory, slower steps")
     galore_rank: int = option(128, "Rank that GaLore projects gradients to", minimum=1)

@@ -3,6 +3,7 @@ with. No torch."""
 
 from __future__ import annotations
 
+from megaswift.config.data import RL
 from megaswift.config.engine_rules import AUTO, NATIVE, READS, engine_of
 from megaswift.config.rule import Clash, Ignored, Test
 
@@ -52,5 +53,23 @@ SPEED_CLASHES: tuple[Clash, ...] = (
         ),
         "is for the inductor, and torch_compile_backend is {torch_compile_backend}",
         "--torch_compile_backend inductor",
+    ),
+    Clash(
+        ("deterministic", "rollout_backend"),
+        lambda c: c.train.deterministic and c.task in RL and c.rl.rollout_backend != "transformers",
+        "cannot be had with {rollout_backend}: what it computes for a completion depends on which others it batches",
+        "--rollout_backend transformers",
+    ),
+    Clash(
+        ("deterministic", "async_generation"),
+        lambda c: c.train.deterministic and c.task in RL and c.rl.async_generation,
+        "cannot be had: which weights a completion is drawn with depends on how fast others are",
+        "--async_generation false",
+    ),
+    Clash(
+        ("deterministic", "torch_compile"),
+        lambda c: c.train.deterministic and c.model.torch_compile,
+        "cannot be had: compiled kernels are chosen by how fast they ran",
+        "--torch_compile false",
     ),
 )

@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from megaswift.data.collate import Document, Shape, collate_packed, collate_rows
 from megaswift.data.documents import Documents
+from megaswift.data.identity import FIX, WHAT, identity, same_data
 from megaswift.data.order import Order
-from megaswift.data.packing import Packing, best_fit, padded
+from megaswift.data.packing import Packing, padded
 from megaswift.data.processor import Processor
+from megaswift.data.repacked import PackShape, Rest, Stage, rest_of, stages_of
 from megaswift.data.towers import Towers
 from megaswift.errors import DataError, Problem
-from megaswift.log import warn
+from megaswift.log import info
 from megaswift.losses.contract import Batch
-
-_SAME = {"fingerprint": "the data set, its tokenisation or --max_length", "seed": "--data_seed", "shuffle": "--shuffle"}
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,8 @@ class Rows:
 
     docs: Documents
     packing: Packing | None = None
+    pack_shape: PackShape = PackShape()
+    """How they are packed."""
     towers: Towers | None = None
     """Of a vision-language model: brings the images."""
 
@@ -123,7 +125,10 @@ class Rows:
 
     def read(self, row: int) -> list[Document]:
         """The documents of a row."""
-        which = [row] if self.packing is None else self.packing.row(row).tolist()
+        return self.documents([row] if self.packing is None else self.packing.row(row).tolist())
+
+    def documents(self, which: Sequence[int]) -> list[Document]:
+        """These documents."""
         return [(*self.docs.read(i), int(self.docs.sample[i])) for i in which]
 
     def batches(self, rows: Sequence[Sequence[list[Document]]], shape: Shape, uniform: bool) -> list[Batch]:
@@ -151,7 +156,8 @@ def make_rows(
     assert not (packing and processor), "documents with images are not packed"
     if not packing:
         return Rows(docs, towers=None if processor is None else Towers(docs.stores, processor))
-    return Rows(docs, best_fit(padded(docs.length, shape.doc_multiple), shape.row_length(max_length)))
+    pack_shape = PackShape(shape.doc_multiple, shape.row_length(max_length))
+    return Rows(docs, pack_shape.pack(docs.length), pack_shape)
 
 
 def batches(rows: Sequence[Sequence[list[Document]]], packed: bool, shape: Shape, uniform: bool) -> list[Batch]:
@@ -169,19 +175,6 @@ def batches(rows: Sequence[Sequence[list[Document]]], packed: bool, shape: Shape
     ]
 
 
-def same_data(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """DataError when a checkpoint's position is one in other data, or in another order."""
-    for key, what in _SAME.items():
-        if state.get(key) != now[key]:
-            raise DataError(
-                Problem(
-                    "--resume_from_checkpoint",
-                    f"{what} is not what it was in the checkpoint ({state.get(key)}, now {now[key]})",
-                    "the same data and options, or a new run from the exported weights",
-                )
-            )
-
-
 @dataclass
 class StoredSource:
     """Batches from token stores: endless, in a known order."""
@@ -193,6 +186,8 @@ class StoredSource:
     threads: int = 0
     """Read ahead by so many threads (0: none)."""
     _taken: int = 0
+    _rest: Rest | None = None
+    """The last rows of the epoch in which the run was resumed, where its first ones were packed otherwise."""
     _ahead: deque[tuple[int, Future[list[Batch]]]] = field(default_factory=deque)
     _pool: ThreadPoolExecutor | None = None
 
@@ -215,9 +210,16 @@ class StoredSource:
         return max(0, int(np.ceil((epochs * self.rows - self._taken) / self.geometry.global_batch - 1e-9)))
 
     def _make(self, start: int) -> list[Batch]:
-        numbers = self.order.slice(start, start + self.geometry.global_batch)
-        rows = [[self.data.read(int(i)) for i in micro] for micro in self.geometry.own(numbers)]
+        places = range(start, start + self.geometry.global_batch)
+        rows = [[self._row(place) for place in micro] for micro in self.geometry.own(places)]
         return self.data.batches(rows, self.shape, self.geometry.uniform)
+
+    def _row(self, place: int) -> Any:
+        """What the row at a place of the endless sequence holds. The rest of an epoch ends where that epoch ends."""
+        if self._rest is not None and place < (end := (self._rest.epoch + 1) * self.rows):
+            assert isinstance(self.data, Rows)
+            return self.data.documents(self._rest.documents(place - end + len(self._rest)).tolist())
+        return self.data.read(int(self.order.slice(place, place + 1)[0]))
 
     def next(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch."""
@@ -228,7 +230,8 @@ class StoredSource:
             self._pool = self._pool or ThreadPoolExecutor(self.threads, thread_name_prefix="megaswift-data")
             nearest = self._ahead[-1][0] + size if self._ahead else start
             for at in range(nearest, start + (self.threads + 1) * size, size):
-                self.order.slice(at, at + size)  # here, so that threads only read the cached permutation
+                first = max(at, 0)
+                self.order.slice(first, first + size)  # here, so that threads only read the cached permutation
                 self._ahead.append((at, self._pool.submit(self._make, at)))
             made = self._ahead.popleft()[1].result()
         self._taken += size
@@ -241,26 +244,53 @@ class StoredSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in rows, and what names the data and their order."""
-        return {
+        state = {
             "version": 1,
             "rows_taken": self._taken,
             "rows": self.rows,
-            "fingerprint": self.data.docs.fingerprint,
             "shuffle": self.order.shuffle,
             "seed": self.order.seed,
+            **identity(self.data.docs),
         }
+        if isinstance(self.data, Rows):
+            state["packing"] = asdict(self.data.pack_shape)
+        if self._rest is not None and self._taken < (self._rest.epoch + 1) * self.rows:
+            state["rest"] = self._rest.state()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, on this or another number of ranks; DataError when the data are not the same."""
         same_data(state, self.state_dict())
         self._ahead.clear()
-        self._taken = state["rows_taken"]
-        if state["rows"] != self.rows:  # packed for another context-parallel size: rows are other rows
-            self._taken = round(state["rows_taken"] * self.rows / state["rows"])
-            warn(
-                f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint (packed otherwise, or not): "
-                "going on at the same part of the epoch"
-            )
+        self._rest = None
+        self._taken = int(state["rows_taken"])
+        if isinstance(self.data, Rows) and "packing" in state:
+            self._go_on(self.data, state)
+        elif state["rows"] != self.rows:  # of an older version, which did not save how it packed
+            rule = f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint: packed for another layout"
+            raise DataError(Problem(WHAT, rule, "the checkpoint's --cp, --tp, --sequence_parallel and --packing"))
+
+    def _go_on(self, data: Rows, state: Mapping[str, Any]) -> None:
+        """In the middle of an epoch, with the documents that rows of another packing have left."""
+        was, rows = PackShape(**state["packing"]), int(state["rows"])
+        epoch, taken = divmod(self._taken, rows)
+        stages: tuple[Stage, ...] = ()
+        if "rest" in state:
+            epoch, stages = int(state["rest"]["epoch"]), stages_of(state["rest"])
+            left = rest_of(data.docs.length, stages, was, epoch, self.order)
+            taken = self._taken - ((epoch + 1) * rows - len(left))
+        if was != data.pack_shape:
+            if len(was.pack(data.docs.length)) != rows:
+                raise DataError(Problem(WHAT, "the rows of the checkpoint cannot be packed again", FIX))
+            stages = (*stages, Stage(was, taken)) if taken or stages else ()
+        if not stages:
+            self._taken = epoch * self.rows + taken
+            return
+        self._rest = rest_of(data.docs.length, stages, data.pack_shape, epoch, self.order)
+        done = 0 if was != data.pack_shape else taken
+        self._taken = (epoch + 1) * self.rows - len(self._rest) + done
+        if was != data.pack_shape:
+            info(f"the {len(self._rest)} rows that are left of epoch {epoch + 1} are packed again for this layout")
 
     @property
     def stats(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ from megaswift import log
 from megaswift.config.sections import Sections
 from megaswift.data.build import data_seed
 from megaswift.data.documents import Documents, cut, gather, hold_out, place, row_of
-from megaswift.data.loader import same_data
+from megaswift.data.identity import identity, same_data
 from megaswift.data.order import Order
 from megaswift.data.prepare import prepare
 from megaswift.errors import DataError, Problem
@@ -115,9 +115,10 @@ class PromptSource:
             "version": 1,
             "rows_taken": self._taken,
             "rows": self.rows,
-            "fingerprint": self.prompts.fingerprint,
             "shuffle": self.order.shuffle,
             "seed": self.order.seed,
+            **identity(self.prompts.docs),
+            "fingerprint": self.prompts.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

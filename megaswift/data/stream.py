@@ -95,6 +95,9 @@ class Contents(Protocol):
     def batches(self, taken: Sequence[Any], geometry: LoaderGeometry) -> list[Batch]:
         """This rank's micro-batches of a global batch of items. DataError for a Problem among them."""
 
+    def pack_shape(self) -> dict[str, int]:
+        """What packing depends on beside the rows; empty where rows are not packed."""
+
     def check(self, sources: Sequence[Source]) -> None:
         """DataError when no row of an epoch is of use; reads no further than it must, the same on every rank."""
 
@@ -212,6 +215,7 @@ class StreamSource:
             "used": self._used,
             "sources": [s.name for s in self.sources],
             "options": asdict(self.options),
+            "packing": self.contents.pack_shape(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -233,6 +237,15 @@ class StreamSource:
             for k, v in now.items()
             if k in was and was[k] != v
         ]
+        packed, before = self.contents.pack_shape(), state.get("packing")
+        if state["used"] and packed and before is not None and before != packed:
+            rule = (
+                f"the checkpoint is in the middle of a block of the stream whose rows were packed for another layout "
+                f"(documents padded to {before.get('multiple')} tokens, now {packed['multiple']}; rows of "
+                f"{before.get('capacity')}, now {packed['capacity']}): rows would be lost or come twice"
+            )
+            fix = "the checkpoint's --cp, --tp and --sequence_parallel, or the data without --streaming"
+            changed.append(Problem("--resume_from_checkpoint", rule, fix))
         if changed:
             raise DataError(changed)
         self._after, self._block, self._used = Cursor(**state["stream"]), None, 0

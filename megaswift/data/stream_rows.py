@@ -89,6 +89,12 @@ class RowContents:
             )
         )
 
+    def pack_shape(self) -> dict[str, int]:
+        """Padding of documents and length of rows."""
+        if not self.options.packing:
+            return {}
+        return {"multiple": self.shape.doc_multiple, "capacity": self.shape.row_length(self.options.max_length)}
+
     def _pack(self, items: Sequence[tuple[Made, int]]) -> list[list[Document]]:
         documents = [d for group in self._documents(items) for d in group]
         if not documents:

@@ -108,6 +108,10 @@ class UnitContents:
             )
         )
 
+    def pack_shape(self) -> dict[str, int]:
+        """Which units are in a micro-batch does not depend on packing."""
+        return {}
+
     def check(self, sources: Sequence[Source]) -> None:
         """Reads up to the first unit that is of use; DataError for what would stop the run before it."""
         tally, some = Tally(quiet=True), list[Row]()

@@ -31,6 +31,8 @@ class StepResult:
     tokens: int = 0
     label_tokens: int = 0
     counts: Mapping[str, float] = field(default_factory=dict)
+    loss_scale_falling: bool = False
+    """Skipped in float16 while the loss scale is above its minimum: a smaller one may fit."""
 
 
 @dataclass(frozen=True)

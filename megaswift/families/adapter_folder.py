@@ -16,7 +16,7 @@ CLASSIFIER_TASK, LANGUAGE_TASK = "SEQ_CLS", "CAUSAL_LM"
 def _said(adapter: Path, name: str) -> str:
     try:
         return str(json.loads((adapter / CONFIG).read_text(encoding="utf-8"))[name])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 

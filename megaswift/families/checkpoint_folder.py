@@ -5,24 +5,37 @@ STEP/engine/.metadata, STEP/model/   saved by a run on the native engine
 STEP/engine/state/, STEP/model/      saved by a run on the torch engine
 STEP/manifest.json                   written last: the step is whole
 OUT/checkpoints/latest.json          names a run's latest
+
+`find_checkpoint` looks at names and manifests. `verified_checkpoint` also compares the files of a step with their
+SHA-256, and is what everything that reads weights goes through.
 """
 
 from __future__ import annotations
 
-import json
-import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from megaswift import log
+from megaswift.errors import CheckpointError, Problem
+from megaswift.families.step_manifest import (
+    damage,
+    lost_history,
+    newest_first,
+    skipped,
+    step_of,
+    step_problems,
+)
 
 TABLES = ".metadata"
 """Which boxes of which tensors lie in which file: torch.distributed.checkpoint's name."""
 MODEL, ENGINE = "model", "engine"
+WEIGHTS = (ENGINE, MODEL)
+"""The folders of a step that its weights are read from."""
 WHOLE = "state"
 """Within the engine's folder: safetensors of whole tensors, which the torch engine writes."""
 FACTS = "engine.json"
 """Within the engine's folder: what wrote it."""
-MARKER, POINTER = "manifest.json", "latest.json"
-STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -41,27 +54,53 @@ class Checkpoint:
 
 
 def find_checkpoint(path: Path | str) -> Checkpoint | None:
-    """The checkpoint at `path`; None where there is none.
+    """The checkpoint at `path` by names and manifests; None where there is none.
 
     A converted folder, a `step-N`, an output directory or its `checkpoints` (meaning the latest), the `model` folder of
-    any of these.
+    any of these. CheckpointError for an output directory whose steps are all damaged.
     """
+    return _find(path, lambda step, parts: [])
+
+
+def verified_checkpoint(path: Path | str) -> Checkpoint | None:
+    """The same, with files as they were saved: of an output directory the newest step that is intact.
+
+    CheckpointError for a damaged step that was named, and where no step is intact.
+    """
+    return _find(path, step_problems)
+
+
+def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Problem]]) -> Checkpoint | None:
     folder = Path(path)
+    found = _parts(folder)
+    if found is not None:
+        owner = found.model.parent
+        step = step_of(owner)
+        if step is not None:
+            within = owner.absolute().relative_to(step).parts[:1]
+            if problems := problems_of(step, within or WEIGHTS):
+                raise CheckpointError(damage(step, problems))
+        return found
+    for store in (folder / "checkpoints", folder):
+        problems = []
+        for step in newest_first(store):
+            bad = problems_of(step, WEIGHTS)
+            if not bad:
+                return _parts(step)
+            log.warn(skipped(step, bad))
+            problems += bad
+        if problems:
+            raise CheckpointError([*problems, Problem(str(store), "has no intact step", "a copy of the run")])
+        if (lost := lost_history(store)) is not None:
+            raise CheckpointError(Problem(lost.what, lost.rule, "a copy of the run"))
+    return None
+
+
+def _parts(folder: Path) -> Checkpoint | None:
     owner = folder.parent if folder.name == MODEL else folder
     for tensors in (owner, owner / ENGINE):
         if (tensors / TABLES).is_file():
             return Checkpoint(tensors, owner / MODEL)
     if (owner / ENGINE / WHOLE).is_dir():
         return Checkpoint(owner / ENGINE, owner / MODEL)
-    latest = _latest(folder / "checkpoints") or _latest(folder)
-    return find_checkpoint(latest) if latest else None
-
-
-def _latest(store: Path) -> Path | None:
-    """The step folder that the pointer names, if it has its marker. What the marker says is checked by who resumes from
-    it."""
-    try:
-        name = str(json.loads((store / POINTER).read_text(encoding="utf-8"))["directory"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return store / name if STEP.fullmatch(name) and (store / name / MARKER).is_file() else None
+    return None

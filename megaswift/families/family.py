@@ -107,7 +107,7 @@ def read_config(directory: Path | str) -> dict[str, Any]:
         raise WeightsError(
             Problem(str(path), "does not exist", "give a folder that holds a Hugging Face model")
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
     if not isinstance(config, dict):
         raise WeightsError(Problem(str(path), "should hold a JSON object"))

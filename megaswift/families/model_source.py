@@ -18,7 +18,7 @@ from megaswift.data.tokenizer import load_tokenizer
 from megaswift.errors import Problem, WeightsError, beside, first_line
 from megaswift.families.adapter_folder import CONFIG as ADAPTERS
 from megaswift.families.adapter_folder import no_model
-from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.vision import has_tower
 
@@ -56,12 +56,16 @@ class Named(Protocol):
         """Branch, tag or commit of an id."""
 
 
-def locate(model: Named, weights: bool = True) -> Path:
-    """The folder of the model. `weights` False: configuration and tokenizer are enough."""
+def locate(model: Named, weights: bool = True, verify: bool | None = None) -> Path:
+    """The folder of the model. `weights` False: configuration and tokenizer are enough.
+
+    `verify`, by default as `weights`: the files of a step are compared with their SHA-256, and of an output directory
+    the newest intact step is taken.
+    """
     name = str(model.model)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _folder(path, name)
+        return _folder(path, name, weights if verify is None else verify)
     if path.exists():
         raise WeightsError(Problem(f"--model {name}", "is a file", f"the folder it lies in: {path.parent}"))
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
@@ -74,12 +78,12 @@ def short_name(model: str) -> str:
     return next(part for part in reversed(Path(model).absolute().parts) if part not in SILENT)
 
 
-def _folder(path: Path, name: str) -> Path:
+def _folder(path: Path, name: str, verify: bool) -> Path:
     if (path / "config.json").is_file():
         return path
     if (path / "hf" / "config.json").is_file() and (path / "metrics.jsonl").exists():
         return path / "hf"
-    checkpoint = find_checkpoint(path)
+    checkpoint = (verified_checkpoint if verify else find_checkpoint)(path)
     if checkpoint is not None and (checkpoint.model / "config.json").is_file():
         return checkpoint.model
     if checkpoint is not None:
@@ -141,12 +145,12 @@ def missing_files(folder: Path, random_init: bool) -> list[Problem]:
     if index.is_file():
         try:
             wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+            absent = sorted(name for name in wanted if not (folder / name).is_file())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return [
                 *problems,
                 Problem(str(index), f"is no index of shards ({type(error).__name__})", "fetch the model again"),
             ]
-        absent = sorted(name for name in wanted if not (folder / name).is_file())
         if absent:
             rule = f"lacks {len(absent)} of {len(wanted)} shards: {', '.join(absent[:3])}"
             problems.append(Problem(str(folder), rule, "fetch the model again"))

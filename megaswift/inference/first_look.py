@@ -19,6 +19,7 @@ from megaswift.families.family import read_config
 from megaswift.families.model_source import locate, missing_files
 from megaswift.families.scalar_head import has_score
 from megaswift.families.served_quantization import quantization_packages
+from megaswift.families.step_manifest import refuse_damaged_part
 
 
 def need(package: str, why: str) -> None:
@@ -39,6 +40,7 @@ def found(options: WeightsOptions) -> Path:
     need("accelerate", "inference")
     if options.adapters is not None:
         need("peft", f"--adapters {options.adapters}")
+        refuse_damaged_part(Path(options.adapters))
     folder = locate(options)
     problems = missing_files(folder, random_init=False) + _judges(folder, options)
     if find_checkpoint(folder) is None:

@@ -30,7 +30,7 @@ from megaswift.data.processor import Processor, unreadable
 from megaswift.data.sample import RowError
 from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
-from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.model_source import read_processor, read_tokenizer
 from megaswift.families.vision import has_tower
@@ -277,7 +277,7 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
     }
     if DISK in placed.values():
         how["offload_folder"] = options.offload_folder
-    checkpoint = find_checkpoint(prepared.folder)
+    checkpoint = verified_checkpoint(prepared.folder)
     with _told(str(prepared.options.model)):
         if checkpoint is None:
             loaded: Any = _auto(prepared).from_pretrained(prepared.folder, **how)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megaswift.config.batch import BatchPlan
 from megaswift.errors import CheckpointError, Problem
+from megaswift.families import step_manifest
 from megaswift.families.checkpoint_folder import ENGINE
 from megaswift.trainers import agree, commit
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.progress import tell
+from megaswift.trainers.verified import step_problems
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -82,24 +84,45 @@ class Checkpoint(Hook):
         return folder
 
 
-def restore(loop: Loop, folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything back to where `folder` was saved, on this or another layout; returns its manifest."""
-    rank, ranks = agree.rank(), agree.world_size()
-    manifest = agree.on_main(lambda: commit.read_manifest(folder))
-    if manifest is None:
-        raise CheckpointError(Problem(str(folder), f"has no complete {commit.MARKER}"))
-    problems = differences(manifest, model)
-    problems += [p for share in agree.gather(commit.verify_share(folder, manifest, rank, ranks)) for p in share]
+def restore(
+    loop: Loop,
+    folder: Path,
+    model: Mapping[str, Any],
+    tell: Callable[[Mapping[str, Any]], object] = lambda manifest: None,
+) -> dict[str, Any]:
+    """Everything back to where `folder` was saved, on this or another layout; returns its manifest.
+
+    `tell` gets the manifest before anything is loaded: which options differ explains what is refused afterwards.
+    """
+    manifest = agree.on_main(lambda: step_manifest.load_manifest(folder))
+    if isinstance(manifest, Problem):
+        raise CheckpointError(manifest)
+    problems = [*differences(manifest, model), *step_problems(folder)]
     if problems:
         raise CheckpointError(problems)
+    tell(manifest)
+    _load_states(folder, [("data", loop.source, manifest["data"])])
     for name, engine in {ENGINE: loop.engine, **loop.engines}.items():
         engine.load(folder / name)
-    loop.source.load_state_dict(manifest["data"])
-    for hook in loop.hooks:
-        if type(hook).__name__ in manifest["hooks"]:
-            hook.load_state_dict(manifest["hooks"][type(hook).__name__])
-    loop.step = int(manifest["step"])
+    named = {type(hook).__name__: hook for hook in loop.hooks}
+    hooks = manifest["hooks"]
+    _load_states(folder, [(f"hooks, {name}", hook, hooks[name]) for name, hook in named.items() if name in hooks])
+    loop.step = manifest["step"]
     return manifest
+
+
+class _Stateful(Protocol):
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def _load_states(folder: Path, states: Sequence[tuple[str, _Stateful, Any]]) -> None:
+    """States of the manifest to whom they belong; CheckpointError for one that its owner cannot read."""
+    for name, owner, state in states:
+        try:
+            owner.load_state_dict(state)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            rule = f"has a value for {name} that cannot be read ({type(error).__name__}: {error})"
+            raise CheckpointError(Problem(str(folder / commit.MARKER), rule, "another step of the run")) from error
 
 
 def other_batch(manifest: Mapping[str, Any], plan: BatchPlan) -> str:

@@ -10,31 +10,20 @@ Owns the folder OUT/checkpoints and nothing else: what is inside a step folder b
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megaswift.disk import sync
 from megaswift.errors import CheckpointError, Problem, nearest
-from megaswift.families.checkpoint_folder import MARKER, POINTER, STEP
+from megaswift.families import step_manifest
+from megaswift.families.step_manifest import MARKER, POINTER, STEP, Saved, read_manifest, seal
 
 FORMAT = 1
 SAVING, DELETING, REPLACED = ".saving", ".deleting", ".replaced"
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A complete checkpoint."""
-
-    step: int
-    path: Path
-    saved_at: float
-    """Unix time."""
 
 
 def write_durably(path: Path, value: Mapping[str, Any]) -> None:
@@ -56,43 +45,9 @@ def hash_share(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, Any]]
     found = {}
     for path in payload(folder)[rank::ranks]:
         sync(path)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = step_manifest.hash_file(path)
         found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
     return found
-
-
-def seal(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of the manifest without its own seal."""
-    plain = {k: v for k, v in manifest.items() if k != "sha256"}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The marker of a complete checkpoint, None where there is none or it was not written by us whole."""
-    try:
-        manifest = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) and manifest.get("sha256") == seal(manifest) else None
-
-
-def verify_share(folder: Path, manifest: Mapping[str, Any], rank: int, ranks: int) -> list[Problem]:
-    """What does not agree with the manifest in every `ranks`-th file."""
-    problems = []
-    for name, expected in list(manifest["files"].items())[rank::ranks]:
-        path = folder / name
-        if not path.is_file():
-            problems.append(Problem(str(path), "is missing"))
-        elif path.stat().st_size != expected["bytes"]:
-            problems.append(
-                Problem(str(path), f"has {path.stat().st_size} bytes, the manifest says {expected['bytes']}")
-            )
-        else:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                    problems.append(Problem(str(path), "its content changed since it was saved (SHA-256 differs)"))
-    return problems
 
 
 class Store:
@@ -143,32 +98,21 @@ class Store:
         return folder
 
     def complete(self) -> list[Saved]:
-        """Every checkpoint with a marker, oldest save first."""
-        found = []
-        for path in self.root.glob("step-*"):
-            match, manifest = STEP.fullmatch(path.name), read_manifest(path)
-            if match and manifest is not None:
-                found.append(Saved(int(match[1]), path, float(manifest["saved_at"])))
-        return sorted(found, key=lambda s: (s.saved_at, s.step))
+        """Every checkpoint with a valid manifest, oldest save first."""
+        return step_manifest.whole_steps(self.root)
 
     def incomplete(self) -> list[Path]:
-        """Folders without a marker, and what was on its way in or out: ignored, and worth a notice."""
+        """Folders without a valid manifest, and those being written or deleted: ignored, and worth a notice."""
         whole = {s.path for s in self.complete()}
         return sorted(p for p in self.root.glob("step-*") if p.is_dir() and p not in whole)
 
     def pointed(self) -> Path | None:
-        """The folder that the pointer names, if it is complete."""
-        try:
-            name = str(json.loads((self.root / POINTER).read_text(encoding="utf-8"))["directory"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        path = self.root / name
-        return path if STEP.fullmatch(name) and read_manifest(path) is not None else None
+        """The folder that the pointer names, if its manifest is valid."""
+        return step_manifest.pointed(self.root)
 
     def latest(self) -> Path | None:
         """The pointed-at checkpoint; the one saved last where the pointer is missing or names nothing complete."""
-        whole = self.complete()
-        return self.pointed() or (whole[-1].path if whole else None)
+        return next(iter(step_manifest.newest_first(self.root)), None)
 
     def recover(self) -> None:
         """Ends a replacement that a crash cut between its two renames: both folders are whole there. Rank 0 only."""
@@ -181,8 +125,12 @@ class Store:
                 (saving if read_manifest(saving) is not None else old).rename(folder)
 
     def rotate(self, limit: int | None) -> list[Path]:
-        """Keeps the `limit` checkpoints saved last, and always the one pointed at; clears what crashes left behind."""
-        whole, pointed = self.complete(), self.pointed()
+        """Keeps the `limit` checkpoints saved last, and always the one pointed at; clears what crashes left behind.
+
+        Steps that were found to be damaged are not counted, and stay.
+        """
+        whole = [s for s in self.complete() if not step_manifest.known_damaged(s.path)]
+        pointed = self.pointed()
         surplus = whole[: max(len(whole) - limit, 0)] if limit else []
         gone = []
         for saved in surplus:
@@ -195,25 +143,63 @@ class Store:
                 shutil.rmtree(path)
         return gone
 
+    def remove(self, steps: Sequence[Path]) -> list[Path]:
+        """Deletes steps. The pointer moves first, to the newest step that is left, or goes with the last one."""
+        left = [p for p in step_manifest.newest_first(self.root) if p not in steps]
+        if self.pointed() not in left:
+            if left:
+                number = STEP.fullmatch(left[0].name)
+                assert number is not None
+                write_durably(self.root / POINTER, {"step": int(number[1]), "directory": left[0].name})
+            else:
+                (self.root / POINTER).unlink(missing_ok=True)
+        for step in steps:
+            leaving = step.with_name(step.name + DELETING)
+            step.rename(leaving)
+            sync(self.root)
+            shutil.rmtree(leaving)
+        return list(steps)
+
 
 def select(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, and what to tell: `latest` (None when there is none yet) or a folder."""
+    """The checkpoint to go on from by its manifest, and notices: `latest` (None when none was saved yet) or a
+    folder."""
+    steps, notes = steps_for(wanted, output)
+    return next(iter(steps), None), notes
+
+
+def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
+    """The checkpoints to go on from in the order in which they are tried, and notices. None when none was saved yet;
+    one where it is named. CheckpointError where steps were saved and none is left."""
     if wanted == "latest":
         store = Store(output / "checkpoints")
-        found = store.latest()
-        notes = [f"ignoring {p}: it has no complete manifest (an interrupted save)" for p in store.incomplete()]
-        return found, notes
+        return _steps(store.root), [_notice(p) for p in store.incomplete()]
     path = Path(wanted)
     if not path.is_dir():
         fix = nearest(wanted, ["latest"]) or _others(output)
         raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", "is not a folder", fix))
     for root in (path, path / "checkpoints"):
-        if not STEP.fullmatch(root.name) and (inner := Store(root).latest()) is not None:
-            return inner, []
-    if read_manifest(path) is None:
+        if not STEP.fullmatch(root.name) and (steps := _steps(root)):
+            return steps, []
+    manifest = step_manifest.load_manifest(path)
+    if isinstance(manifest, Problem):
         rule = f"has no complete {MARKER}: not a checkpoint of ours, or an interrupted save"
+        if (path / MARKER).exists():
+            rule = f"has no complete {MARKER}: it {manifest.rule}"
         raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", rule, _others(output)))
-    return path, []
+    return [path], []
+
+
+def _steps(root: Path) -> list[Path]:
+    if (lost := step_manifest.lost_history(root)) is not None:
+        raise CheckpointError(lost)
+    return step_manifest.newest_first(root)
+
+
+def _notice(path: Path) -> str:
+    if STEP.fullmatch(path.name):
+        return f"ignoring {path}: its {MARKER} is damaged or missing"
+    return f"ignoring {path}: it has no complete manifest (an interrupted save)"
 
 
 def _others(output: Path) -> str:

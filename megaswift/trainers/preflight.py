@@ -8,6 +8,7 @@ imported only to look for a device, and only for an option that needs one.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from megaswift.config.engine_rules import engine_of, is_native, zero_config
 from megaswift.config.values import show
 from megaswift.data.sources import resolve
 from megaswift.data.template import read_template
+from megaswift.engine.determinism import environment_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits
 from megaswift.families.model_source import locate, missing_files
@@ -51,6 +53,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
         [
             (lambda: missing_transformer_engine(cfg) if is_native(cfg) else [], ConfigError),
             (lambda: device_problems(cfg), ConfigError),
+            (lambda: environment_problems(cfg, os.environ), ConfigError),
             (lambda: model_problems(cfg, world_size), UserError),
             (lambda: policy_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
             *file_checks(cfg),

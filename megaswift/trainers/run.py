@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.config import SwiftConfig
+from megaswift.engine.determinism import prepare
 from megaswift.families.model_source import locate
 from megaswift.parallel.checks import layout_for
 from megaswift.parallel.shape import ModelShape
@@ -26,18 +27,22 @@ def run(cfg: SwiftConfig) -> Path:
     """Trains as `cfg` says and returns the output directory. Every rank calls it, after `preflight`."""
     began = time.perf_counter()
     log.quieten()
+    prepare(cfg, os.environ)
     with lasting():
         from megaswift.trainers.engines import start_context
         from megaswift.trainers.session import Session
+        from megaswift.trainers.verified import checked_folder
 
-        folder = locate(cfg.model, weights=not cfg.model.random_init)
+        folder = locate(cfg.model, weights=not cfg.model.random_init, verify=False)
         spec = spec_of(cfg, folder)
         layout = layout_for(cfg, ModelShape.of(spec), int(os.environ.get("WORLD_SIZE", "1")))
         context = start_context(cfg, layout)
     finished = False
     try:
         with lasting():
-            session = Session(cfg, spec, folder, context)
+            intact = checked_folder(cfg, folder)
+            spec = spec if intact == folder else spec_of(cfg, intact)
+            session = Session(cfg, spec, intact, context)
         session.seconds["start-up"] = time.perf_counter() - began
         root = session.run()
         finished = True

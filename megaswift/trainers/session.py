@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_plan
 from megaswift.config.data import RL
 from megaswift.data.loader import StoredSource
+from megaswift.engine.determinism import prevented
 from megaswift.errors import UserError
 from megaswift.families.model_source import short_name
 from megaswift.families.spec import ModelSpec
@@ -30,8 +32,10 @@ from megaswift.trainers.checkpoint import other_batch, restore
 from megaswift.trainers.interrupt import Interrupted
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.rl import assemble as rl
+from megaswift.trainers.same_model import refuse_other_model
 from megaswift.trainers.schedule import check_warmup, lr_at
 from megaswift.trainers.timing import timed
+from megaswift.trainers.verified import first_intact
 
 PARTS = (
     "start-up",
@@ -112,8 +116,9 @@ class Session:
             loop.hooks, loop.prepare = [preparation, *hooks], preparation.prepare
         if resume is not None:
             with timed(self.seconds, "resume"):
-                manifest = restore(loop, resume, b.model_facts())
-                build.changed(manifest["config"], cfg.to_dict())
+                manifest = restore(
+                    loop, resume, b.model_facts(), lambda m: build.changed(m.get("config", {}), cfg.to_dict())
+                )
                 if told := other_batch(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(told)
             # each row as often as was asked, whatever steps took
@@ -132,9 +137,13 @@ class Session:
         wanted = self.cfg.train.resume_from_checkpoint
         if wanted is None:
             return None
-        found, notes = agree.on_main(lambda: commit.select(wanted, self.build.outputs.root))
+        steps, notes = agree.on_main(lambda: commit.steps_for(wanted, self.build.outputs.root))
         for note in notes:
             log.info(note)
+        with timed(self.seconds, "resume"):
+            found = first_intact(steps)
+            if found is not None:
+                agree.on_main(partial(refuse_other_model, found, self.spec.hf_config))
         log.info(f"going on from {found}" if found else "no checkpoint yet: starting from the beginning")
         return found
 
@@ -175,6 +184,8 @@ class Session:
         except UserError:
             raise
         except (RuntimeError, MemoryError) as error:
+            if (told := prevented(self.cfg, error)) is not None:
+                raise told from None
             if not memory.is_out_of_memory(error):
                 raise
             raise memory.out_of_memory(self.cfg, self.spec.experts, error) from None

@@ -34,6 +34,9 @@ class Watch(Hook):
         if not step.result.skipped:
             self.in_a_row = 0
             return
+        if step.result.loss_scale_falling:
+            warn(f"step {step.number} was skipped: a gradient overflows float16; the loss scale is lowered")
+            return
         self.in_a_row += 1
         warn(
             f"step {step.number} was skipped: its gradient is not finite (loss {step.result.loss}); {self.in_a_row} "

@@ -15,6 +15,9 @@ CLASHING = [
     "--attn_impl flash --engine ddp --torch_dtype fp32",
     "--torch_compile --engine zero3",
     "--torch_compile_mode max-autotune --torch_compile --torch_compile_backend eager --engine ddp",
+    "--deterministic --rollout_backend vllm",
+    "--deterministic --async_generation",
+    "--deterministic --torch_compile --engine ddp",
 ]
 IDLE = [
     ("--use_liger_kernel", "--use_liger_kernel --engine ddp"),
@@ -27,7 +30,7 @@ IDLE = [
 
 def test_contradictions() -> None:
     for words, clash in zip(CLASHING, SPEED_CLASHES, strict=True):
-        found = problems(words)
+        found = problems(words, "grpo" if "deterministic" in words and "compile" not in words else "sft")
         assert len(found) == 1 and found[0].startswith(words.split()[0]), found
         assert clash.options[0] in found[0].replace("attn_implementation", "attn_impl")
 

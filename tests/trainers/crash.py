@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+from megaswift.families.step_manifest import step_problems
 from megaswift.trainers import commit
 from megaswift.trainers.commit import Store
 
@@ -58,7 +59,7 @@ def look(root: Path) -> list[object]:
         return ["nothing"]
     manifest = commit.read_manifest(folder)
     assert manifest is not None
-    return [manifest["step"], manifest["text"], [str(p) for p in commit.verify_share(folder, manifest, 0, 1)]]
+    return [manifest["step"], manifest["text"], [str(p) for p in step_problems(folder)]]
 
 
 def main(work: Path) -> None:

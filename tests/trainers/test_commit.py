@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.errors import CheckpointError
+from megaswift.families.step_manifest import step_problems
 from megaswift.trainers import commit
 from megaswift.trainers.commit import Store
 
@@ -33,7 +34,7 @@ def test_a_checkpoint_holds_its_state_and_the_hash_of_every_file(tmp_path: Path)
     assert list(manifest["files"]) == ["engine/a.bin", "engine/b.bin"]
     by_sha256sum = "187897ce0afcf20b50ba2b37dca84a951b7046f29ed5ab94f010619f69d6e189"
     assert manifest["files"]["engine/b.bin"] == {"bytes": 4, "sha256": by_sha256sum}
-    assert commit.verify_share(folder, manifest, 0, 1) == []
+    assert step_problems(folder) == []
 
 
 def test_the_pointer_names_what_was_saved_last_even_when_its_step_is_lower(tmp_path: Path) -> None:
@@ -83,6 +84,19 @@ def test_rotation_keeps_the_newest_and_never_deletes_the_pointed_at_one(tmp_path
     assert store.rotate(None) == []
 
 
+def test_rotation_does_not_count_a_step_found_damaged(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step in (2, 4):
+        save(store, step)
+    (tmp_path / "step-4" / "engine" / "a.bin").write_text("weightS of step 4")
+    assert step_problems(tmp_path / "step-4")
+    save(store, 3)
+    assert store.rotate(2) == []
+    save(store, 5)
+    assert store.rotate(2) == [tmp_path / "step-2"]
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-3", "step-4", "step-5"]
+
+
 def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
     store = Store(tmp_path)
     save(store, 4, "old")
@@ -102,9 +116,7 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
 def test_a_file_that_changed_since_is_named(tmp_path: Path, harm, message: str) -> None:  # noqa: ANN001
     folder = save(Store(tmp_path), 3)
     harm(folder / "engine" / "a.bin")
-    manifest = commit.read_manifest(folder)
-    assert manifest is not None
-    problems = [p for rank in range(3) for p in commit.verify_share(folder, manifest, rank, 3)]
+    problems = step_problems(folder)
     assert len(problems) == 1 and "a.bin" in problems[0].what and message in problems[0].rule
 
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megaswift import log
 from megaswift.bridge import dist_files as files
+from megaswift.bridge import dist_index
 from megaswift.bridge.dist_keys import KEPT, MAIN, STATES
 from megaswift.disk import sync
 from megaswift.engine import rng_state as saved_states
@@ -47,7 +48,7 @@ def save(engine: MegatronEngine, directory: Path) -> None:
     gather_weights(engine.chunks)
     states.materialise(engine.optimizer)
     placed = boxes.pieces(engine) if engine.lora is None else lora_boxes.pieces(engine.lora)
-    own = [*boxes.weights(placed, True), *boxes.moments(placed, states.slices(engine.optimizer), True)]
+    own = [*boxes.weights(placed, True), *boxes.moments(placed, states.slices(engine.optimizer, write=True), True)]
     own += boxes.kept(engine) if engine.lora is None else []
     files.write(directory, own)
     facts = _facts(engine, max(_gather(engine, states.get_step(engine.optimizer))))
@@ -128,16 +129,19 @@ def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any
         problems.append(
             Problem(str(directory / FACTS), "is missing: not a checkpoint of this engine, or an interrupted save")
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
-    index = files.read_index(directory)
-    problems += [index] if isinstance(index, Problem) else files.file_problems(directory, index)
+    index = dist_index.read_index(directory)
+    problems += [index] if isinstance(index, Problem) else dist_index.file_problems(directory, index)
     _agree(engine, problems)
     assert isinstance(index, Metadata)
     return facts, index
 
 
 def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]:
+    known = facts["optimizer"]
+    if not isinstance(known["step"], int) or not isinstance(known["scaler"], dict) or "layout" not in facts:
+        return [Problem(FACTS, "has values of other types", "another step of the run")]
     if facts["format"] != FORMAT:
         return [Problem(FACTS, f"has format {facts['format']}, this version reads {FORMAT}")]
     now = _facts(engine, 0)

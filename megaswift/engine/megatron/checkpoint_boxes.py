@@ -110,7 +110,10 @@ def moments(placed: Sequence[tuple[Tensor, list[Piece]]], slices: Sequence[state
                 for corner, shape, at in cut(p.shape, first - p.start, last - p.start):
                     offset = tuple(o + c for o, c in zip(p.offset, corner, strict=True))
                     data = flat[at : at + math.prod(shape)].view(shape)
-                    yield Box(f"{STATES}{name}.{p.key}", p.whole, offset, data, p.padded)
+                    later = None
+                    if tensor.is_meta and s.compact is not None:
+                        later = functools.partial(s.compact.read, first - s.start + at, shape)
+                    yield Box(f"{STATES}{name}.{p.key}", p.whole, offset, data, p.padded, later)
 
 
 def cut(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:

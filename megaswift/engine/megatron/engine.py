@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -132,7 +133,8 @@ class MegatronEngine:
         result = self.accumulate(microbatches, loss, whole_gradients=False)
         optim.set_rates(self.optimizer, lr, self.cfg.optim.weight_decay)
         norm, taken = optim.step(self.optimizer, self.cfg.optim.max_grad_norm)
-        return StepResult(**{**result.__dict__, "grad_norm": norm, "skipped": not taken})
+        falling = not taken and optim.scale_can_fall(self.optimizer)
+        return replace(result, grad_norm=norm, skipped=not taken, loss_scale_falling=falling)
 
     def accumulate(self, microbatches: Sequence[Batch], loss: Loss, whole_gradients: bool = True) -> StepResult:
         """Forward and backward only; `hf_gradients` then has the gradients of the global objective."""

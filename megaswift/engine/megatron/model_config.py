@@ -87,6 +87,7 @@ def _kernels(cfg: SwiftConfig, impl: str, cuda: bool) -> dict[str, Any]:
         "recompute_method": (m.recompute_method or "uniform") if full else None,
         "recompute_num_layers": (m.recompute_num_layers or 1) if full else None,
         "fp8": m.fp8_format,
+        "deterministic_mode": cfg.train.deterministic,
         "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
         "moe_grouped_gemm": (fused and m.train_type == "full") if m.moe_grouped_gemm is None else m.moe_grouped_gemm,
     }

@@ -20,11 +20,13 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.megatron.host_adam import HostAdam, init_state
 from megaswift.engine.megatron.model_config import distributed_optimizer
 
+LOSS_SCALE = 2.0**16
+"""At the start of a run in float16, as torch's GradScaler has it; Megatron-Core's 2^32 overflows for some 20 steps."""
+
 
 def build(chunks: list[DistributedDataParallel], config: TransformerConfig, cfg: SwiftConfig) -> MegatronOptimizer:
     """The optimizer over this rank's chunks."""
     o = cfg.optim
-    moments = torch.bfloat16 if o.precision_aware_optimizer else torch.float32
     options = OptimizerConfig(
         optimizer=o.optimizer,
         lr=o.learning_rate,
@@ -41,8 +43,9 @@ def build(chunks: list[DistributedDataParallel], config: TransformerConfig, cfg:
         use_distributed_optimizer=distributed_optimizer(cfg),
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         use_precision_aware_optimizer=o.precision_aware_optimizer,
-        exp_avg_dtype=moments,
-        exp_avg_sq_dtype=moments,
+        exp_avg_dtype=torch.float32,  # in bfloat16 FusedAdam makes float32 copies of a whole group: more at its peak
+        exp_avg_sq_dtype=torch.float32,
+        initial_loss_scale=LOSS_SCALE,
     )
     extra = (
         {"use_gloo_process_groups": False}
@@ -79,6 +82,17 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [o for o in chained if not getattr(o, "is_stub_optimizer", False)]
 
 
+def holds_main_weights(part: MegatronOptimizer) -> bool:
+    """Whether the inner optimizer, Transformer Engine's FusedAdam, has the main weights, and reads `decoupled_grad`."""
+    return bool(getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+
+
+def scale_can_fall(optimizer: MegatronOptimizer) -> bool:
+    """Whether a loss scale (float16) is above its minimum."""
+    scalers = [s for part in parts(optimizer) if (s := getattr(part, "grad_scaler", None)) is not None]
+    return any(float(s.scale) > float(getattr(s, "min_scale", s.scale)) for s in scalers)
+
+
 @torch.no_grad()
 def step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bool]:
     """(gradient norm before clipping, whether the step was taken). Not taken where a gradient is not finite."""
@@ -90,7 +104,6 @@ def step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bool]:
         for part in parts(optimizer):
             parameters = part.get_parameters()
             if parameters:
-                # gradients in `decoupled_grad`
-                apart = getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
+                apart = holds_main_weights(part)
                 clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=norm, use_decoupled_grad=apart)
     return norm, bool(optimizer.step_with_ready_grads())

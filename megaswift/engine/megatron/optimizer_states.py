@@ -5,6 +5,8 @@ Owns access to their states and their step counter for checkpoints. How a step i
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,8 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from megaswift.engine.megatron.host_adam import HostAdam
-from megaswift.engine.megatron.optimizer import parts
+from megaswift.engine.megatron.optimizer import holds_main_weights, parts
+from megaswift.engine.megatron.split_weights import REMAINDER, joined, split
 
 MAIN = "param"
 """The float32 weight that a half-precision weight is a copy of."""
@@ -33,23 +36,66 @@ class Slice:
     sharded: bool
     """Other data-parallel ranks have the other elements, rather than copies of these."""
     tensors: dict[str, Tensor]
+    compact: Compact | None = None
+    """Where the main weights are not among `tensors`' storage: `tensors[MAIN]` is then a buffer in host memory to fill,
+    or one without memory whose content `compact` gives."""
 
 
-def slices(optimizer: MegatronOptimizer) -> list[Slice]:
-    """This rank's states of every weight that trains. Call `materialise` first."""
+@dataclass(frozen=True)
+class Compact:
+    """Main weights in two parts (`split_weights`), flat."""
+
+    weight: Tensor
+    remainder: Tensor
+
+    def read(self, first: int, shape: tuple[int, ...]) -> Tensor:
+        """Float32 elements from `first` on."""
+        end = first + math.prod(shape)
+        flat = joined(self.weight.detach().view(-1)[first:end], self.remainder.view(-1)[first:end])
+        return flat.view(shape)
+
+    def fill(self, main: Tensor) -> None:
+        """Both parts from float32 weights, which may be in host memory."""
+        weight, remainder = split(main.to(self.weight.device), self.weight.detach().view(-1))
+        self.weight.detach().view(-1).copy_(weight)
+        self.remainder.view(-1).copy_(remainder)
+
+
+def slices(optimizer: MegatronOptimizer, write: bool = False) -> list[Slice]:
+    """This rank's states of every weight that trains, to read (`write`: into a checkpoint) or to fill. Call
+    `materialise` first."""
     found: list[Slice] = []
     for part in parts(optimizer):
-        found.extend(_sharded(part) if isinstance(part, DistributedOptimizer) else _whole(part))
+        found.extend(_sharded(part, write) if isinstance(part, DistributedOptimizer) else _whole(part))
     return found
 
 
-def _sharded(part: DistributedOptimizer) -> Iterator[Slice]:
+def _sharded(part: DistributedOptimizer, write: bool = False) -> Iterator[Slice]:
+    for weight, ranges in _owned(part):
+        tensors = part._get_main_param_and_optimizer_states(weight)
+        compact = None
+        if holds_main_weights(part) and weight.dtype == torch.float32:
+            del tensors[MAIN]  # FusedAdam makes one and never reads it: such a weight is its own main weight
+        elif tensors[MAIN].dtype == REMAINDER:
+            compact = Compact(_shard(part, weight), tensors[MAIN])
+            device = "meta" if write else "cpu"
+            tensors[MAIN] = torch.empty(ranges["param"].size, dtype=torch.float32, device=device)
+        yield Slice(weight, ranges["param"].start, ranges["param"].end, True, _kept(tensors, weight), compact)
+
+
+def _owned(part: DistributedOptimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Each weight of which this rank owns a range, with its ranges."""
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
-                for weight, ranges in bucket["param_map"].items():
-                    tensors = part._get_main_param_and_optimizer_states(weight)
-                    yield Slice(weight, ranges["param"].start, ranges["param"].end, True, _kept(tensors, weight))
+                yield from bucket["param_map"].items()
+
+
+def _shard(part: DistributedOptimizer, weight: Tensor) -> Tensor:
+    """What the inner optimizer knows this rank's range of a weight by."""
+    group, order = part.model_param_group_index_map[weight]
+    found: Tensor = part.optimizer.param_groups[group]["params"][order]
+    return found
 
 
 def _whole(part: MegatronOptimizer) -> Iterator[Slice]:
@@ -66,8 +112,28 @@ def _whole(part: MegatronOptimizer) -> Iterator[Slice]:
 
 def _kept(tensors: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
     """Without the step counter, and without a main weight that is the weight itself."""
-    same = tensors[MAIN].untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    main = tensors.get(MAIN)
+    same = main is not None and not main.is_meta and _storage(main) == _storage(weight)
     return {k: t for k, t in tensors.items() if isinstance(t, Tensor) and k != "step" and not (k == MAIN and same)}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _initialise(part: MegatronOptimizer) -> None:
+    """What Megatron-Core's `init_state_fn` does. That one calls `initialize_state(p)`, and Transformer Engine from 2.1
+    on also asks whether main weights are kept as remainders."""
+    inner = part.optimizer
+    if not getattr(part.config, "use_precision_aware_optimizer", False):
+        part.init_state_fn(inner, part.config)
+        return
+    asks = "store_param_remainders" in inspect.signature(inner.initialize_state).parameters
+    for group in inner.param_groups:
+        for p in group["params"]:
+            if not inner.state[p]:
+                remainders = getattr(inner, "store_param_remainders", False) and p.dtype == torch.bfloat16
+                inner.initialize_state(p, remainders) if asks else inner.initialize_state(p)
 
 
 @torch.no_grad()
@@ -76,7 +142,7 @@ def materialise(optimizer: MegatronOptimizer) -> None:
     for part in parts(optimizer):
         inner = part.optimizer
         if part.init_state_fn is not None and part.config.optimizer == "adam":
-            part.init_state_fn(inner, part.config)
+            _initialise(part)
         for group in inner.param_groups:
             for p in group["params"]:
                 if group.get("momentum", 0) and inner.state[p].get("momentum_buffer") is None:
@@ -85,14 +151,20 @@ def materialise(optimizer: MegatronOptimizer) -> None:
                     inner.state[p]["step"] = _counter(0, group, p)
 
 
+@torch.no_grad()
 def write_back(optimizer: MegatronOptimizer, filled: list[Slice]) -> None:
-    """After the tensors of `slices` were filled: hand over those that were copies (scaled, low-precision moments)."""
-    todo = iter(filled)
+    """After the tensors of `slices` were filled: hand over those that were copies (scaled, low-precision moments, main
+    weights in two parts)."""
+    by_weight = {id(s.weight): s for s in filled}
     for part in parts(optimizer):
-        own = [next(todo) for _ in (_sharded(part) if isinstance(part, DistributedOptimizer) else _whole(part))]
-        if getattr(part.config, "use_precision_aware_optimizer", False) and isinstance(part, DistributedOptimizer):
-            for s in own:
-                part._set_main_param_and_optimizer_states(s.weight, s.tensors)
+        if not isinstance(part, DistributedOptimizer) or not holds_main_weights(part):
+            continue
+        for weight, _ in _owned(part):
+            s = by_weight[id(weight)]
+            tensors = {name: t for name, t in s.tensors.items() if name != MAIN or s.compact is None}
+            part._set_main_param_and_optimizer_states(weight, tensors)
+            if s.compact is not None:
+                s.compact.fill(s.tensors[MAIN])
 
 
 def _counts_by_weight(part: MegatronOptimizer) -> bool:

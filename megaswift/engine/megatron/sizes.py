@@ -32,13 +32,15 @@ def _optimizer_bytes(engine: MegatronEngine) -> tuple[int, int]:
     if engine.cfg.optim.optimizer == "sgd" and engine.cfg.optim.sgd_momentum == 0:
         moments = 0
     half = engine.config.bf16 or engine.config.fp16
-    width, device, host = 2 if engine.cfg.optim.precision_aware_optimizer else 4, 0, 0
+    device = host = 0
     for part in optim.parts(engine.optimizer):
+        compact = engine.config.bf16 and part.config.store_param_remainders and optim.holds_main_weights(part)
+        main = 2 if compact else 4
         offloaded = isinstance(part.optimizer, HostAdam)
         host += part.optimizer.host_bytes() if offloaded else 0
         for group in part.optimizer.param_groups:
             for p in group["params"]:
-                device += p.numel() * ((0 if offloaded else width * moments) + (4 if half else 0))
+                device += p.numel() * ((0 if offloaded else 4 * moments) + (main if half else 0))
     return device, host
 
 

@@ -201,7 +201,7 @@ def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSourc
             problems += _differences(engine, facts, source)
     except UserError as error:
         problems += error.problems
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
     agree(engine, problems)
     assert source is not None
@@ -226,7 +226,21 @@ def _differences(engine: TorchEngine, facts: dict[str, Any], source: HfSource) -
         for name, meta in wanted.items()
         if name in stored and tuple(source.shape(name)) != meta.shape
     ]
+    problems += [
+        Problem(
+            name,
+            f"has dtype {source.dtype(name)} in the checkpoint and {meta.dtype} in this run: another kind of state",
+        )
+        for name, meta in wanted.items()
+        if name in stored and not _readable(source.dtype(name), meta.dtype, name.startswith(f"{WEIGHT}."))
+    ]
     return problems[:12]
+
+
+def _readable(saved: torch.dtype, wanted: torch.dtype, weight: bool) -> bool:
+    """Whether a tensor may be read as one of another dtype: floating ones, states of the optimizer only if wider."""
+    floating = saved.is_floating_point and wanted.is_floating_point
+    return saved == wanted or (floating and (weight or torch.promote_types(saved, wanted) == wanted))
 
 
 def agree(engine: TorchEngine, problems: list[Problem]) -> None:

@@ -1,0 +1,213 @@
+"""The tables of a sharded checkpoint, `.metadata`: read so that no content of the file runs code, names a file outside
+its folder, or takes memory or time out of proportion to its size.
+
+Owns that. `.metadata` is a pickle in torch.distributed.checkpoint's format. Before it is unpickled its opcodes are
+looked through: those that such tables need, with lengths that lie in the file. Then `_Tables` lets only the classes of
+torch.distributed.checkpoint through, and every value is checked before anyone reads it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+import struct
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megaswift.errors import Problem
+from megaswift.families.checkpoint_folder import TABLES as INDEX
+
+MOST = 2**62
+"""Elements of a tensor, bytes of a file."""
+_CLASSES = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
+_BROKEN = (
+    pickle.UnpicklingError,
+    EOFError,
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    OverflowError,
+    MemoryError,
+    RuntimeError,
+    struct.error,
+)
+_ARGUMENTS: dict[int, int] = {
+    ord(name): length
+    for names, length in (
+        ("(012N)]}tlaeubsR\x81\x85\x86\x87\x88\x89\x93\x94\x8f\x90\x91", 0),
+        ("Kqh\x80", 1),
+        ("M", 2),
+        ("Jj", 4),
+        ("G", 8),
+    )
+    for name in names
+}
+"""Opcode -> bytes of its argument."""
+_COUNTED = {ord("\x8c"): "<B", ord("U"): "<B", ord("C"): "<B", ord("\x8a"): "<B", ord("X"): "<I", ord("B"): "<I"}
+"""Opcode -> how the length of its argument is written."""
+_LONG_PUT, _GLOBAL, _FRAME, _STOP = ord("r"), ord("c"), 0x95, ord(".")
+
+
+class _Tables(pickle.Unpickler):
+    """Tables only: any other class or function in the file is refused before it is called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"holds {module}.{name}, which is no table of torch.distributed.checkpoint")
+
+
+def read_index(directory: Path) -> Metadata | Problem:
+    """The tables of a checkpoint, or why there are none."""
+    path = directory / INDEX
+    try:
+        data = path.read_bytes()
+        _scan(data)
+        found = _Tables(io.BytesIO(data)).load()
+    except FileNotFoundError:
+        return Problem(str(path), "is missing")
+    except _BROKEN as error:
+        return Problem(str(path), f"cannot be read ({error or type(error).__name__})")
+    if not isinstance(found, Metadata) or not getattr(found, "storage_data", None):
+        return Problem(str(path), "is not the index of a checkpoint")
+    try:
+        wrong = _wrong(found)
+    except _BROKEN as error:
+        wrong = f"a value of another type ({error or type(error).__name__})"
+    return Problem(str(path), f"is damaged: it has {wrong}") if wrong else found
+
+
+def _scan(data: bytes) -> None:
+    """UnpicklingError for an opcode that tables do not need, or whose argument asks for more than the file holds."""
+    at, end, count = 0, len(data), 0
+    while at < end:
+        code, at, count = data[at], at + 1, count + 1
+        if code == _STOP:
+            return
+        if code in _ARGUMENTS:
+            at += _ARGUMENTS[code]
+        elif code in _COUNTED:
+            size = struct.calcsize(_COUNTED[code])
+            at += size + struct.unpack_from(_COUNTED[code], data, at)[0]
+        elif code == _LONG_PUT:
+            if struct.unpack_from("<I", data, at)[0] > count:
+                raise pickle.UnpicklingError("a place in the memo beyond what the file can fill")
+            at += 4
+        elif code == _FRAME:
+            at += 8
+            if struct.unpack_from("<Q", data, at - 8)[0] > end - at:
+                raise pickle.UnpicklingError("it is truncated")
+        elif code == _GLOBAL:
+            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
+        else:
+            name = next((op.name for op in pickletools.opcodes if ord(op.code) == code), hex(code))
+            raise pickle.UnpicklingError(f"opcode {name} at byte {at - 1} has no place in tables")
+    raise pickle.UnpicklingError("it is truncated")
+
+
+def _wrong(index: Metadata) -> str:
+    """The first value that is not what such tables have there; empty if all are."""
+    if not isinstance(index.state_dict_metadata, dict) or not isinstance(index.storage_data, dict):
+        return "no tables of tensors and files"
+    for place, info in index.storage_data.items():
+        if not isinstance(place, MetadataIndex) or not isinstance(place.fqn, str) or not _is_place(info):
+            return f"a wrong place for {str(getattr(place, 'fqn', place))[:80]!r}"
+    for key, table in index.state_dict_metadata.items():
+        if not isinstance(key, str):
+            return f"{str(key)[:80]!r} as the name of a tensor"
+        if isinstance(table, TensorStorageMetadata) and (wrong := _wrong_tensor(key, table, index.storage_data)):
+            return f"{wrong} for tensor {key[:80]!r}"
+    return ""
+
+
+def _is_place(info: object) -> bool:
+    """A region of a file in the folder itself or below it."""
+    if not isinstance(info, _StorageInfo) or not isinstance(info.relative_path, str) or not info.relative_path:
+        return False
+    inside = PurePosixPath(info.relative_path)
+    if inside.is_absolute() or ".." in inside.parts or "\0" in info.relative_path or len(info.relative_path) > 4096:
+        return False
+    return _is_count(info.offset) and _is_count(info.length)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
+def _wrong_tensor(key: str, table: TensorStorageMetadata, places: dict[MetadataIndex, Any]) -> str:
+    if not isinstance(table.properties, TensorProperties) or not isinstance(table.properties.dtype, torch.dtype):
+        return "no dtype"
+    if not isinstance(table.size, torch.Size) or math.prod(max(1, n) for n in table.size) >= MOST:
+        return "an impossible shape"
+    if not table.chunks:
+        return "no part"
+    width = table.properties.dtype.itemsize
+    for chunk in table.chunks:
+        if not isinstance(chunk, ChunkStorageMetadata) or not _lies_within(chunk, table.size):
+            return "a part outside of the tensor"
+        info = places.get(MetadataIndex(key, chunk.offsets))
+        if info is None:
+            return "a part that lies in no file"
+        whole = math.prod(chunk.sizes) * width
+        if not getattr(info, "transform_descriptors", None) and whole > info.length:
+            return f"a part of {whole} bytes that lies in {info.length} bytes of a file"
+    return ""
+
+
+def _lies_within(chunk: ChunkStorageMetadata, whole: torch.Size) -> bool:
+    offsets, sizes = chunk.offsets, chunk.sizes
+    if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size):
+        return False
+    if len(offsets) != len(whole) or len(sizes) != len(whole):
+        return False
+    return all(a >= 0 and n >= 0 and a + n <= size for a, n, size in zip(offsets, sizes, whole, strict=True))
+
+
+def file_problems(directory: Path, index: Metadata) -> list[Problem]:
+    """Files that the tables name and that are missing or too short."""
+    need: dict[str, int] = {}
+    for info in index.storage_data.values():
+        need[info.relative_path] = max(need.get(info.relative_path, 0), info.offset + info.length)
+    problems = []
+    for name, size in sorted(need.items()):
+        path = directory / name
+        try:
+            found = path.stat().st_size if path.is_file() else None
+        except OSError:  # a name that no file can have
+            found = None
+        if found is None:
+            problems.append(Problem(str(path), "is missing"))
+        elif found < size:
+            problems.append(Problem(str(path), f"is truncated: {found} bytes, {size} expected"))
+    return problems

@@ -1,0 +1,170 @@
+"""`megaswift checkpoint ls | verify | rm`: the saved steps of a run, without loading torch.
+
+Owns the three commands. What a step is and whether it is intact is `families.step_manifest`'s; how one is removed is
+`trainers.commit`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaswift.commands import HELP, Parser, no_command
+from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem
+from megaswift.families import step_manifest
+from megaswift.families.checkpoint_folder import ENGINE, FACTS
+from megaswift.families.step_manifest import STEP
+from megaswift.parallel.layout import Layout
+from megaswift.trainers.commit import Store
+
+HEAD = ("step", "saved", "size", "files", "SHA-256", "engine", "trains", "layout", "")
+USAGE = """\
+megaswift checkpoint ls OUT [--verify]        the saved steps of a run
+megaswift checkpoint verify PATH [PATH ...]   compare files with their SHA-256; exit code 2 where one differs
+megaswift checkpoint rm STEP [STEP ...]       delete steps; never the last intact one without --force
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs a subcommand; returns the exit code."""
+    if not argv or argv[0] in HELP:
+        print(USAGE, end="")
+        return 0 if argv else EXIT_USER_ERROR
+    if argv[0] not in COMMANDS:
+        raise no_command("megaswift checkpoint", argv[0], COMMANDS)
+    return COMMANDS[argv[0]](argv[1:])
+
+
+def _parser(name: str, text: str) -> Parser:
+    return Parser(prog=f"megaswift checkpoint {name}", description=text, allow_abbrev=False)
+
+
+def _list(argv: list[str]) -> int:
+    parser = _parser("ls", "The saved steps of a run, in the order they were saved.")
+    parser.add_argument("path", metavar="OUT", type=Path, help="a run's output directory, or its checkpoints")
+    parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256: reads all of them")
+    given = parser.parse_args(argv)
+    store = _store(given.path)
+    rows = [_row(store, saved.path, given.verify) for saved in store.complete()]
+    rows += [(p.name.removeprefix("step-"), "", "", _why_not(p), "", "", "", "", "") for p in store.incomplete()]
+    if not rows:
+        print(f"{store.root}: no steps")
+        return 0
+    table = [HEAD, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(HEAD))]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _why_not(path: Path) -> str:
+    return f"unusable: {step_manifest.MARKER} damaged or missing" if STEP.fullmatch(path.name) else "not complete"
+
+
+def _row(store: Store, step: Path, verify: bool) -> tuple[str, ...]:
+    manifest = step_manifest.load_manifest(step)
+    assert isinstance(manifest, dict), "the store says that it is valid"
+    files = manifest["files"]
+    absent = sum(not (step / name).is_file() for name in files)
+    hashes = "not compared"
+    if verify:
+        problems = step_manifest.step_problems(step)
+        hashes = f"{len(problems)} of {len(files)} differ" if problems else "intact"
+    facts = _engine_facts(step)
+    return (
+        str(manifest["step"]),
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved_at"])),
+        f"{sum(entry['bytes'] for entry in files.values()) / 2**20:,.1f} MiB",
+        f"{absent} of {len(files)} missing" if absent else f"{len(files)} complete",
+        hashes,
+        str(facts.get("kind", "megatron")) if facts else "unknown",
+        f"{manifest.get('task', '')} {facts.get('train_type', '')}".strip(),
+        _layout(manifest),
+        "latest" if step == store.latest() else "",
+    )
+
+
+def _engine_facts(step: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((step / ENGINE / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _layout(manifest: dict[str, Any]) -> str:
+    try:
+        return Layout(**manifest["layout"]).describe()
+    except (KeyError, TypeError, ValueError, CheckpointError):
+        return ""
+
+
+def _verify(argv: list[str]) -> int:
+    parser = _parser("verify", "Compares every file of steps with the SHA-256 in their manifests.")
+    parser.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="step-N, or a run's output directory")
+    given = parser.parse_args(argv)
+    problems: list[Problem] = []
+    for step in [step for path in given.paths for step in _steps(path)]:
+        found = step_manifest.step_problems(step)
+        problems += found
+        print(f"{step}: {'damaged' if found else 'intact'}", flush=True)
+    if problems:
+        raise CheckpointError(problems)
+    return 0
+
+
+def _remove(argv: list[str]) -> int:
+    parser = _parser("rm", "Deletes steps. The pointer latest.json moves to the newest one that is left.")
+    parser.add_argument("steps", metavar="STEP", type=Path, nargs="+", help="OUT/checkpoints/step-N")
+    parser.add_argument("--force", action="store_true", help="also where no intact step would be left")
+    given = parser.parse_args(argv)
+    by_store: dict[Path, list[Path]] = {}
+    for path in given.steps:
+        step = path.absolute()
+        if not step.is_dir() or not STEP.fullmatch(step.name):
+            rule = "is not the folder of a step" if path.exists() else "does not exist"
+            raise CheckpointError(Problem(str(path), rule, "OUT/checkpoints/step-N; megaswift checkpoint ls OUT"))
+        by_store.setdefault(step.parent, []).append(step)
+    if not given.force:
+        problems = [p for root, gone in by_store.items() if (p := _leaves_none(Store(root), gone)) is not None]
+        if problems:
+            raise CheckpointError(problems)
+    for root, gone in by_store.items():
+        for step in Store(root).remove(gone):
+            print(f"removed {step}")
+    return 0
+
+
+def _leaves_none(store: Store, gone: Sequence[Path]) -> Problem | None:
+    """What speaks against removing these steps: none that is left is intact, and one of them may be."""
+    left = [p for p in step_manifest.newest_first(store.root) if p not in gone]
+    if any(not step_manifest.step_problems(step) for step in left):
+        return None
+    if all(step_manifest.step_problems(step) for step in gone):
+        return None
+    names = ", ".join(step.name for step in gone)
+    return Problem(str(store.root), f"no intact step is left without {names}", "keep one, or add --force")
+
+
+def _store(path: Path) -> Store:
+    if not path.is_dir():
+        raise CheckpointError(Problem(str(path), "is not a folder", "a run's output directory"))
+    inner = path / "checkpoints"
+    return Store((inner if inner.is_dir() else path).absolute())
+
+
+def _steps(path: Path) -> list[Path]:
+    """The steps that a path means: one, or all of a run."""
+    if STEP.fullmatch(path.name) or (path / step_manifest.MARKER).is_file():
+        return [path]
+    store = _store(path)
+    found = sorted([*(s.path for s in store.complete()), *step_manifest.damaged_steps(store.root)])
+    if not found:
+        raise CheckpointError(Problem(str(path), "has no steps", "a run's output directory, or OUT/checkpoints/step-N"))
+    return found
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"ls": _list, "verify": _verify, "rm": _remove}

@@ -1,0 +1,164 @@
+"""Steps that were damaged after they were saved: no command uses one, and a history is never started over."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaswift.bridge import megatron_to_hf
+from megaswift.bridge.hf_to_megatron import Options, hf_to_megatron
+from megaswift.bridge.open import open_weights
+from megaswift.bridge.peft_folder import PeftFolder
+from megaswift.cli import main
+from megaswift.config import load
+from megaswift.config.inference import WeightsOptions
+from megaswift.errors import CheckpointError
+from megaswift.families.model_source import locate
+from megaswift.inference.first_look import found
+from megaswift.trainers import commit, outputs
+from megaswift.trainers.verified import checked_folder, first_intact
+from tests.bridge.folders import make
+from tests.parity.pool import RankError
+from tests.trainers.inputs import write_inputs
+from tests.trainers.runs import run
+
+FILE = "engine/__0_0.distcp"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output directory with the steps 4 and 8 of one model."""
+    root = tmp_path_factory.mktemp("whole")
+    converted, store = root / "converted", commit.Store(root / "run" / "checkpoints")
+    hf_to_megatron(make("dense", root), converted, Options({"tp": 1}))
+    for step in (4, 8):
+        folder = store.begin(step)
+        shutil.copytree(converted, folder / "engine", ignore=shutil.ignore_patterns("model"))
+        shutil.copytree(converted / "model", folder / "model")
+        (folder / "adapter").mkdir()
+        (folder / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+        store.finish(step, commit.hash_share(folder, 0, 1), {"data": {}, "hooks": {}})
+    (root / "run" / "metrics.jsonl").write_text('{"step": 8}\n')
+    return root / "run"
+
+
+@pytest.fixture
+def out(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def flip(file: Path) -> None:
+    """One bit of a weight, which nothing but the hash can see."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def step(out: Path, number: int) -> Path:
+    return out / "checkpoints" / f"step-{number}"
+
+
+def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path) -> None:
+    bad = step(out, 8)
+    flip(bad / FILE)
+    flip(bad / "adapter" / "adapter_config.json")
+    options = WeightsOptions(model=str(bad))
+    readers = [
+        lambda: open_weights(bad),
+        lambda: open_weights(bad / "model"),
+        lambda: megatron_to_hf.megatron_to_hf(bad, tmp_path / "hf"),
+        lambda: locate(options),
+        lambda: found(options),
+        lambda: checked_folder(load("sft", ["--model", str(bad), "--dataset", "d.jsonl"]), bad / "model"),
+    ]
+    for read in readers:
+        with pytest.raises(CheckpointError, match=r"__0_0.distcp: its content changed(.|\n)*another step.*step-4"):
+            read()
+    with pytest.raises(CheckpointError, match=r"adapter_config.json: its content changed"):
+        PeftFolder(bad / "adapter")
+    assert not (tmp_path / "hf").exists()
+    assert locate(options, weights=False) == bad / "model"  # names alone: before the ranks share the reading
+
+
+def test_of_a_run_the_newest_intact_step_is_taken(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    flip(step(out, 8) / FILE)
+    assert locate(WeightsOptions(model=str(out))) == step(out, 4) / "model"
+    assert "step-8 is damaged and not used" in capsys.readouterr().err
+    cfg = load("sft", ["--model", str(out), "--dataset", "d.jsonl"])
+    assert checked_folder(cfg, locate(cfg.model, verify=False)) == step(out, 4) / "model"
+    assert main(["convert", "megatron-to-hf", str(out), str(tmp_path / "hf")]) == 0
+    good = open_weights(step(out, 4))
+    assert all(torch.equal(open_weights(tmp_path / "hf").slice(name), good.slice(name)) for name in good.names())
+    assert first_intact(commit.steps_for("latest", out)[0]) == step(out, 4)
+    flip(step(out, 4) / FILE)
+    for read in (lambda: open_weights(out), lambda: first_intact(commit.steps_for("latest", out)[0])):
+        with pytest.raises(CheckpointError, match="its content changed"):
+            read()
+
+
+def test_without_a_manifest_an_older_step_is_taken(out: Path) -> None:
+    (step(out, 8) / "manifest.json").write_text("{")
+    steps, notes = commit.steps_for("latest", out)
+    assert steps == [step(out, 4)] and "step-8: its manifest.json is damaged" in notes[0]
+    assert locate(WeightsOptions(model=str(out))) == step(out, 4) / "model"
+    with pytest.raises(CheckpointError, match=r"manifest.json: cannot be read"):
+        open_weights(step(out, 8))
+    (step(out, 8) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest.json: is missing"):
+        open_weights(step(out, 8))
+
+
+@pytest.mark.parametrize("harm", ["manifests", "folders"])
+def test_a_history_is_not_started_over(harm: str, out: Path) -> None:
+    for number in (4, 8):
+        if harm == "manifests":
+            (step(out, number) / "manifest.json").write_text("")
+        else:
+            shutil.rmtree(step(out, number))
+    words = ["--model", "m", "--dataset", "d", "--output_dir", str(out)]
+    problems = outputs.check(load("sft", [*words, "--resume_from_checkpoint", "latest"]))
+    assert len(problems) == 1 and "--overwrite_output_dir true" in problems[0].fix
+    assert problems[0].rule.startswith("has no usable step" if harm == "manifests" else "has no step, but latest.json")
+    assert outputs.check(load("sft", [*words, "--overwrite_output_dir", "true"])) == []
+    with pytest.raises(CheckpointError):
+        open_weights(out)
+
+
+def test_a_run_killed_before_its_first_step_was_saved_starts_over(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    commit.Store(tmp_path / "checkpoints").begin(2)
+    steps, notes = commit.steps_for("latest", tmp_path)
+    assert steps == [] and "an interrupted save" in notes[0]
+
+
+def test_a_file_is_read_once_until_it_changes(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = commit.step_manifest.hash_file
+    monkeypatch.setattr(commit.step_manifest, "hash_file", lambda path: (read.append(path.name), real(path))[1])
+    for _ in range(2):
+        locate(WeightsOptions(model=str(out)))
+        open_weights(step(out, 8))
+    assert len(read) == len(set(read)) > 3
+    flip(step(out, 8) / FILE)
+    with pytest.raises(CheckpointError):
+        open_weights(step(out, 8))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_step_before_a_damaged_one(tmp_path: Path) -> None:
+    words, out = write_inputs(tmp_path), tmp_path / "out"
+    run(words, out, "--max_steps", 4, "--save_steps", 2, "--logging_steps", 1)
+    flip(next((step(out, 4) / "engine").glob("__1_0.distcp")))
+    text = run(words, out, "--max_steps", 6, "--logging_steps", 1, "--resume_from_checkpoint", "latest")
+    assert "step-4 is damaged and not used" in text and "going on from" in text and "step-2" in text
+    lines = (out / "metrics.jsonl").read_text()
+    assert [f'"step": {n}' in lines for n in range(1, 7)] == [True] * 6
+    for manifest in out.glob("checkpoints/step-*/manifest.json"):
+        manifest.write_text(manifest.read_text()[:100])
+    with pytest.raises(RankError):
+        run(words, out, "--max_steps", 8, "--resume_from_checkpoint", "latest")
+    assert (out / "metrics.jsonl").read_text() == lines
