@@ -35,8 +35,8 @@ def _environ(port: int, rank: int, attempt: int, **more: str) -> dict[str, str]:
 
 def _rank(port: int, rank: int, attempt: int, answer: Connection) -> None:
     os.environ.update(_environ(port, rank, attempt))
-    time.sleep(0.7 * attempt * (rank == 0))  # rank 1 is there first, and looks up where rank 0 is
-    process_group.start("gloo", 20)
+    time.sleep(0.7 * attempt * rank)  # rank 0 is there first, and looks up where rank 1 is
+    process_group.start("gloo", 10)
     total = torch.ones(1)
     dist.all_reduce(total)
     answer.send(float(total))
@@ -55,7 +55,7 @@ def test_a_second_attempt_on_the_agent_s_store() -> None:
         try:
             for rank in ranks:
                 rank.start()
-            assert all(read.poll(30) for read, _ in pipes), f"attempt {attempt} did not come together"
+            assert all(read.poll(15) for read, _ in pipes), f"attempt {attempt} did not come together"
             assert [read.recv() for read, _ in pipes] == [2.0, 2.0]
         finally:
             for rank in ranks:
