@@ -23,7 +23,7 @@ def words(argv: str, **environ: str) -> list[str]:
     launch = load("sft", argv.split(), environ=environ).launch
     assert wants_processes(launch)
     made = command(launch, SCRIPT, ["run.yaml"])
-    assert made[:3] == [sys.executable, "-m", "torch.distributed.run"] and made[-2:] == [str(SCRIPT), "run.yaml"]
+    assert made[:3] == [sys.executable, "-m", "megaswift.launchers.agent"] and made[-2:] == [str(SCRIPT), "run.yaml"]
     return made[3:-2]
 
 
@@ -94,11 +94,11 @@ def test_every_way_to_name_an_engine_starts_the_processes(
 ) -> None:
     """The number of processes comes from the environment, and the engine is settled in between."""
     seen: list[str] = []
-    monkeypatch.setattr(local, "start", lambda made, environ: seen.extend(made) or 0)
+    monkeypatch.setattr(local, "start", lambda made, *_: seen.extend(made) or 0)
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     inputs = write_inputs(tmp_path)
     assert entry.main("sft", [*inputs, *engine.split(), "--output_dir", str(tmp_path / "out")]) == 0
-    assert seen[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    assert seen[1:5] == ["-m", "megaswift.launchers.agent", "--nproc-per-node", "2"]
 
 
 @pytest.mark.process
