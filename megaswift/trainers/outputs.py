@@ -15,6 +15,7 @@ from megaswift.config.engine_rules import is_native
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.trainers import commit
+from megaswift.trainers.run_lock import RunLock
 
 NAMES = (
     "config.yaml",
@@ -105,6 +106,8 @@ def check(cfg: SwiftConfig) -> list[Problem]:
     occupied = next((p for p in (outputs.root, *outputs.root.parents) if p.exists()), None)
     if occupied is not None and not occupied.is_dir():
         return [Problem(flag, f"{occupied} is a file", "a folder")]
+    if locked := RunLock(outputs.root).problems():
+        return locked
     resume = None
     if train.resume_from_checkpoint is not None:
         try:
@@ -155,10 +158,12 @@ def _inside(path: Path, folder: Path) -> bool:
     return path.exists() and path.resolve().is_relative_to(folder.resolve())
 
 
-def prepare(cfg: SwiftConfig) -> Outputs:
-    """Makes the folder, moves a replaced run aside and writes config.yaml. Rank 0, after `check`."""
+def prepare(cfg: SwiftConfig, lock: RunLock | None = None) -> Outputs:
+    """Makes the folder, locks it with `lock`, moves a replaced run aside, writes config.yaml. Rank 0, after `check`."""
     outputs = Outputs(Path(cfg.train.output_dir))
     outputs.root.mkdir(parents=True, exist_ok=True)
+    if lock is not None:
+        lock.take()
     if cfg.train.overwrite_output_dir and (present := outputs.present()):
         aside = _free(outputs.root / ASIDE)
         aside.mkdir(parents=True)

@@ -131,7 +131,8 @@ class TorchEngine:
             metrics |= self.routers.report(self.context)
         if train and self.allocation is not None:
             metrics["orth_loss"] = float(orthogonal.detach())
-        return StepResult(total, metrics, None, False, counted.tokens, counted.label_tokens, counted.counts)
+        numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local()
+        return StepResult(total, metrics, None, False, *numbers)
 
     def _fields(self, batch: Batch) -> Tensor:
         """float32 [f, b, s]."""
