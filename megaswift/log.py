@@ -24,6 +24,13 @@ def warn(text: str) -> None:
     _say(f"megaswift: warning: {text}")
 
 
+def result(text: str) -> None:
+    """A line about what a command has made, on standard output, from rank 0 only: `> log` keeps it."""
+    if is_main():
+        with contextlib.suppress(OSError):
+            print(f"megaswift: {text}", flush=True)
+
+
 def _say(line: str) -> None:
     if is_main():
         with contextlib.suppress(OSError):  # a closed terminal or a full disk behind it: no reason to end a run

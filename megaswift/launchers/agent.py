@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megaswift.errors import EXIT_NO_PROGRESS, EXIT_USER_ERROR
@@ -33,6 +34,8 @@ class Failure:
     """Negative: the signal that ended it."""
     when: int
     """Seconds, as torchrun saw it."""
+    explained: bool = False
+    """Whether the process has printed a message of its own."""
 
 
 def first(failures: Sequence[Failure]) -> Failure:
@@ -42,7 +45,7 @@ def first(failures: Sequence[Failure]) -> Failure:
 
 def text(failure: Failure) -> str:
     """The line about a run's end; empty where the process has said itself why it ended."""
-    if failure.code in EXPLAINED:
+    if failure.explained or failure.code in EXPLAINED:
         return ""
     who = f"megaswift: rank {failure.rank} (process {failure.process} on {socket.gethostname()})"
     if failure.code >= 0:
@@ -59,7 +62,10 @@ def exit_code(failure: Failure) -> int:
 
 def failures_of(error: Any) -> list[Failure]:
     """Of torchrun's ChildFailedError."""
-    return [Failure(rank, f.pid, f.exitcode, f.timestamp) for rank, f in error.failures.items()]
+    return [
+        Failure(rank, f.pid, f.exitcode, f.timestamp, explained=Path(f.error_file).is_file())
+        for rank, f in error.failures.items()
+    ]
 
 
 def quiet(environ: Mapping[str, str]) -> None:

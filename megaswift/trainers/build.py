@@ -18,6 +18,7 @@ import torch
 from megaswift import log
 from megaswift.bridge.fingerprint import fingerprint
 from megaswift.config import SwiftConfig
+from megaswift.config.absolute_paths import absolute
 from megaswift.config.batch import batch_plan
 from megaswift.config.data import PPO
 from megaswift.config.preference import needs_reference
@@ -227,7 +228,7 @@ class Build:
             )
         facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
         facts |= {
-            "config": self.cfg.to_dict(),
+            "config": absolute(self.cfg.to_dict()),
             "global_batch_size": batch_plan(train, self.layout.dp).global_batch_size,
         }
         if self.adapts:

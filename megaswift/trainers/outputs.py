@@ -11,7 +11,9 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.config import SwiftConfig
+from megaswift.config.absolute_paths import absolute
 from megaswift.config.engine_rules import is_native
+from megaswift.config.swift import to_yaml
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.trainers import commit
@@ -173,7 +175,7 @@ def prepare(cfg: SwiftConfig, lock: RunLock | None = None) -> Outputs:
     if cfg.train.resume_from_checkpoint is not None:
         outputs.store.recover()
     fresh = outputs.config.with_name("config.yaml.new")
-    fresh.write_text(HEADER + cfg.to_yaml(), encoding="utf-8")
+    fresh.write_text(HEADER + to_yaml(absolute(cfg.to_dict())), encoding="utf-8")
     fresh.replace(outputs.config)
     return outputs
 

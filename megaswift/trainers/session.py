@@ -9,6 +9,7 @@ from typing import Any
 
 from megaswift import log
 from megaswift.config import SwiftConfig
+from megaswift.config.absolute_paths import absolute
 from megaswift.config.batch import batch_plan
 from megaswift.config.data import RL
 from megaswift.data.loader import StoredSource
@@ -123,7 +124,7 @@ class Session:
         if resume is not None:
             with timed(self.seconds, "resume"):
                 manifest = restore(loop, resume, b.model_facts())
-                build.changed(manifest["config"], cfg.to_dict())
+                build.changed(manifest["config"], absolute(cfg.to_dict()))
                 if told := other_batch(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(told)
             if cfg.train.max_steps is None and isinstance(
@@ -202,7 +203,7 @@ class Session:
         except REPORT_ERRORS as error:
             log.warn(f"{out.report} could not be written: {first_line(error)}")
         else:
-            log.info(f"report with curves: {out.report}")
+            log.result(f"{self.status}; report with curves: {out.report}")
 
 
 def watch_of(loop: Loop) -> Watch:

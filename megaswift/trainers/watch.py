@@ -28,7 +28,7 @@ LAST_IN_A_ROW = 3
 """A run whose last steps, so many or more, were skipped has failed."""
 WINDOW, ENOUGH = 50, 10
 """Losses that a new one is compared with: at most, and at least."""
-SPREADS, SHARE, LEAST = 10.0, 0.5, 0.1
+SPREADS, SHARE, LEAST = 10.0, 0.5, 1.0
 """A loss is a spike above median + the largest of: so many median absolute deviations, such a share of the median's
 size, this."""
 MOST_ROWS = 8
