@@ -130,7 +130,7 @@ def resuming(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
 
     saved = Outputs(Path(cfg.train.output_dir)).store.latest() is not None
     if cfg.train.resume_from_checkpoint is not None and not saved:
-        return cfg.replace(overwrite_output_dir=False)
+        return cfg
     return cfg.replace(resume_from_checkpoint="latest", overwrite_output_dir=False)
 
 

@@ -93,6 +93,7 @@ class RewardError(UserError):
 
 
 STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM})
+ROOM = "free space on this file system, or another folder (--output_dir, --dataset_cache_dir)"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -112,7 +113,7 @@ def storage_error(error: OSError, path: Path | None = None) -> StorageError | No
     named = Path(str(error.filename)) if error.filename is not None else path
     what = str(named) if named is not None else "writing the output"
     if error.errno in FULL:
-        fix = "free space on this file system, or another folder (--output_dir, --dataset_cache_dir)"
+        fix = ROOM
     elif named is not None and not named.exists():
         fix = f"another folder, or write access to {next(p for p in named.absolute().parents if p.exists())}"
     else:
