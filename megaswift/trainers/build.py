@@ -235,6 +235,8 @@ class Build:
             facts["base"] = self.base
         checkpoint = Checkpoint(outputs.store, train.save_steps, train.save_total_limit, facts)
         checkpoint.attach = partial(self.attach, engine)
+        sizes = engine.report()
+        checkpoint.size = sizes.optimizer_bytes + sizes.host_bytes  # of one rank: a checkpoint holds no less
         if self.cfg.preference.sync_ref_model:
             checkpoint.beside = partial(self.keep_moved_reference, engine)
         if self.adapts:
