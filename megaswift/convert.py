@@ -95,7 +95,7 @@ def to_megatron(argv: Sequence[str]) -> int:
 
     layout = {axis: value for axis in AXES if (value := getattr(given, axis)) is not None}
     options = Options(layout, _dtype(given.dtype), overwrite=given.overwrite)
-    log.info(f"made {hf_to_megatron(given.source, given.target, options)}")
+    log.result(f"made {hf_to_megatron(given.source, given.target, options)}")
     return 0
 
 
@@ -111,7 +111,7 @@ def to_hf(argv: Sequence[str]) -> int:
     from megaswift.bridge.megatron_to_hf import MAX_SHARD_BYTES, Options, megatron_to_hf
 
     options = Options(_dtype(given.dtype), given.max_shard_size or MAX_SHARD_BYTES, given.overwrite)
-    log.info(f"made {megatron_to_hf(given.source, given.target, options)}")
+    log.result(f"made {megatron_to_hf(given.source, given.target, options)}")
     return 0
 
 
@@ -186,7 +186,7 @@ def merge_lora(argv: Sequence[str]) -> int:
     from megaswift.bridge.merge import merge_folders
 
     shard = given.max_shard_size or MAX_SHARD_BYTES
-    log.info(f"made {merge_folders(given.base, given.adapter, given.target, shard, given.overwrite)}")
+    log.result(f"made {merge_folders(given.base, given.adapter, given.target, shard, given.overwrite)}")
     return 0
 
 

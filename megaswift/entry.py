@@ -17,9 +17,10 @@ from megaswift.commands import HELP
 from megaswift.config import SwiftConfig, load
 from megaswift.config.accelerate_options import notices
 from megaswift.config.data import ALIGNMENT
-from megaswift.config.worker import COUNTS, is_worker, other_launcher, started, without_local_rank
-from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.config.worker import COUNTS, attempt, is_worker, other_launcher, started, without_local_rank
+from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import local, ray_train
+from megaswift.launchers.parent import PARENT, end_with_parent
 from megaswift.refusal import leave, refuse
 from megaswift.stdout import reader_may_leave
 
@@ -30,8 +31,8 @@ RLHF = "rlhf"
 
 
 def main(task: str, argv: Sequence[str] | None = None) -> int:
-    """The command line of `task`; returns the exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else the
-    launcher's."""
+    """The command line of `task`; returns the exit code: 0, 2 for a user's mistake, 3 for training that learned
+    nothing, 130 for Ctrl-C, else the launcher's."""
     words = list(sys.argv[1:] if argv is None else argv)
     if any(w in HELP for w in words):
         from megaswift.config.helptext import RLHF_USAGE, task_help
@@ -39,10 +40,17 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
         with reader_may_leave():
             print(RLHF_USAGE if task == RLHF else task_help(task))
         return 0
+    if is_worker(os.environ) and ({PARENT, "TORCHELASTIC_RUN_ID"} & os.environ.keys()):
+        end_with_parent(os.environ)
     try:
         return _go(task, without_local_rank(words, os.environ))
     except UserError as error:
         code = refuse(error, os.environ)
+    except OSError as error:
+        refused = storage_error(error)
+        if refused is None:
+            raise
+        code = refuse(refused, os.environ)
     except KeyboardInterrupt:  # before the loop, which saves its state; nothing is lost
         log.info("stopped")
         code = INTERRUPTED
@@ -56,6 +64,7 @@ def _go(task: str, words: list[str]) -> int:
         raise ConfigError(
             Problem("--rlhf_type", "is missing: it says which objective", f"--rlhf_type {' | '.join(ALIGNMENT)}")
         )
+    cfg = resuming(cfg, attempt(os.environ))
     world = processes(cfg)
     other = other_processes(cfg) if worker else ray_train.missing(cfg.launch)
     if other:
@@ -76,6 +85,8 @@ def _go(task: str, words: list[str]) -> int:
         said = [] if counted else ["--nproc_per_node", str(cfg.launch.nproc_per_node)]
         return ray_train.start(cfg.launch, cfg.task, [*words, *said], os.environ)
     if not worker and local.wants_processes(cfg.launch):
+        if taken := local.port_in_use(cfg.launch):
+            raise ConfigError(taken)
         return start_torchrun(cfg, words, {**os.environ, "MEGASWIFT_CHECKED": "1"})
     run(cfg)
     return 0
@@ -97,7 +108,30 @@ def beyond_options(refused: SwiftConfig) -> list[Problem]:
 def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
     """The run of this command line by torchrun's workers; torchrun's exit code."""
     script = Path(__file__).with_name(f"{cfg.task}.py")
-    return local.start(local.command(cfg.launch, script, words), local.environment(cfg.launch, environ))
+    command = local.command(cfg.launch, script, [*words, *counts(cfg)])
+    return local.start(command, local.environment(cfg.launch, environ), cfg.launch.max_restarts)
+
+
+def counts(cfg: SwiftConfig) -> list[str]:
+    """Launch options that this process has from its environment, as words: workers do not read them there."""
+    names = ["nproc_per_node", *(["nnodes", "node_rank", "master_addr"] if (cfg.launch.nnodes or 1) > 1 else [])]
+    found = [(name, cfg.value(name)) for name in names if name not in cfg.given]
+    return [word for name, value in found if value is not None for word in (f"--{name}", str(value))]
+
+
+def resuming(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
+    """The configuration of an attempt after a restart: it goes on from the newest checkpoint of its own folder.
+
+    Where that has none yet, it starts as the first attempt did. The folder is this run's now, so it is not replaced.
+    """
+    if not attempt:
+        return cfg
+    from megaswift.trainers.outputs import Outputs
+
+    saved = Outputs(Path(cfg.train.output_dir)).store.latest() is not None
+    if cfg.train.resume_from_checkpoint is not None and not saved:
+        return cfg
+    return cfg.replace(resume_from_checkpoint="latest", overwrite_output_dir=False)
 
 
 def other_processes(cfg: SwiftConfig) -> list[Problem]:

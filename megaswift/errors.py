@@ -7,11 +7,14 @@ Owns the exception classes and how several mistakes are told together. Printing 
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 EXIT_USER_ERROR = 2
+EXIT_NO_PROGRESS = 3
+"""Training ran and its last steps were skipped: docs/training.md says when."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class UserError(Exception):
     """A mistake the user can mend. `problems` holds every one that was found."""
 
     title = "cannot run this"
+    exit_code = EXIT_USER_ERROR
 
     def __init__(self, problems: Problem | Iterable[Problem] | str, fix: str = "") -> None:
         if isinstance(problems, str):
@@ -86,6 +90,35 @@ class RewardError(UserError):
     """A reward function that fails, or that returns what is no reward."""
 
     title = "the rewards cannot be used"
+
+
+STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM})
+ROOM = "free space on this file system, or another folder (--output_dir, --dataset_cache_dir)"
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class StorageError(UserError):
+    """A file or folder that the system does not let us read or write."""
+
+    title = "a file cannot be read or written"
+
+
+def storage_error(error: OSError, path: Path | None = None) -> StorageError | None:
+    """The message for a disk that is full or a file that may not be opened; None for other errors of the system.
+
+    `path`: what was read or written, where the error does not say.
+    """
+    if error.errno not in STORAGE:
+        return None
+    named = Path(str(error.filename)) if error.filename is not None else path
+    what = str(named) if named is not None else "writing the output"
+    if error.errno in FULL:
+        fix = ROOM
+    elif named is not None and not named.exists():
+        fix = f"another folder, or write access to {next(p for p in named.absolute().parents if p.exists())}"
+    else:
+        fix = "read and write access for this user, or another path"
+    return StorageError(Problem(what, error.strerror or str(error), fix))
 
 
 def first_line(error: BaseException) -> str:

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 def _main(cfg: ExportConfig) -> int:
     target, both = Path(str(cfg.export.output_dir)), cfg.export.merge_lora and cfg.export.quantization_bit is not None
     log.quieten()
-    log.info(f"made {_both(cfg, target) if both else (_merge if cfg.export.merge_lora else _quantise)(cfg, target)}")
+    log.result(f"made {_both(cfg, target) if both else (_merge if cfg.export.merge_lora else _quantise)(cfg, target)}")
     return 0
 
 

@@ -72,7 +72,7 @@ def _run(cfg: InferConfig) -> int:
     if cfg.file.dataset is not None:
         rows = read(cfg.file.dataset, cfg.file.columns, prompts)
         run = FileRun(cfg, rows, journal(cfg, Path(prepared.folder)), sampling, prompts)
-        log.info(f"made {run.run(make)}")
+        log.result(f"made {run.run(make)}")
         return 0
     prompts.need_template()
     Terminal(make(), prompts, sampling, cfg.generation.max_new_tokens, cfg.generation.stop).run()

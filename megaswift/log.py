@@ -3,6 +3,7 @@ environment."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -15,14 +16,25 @@ def is_main() -> bool:
 
 def info(text: str) -> None:
     """A line for the user on standard error, from rank 0 only."""
-    if is_main():
-        print(f"megaswift: {text}", file=sys.stderr, flush=True)
+    _say(f"megaswift: {text}")
 
 
 def warn(text: str) -> None:
     """A line that should not be missed, from rank 0 only."""
+    _say(f"megaswift: warning: {text}")
+
+
+def result(text: str) -> None:
+    """A line about what a command has made, on standard output, from rank 0 only: `> log` keeps it."""
     if is_main():
-        print(f"megaswift: warning: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"megaswift: {text}", flush=True)
+
+
+def _say(line: str) -> None:
+    if is_main():
+        with contextlib.suppress(OSError):  # a closed terminal or a full disk behind it: no reason to end a run
+            print(line, file=sys.stderr, flush=True)
 
 
 def quieten() -> None:

@@ -1,4 +1,4 @@
-"""How a process ends on a user's mistake: one message, exit code 2, no traceback.
+"""How a process ends on a user's mistake: one message, the error's exit code (2 for most), no traceback.
 
 Rank 0 speaks at once. Another rank waits: when rank 0 met the same mistake, the launcher ends the others meanwhile;
 when it did not, the mistake is this rank's alone (a malformed row, too little memory), and the first such rank of the
@@ -7,6 +7,8 @@ machine speaks.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -15,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from megaswift.config.worker import is_worker
-from megaswift.errors import EXIT_USER_ERROR, UserError
+from megaswift.config.worker import attempt, is_worker
+from megaswift.errors import UserError
 
 PATIENCE_SECONDS = 5.0
 FORGET_SECONDS = 60.0
@@ -31,28 +33,40 @@ def refuse(error: UserError, environ: Mapping[str, str], patience: float = PATIE
         if said is not None:
             _claim(said)
         _say(error.message())
-        return EXIT_USER_ERROR
+        record(error, environ)
+        return error.exit_code
     end = time.monotonic() + patience
     while time.monotonic() < end and not _fresh(said):
         time.sleep(0.05)
     if _claim(said):
         _say(f"[rank {rank}] {error.message()}")
+        record(error, environ)
     else:
         time.sleep(max(0.0, min(1.0, end - time.monotonic())))  # leave the other's message on the screen alone
-    return EXIT_USER_ERROR
+    return error.exit_code
+
+
+def record(error: UserError, environ: Mapping[str, str]) -> None:
+    """Writes the message to torchrun's error file, so that torchrun's summary ends with it."""
+    if path := environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": error.message(), "extraInfo": {"timestamp": int(time.time())}}
+        with contextlib.suppress(OSError):  # the message has been printed, or will be
+            Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")
 
 
 def leave(code: int, environ: Mapping[str, str]) -> NoReturn:
     """Ends a worker without waiting for what a library does at exit: the other ranks may be inside a collective."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     if int(environ.get("WORLD_SIZE", "1")) > 1:
         os._exit(code)
     raise SystemExit(code)
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a terminal that was closed, a full disk behind a redirection
+        print(text, file=sys.stderr, flush=True)
 
 
 def _marker(environ: Mapping[str, str]) -> Path | None:
@@ -60,11 +74,11 @@ def _marker(environ: Mapping[str, str]) -> Path | None:
     one."""
     if not is_worker(environ):
         return None
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     run = "".join(c for c in environ.get("TORCHELASTIC_RUN_ID", "") if c.isalnum())
     parent = environ.get("MEGASWIFT_RUN", os.getppid())
     return Path(
-        tempfile.gettempdir(), f"megaswift-{os.getuid()}-{parent}-{run}-{environ.get('MASTER_PORT', '0')}-{attempt}"
+        tempfile.gettempdir(),
+        f"megaswift-{os.getuid()}-{parent}-{run}-{environ.get('MASTER_PORT', '0')}-{attempt(environ)}",
     )
 
 

@@ -1,4 +1,5 @@
-"""Standard output whose reader may leave before the end: `megaswift sft --help | head -1` is no error."""
+"""Standard output whose reader may leave before the end: `megaswift sft --help | head -1` is no error, nor is a
+terminal that is closed while a run saves."""
 
 from __future__ import annotations
 
@@ -22,8 +23,17 @@ def reader_may_leave() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def drop_unread() -> None:
+    """Sends standard output and error to /dev/null where nobody can read them any more (a closed terminal or pipe), so
+    that writing to them does not end a run that is about to save."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # captured or closed: no descriptor of its own
+            if _left(stream.fileno()):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def _left(descriptor: int) -> bool:
-    """Whether the other end of a pipe is closed."""
+    """Whether the other end of a pipe or terminal is closed."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -27,12 +27,13 @@ OF_OTHERS = {
     "num_gpus",
     "no_local_rank",
     "admin_api_key",
+    "rdzv_endpoint",
     "disable_cuda_graph",
     "disable_overlap_schedule",
     "grammar_backend",
     "lora_backend",
 }
-"""Options of Megatron-LM, vLLM, DeepSpeed's launcher and SGLang that no file of ours says."""
+"""Options of Megatron-LM, vLLM, torchrun, DeepSpeed's launcher and SGLang that no file of ours says."""
 STAND_IN = dict.fromkeys(("run.yaml", "OUT/config.yaml"), "configs/sft/quick.yaml")
 """A file of options of the reader's own."""
 

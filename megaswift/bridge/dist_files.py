@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megaswift.bridge.dist_keys import STATES
-from megaswift.errors import CheckpointError, Problem
+from megaswift.errors import ROOM, CheckpointError, Problem
 from megaswift.families.checkpoint_folder import TABLES
 
 
@@ -87,7 +87,7 @@ def write(directory: Path, boxes: Sequence[Box]) -> None:
     except dcp.api.CheckpointException as error:
         reasons = sorted({f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()})
         raise CheckpointError(
-            [Problem(str(directory), f"could not be written ({reason})") for reason in reasons]
+            [Problem(str(directory), f"could not be written ({reason})", ROOM) for reason in reasons]
         ) from error
 
 

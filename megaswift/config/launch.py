@@ -31,6 +31,12 @@ class LaunchConfig:
         maximum=65535,
         metavar="PORT",
     )
+    max_restarts: int = option(
+        0,
+        "Times the processes are started again after one was killed or failed; they resume from the last checkpoint",
+        minimum=0,
+        unit="times",
+    )
     num_workers: int | None = option(
         None, "Ray: processes of the run, wherever Ray puts them", minimum=1, unit="processes"
     )

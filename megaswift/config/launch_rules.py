@@ -28,6 +28,14 @@ LAUNCH_IGNORED: tuple[Ignored, ...] = (
         "there is one process",
         "--nproc_per_node 2",
     ),
+    Ignored(
+        "max_restarts",
+        ("nnodes", "nproc_per_node", "launcher"),
+        lambda c: _NO_RAY(c) and c.launch.nproc_per_node is None and c.launch.nnodes is None,
+        "there is one process, without a launcher",
+        "--nproc_per_node 1; after torchrun: torchrun --max-restarts 3",
+    ),
+    Ignored("max_restarts", ("launcher",), _RAY, "Ray starts the processes once", "--launcher torchrun"),
     *(
         Ignored(
             name,
@@ -71,5 +79,11 @@ LAUNCH_CLASHES: tuple[Clash, ...] = (
         lambda c: _RAY(c) and c.launch.num_workers is not None and {"nproc_per_node", "nnodes"} & c.given,
         "and nproc_per_node or nnodes both count the processes",
         "one of the two",
+    ),
+    Clash(
+        ("max_restarts", "nnodes", "launcher"),
+        lambda c: c.launch.max_restarts > 0 and _TORCHRUN_SEVERAL(c),
+        "restarts the processes of one machine, and there are {nnodes}",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d --max-restarts 3 on each machine",
     ),
 )

@@ -69,9 +69,14 @@ class SwiftConfig(Sections):
 
     def to_yaml(self) -> str:
         """`to_dict` as the text of a file that `megaswift sft FILE` takes."""
-        import yaml
+        return to_yaml(self.to_dict())
 
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=120)
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Such a dictionary as the text of a configuration file."""
+    import yaml
+
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,14 @@ library's.)"""
 COUNTS = {"nproc_per_node": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), "nnodes": ("GROUP_WORLD_SIZE", "CROSS_SIZE")}
 """Our option and what it is for torchrun, for DeepSpeed's launcher."""
 
+RESTARTS = "MEGASWIFT_RESTARTS"
+"""How often `--max_restarts` has started the processes again; torchrun counts its own restarts."""
+
+
+def attempt(environ: Mapping[str, str]) -> int:
+    """How often the processes of this run were started before: 0 the first time."""
+    return int(environ.get(RESTARTS, "0")) + int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
 
 def is_worker(environ: Mapping[str, str]) -> bool:
     """Whether a launcher started this process as one of several."""

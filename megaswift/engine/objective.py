@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift.engine.protocol import Part
 from megaswift.losses.contract import Batch, Difference, Loss, Max, Mean, Metric, Min, Needs, Outputs, Sum
 from megaswift.parallel.layout import Coordinates, Layout
 
@@ -67,6 +68,7 @@ class Objective:
     def __init__(self, loss: Loss, counted: GlobalCounts) -> None:
         self.loss, self.counts = loss, counted.counts
         self.parts: list[tuple[dict[str, Tensor], dict[str, Metric]]] = []
+        self.samples: list[Tensor | None] = []
 
     def __call__(self, batch: Batch, fields: Tensor) -> Tensor:
         """The scalar to differentiate: this micro-batch's part of the global batch's objective."""
@@ -78,7 +80,14 @@ class Objective:
             found[term.name] = value.detach()
             total = total + value
         self.parts.append((found, dict(metrics)))
+        self.samples.append(batch.sample_ids)
         return total
+
+    def local(self) -> tuple[Part, ...]:
+        """Each micro-batch's share of the objective with its samples, for `StepResult.parts`."""
+        shares = [sum(float(value) for value in found.values()) for found, _ in self.parts]
+        rows = [() if ids is None else tuple(i for i in ids.tolist() if i >= 0) for ids in self.samples]
+        return tuple(Part(share, ids) for share, ids in zip(shares, rows, strict=True))
 
 
 def _local_sums(objective: Objective) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:

@@ -17,6 +17,16 @@ from megaswift.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
+class Part:
+    """One micro-batch of a step, to name what a loss came from."""
+
+    loss: float
+    """Its share of the objective, which is divided by the counts of the global batch."""
+    samples: tuple[int, ...]
+    """Numbers of its samples in the data set, from 0; empty where they have none."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """The numbers of one optimizer step or one evaluation, the same on every rank."""
 
@@ -33,6 +43,9 @@ class StepResult:
     counts: Mapping[str, float] = field(default_factory=dict)
     loss_scale_falling: bool = False
     """Skipped in float16 while the loss scale is above its minimum: a smaller one may fit."""
+    parts: Sequence[Part] = ()
+    """This rank's micro-batches, on ranks of the last pipeline stage: the one field that is not the same on every
+    rank."""
 
 
 @dataclass(frozen=True)

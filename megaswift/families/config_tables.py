@@ -96,7 +96,8 @@ def rope(theta: float = 10000.0, partial: float | None = None) -> Group:
         if not isinstance(given, dict):
             reading.problem(key, "should be a mapping or null")
             return
-        base = given.get("rope_theta", raw.get("rope_theta")) or theta
+        base = given.get("rope_theta", raw.get("rope_theta"))
+        base = theta if base is None else base
         share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         if isinstance(base, bool) or not isinstance(base, NUMBER) or base <= 0:
             reading.problem(

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from megaswift import log
 from megaswift.config.launch import LaunchConfig
+from megaswift.config.worker import RESTARTS
+from megaswift.errors import EXIT_NO_PROGRESS, EXIT_USER_ERROR, Problem
+from megaswift.launchers.parent import as_parent
 
 DEFAULT_PORT = 29500
 PATIENCE_SECONDS = 1800
 """torchrun kills workers so long after a signal, 30 s unless said: less than saving a large model takes."""
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+PASSED_AS = {signal.SIGUSR1: signal.SIGTERM}
+"""torchrun does not pass SIGUSR1 on, which clusters send before a job's time is over."""
+SAME_SIGNAL_SECONDS = 3.0
+"""A second signal after this time ends the run at once; earlier ones are taken for the same."""
 
 
 def wants_processes(launch: LaunchConfig) -> bool:
@@ -30,7 +41,7 @@ def world_size(launch: LaunchConfig) -> int:
 def command(launch: LaunchConfig, script: Path, argv: Sequence[str]) -> list[str]:
     """torchrun's command line for this machine."""
     nodes = launch.nnodes or 1
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(launch.nproc_per_node or 1)]
+    words = [sys.executable, "-m", "megaswift.launchers.agent", "--nproc-per-node", str(launch.nproc_per_node or 1)]
     address, port = (
         (str(launch.master_addr), launch.master_port or DEFAULT_PORT)
         if nodes > 1
@@ -63,23 +74,70 @@ def environment(launch: LaunchConfig, environ: Mapping[str, str]) -> dict[str, s
     return {**{name: str(value) for name, value in ours.items()}, **environ}
 
 
-def start(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs the command to its end, handing SIGTERM on; its exit code, 128 + n when signal n ended it (torchrun then
-    says 1)."""
-    process = subprocess.Popen(list(words), env=dict(environ))
+def port_in_use(launch: LaunchConfig) -> list[Problem]:
+    """A port that was given for this machine's rank 0 and that another process listens on."""
+    several = (launch.nnodes or 1) > 1
+    port = launch.master_port or (DEFAULT_PORT if several else None)
+    if port is None or (several and launch.node_rank):
+        return []
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store has it
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            what = f"--master_port {port}" + ("" if launch.master_port else " (the default)")
+            fix = f"--master_port {free_port()}, on every machine" if several else "leave it out: a free port is chosen"
+            return [Problem(what, f"cannot be used on this machine: {error.strerror}", fix)]
+    return []
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(words: Sequence[str], environ: Mapping[str, str], restarts: int = 0) -> int:
+    """Runs the command to its end, up to `restarts` times again when a process of it fails; the last exit code.
+
+    A user's mistake and a run that learns nothing would end the same again, and a signal asks for an end: none of them
+    is restarted. Workers see by RESTARTS that they are another attempt, and resume.
+    """
+    attempt = 0
+    while True:
+        again = {**environ, RESTARTS: str(attempt)} if attempt else environ
+        code, received = _once(words, again)
+        if received or code in (0, EXIT_USER_ERROR, EXIT_NO_PROGRESS) or attempt == restarts:
+            return code
+        attempt += 1
+        log.info(f"restart {attempt} of {restarts}, from the last complete checkpoint")
+
+
+def _once(words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:
+    """The command's exit code, 128 + n when signal n ended it, and whether this process was told to end.
+
+    The child has a session of its own, so that a signal of the terminal reaches it once, through here.
+    """
+    process = subprocess.Popen(list(words), env=as_parent(environ), start_new_session=True)
     received: list[int] = []
+    last = 0.0
 
     def hand_on(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        repeated = bool(received) and time.monotonic() - last < SAME_SIGNAL_SECONDS
         received.append(number)
-        if number != signal.SIGINT:  # which the terminal sends to torchrun as well
-            process.send_signal(number)
+        if not repeated:
+            last = time.monotonic()
+            process.send_signal(PASSED_AS.get(number, number))
 
-    before = {n: signal.signal(n, hand_on) for n in (signal.SIGTERM, signal.SIGINT)}
+    heard = [n for n in FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {n: signal.signal(n, hand_on) for n in heard}
     try:
         code = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if received and code:
-        return 128 + received[0]
-    return code if code >= 0 else 128 - code
+        return 128 + received[0], True
+    return (code if code >= 0 else 128 - code), bool(received)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megaswift import errors
-from megaswift.errors import CheckpointError, Problem, UserError
+from megaswift.errors import CheckpointError, Problem, UserError, storage_error
 
 T = TypeVar("T")
 _WAITS = itertools.count()
@@ -101,12 +101,10 @@ def on_main(work: Callable[[], T], hours: float = 0.0) -> T:
             raise
         outcome = (type(error).__name__, error.problems)
     except OSError as error:
-        problem = Problem(
-            str(error.filename or "writing the output"),
-            error.strerror or str(error),
-            "free space, or another --output_dir",
+        found = storage_error(error) or CheckpointError(
+            Problem(str(error.filename or "writing the output"), error.strerror or str(error), "another --output_dir")
         )
-        outcome = (CheckpointError.__name__, [problem])
+        outcome = (type(found).__name__, found.problems)
     finally:
         if _several():
             if hours:
@@ -131,6 +129,10 @@ def together(work: Callable[[], T]) -> list[T]:
         found.append(work())
     except UserError as error:
         mistake = error
+    except OSError as error:
+        mistake = storage_error(error)
+        if mistake is None:
+            raise
     told = gather(None if mistake is None else (type(mistake).__name__, mistake.problems))
     for kind, problems in filter(None, told):
         raise mistake or getattr(errors, kind, UserError)(problems)

@@ -18,6 +18,7 @@ import torch
 from megaswift import log
 from megaswift.bridge.fingerprint import fingerprint
 from megaswift.config import SwiftConfig
+from megaswift.config.absolute_paths import absolute
 from megaswift.config.batch import batch_plan
 from megaswift.config.data import PPO
 from megaswift.config.preference import needs_reference
@@ -228,13 +229,15 @@ class Build:
             )
         facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
         facts |= {
-            "config": self.cfg.to_dict(),
+            "config": absolute(self.cfg.to_dict()),
             "global_batch_size": batch_plan(train, self.layout.dp).global_batch_size,
         }
         if self.adapts:
             facts["base"] = self.base
         checkpoint = Checkpoint(outputs.store, train.save_steps, train.save_total_limit, facts)
         checkpoint.attach = partial(self.attach, engine)
+        sizes = engine.report()
+        checkpoint.size = sizes.optimizer_bytes + sizes.host_bytes  # of one rank: a checkpoint holds no less
         if self.cfg.preference.sync_ref_model:
             checkpoint.beside = partial(self.keep_moved_reference, engine)
         if self.adapts:

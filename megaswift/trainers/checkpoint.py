@@ -6,12 +6,14 @@ what the engine writes is the engine's.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megaswift.config.batch import BatchPlan
+from megaswift.config.size import bytes_text
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families import step_manifest
 from megaswift.families.checkpoint_folder import ENGINE
@@ -35,6 +37,8 @@ class Checkpoint(Hook):
         """Writes what makes the folder usable by itself (config.json, tokenizer); rank 0."""
         self.beside: Callable[[Path], None] = lambda folder: None
         """Writes what of the engine others read (a PEFT folder); every rank."""
+        self.size = 0
+        """Bytes of the last checkpoint; before the first one, what it holds at least."""
         self.saved = -1
         """The step of the last checkpoint, or of the one the run went on from."""
 
@@ -72,16 +76,32 @@ class Checkpoint(Hook):
         done = agree.on_main(lambda: self.store.finish(loop.step, files, state))
         agree.on_main(lambda: self.store.rotate(self.limit))
         self.saved = loop.step
-        size = sum(entry["bytes"] for entry in files.values())
+        size = self.size = sum(entry["bytes"] for entry in files.values())
         tell(f"step {loop.step}: checkpoint {done} ({size / 2**20:,.1f} MiB, {time.perf_counter() - began:.1f} s)")
         return done
 
     def _open(self, step: int, names: Sequence[str]) -> Path:
+        check_space(self.store.root, self.size, step)
         folder = self.store.begin(step)
         for name in names:
             (folder / name).mkdir()
         self.attach(folder)
         return folder
+
+
+def check_space(root: Path, size: int, step: int) -> None:
+    """CheckpointError where the file system has no room for another checkpoint of `size` bytes."""
+    there = next(path for path in (root, *root.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < size:
+        raise CheckpointError(
+            Problem(
+                f"checkpoint of step {step}",
+                f"needs about {bytes_text(size)}, and {there} has {bytes_text(free)} left; an older checkpoint goes "
+                "only after the new one is complete",
+                "free space, a smaller --save_total_limit for the next run, or another --output_dir",
+            )
+        )
 
 
 def restore(

@@ -46,7 +46,7 @@ def limits(values: Sequence[float]) -> tuple[float, float] | None:
     typical = finite[min(int(len(finite) * 0.98), len(finite) - 1)]
     if len(finite) >= 50 and high - low > 4 * (typical - low) > 0:
         high = typical + 0.5 * (typical - low)
-    room = 0.06 * (high - low) or max(abs(high) * 0.05, 1e-9)
+    room = 0.06 * (high - low) or abs(high) * 0.05 or 1.0  # a constant: around it; around 0 from -1 to 1
     return low - room, high + room
 
 

@@ -3,13 +3,16 @@ it is chosen."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import is_native
+from megaswift.engine import process_group
 from megaswift.engine.protocol import Engine
 from megaswift.families.spec import ModelSpec
 from megaswift.parallel.layout import Coordinates, Layout
@@ -29,6 +32,8 @@ class Context(Protocol):
 
 def start_context(cfg: SwiftConfig, layout: Layout) -> Context:
     """Process groups and random states."""
+    if need := process_group.restarts_need(os.environ):
+        log.warn(need)
     seconds, seed = float(cfg.parallel.ddp_timeout), cfg.train.seed
     if is_native(cfg):
         from megaswift.engine.megatron.context import ParallelContext

@@ -3,11 +3,11 @@ if it is merged."""
 
 from __future__ import annotations
 
+from megaswift import log
 from megaswift.bridge.merge import merge_folders
 from megaswift.engine.protocol import Engine
 from megaswift.trainers import agree
 from megaswift.trainers.build import Build
-from megaswift.trainers.progress import tell
 
 
 def export(engine: Engine, build: Build) -> None:
@@ -18,17 +18,17 @@ def export(engine: Engine, build: Build) -> None:
         return
     engine.export(build.outputs.hf, build.folder)
     agree.on_main(lambda: build.write_template(build.outputs.hf))
-    tell(f"exported {build.outputs.hf}")
+    log.result(f"exported {build.outputs.hf}")
 
 
 def export_adapters(engine: Engine, build: Build) -> None:
     """OUT/adapter; with --merge_lora OUT/hf from it and the base model's own files, so that nothing is rounded
     twice."""
     engine.write_adapter(build.outputs.adapter, build.base)
-    tell(f"wrote {build.outputs.adapter}, which PEFT loads")
+    log.result(f"wrote {build.outputs.adapter}, which PEFT loads")
     if build.cfg.lora.merge_lora:
         agree.on_main(lambda: _merge(build), hours=24)
-        tell(f"exported {build.outputs.hf}, adapters merged in")
+        log.result(f"exported {build.outputs.hf}, adapters merged in")
 
 
 def _merge(build: Build) -> None:

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: the first one lets the step finish and the state be saved, a later one ends the process at once.
+"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: the first one lets the step finish and the state be saved, a later one ends
+the process at once.
 
 Owns the signal handlers while the loop runs; outside it the defaults hold, so start-up can be stopped at any time.
 """
@@ -13,8 +14,11 @@ from contextlib import contextmanager
 from types import FrameType
 
 from megaswift import log
+from megaswift.stdout import drop_unread
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""SIGHUP: the terminal was closed. SIGUSR1: clusters send it before a job's time is over. One that is ignored from the
+start (nohup) stays ignored."""
 SAME_SIGNAL_SECONDS = 3.0
 """Ctrl-C reaches a worker twice: from the terminal, and from torchrun, which passes it on."""
 
@@ -38,6 +42,7 @@ class Received:
         now = time.monotonic()
         if not self.number:
             self.number, self._since = number, now
+            drop_unread()
             log.info(
                 f"{signal.Signals(number).name} received: finishing this step and saving; send it again to stop at once"
             )
@@ -52,7 +57,8 @@ def listen() -> Iterator[Received]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {s: signal.signal(s, received) for s in SIGNALS}
+    heard = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
+    before = {s: signal.signal(s, received) for s in heard}
     try:
         yield received
     finally:

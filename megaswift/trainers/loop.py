@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megaswift.engine.protocol import Engine
-from megaswift.errors import DataError, Problem, UserError
+from megaswift.errors import DataError, Problem, UserError, first_line
 from megaswift.losses.contract import Batch, Loss
 from megaswift.trainers import agree, interrupt
 from megaswift.trainers.hook import Hook, Step
+from megaswift.trainers.progress import warn
 
 
 class Source(Protocol):
@@ -117,7 +118,10 @@ class Loop:
                 raise self.mistake
         finally:
             for hook in self.hooks:
-                hook.close()
+                try:
+                    hook.close()
+                except OSError as error:  # what hooks write late must not hide the run's own error
+                    warn(f"{type(hook).__name__} could not write its last lines: {first_line(error)}")
 
     def take(self, signal: int) -> list[Batch] | None:
         """The next global batch, or None on every rank when any has a signal or met a row that cannot be used.

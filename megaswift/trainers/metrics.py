@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from megaswift.errors import storage_error
 from megaswift.trainers import agree, memory
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.hook import Hook, Step
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """StorageError where the system does not let us write a file of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, path) or error from None
 
 
 @dataclass
@@ -81,7 +92,7 @@ class Lines(Hook):
     def write(self, *lines: Mapping[str, Any]) -> None:
         """Adds lines to the file."""
         if agree.rank() == 0:
-            with self.path.open("a", encoding="utf-8") as file:
+            with writing(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.writelines(to_json(line) + "\n" for line in lines)
 
 
@@ -96,7 +107,8 @@ class Metrics(Hook):
     def on_start(self, loop: Loop) -> None:
         """Drops the lines past the checkpoint and opens the file."""
         if agree.rank() == 0:
-            drop_after(self.path, loop.step)
+            with writing(self.path):
+                drop_after(self.path, loop.step)
             self._file = self.path.open("a", encoding="utf-8")
 
     def on_step(self, loop: Loop, step: Step) -> None:
@@ -106,8 +118,9 @@ class Metrics(Hook):
             line = self.line(step)
             self.window = Window()
             if self._file is not None:
-                self._file.write(to_json(line) + "\n")
-                self._file.flush()
+                with writing(self.path):
+                    self._file.write(to_json(line) + "\n")
+                    self._file.flush()
             loop.emit("on_log", line)
 
     def line(self, step: Step) -> dict[str, Any]:

@@ -7,14 +7,17 @@ from pathlib import Path
 
 from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import is_native
-from megaswift.errors import ConfigError, Problem
-from megaswift.families import ModelSpec, load_spec
+from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.families import ModelSpec, config_numbers, load_spec
+from megaswift.families.family import read_config
 from megaswift.families.scalar_head import with_score
 from megaswift.families.unlisted import any_spec
 
 
 def spec_of(cfg: SwiftConfig, folder: Path) -> ModelSpec:
     """What the folder's config.json describes; ConfigError where the task cannot use it."""
+    if unfit := list(config_numbers.problems(read_config(folder))):
+        raise WeightsError(unfit)
     spec = load_spec(folder) if is_native(cfg) else any_spec(folder)
     if cfg.task == "rm":
         return _with_known_score(with_score(spec))

@@ -11,10 +11,13 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.config import SwiftConfig
+from megaswift.config.absolute_paths import absolute
 from megaswift.config.engine_rules import is_native
+from megaswift.config.swift import to_yaml
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.trainers import commit
+from megaswift.trainers.run_lock import RunLock
 
 NAMES = (
     "config.yaml",
@@ -105,6 +108,8 @@ def check(cfg: SwiftConfig) -> list[Problem]:
     occupied = next((p for p in (outputs.root, *outputs.root.parents) if p.exists()), None)
     if occupied is not None and not occupied.is_dir():
         return [Problem(flag, f"{occupied} is a file", "a folder")]
+    if locked := RunLock(outputs.root).problems():
+        return locked
     resume = None
     if train.resume_from_checkpoint is not None:
         try:
@@ -154,10 +159,12 @@ def _inside(path: Path, folder: Path) -> bool:
     return path.exists() and path.resolve().is_relative_to(folder.resolve())
 
 
-def prepare(cfg: SwiftConfig) -> Outputs:
-    """Makes the folder, moves a replaced run aside and writes config.yaml. Rank 0, after `check`."""
+def prepare(cfg: SwiftConfig, lock: RunLock | None = None) -> Outputs:
+    """Makes the folder, locks it with `lock`, moves a replaced run aside, writes config.yaml. Rank 0, after `check`."""
     outputs = Outputs(Path(cfg.train.output_dir))
     outputs.root.mkdir(parents=True, exist_ok=True)
+    if lock is not None:
+        lock.take()
     if cfg.train.overwrite_output_dir and (present := outputs.present()):
         aside = _free(outputs.root / ASIDE)
         aside.mkdir(parents=True)
@@ -167,7 +174,7 @@ def prepare(cfg: SwiftConfig) -> Outputs:
     if cfg.train.resume_from_checkpoint is not None:
         outputs.store.recover()
     fresh = outputs.config.with_name("config.yaml.new")
-    fresh.write_text(HEADER + cfg.to_yaml(), encoding="utf-8")
+    fresh.write_text(HEADER + to_yaml(absolute(cfg.to_dict())), encoding="utf-8")
     fresh.replace(outputs.config)
     return outputs
 

@@ -47,6 +47,12 @@ def run(cfg: SwiftConfig) -> Path:
         root = session.run()
         finished = True
         return root
+    except RuntimeError as error:
+        from megaswift.trainers import stacks
+
+        if not stacks.is_lost(error):
+            raise
+        raise stacks.explain(error, Path(cfg.train.output_dir), cfg.parallel.ddp_timeout) from error
     finally:
         # after an error other ranks may be inside a collective: the process ends instead
         if finished or layout.world_size == 1:

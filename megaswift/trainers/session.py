@@ -10,11 +10,12 @@ from typing import Any
 
 from megaswift import log
 from megaswift.config import SwiftConfig
+from megaswift.config.absolute_paths import absolute
 from megaswift.config.batch import batch_plan
 from megaswift.config.data import RL
 from megaswift.data.loader import StoredSource
 from megaswift.engine.determinism import prevented
-from megaswift.errors import UserError
+from megaswift.errors import UserError, first_line
 from megaswift.families.model_source import short_name
 from megaswift.families.spec import ModelSpec
 from megaswift.trainers import (
@@ -27,15 +28,18 @@ from megaswift.trainers import (
     outputs,
     report,
     screen,
+    stacks,
 )
 from megaswift.trainers.checkpoint import other_batch, restore
 from megaswift.trainers.interrupt import Interrupted
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.rl import assemble as rl
+from megaswift.trainers.run_lock import RunLock
 from megaswift.trainers.same_model import refuse_other_model
 from megaswift.trainers.schedule import check_warmup, lr_at
 from megaswift.trainers.timing import timed
 from megaswift.trainers.verified import first_intact
+from megaswift.trainers.watch import Watch
 
 PARTS = (
     "start-up",
@@ -56,6 +60,9 @@ PARTS = (
 )
 """Of a run's wall time, in the order of the report."""
 
+REPORT_ERRORS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, ImportError)
+"""What drawing and writing the report may fail with: a full disk, lines that another program changed, no matplotlib."""
+
 
 class Session:
     """A run between the start of its processes and their end."""
@@ -65,21 +72,24 @@ class Session:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.rows: screen.Rows = []
         self.status = "failed before the first step"
-        made = agree.on_main(lambda: outputs.prepare(cfg))
+        self.lock = RunLock(Path(cfg.train.output_dir))
+        made = agree.on_main(lambda: outputs.prepare(cfg, self.lock))
         self.build = build.Build(cfg, spec, folder, context, made)
 
     def run(self) -> Path:
         """Everything, in order; a page about it also when it fails."""
         try:
+            stacks.listen(self.build.outputs.root)
             loop = self.prepare()
             self.train(loop)
             if self.cfg.train.export_hf or self.build.adapts:
                 with timed(self.seconds, "export"):
                     finish.export(loop.engine, self.build)
-            self.status = f"finished at step {loop.step}"
+            self.status = f"finished at step {loop.step}{watch_of(loop).summary()}"
         finally:
             if agree.rank() == 0 and self.rows:
                 self.tell_story()
+            self.lock.release()
         agree.barrier()
         return self.build.outputs.root
 
@@ -117,7 +127,7 @@ class Session:
         if resume is not None:
             with timed(self.seconds, "resume"):
                 manifest = restore(
-                    loop, resume, b.model_facts(), lambda m: build.changed(m.get("config", {}), cfg.to_dict())
+                    loop, resume, b.model_facts(), lambda m: build.changed(m.get("config", {}), absolute(cfg.to_dict()))
                 )
                 if told := other_batch(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(told)
@@ -153,6 +163,7 @@ class Session:
             log.info(
                 f"step {loop.step} of {loop.total_steps} is already done: only the export and the report are written"
             )
+            watch_of(loop).judge(loop)
             return
         self.status = f"failed after step {loop.step}"
         try:
@@ -191,10 +202,19 @@ class Session:
             raise memory.out_of_memory(self.cfg, self.spec.experts, error) from None
 
     def tell_story(self) -> None:
-        """loss.png and report.html from what is on disk. Rank 0."""
+        """loss.png and report.html from what is on disk. Rank 0. What fails here hides no error of the run itself."""
         out = self.build.outputs
         title = f"{self.build.task.title}: {short_name(str(self.cfg.model.model))}"
-        curves.draw(out.metrics, out.evaluation, out.curves, title)
-        story = report.Story(title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v})
-        report.write(out.report, self.cfg, story, (out.metrics, out.evaluation, out.completions))
-        log.info(f"what happened, with curves: {out.report}")
+        try:
+            curves.draw(out.metrics, out.evaluation, out.curves, title)
+            story = report.Story(title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v})
+            report.write(out.report, self.cfg, story, (out.metrics, out.evaluation, out.completions))
+        except REPORT_ERRORS as error:
+            log.warn(f"{out.report} could not be written: {first_line(error)}")
+        else:
+            log.result(f"{self.status}; report with curves: {out.report}")
+
+
+def watch_of(loop: Loop) -> Watch:
+    """The hook that counts skipped steps."""
+    return next(hook for hook in loop.hooks if isinstance(hook, Watch))

@@ -1,11 +1,21 @@
-"""Watches for steps that were not taken because a gradient was not finite: a warning, then a stop."""
+"""Watches the steps: those that were skipped because a gradient was not finite, and losses far above the ones before.
+
+Owns when a run has learned nothing (exit code 3, docs/training.md) and what a spike of the loss is. Rows have the
+numbers of other messages, from 1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megaswift.errors import Problem, UserError
+from megaswift.engine.protocol import Part
+from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
+from megaswift.log import amount
+from megaswift.trainers import agree
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.progress import warn
 
@@ -14,48 +24,128 @@ if TYPE_CHECKING:
 
 MOST_IN_A_ROW = 10
 """So many skipped steps one after another end the run: the weights no longer change."""
+LAST_IN_A_ROW = 3
+"""A run whose last steps, so many or more, were skipped has failed."""
+WINDOW, ENOUGH = 50, 10
+"""Losses that a new one is compared with: at most, and at least."""
+SPREADS, SHARE, LEAST = 10.0, 0.5, 1.0
+"""A loss is a spike above median + the largest of: so many median absolute deviations, such a share of the median's
+size, this."""
+MOST_ROWS = 8
+"""Rows that a message names."""
+FIX = "a lower --learning_rate or more --warmup_steps, or look at the data with `megaswift data show`"
 
 
 class Diverged(UserError):
     """The run no longer learns."""
 
-    title = "training was stopped"
+    title = "training failed: its steps were skipped"
+    exit_code = EXIT_NO_PROGRESS
 
 
 class Watch(Hook):
-    """Counts skipped steps in a row."""
+    """Counts skipped steps, remembers losses."""
 
     def __init__(self, most: int = MOST_IN_A_ROW) -> None:
         self.most = most
-        self.in_a_row = 0
+        self.in_a_row = self.skipped = self.steps = 0
+        self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def on_step(self, loop: Loop, step: Step) -> None:
-        """Warns, and raises `Diverged` after the last one that is borne."""
+        """Warns of a skipped step or a spike; `Diverged` after the last skipped step that is borne."""
+        self.steps += 1
+        loss = step.result.loss
         if not step.result.skipped:
             self.in_a_row = 0
+            if agree.largest([is_spike(loss, self.losses)])[0]:  # rows_text is collective
+                warn(
+                    f"step {step.number}: loss {loss:.4g} is far above the median {statistics.median(self.losses):.4g} "
+                    f"of the {len(self.losses)} steps before, and the step was taken{rows_text(step.result.parts)}"
+                )
+            if math.isfinite(loss):
+                self.losses.append(loss)
             return
         if step.result.loss_scale_falling:
             warn(f"step {step.number} was skipped: a gradient overflows float16; the loss scale is lowered")
             return
         self.in_a_row += 1
+        self.skipped += 1
         warn(
-            f"step {step.number} was skipped: its gradient is not finite (loss {step.result.loss}); {self.in_a_row} "
-            f"in a row"
+            f"step {step.number} was skipped: its gradient is not finite (loss {loss:.4g}); {self.in_a_row} in a row"
+            f"{rows_text(step.result.parts)}"
         )
         if self.in_a_row >= self.most:
             raise Diverged(
                 Problem(
                     f"step {step.number}",
                     f"{self.in_a_row} steps in a row had a gradient that is not finite",
-                    "go on from a checkpoint before it (--resume_from_checkpoint) with a lower --learning_rate or more "
-                    "--warmup_steps, or look at the data near it with `megaswift data show`",
+                    f"go on from a checkpoint before it (--resume_from_checkpoint) with {FIX}",
                 )
             )
 
+    def on_end(self, loop: Loop) -> None:
+        """Before the last checkpoint: a run that has learned nothing keeps the ones it has."""
+        if not loop.interrupted and loop.step >= loop.total_steps:
+            self.judge(loop)
+
+    def judge(self, loop: Loop) -> None:
+        """At the end of a run: `Diverged` where nothing was learned, a warning where steps were skipped."""
+        if self.in_a_row >= LAST_IN_A_ROW or (self.in_a_row and self.in_a_row == self.skipped == loop.step):
+            what = "every step" if self.in_a_row == loop.step else f"the last {amount(self.in_a_row, 'step')}"
+            raise Diverged(
+                Problem(
+                    f"step {loop.step}",
+                    f"{self.skipped} of {amount(loop.step, 'step')} were skipped, among them {what}: the gradient was "
+                    "not finite, so the weights did not change. Nothing was exported",
+                    FIX,
+                )
+            )
+        if self.skipped:
+            warn(f"{self.skipped} of {amount(loop.step, 'step')} were skipped: the gradient was not finite")
+
+    def summary(self) -> str:
+        """For the status of the report; empty where no step was skipped."""
+        return f", {amount(self.skipped, 'step')} skipped (gradient not finite)" if self.skipped else ""
+
     def state_dict(self) -> dict[str, Any]:
-        """Steps skipped in a row."""
-        return {"in_a_row": self.in_a_row}
+        """Skipped steps and the last losses."""
+        return {"in_a_row": self.in_a_row, "skipped": self.skipped, "losses": list(self.losses)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """The inverse; older checkpoints count only the steps in a row."""
         self.in_a_row = int(state["in_a_row"])
+        self.skipped = int(state.get("skipped", self.in_a_row))
+        self.losses = deque(state.get("losses", ()), maxlen=WINDOW)
+
+
+def is_spike(loss: float, before: Sequence[float]) -> bool:
+    """Whether a loss is far above those before: by median and median absolute deviation, which a spike among them does
+    not move."""
+    if len(before) < ENOUGH:
+        return False
+    median = statistics.median(before)
+    deviation = statistics.median(abs(value - median) for value in before)
+    return not loss <= median + max(SPREADS * deviation, SHARE * abs(median), LEAST)
+
+
+def rows_text(parts: Sequence[Part]) -> str:
+    """`; rank 1, rows 7, 12`: micro-batches whose loss is not finite, else the one with the largest. Collective."""
+    found = worst([(rank, part) for rank, own in enumerate(agree.gather(list(parts))) for part in own])
+    return "".join(
+        f"; rank {rank}, " + ("rows " if len(part.samples) > 1 else "row ") + _numbers(part.samples)
+        for rank, part in found
+        if part.samples
+    )
+
+
+def worst(parts: Sequence[tuple[int, Part]]) -> list[tuple[int, Part]]:
+    """Micro-batches by the rank that has them: all with a loss that is not finite, else the one with the largest. Ranks
+    that share their data are named once."""
+    once = {part.samples: (rank, part) for rank, part in reversed(parts)}.values()
+    bad = sorted(one for one in once if not math.isfinite(one[1].loss))
+    return bad[:MOST_ROWS] or sorted(once, key=lambda one: one[1].loss)[-1:]
+
+
+def _numbers(samples: Sequence[int]) -> str:
+    more = f" and {len(samples) - MOST_ROWS} more" if len(samples) > MOST_ROWS else ""
+    return ", ".join(str(i + 1) for i in samples[:MOST_ROWS]) + more

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -12,8 +14,10 @@ from torch.distributed.launcher import api as torch_launcher
 
 from megaswift import entry
 from megaswift.config import load
+from megaswift.config.worker import RESTARTS
 from megaswift.launchers import local
 from megaswift.launchers.local import command, environment, start, wants_processes, world_size
+from megaswift.trainers import commit
 from tests.trainers.inputs import write_inputs
 
 SCRIPT = Path("/x/megaswift/sft.py")
@@ -23,7 +27,7 @@ def words(argv: str, **environ: str) -> list[str]:
     launch = load("sft", argv.split(), environ=environ).launch
     assert wants_processes(launch)
     made = command(launch, SCRIPT, ["run.yaml"])
-    assert made[:3] == [sys.executable, "-m", "torch.distributed.run"] and made[-2:] == [str(SCRIPT), "run.yaml"]
+    assert made[:3] == [sys.executable, "-m", "megaswift.launchers.agent"] and made[-2:] == [str(SCRIPT), "run.yaml"]
     return made[3:-2]
 
 
@@ -94,11 +98,11 @@ def test_every_way_to_name_an_engine_starts_the_processes(
 ) -> None:
     """The number of processes comes from the environment, and the engine is settled in between."""
     seen: list[str] = []
-    monkeypatch.setattr(local, "start", lambda made, environ: seen.extend(made) or 0)
+    monkeypatch.setattr(local, "start", lambda made, *_: seen.extend(made) or 0)
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     inputs = write_inputs(tmp_path)
     assert entry.main("sft", [*inputs, *engine.split(), "--output_dir", str(tmp_path / "out")]) == 0
-    assert seen[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    assert seen[1:5] == ["-m", "megaswift.launchers.agent", "--nproc-per-node", "2"]
 
 
 @pytest.mark.process
@@ -119,3 +123,102 @@ def test_exit_codes_and_signals_pass_through() -> None:
     before = time.monotonic()
     assert start([*run, "import time; time.sleep(30)"], os.environ) == 128 + 15
     assert time.monotonic() - before < 10
+
+
+def attempts(script: str, folder: Path, restarts: int) -> tuple[int, int]:
+    """The exit code, and how often the script was started; it writes a line into its folder each time."""
+    count = f"open({str(folder / 'count')!r}, 'a').write('x'); "
+    code = start([sys.executable, "-c", "import os, signal; " + count + script], os.environ, restarts)
+    return code, len((folder / "count").read_text())
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "script, restarts, code, count",
+    [
+        (f"'{RESTARTS}' in os.environ or {KILL}", 2, 0, 2),
+        (f"os.environ.get('{RESTARTS}') == '2' or {KILL}", 2, 0, 3),
+        (KILL, 1, 137, 2),
+        (KILL, 0, 137, 1),
+        ("raise SystemExit(1)", 1, 1, 2),
+        ("raise SystemExit(2)", 3, 2, 1),
+        ("raise SystemExit(3)", 3, 3, 1),
+    ],
+)
+def test_restarts(script: str, restarts: int, code: int, count: int, tmp_path: Path) -> None:
+    """A user's mistake (2) and a run that learned nothing (3) would end the same again."""
+    assert attempts(script, tmp_path, restarts) == (code, count)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_ends_a_run_that_could_be_restarted(number: int, tmp_path: Path) -> None:
+    threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getpid(), number))).start()
+    assert attempts("import time; time.sleep(20)", tmp_path, 3) == (128 + number, 1)
+
+
+@pytest.mark.process
+def test_children_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    """Launcher, child: SIGKILL of the first ends the second with SIGTERM, which saves."""
+    told = tmp_path / "told"
+    child = (
+        "import os, signal, time; from megaswift.launchers.parent import end_with_parent; "
+        f"signal.signal(signal.SIGTERM, lambda *_: (open({str(told)!r}, 'w').write('saved'), os._exit(0))); "
+        "end_with_parent(os.environ); print(os.getpid(), flush=True); time.sleep(20)"
+    )
+    launch = (
+        "import os, sys; from megaswift.launchers.local import start; "
+        f"start([sys.executable, '-c', {child!r}], os.environ)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", launch], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    assert int(launcher.stdout.readline()) != launcher.pid
+    launcher.kill()
+    launcher.wait()
+    end = time.monotonic() + 10
+    while not (told.exists() and told.stat().st_size) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert told.read_text() == "saved"
+
+
+def test_a_port_in_use_is_refused_with_another() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        alone = load("sft", ["--nproc_per_node", "2", "--master_port", str(port)], environ={}).launch
+        (problem,) = local.port_in_use(alone)
+        assert f"--master_port {port}" in problem.what and "leave it out" in problem.fix
+        head, other = (
+            load("sft", f"--nnodes 2 --node_rank {n} --master_addr h --master_port {port}".split(), environ={}).launch
+            for n in (0, 1)
+        )
+        (problem,) = local.port_in_use(head)
+        assert "on every machine" in problem.fix and local.port_in_use(other) == []
+    assert local.port_in_use(alone) == []
+
+
+def test_workers_are_told_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers do not read NPROC_PER_NODE: without it an option of several processes would be refused there."""
+    cfg = load("sft", ["--max_restarts", "2"], environ={"NPROC_PER_NODE": "2"})
+    assert entry.counts(cfg) == ["--nproc_per_node", "2"]
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert load("sft", ["--max_restarts", "2", *entry.counts(cfg)]).launch.max_restarts == 2
+
+
+def test_a_restarted_attempt_resumes_from_its_own_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cfg = load("sft", ["--output_dir", str(out), "--overwrite_output_dir"], environ={})
+    assert entry.resuming(cfg, 0) is cfg
+    again = entry.resuming(cfg, 1).train
+    assert again.resume_from_checkpoint == "latest" and not again.overwrite_output_dir
+    other = load("sft", ["--output_dir", str(out), "--resume_from_checkpoint", str(tmp_path)], environ={})
+    assert entry.resuming(other, 1).train.resume_from_checkpoint == str(tmp_path), "nothing of its own is saved yet"
+    store = commit.Store(out / "checkpoints")
+    store.begin(3)
+    store.finish(3, {}, {})
+    assert entry.resuming(other, 1).train.resume_from_checkpoint == "latest"

@@ -98,3 +98,5 @@ def test_the_range_leaves_out_a_first_spike_of_a_long_curve() -> None:
     assert low < 1 and high < 3
     assert (curves.limits([1.0, 100.0]) or (0, 0))[1] > 100
     assert curves.limits([math.nan]) is None
+    assert curves.limits([0.0] * 20) == (-1.0, 1.0), "a constant 0 has no axis of 1e-09"
+    assert curves.limits([-2.0, -2.0]) == (-2.1, -1.9)

@@ -30,7 +30,7 @@ from megaswift.engine.megatron import checkpoint_boxes as boxes
 from megaswift.engine.megatron import lora_boxes, rng_state
 from megaswift.engine.megatron import optimizer_states as states
 from megaswift.engine.megatron.model import gather_weights
-from megaswift.errors import CheckpointError, Problem
+from megaswift.errors import ROOM, CheckpointError, Problem
 
 if TYPE_CHECKING:
     from megaswift.engine.megatron.engine import MegatronEngine
@@ -65,7 +65,7 @@ def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any])
         for path in [*written, directory]:
             sync(path)
     except OSError as error:
-        return [Problem(str(directory), f"could not be written ({error})")]
+        return [Problem(str(directory), f"could not be written ({error})", ROOM)]
     return []
 
 

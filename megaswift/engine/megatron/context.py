@@ -6,8 +6,6 @@ is not here.
 
 from __future__ import annotations
 
-import datetime
-import math
 import os
 
 import torch
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megaswift.engine import process_group
 from megaswift.engine.megatron import device as _device
 from megaswift.parallel.layout import Layout
 
@@ -37,7 +36,7 @@ class ParallelContext:
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
-            distributed_timeout_minutes=math.ceil(timeout_s / 60),
+            distributed_timeout_minutes=timeout_s / 60,  # a float does: Megatron-Core makes a timedelta of it
             create_gloo_process_groups=not _device.on_cpu(),
         )
         self.device = _device.device()
@@ -48,18 +47,7 @@ class ParallelContext:
     def _start(self, timeout_s: float, store: dist.Store | None) -> None:
         if not _device.on_cpu():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        if dist.is_initialized():
-            return
-        timeout = datetime.timedelta(seconds=timeout_s)
-        backend = "gloo" if _device.on_cpu() else "cpu:gloo,cuda:nccl"
-        if store is None and self.layout.world_size == 1:
-            store = dist.HashStore()
-        if store is not None:
-            dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.layout.world_size, timeout=timeout
-            )
-        else:
-            dist.init_process_group(backend, timeout=timeout)
+        process_group.start("gloo" if _device.on_cpu() else "cpu:gloo,cuda:nccl", timeout_s, store)
 
     def seed(self, seed: int) -> None:
         """Random states for dropout: one for what tensor-parallel ranks share, one each for what they split.

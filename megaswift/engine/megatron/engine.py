@@ -159,7 +159,8 @@ class MegatronEngine:
         total, metrics = report(objective, self.context)
         if not settings.forward_only:
             metrics = {**metrics, **self.aux.report()}
-        return StepResult(total, metrics, None, False, counted.tokens, counted.label_tokens, counted.counts)
+        numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local()
+        return StepResult(total, metrics, None, False, *numbers)
 
     def _need(self, needs: Needs) -> None:
         for chunk in self.plain:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megaswift.bridge.dist_keys import padded_vocabulary
 from megaswift.bridge.new_head import drawn
 from megaswift.bridge.plan import Entry, Group, WeightPlan
+from megaswift.engine import finite_weights
 from megaswift.engine.everywhere import from_main
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.model import SwiftGPT
@@ -129,10 +130,16 @@ class RankWeights:
 
     @torch.no_grad()
     def load(self, source: Any) -> None:
-        """Fill every parameter from `source`, reading only this rank's slices."""
+        """Fill every parameter from `source`, reading only this rank's slices. WeightsError where a value is not
+        finite."""
+        bad: list[str] = []
         for placed in self.placed:
             ranks, rank = self.tp_of(placed.entry)
-            placed.held.copy_(placed.entry.read(source, ranks, rank, self.padded))
+            value = placed.entry.read(source, ranks, rank, self.padded)
+            if not finite_weights.is_finite(value):
+                bad.extend(placed.entry.hf)
+            placed.held.copy_(value)
+        finite_weights.refuse(bad)
 
     def stream(
         self, value: Callable[[Tensor], Tensor | None], everywhere: bool = False

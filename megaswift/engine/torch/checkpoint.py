@@ -31,7 +31,7 @@ from megaswift.engine.torch.adapters import PREFIX, base
 from megaswift.engine.torch.host_memory import returned_at_once
 from megaswift.engine.torch.pieces import groups, pieces
 from megaswift.engine.torch.strategy import WEIGHT
-from megaswift.errors import CheckpointError, Problem, UserError
+from megaswift.errors import ROOM, CheckpointError, Problem, UserError
 from megaswift.families.checkpoint_folder import FACTS, WHOLE, Checkpoint
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def save(engine: TorchEngine, directory: Path) -> None:
         for path in [*small, directory]:
             sync(path)
     except OSError as error:
-        problems = [Problem(str(directory), f"could not be written ({error})")]
+        problems = [Problem(str(directory), f"could not be written ({error})", ROOM)]
     agree(engine, problems)
 
 

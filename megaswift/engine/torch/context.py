@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import random
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megaswift.engine import process_group
 from megaswift.parallel.layout import Layout
 
 
@@ -26,12 +26,7 @@ class TorchContext:
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        if not dist.is_initialized():
-            timeout, backend = datetime.timedelta(seconds=timeout_s), "cpu:gloo,cuda:nccl" if cuda else "gloo"
-            if world == 1:
-                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-            else:
-                dist.init_process_group(backend, timeout=timeout)
+        process_group.start("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout_s)
         self.coordinates = layout.coordinates(self.rank)
         self.groups = SimpleNamespace(dp=dist.group.WORLD)
         self.seed(seed)

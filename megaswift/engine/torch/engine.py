@@ -22,6 +22,7 @@ from megaswift.bridge.transformers_weights import buffers, config_dtype, metas_l
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
+from megaswift.engine import finite_weights
 from megaswift.engine.objective import Objective, count, outputs_of, report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights
@@ -55,6 +56,7 @@ class TorchEngine:
         """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
         with returned_at_once():
             self._build(loading.from_files(directory, self))
+        finite_weights.check((name, _local(p)) for name, p in self.fields.model.named_parameters())
         row_check.check(self)
 
     def random_init(self, seed: int) -> None:
@@ -130,7 +132,8 @@ class TorchEngine:
             metrics |= self.routers.report(self.context)
         if train and self.allocation is not None:
             metrics["orth_loss"] = float(orthogonal.detach())
-        return StepResult(total, metrics, None, False, counted.tokens, counted.label_tokens, counted.counts)
+        numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local()
+        return StepResult(total, metrics, None, False, *numbers)
 
     def _fields(self, batch: Batch) -> Tensor:
         """float32 [f, b, s]."""
@@ -271,6 +274,13 @@ class TorchEngine:
         """The inverse of `save`, under this or another strategy and number of ranks. Collective."""
         checkpoint.load(self, directory)
         row_check.check(self)
+
+
+def _local(parameter: Any) -> Tensor:
+    """The part of a parameter that lies on this rank, under any strategy."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
 
 
 def _compute_dtype(cfg: SwiftConfig, folder: Path, device: torch.device) -> torch.dtype:

@@ -1,0 +1,70 @@
+"""Starts the default process group of a run, for every engine.
+
+Owns the store through which ranks find each other. Groups that are made later use the default group's store, so they
+need nothing of their own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from megaswift.errors import ConfigError, Problem, first_line
+
+ADDRESS_IN_USE = "EADDRINUSE"
+
+
+def start(backend: str, timeout_s: float, store: dist.Store | None = None) -> None:
+    """Starts the default group, unless there is one. Rank and world size come from the launcher's variables.
+
+    ConfigError when rank 0 cannot listen on MASTER_PORT. `store`: the one to use in place of the launcher's.
+    """
+    if dist.is_initialized():
+        return
+    timeout = datetime.timedelta(seconds=timeout_s)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if store is None:
+        store = dist.HashStore() if world == 1 else launcher_store(os.environ, rank, world, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def launcher_store(environ: Mapping[str, str], rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT, with keys of this attempt only.
+
+    torchrun's agent keeps one store over all attempts (`--max-restarts`), and `init_process_group` reads addresses of
+    dead processes from it. On several machines agents may count attempts differently, so the number is no common
+    prefix there; `restarts_need` names the variable that gives each attempt a store of its own.
+    """
+    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            address, port, world, is_master=rank == 0 and not agent, timeout=timeout, multi_tenant=True
+        )
+    except dist.DistNetworkError as error:
+        if ADDRESS_IN_USE not in str(error):
+            raise
+        raise ConfigError(
+            Problem(
+                f"MASTER_PORT {port}",
+                f"another process on {address} listens on this port: {first_line(error)[:100]}",
+                "another --master_port of the launcher, or none: torchrun --standalone chooses a free one",
+            )
+        ) from None
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    one_machine = environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return dist.PrefixStore(f"megaswift/attempt-{attempt}", store) if agent and one_machine else store
+
+
+def restarts_need(environ: Mapping[str, str]) -> str:
+    """What torchrun's restarts lack on several machines, as text for a warning; empty when nothing is missing."""
+    several = environ.get("GROUP_WORLD_SIZE", "1") != "1" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if not several or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return (
+        "torchrun --max-restarts on several machines needs the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without "
+        "it processes of a restarted attempt wait for those of the one before"
+    )

@@ -1,0 +1,31 @@
+"""Numbers of a config.json that no model can have, whatever its family: checked before anything reads them.
+
+A layer norm's epsilon of NaN makes every output NaN, and a rotary base of 0 divides by zero; both would train, and
+learn nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megaswift.errors import Problem
+
+BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "global_rope_theta", "local_rope_theta")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon")
+
+
+def problems(raw: Mapping[str, Any], at: str = "") -> Iterator[Problem]:
+    """Every such number, in nested mappings too (`rope_parameters`, `text_config`)."""
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from problems(value, f"{at}{key}.")
+        elif value is not None and key in BASES and not _positive(value):
+            yield Problem(f"config.json, {at}{key}: {value}", "must be a finite number above 0", "10000.0")
+        elif value is not None and key in EPSILONS and not _positive(value):
+            yield Problem(f"config.json, {at}{key}: {value}", "must be a finite number above 0", "1e-06")
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

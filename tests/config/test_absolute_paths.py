@@ -1,0 +1,45 @@
+"""Relative paths of a configuration: those that name something here become absolute, all else stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaswift.config import load
+from megaswift.config.absolute_paths import absolute
+from megaswift.config.swift import to_yaml
+
+
+def test_a_file_from_another_folder_means_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data.jsonl", "more.jsonl", "sft", "adam"):
+        Path(name).touch()
+    Path("model").mkdir()
+    words = "--model model --dataset data.jsonl#500 more*.jsonl /elsewhere.jsonl --output_dir out --dataset_cache_dir c"
+    cfg = load("sft", words.split(), environ={})
+    values = absolute(cfg.to_dict())
+    here = str(tmp_path)
+    assert values["model"]["model"] == f"{here}/model" and values["data"]["dataset_cache_dir"] == f"{here}/c"
+    assert values["data"]["dataset"] == [f"{here}/data.jsonl#500", f"{here}/more*.jsonl", "/elsewhere.jsonl"]
+    assert values["train"]["output_dir"] == "out" and values["optim"]["optimizer"] == "adam" and values["task"] == "sft"
+    Path("elsewhere").mkdir()
+    Path("run.yaml").write_text(to_yaml(values))
+    monkeypatch.chdir("elsewhere")
+    again = absolute(load("sft", ["../run.yaml"], environ={}).to_dict())
+    assert again == values, "a resumed run would say that it differs"
+
+
+def test_what_names_nothing_here_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "--model",
+        "Qwen/Qwen3-0.6B",
+        "--dataset",
+        "~/d.jsonl",
+        "--chat_template",
+        "{% for m in messages %}{% endfor %}",
+    ]
+    cfg = load("sft", words, environ={})
+    values = absolute(cfg.to_dict())
+    assert values == cfg.to_dict()

@@ -1,0 +1,86 @@
+"""The store of a run's default group: attempts of one torchrun do not meet, and a port in use is one message."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaswift.engine import process_group
+from megaswift.errors import ConfigError
+
+SECOND = datetime.timedelta(seconds=1)
+
+
+def _environ(port: int, rank: int, attempt: int, **more: str) -> dict[str, str]:
+    """As torchrun's agent sets it for two workers."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "GROUP_WORLD_SIZE": "1",
+    } | more
+
+
+def _rank(port: int, rank: int, attempt: int, answer: Connection) -> None:
+    os.environ.update(_environ(port, rank, attempt))
+    time.sleep(0.7 * attempt * rank)  # rank 0 is there first, and looks up where rank 1 is
+    process_group.start("gloo", 10)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    answer.send(float(total))
+    if attempt == 0:
+        signal.pause()
+
+
+@pytest.mark.process
+def test_a_second_attempt_on_the_agent_s_store() -> None:
+    """Both ranks die by SIGKILL and come back: torch's own store still has the addresses of the dead."""
+    fork = multiprocessing.get_context("fork")
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt in (0, 1):
+        pipes = [fork.Pipe(duplex=False) for _ in range(2)]
+        ranks = [fork.Process(target=_rank, args=(agent.port, r, attempt, pipes[r][1])) for r in range(2)]
+        try:
+            for rank in ranks:
+                rank.start()
+            assert all(read.poll(15) for read, _ in pipes), f"attempt {attempt} did not come together"
+            assert [read.recv() for read, _ in pipes] == [2.0, 2.0]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+
+
+def test_several_machines_share_no_attempt_number() -> None:
+    """Agents may count attempts differently: keys then have no prefix, and the run says what is missing."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one, two = (_environ(agent.port, 0, 3, GROUP_WORLD_SIZE=n, TORCHELASTIC_MAX_RESTARTS="3") for n in "12")
+    process_group.launcher_store(one, 1, 1, SECOND).set("a", "1")
+    process_group.launcher_store(two, 1, 1, SECOND).set("b", "2")
+    assert agent.get("megaswift/attempt-3/a") == b"1" and agent.get("b") == b"2"
+    assert process_group.restarts_need(one) == ""
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in process_group.restarts_need(two)
+    assert process_group.restarts_need(two | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == ""
+    assert process_group.restarts_need(two | {"TORCHELASTIC_MAX_RESTARTS": "0"}) == ""
+
+
+def test_a_port_in_use_is_one_message() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environ = _environ(port, 0, 0, TORCHELASTIC_USE_AGENT_STORE="False")
+        with pytest.raises(ConfigError, match=f"MASTER_PORT {port}: another process"):
+            process_group.launcher_store(environ, 0, 1, SECOND)

@@ -1,0 +1,62 @@
+"""A rank that does not come: it is named, and its stack is written by a signal while it hangs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaswift.engine import process_group
+from megaswift.trainers import stacks
+
+
+def _hang_here() -> None:
+    time.sleep(60)
+
+
+def _rank(rank: int, port: int, out: Path, end: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    stacks.GRACE_SECONDS = 1.5
+    process_group.start("gloo", 2.0)
+    stacks.listen(out)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else _hang_here()
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        assert stacks.is_lost(error)
+        (out / f"message-{rank}").write_text(stacks.explain(error, out, 2.0).message())
+    os._exit(0)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("end", ["hangs", "killed"])
+def test_a_lost_rank_is_named(end: str, tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [fork.Process(target=_rank, args=(r, agent.port, tmp_path, end)) for r in range(3)]
+    for rank in ranks:
+        rank.start()
+    ranks[1].join(0.0 if end == "hangs" else 20.0)  # a launcher reaps what was killed
+    for rank in (ranks[0], ranks[2]):
+        rank.join(20)
+    ranks[1].kill()
+    ranks[1].join()
+    said = [(tmp_path / f"message-{r}").read_text() for r in (0, 2)]
+    rule = "did not come to a collective within 2 s (--ddp_timeout)" if end == "hangs" else "ended before the others"
+    assert all(f"- rank 1: {rule}" in text and str(tmp_path / "stacks") in text for text in said), said
+    assert "all_reduce" in (tmp_path / "stacks/rank-0.txt").read_text()
+    if end == "hangs":
+        assert "_hang_here" in (tmp_path / "stacks/rank-1.txt").read_text()
+
+
+def test_an_error_of_one_process_is_no_lost_rank() -> None:
+    assert not stacks.is_lost(RuntimeError("Connection closed by peer")), "there is no group"
