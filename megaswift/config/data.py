@@ -27,7 +27,7 @@ class DataConfig:
 
     dataset: tuple[str, ...] = option(
         (),
-        "Files, folders or hub ids; path#500 takes 500 rows, path:subset a subset",
+        "Files, folders or hub ids; path#500: 500 rows drawn at random, path:subset: a subset",
         aliases=("datasets",),
         metavar="PATH...",
     )
@@ -40,7 +40,9 @@ class DataConfig:
         "delete", "What happens to longer rows; split: pt only", choices=("raise", "delete", "left", "right", "split")
     )
     packing: bool | None = option(None, "Short rows share one sequence, each apart; unset: on but for sft and pt")
-    system: str | None = option(None, "System message for rows without one", tasks=CHATS, metavar="TEXT")
+    system: str | None = option(
+        None, "System message for rows without one: text, or a file that holds it", tasks=CHATS, metavar="TEXT|FILE"
+    )
     loss_scale: str = option(
         "default",
         "Which text carries loss: the assistant's turns, the last round, all",

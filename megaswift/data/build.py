@@ -41,7 +41,7 @@ def data_seed(data: Any, train: Any) -> int:
 def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple[Documents, Documents | None]:
     """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
     check_task(data, task)
-    docs = truncate(gather(prepare(data, tokenizer, task)), data.max_length, data.truncation_strategy)
+    docs = truncate(gather(prepare(data, tokenizer, task, seed=data_seed(data, train))), data.max_length, data.truncation_strategy)
     _tell(docs, data, data.dataset)
     if data.val_dataset:
         return docs, _held_out(data, tokenizer, task)
@@ -51,7 +51,8 @@ def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple
 def units(data: Any, train: Any, tokenizer: Any, task: str) -> tuple[Units, Units | None]:
     """(training, evaluation) pairs or labelled answers of a task of preferences, cut to length."""
     check_task(data, task)
-    made = truncate_units(gather_units(prepare(data, tokenizer, task)), data.max_length, data.truncation_strategy)
+    found = gather_units(prepare(data, tokenizer, task, seed=data_seed(data, train)))
+    made = truncate_units(found, data.max_length, data.truncation_strategy)
     _tell(made.docs, data, data.dataset)
     if data.val_dataset:
         return made, _held_out_units(data, tokenizer, task)

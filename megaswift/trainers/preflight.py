@@ -20,7 +20,7 @@ from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import engine_of, is_native, zero_config
 from megaswift.config.values import show
 from megaswift.data.sources import resolve
-from megaswift.data.template import read_template
+from megaswift.data.template import read_system, read_template
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits
 from megaswift.families.model_source import locate, missing_files
@@ -236,6 +236,8 @@ def data_problems(cfg: SwiftConfig) -> list[Problem]:
     ]
     if cfg.data.chat_template is not None:
         checks.append(partial(read_template, cfg.data.chat_template))
+    if cfg.data.system is not None:
+        checks.append(partial(read_system, cfg.data.system))
     for check in checks:
         try:
             check()
