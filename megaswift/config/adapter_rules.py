@@ -8,7 +8,7 @@ from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import NATIVE, READS, engine_of
 from megaswift.config.peft_methods import LORA_ONLY, METHODS, OWNERS, SHARED, Method
 from megaswift.config.quantization import DEFAULT_BITS
-from megaswift.config.rule import Clash, Ignored, Test
+from megaswift.config.rule import ONE_OF, Clash, Ignored, Test
 from megaswift.config.sections import OPTIONS, Sections
 
 SHARDED = ("fsdp2", "zero3", "zero3_offload")
@@ -152,7 +152,7 @@ ADAPTER_CLASHES: tuple[Clash, ...] = (
         ("boft_block_num", "boft_block_size"),
         lambda c: c.peft.boft_block_num is not None and "boft_block_size" in c.given,
         "and boft_block_size each follow from the other",
-        "one of the two",
+        ONE_OF,
     ),
     Clash(
         ("quantization_bit",),

@@ -107,7 +107,7 @@ def prepare(
     if not val:
         check_columns(data, task)
     for place, name in enumerate(names):
-        source = resolve(name, partial(hub.fetch, root))
+        source = located(name, root, "--val_dataset" if val else "--dataset")
         if seed is not None and source.rows is not None and data.shuffle and not val and not source.first:
             source = replace(source, draw=(seed, place))
         store = TokenStore(_store(root, source, spec, data.dataset_num_proc))
@@ -124,8 +124,14 @@ def check_columns(data: Any, task: str) -> None:
     (questions.py)."""
     asked = {old: new for old, new in data.columns.items() if old != ANSWER or task not in RL}
     if asked:
-        fetch = partial(hub.fetch, cache_root(data.dataset_cache_dir))
-        columns.check([resolve(name, fetch) for name in (*data.dataset, *data.val_dataset)], asked)
+        root = cache_root(data.dataset_cache_dir)
+        files = [located(name, root) for name in data.dataset]
+        columns.check([*files, *(located(name, root, "--val_dataset") for name in data.val_dataset)], asked)
+
+
+def located(name: str, root: Path, flag: str = "--dataset") -> Source:
+    """The files behind an entry of the option `flag`, fetched from a hub where it is an id."""
+    return resolve(name, partial(hub.fetch, root, flag), flag)
 
 
 def _store(root: Path, source: Source, spec: EncodeSpec, processes: int) -> Path:

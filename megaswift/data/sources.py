@@ -91,14 +91,14 @@ Amount = tuple[int | None, bool]
 """Rows to take, and whether these are the first."""
 
 
-def _split_spec(spec: str) -> tuple[str, str | None, Amount]:
+def _split_spec(spec: str, flag: str) -> tuple[str, str | None, Amount]:
     """Path or id, subset and rows of `path:subset#500`, `path#:500`."""
     amount: Amount = (None, False)
     found = re.fullmatch(r"(.+)#(:?)(\d+)", spec)
     if found and not Path(spec).exists():
         spec, amount = found[1], (int(found[3]), bool(found[2]))
         if amount[0] == 0:
-            raise DataError(Problem(f"--dataset {spec}#0", "takes no rows", f"{spec}#500 for 500 rows"))
+            raise DataError(Problem(f"{flag} {spec}#0", "takes no rows", f"{spec}#500 for 500 rows"))
     if not Path(spec).exists():
         found = re.fullmatch(r"(.+):([^:/]+)", spec)
         if found:
@@ -116,10 +116,10 @@ def _folder(path: Path, subset: str | None) -> tuple[Path, ...]:
     return tuple(f for f in files if subset is None or f.stem == subset)
 
 
-def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) -> Source:
-    """The files behind one entry of `--dataset`; DataError where there are none. `from_hub` fetches an id that is no
+def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]], flag: str = "--dataset") -> Source:
+    """The files behind one entry of `flag`; DataError where there are none. `from_hub` fetches an id that is no
     path."""
-    name, subset, amount = _split_spec(spec)
+    name, subset, amount = _split_spec(spec, flag)
     path = Path(name).expanduser()
     if path.is_dir():
         files = _folder(path, subset)
@@ -155,7 +155,7 @@ def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) 
         or name.count("/") > 1
         or FILE_NAME.fullmatch(name)
     ):
-        raise DataError(Problem(f"--dataset {spec}", "no such file or folder", beside(path)))
+        raise DataError(Problem(f"{flag} {spec}", "no such file or folder", beside(path)))
     return Source(spec, from_hub(name, subset), *amount)
 
 

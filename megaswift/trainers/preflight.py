@@ -232,7 +232,9 @@ def data_problems(cfg: SwiftConfig) -> list[Problem]:
     """Data sets that are not there, a chat template that cannot be had; what is in them `megaswift.data` reads."""
     problems: list[Problem] = []
     checks: list[Callable[[], object]] = [
-        partial(resolve, name, _later) for name in (*cfg.data.dataset, *cfg.data.val_dataset)
+        partial(resolve, name, _later, f"--{option}")
+        for option in ("dataset", "val_dataset")
+        for name in cfg.value(option)
     ]
     if cfg.data.chat_template is not None:
         checks.append(partial(read_template, cfg.data.chat_template))

@@ -251,7 +251,7 @@ def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:
         ("silent.jsonl", "carries loss"),
         ("d.josnl", "no such file or folder\n    try: did you mean d.jsonl?"),
         ("d.jsonl#5k", "what follows # is no number of rows\n    try: d.jsonl#500"),
-        (".:dd", "named dd in this folder\n    try: did you mean d?"),
+        (".:nome", "named nome in this folder\n    try: did you mean none?"),
         (".:train", "try: .:bad, d, none, silent"),
     ],
 )
