@@ -7,7 +7,7 @@ there are in `other_names.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from megaswift.config.data import CHATS, GRPO, PREFERENCES, RL
@@ -159,15 +159,21 @@ def applying(c: Sections, toolkit: str) -> Iterator[Changed]:
             yield row
 
 
-def changed_defaults(c: Sections, names: Iterable[str]) -> Iterator[str]:
-    """One notice where the user's names are another toolkit's and options that were left out mean something else."""
+def changed_defaults(c: Sections, names: Iterable[str], idle: Collection[str] = ()) -> Iterator[str]:
+    """One notice where the user's names are another toolkit's and options that were left out mean something else.
+
+    `idle`: options that play no part in `c`.
+    """
     used = list(names)
     for toolkit, spellings in SPELLINGS.items():
         found = [name for name in used if name in spellings]
-        rows = list(applying(c, toolkit)) if found else []
+        rows = [row for row in applying(c, toolkit) if row.option not in idle] if found else []
         if rows:
-            lines = "\n".join(f"    {row.option}: {row.ours} ({toolkit}: {row.theirs})" for row in rows)
-            yield f"{found[0]} is a name of {toolkit}; options that are left out differ here ({PAGE}):\n{lines}"
+            listed = "; ".join(f"{row.option} {row.ours} ({row.theirs})" for row in rows)
+            yield (
+                f"{found[0]} is a name of {toolkit}. Where options are left out, megaswift has other defaults "
+                f"({PAGE}), theirs in brackets: {listed}"
+            )
             return
 
 

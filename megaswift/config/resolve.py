@@ -17,7 +17,7 @@ from megaswift.config.option import Option
 from megaswift.config.other_names import meaning, value_meaning
 from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.rl_rules import missing_rewards
-from megaswift.config.rules import BATCH, check, contradicted
+from megaswift.config.rules import BATCH, check, contradicted, ignored_names
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
 from megaswift.config.source import Given, Source, secrets_of
 from megaswift.config.typed_names import Typed, as_typed
@@ -90,7 +90,8 @@ def resolve(
         help_line = LISTS_ALL.format(task=state.task or "sft")
         told_all = [replace(p, fix=help_line) if p.fix == LISTS_ALL else p for p in problems]
         raise ConfigError(masked(told_all, state.secrets))
-    return sections
+    other = changed_defaults(sections, state.foreign, ignored_names(sections))
+    return replace(sections, notices=(*state.notices, *_learning_rate(sections), *other))
 
 
 def _sections(state: State) -> Sections:
@@ -101,9 +102,7 @@ def _sections(state: State) -> Sections:
     parts = {
         key: cls(**{n: v for n, v in values.items() if OPTIONS[n].section == key}) for key, cls in SECTIONS.items()
     }
-    sections = Sections(task=state.task or "sft", **parts, given=given, typed=dict(state.typed))
-    told = [*state.notices, *_learning_rate(sections), *changed_defaults(sections, state.foreign)]
-    return replace(sections, notices=tuple(told))
+    return Sections(task=state.task or "sft", **parts, given=given, typed=dict(state.typed))
 
 
 def _learning_rate(c: Sections) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.config.option import Option
+from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.sections import OPTIONS, SECTION_ALIASES, SECTIONS, TASKS
 from megaswift.config.values import FALSE, TRUE
 
@@ -63,7 +64,7 @@ def _choice(option: Option) -> dict[str, Any]:
     words: list[Any] = [*option.choices, *option.details.get("spellings", {})]
     words += [True, False] if option.switches else []
     words += [None, "none"] if option.optional else []
-    words += TASKS if option.name == "train_type" else []
+    words += [*VARIANTS, *TASKS] if option.name == "train_type" else []
     return {"enum": list(dict.fromkeys(words))}
 
 

@@ -23,10 +23,11 @@ DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
 """Of files that are no configuration, whatever is in them."""
 
 
-LARGEST_FILE = 4 << 20
+LARGEST_FILE = 1 << 20
 """Bytes of a configuration file."""
-MOST_VALUES = 100_000
-"""Values of a YAML file, each counted as often as aliases repeat it."""
+MOST_VALUES = 20_000
+"""Values of a YAML file, each counted as often as aliases repeat it: some seconds' work."""
+TOO_MANY = f"holds more than {MOST_VALUES:,} values, its aliases written out"
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,20 @@ _Pair = tuple[str, str, Any, str]
 def _yaml_pairs(text: str) -> Iterator[_Pair]:
     import yaml  # 20 ms that --help need not pay
 
+    class Counting(yaml.SafeLoader):
+        nodes = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.nodes += 1
+            if self.nodes > MOST_VALUES:
+                raise _Malformed(TOO_MANY)
+            return super().compose_node(parent, index)
+
     try:
-        loader = yaml.SafeLoader(text)
+        loader = Counting(text)
         root = loader.get_single_node()
         if root is not None and _expanded(root, {}) > MOST_VALUES:
-            raise _Malformed(f"holds more than {MOST_VALUES:,} values, its aliases written out")
+            raise _Malformed(TOO_MANY)
         yield from _walk(loader, root, "")
     except RecursionError:
         raise _Malformed("is nested too deeply") from None
