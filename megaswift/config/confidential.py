@@ -29,6 +29,15 @@ def masked(problems: Iterable[Problem], values: Iterable[str]) -> list[Problem]:
     return [Problem(*(_without(part, hidden) for part in (p.what, p.rule, p.fix))) for p in problems]
 
 
+def masked_text(text: str) -> str:
+    """A line of flags and words without the words that follow a secret's flag."""
+
+    def hidden(found: re.Match[str]) -> str:
+        return found[1] + found[2] + MASK if is_secret(found[1].lstrip("-").replace("-", "_")) else found[0]
+
+    return re.sub(r"(--[\w-]+)([= ])([^\s-]\S*(?: [^\s-]\S*)*)", hidden, text)
+
+
 def _without(text: str, hidden: Iterable[str]) -> str:
     for value in hidden:
         text = text.replace(value, MASK)

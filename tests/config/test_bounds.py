@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load
+from megaswift.convert import convert
 from megaswift.deploy import COMMAND as DEPLOY
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
@@ -52,7 +53,7 @@ BOMB = (
         ("own.yaml", "dataset: &a [*a]\n", "holds more than 20,000 values"),
         ("many.yaml", "a: 1\n" * 100_000, "holds more than 20,000 values"),
         ("deep.yaml", "dataset: " + "[" * 20_000, "is nested too deeply"),
-        ("block.yaml", "\n".join(" " * i + "a:" for i in range(2000)), "is nested too deeply"),
+        ("block.yaml", "\n".join(" " * i + "a:" for i in range(1000)), "is nested too deeply"),
         ("long.yaml", "x" * (2 << 20), "is larger than 1 MiB"),
         ("digits.yaml", "seed: " + "1" * 5000, "holds a value that cannot be read"),
         ("date.yaml", "seed: 2026-99-99", "holds a value that cannot be read"),
@@ -93,6 +94,13 @@ def test_a_known_secret_is_masked_in_other_commands() -> None:
         with pytest.raises(ConfigError) as caught:
             DEPLOY.parse(["--model", "m", *words])
         assert SECRET not in str(caught.value)
+
+
+def test_converters_mask_secrets_too() -> None:
+    for words in (["--hf_token", SECRET], [f"--hf-token={SECRET}"], ["--dtipe", "7", "--api_key", SECRET, SECRET]):
+        with pytest.raises(ConfigError) as caught:
+            convert(["hf-to-megatron", "a", "b", *words])
+        assert SECRET not in str(caught.value) and "***" in str(caught.value)
 
 
 def test_what_is_no_secret_is_shown() -> None:
