@@ -20,6 +20,7 @@ from megaswift.config.helptext import entry
 from megaswift.config.option import Table, table_of
 from megaswift.config.resolve import State, take_value, unknown
 from megaswift.config.source import Given, read_command_line, secrets_of
+from megaswift.config.typed_names import Typed, as_typed, named_as_typed
 from megaswift.config.values import FALSE
 from megaswift.errors import ConfigError, Problem
 
@@ -34,15 +35,15 @@ class Parsed:
     """What a command line said, typed: sections by name, and the options that were given, as they were written."""
 
     sections: Mapping[str, Any]
-    labels: Mapping[str, str]
+    typed: Mapping[str, Typed]
 
     def given(self, name: str) -> bool:
         """Whether the user set this option."""
-        return name in self.labels
+        return name in self.typed
 
     def label(self, name: str) -> str:
         """The option as the user wrote it."""
-        return self.labels.get(name, f"--{name}")
+        return self.typed[name].label if name in self.typed else f"--{name}"
 
 
 Config = TypeVar("Config")
@@ -75,7 +76,9 @@ class Command(Generic[Config]):
         if not argv or any(word in HELP for word in argv):
             print(self.help())
             return 0 if argv else 2
-        return work(self.config(**self.parse(argv).sections))
+        parsed = self.parse(argv)
+        with named_as_typed(parsed.typed, self.table.names):
+            return work(self.config(**parsed.sections))
 
     def parse(self, argv: Sequence[str]) -> Parsed:
         """The sections; ConfigError with all mistakes."""
@@ -97,10 +100,9 @@ class Command(Generic[Config]):
             key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
             for key, cls in self.sections.items()
         }
-        parsed = Parsed(made, {n: label for n, label in state.labels.items() if state.values.get(n) is not None})
-        problems = state.problems + [
-            p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong
-        ]
+        parsed = Parsed(made, {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None})
+        checked = [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
+        problems = state.problems + as_typed(checked, parsed.typed, self.table.names)
         if problems:
             raise ConfigError(masked(problems, secrets_of(line.givens)))
         return parsed

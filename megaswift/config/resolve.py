@@ -87,7 +87,8 @@ def resolve(
         if beyond and not state.problems:
             told = {p.what for p in problems}
             problems += [p for p in as_typed(beyond(sections), state.typed, NAMES) if p.what not in told]
-        help_line = LISTS_ALL.format(task=state.task or "sft")
+        some = f"TASK --help lists them all (TASK: {', '.join(TASKS)})"
+        help_line = LISTS_ALL.format(task=state.task) if state.task else f"megaswift {some}"
         told_all = [replace(p, fix=help_line) if p.fix == LISTS_ALL else p for p in problems]
         raise ConfigError(masked(told_all, state.secrets))
     other = changed_defaults(sections, state.foreign, ignored_names(sections))

@@ -11,7 +11,7 @@ from megaswift.config import SwiftConfig, load
 from megaswift.config.option import Option
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.config.typed_names import Typed, as_typed
-from megaswift.errors import ConfigError, Problem
+from megaswift.errors import ConfigError, Problem, WeightsError
 
 BAD = {"int": "x", "float": "x", "bool": "maybe", "numbers": "x", "map": "{q"}
 
@@ -111,3 +111,18 @@ def test_checks_of_files_and_model_name_what_was_typed(tmp_path: Path, capsys: p
         "--attention_backend flash: needs Transformer Engine",
     ):
         assert f"  - {what}" in told, told
+
+
+@pytest.mark.parametrize("module", [infer, deploy])
+def test_later_checks_of_other_commands(module: object, tmp_path: Path) -> None:
+    command = module.COMMAND  # type: ignore[attr-defined]
+    words = ["--model_id_or_path", str(tmp_path / "nowhere")]
+    aliases = [name for name, canonical in command.table.names.items() if canonical == "model" and name != "model"]
+    assert "model_id_or_path" in aliases
+
+    def work(config: object) -> int:
+        raise WeightsError([Problem(f"--model {tmp_path / 'nowhere'}", "no such folder")])
+
+    with pytest.raises(WeightsError) as caught:
+        command.run(words, work)
+    assert f"--model_id_or_path {tmp_path / 'nowhere'}: no such folder" in str(caught.value)
