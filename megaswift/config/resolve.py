@@ -131,7 +131,9 @@ def _later_wins(state: State, sections: Sections) -> Sections:
                 continue
             rest = replace(
                 state,
-                **{name: dict(getattr(state, name)) for name in ("values", "typed", "weights")},
+                values=dict(state.values),
+                typed=dict(state.typed),
+                weights=dict(state.weights),
                 ambient=set(state.ambient),
                 notices=[*state.notices, f"{state.typed[old].label}: not used, because of {state.typed[new].label}"],
             )
