@@ -169,12 +169,15 @@ def _take(state: State, source: Source, weight: int) -> None:
 
 def _spelled_out(givens: Sequence[Given]) -> Iterator[Given]:
     """`train_type dora` is lora with `use_dora`; of `use_vllm` and `vllm_mode` together the second says which, where
-    the first is true."""
+    the first is true. `deepspeed: {config_path: FILE}` is the file."""
     said = {given.name: str(given.value).strip().lower() for given in givens}
     twice = {"use_vllm", "vllm_mode"} <= said.keys()
     idle = None if not twice else "use_vllm" if said["use_vllm"] in TRUE else "vllm_mode"
     for given in givens:
         if given.name == idle:
+            continue
+        if given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
+            yield replace(given, value=given.value["config_path"])
             continue
         switch = VARIANTS.get(str(given.value).lower()) if NAMES.get(given.name) == "train_type" else None
         if switch is None:

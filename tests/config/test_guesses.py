@@ -111,6 +111,15 @@ def test_a_file_says_no_precision_too(tmp_path: Path) -> None:
     ]
 
 
+def test_a_section_of_deepspeed_names_its_file(tmp_path: Path) -> None:
+    for name, text in (
+        ("r.yaml", "deepspeed:\n  config_path: zero2\n"),
+        ("r.json", '{"deepspeed": {"config_path": "zero2"}}'),
+    ):
+        (tmp_path / name).write_text(text)
+        assert load("sft", [str(tmp_path / name)], environ={}).engine.deepspeed == "zero2"
+
+
 def test_minus_one_is_all() -> None:
     words = ["--val_dataset", "v", "--eval_iters", "-1", "--max_steps", "-1", "--save_total_limit", "-1"]
     cfg = load("sft", words, environ={})
