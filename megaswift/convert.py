@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from megaswift import log
 from megaswift.commands import HELP, no_command
+from megaswift.config.confidential import masked_text
 from megaswift.config.size import parse_size
 from megaswift.errors import ConfigError, Problem, UserError, nearest
 from megaswift.refusal import refuse
@@ -44,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
         wrong = re.search(r"unrecognized arguments: (\S+)", message)
         known = [option for action in self._actions for option in action.option_strings]
         fix = nearest(wrong[1], known) if wrong else ""
-        raise ConfigError(Problem(self.prog, message, fix or f"{self.prog} --help"))
+        raise ConfigError(Problem(self.prog, masked_text(message), fix or f"{self.prog} --help"))
 
 
 def size(text: str) -> int:

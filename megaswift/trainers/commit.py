@@ -204,8 +204,11 @@ def select(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
         notes = [f"ignoring {p}: it has no complete manifest (an interrupted save)" for p in store.incomplete()]
         return found, notes
     path = Path(wanted)
+    named_latest = path.name == "latest" and not path.is_dir()  # OUT/checkpoints/latest, a link in other programs
+    path = path.parent if named_latest else path
     if not path.is_dir():
-        fix = nearest(wanted, ["latest"]) or _others(output)
+        newest = "--resume_from_checkpoint latest, the newest of --output_dir" if named_latest else ""
+        fix = newest or nearest(wanted, ["latest"]) or _others(output)
         raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", "is not a folder", fix))
     for root in (path, path / "checkpoints"):
         if not STEP.fullmatch(root.name) and (inner := Store(root).latest()) is not None:
