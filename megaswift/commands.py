@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
+from megaswift.confidential import masked_text
 from megaswift.errors import ConfigError, Problem, UserError, nearest
 
 HELP = ("-h", "--help")
@@ -33,4 +34,4 @@ class Parser(argparse.ArgumentParser):
         wrong = re.search(r"unrecognized arguments: (\S+)", message)
         known = [option for action in self._actions for option in action.option_strings]
         fix = nearest(wrong[1], known) if wrong else ""
-        raise ConfigError(Problem(self.prog, message, fix or f"{self.prog} --help"))
+        raise ConfigError(Problem(self.prog, masked_text(message), fix or f"{self.prog} --help"))

@@ -17,6 +17,8 @@ from megaswift.commands import HELP
 from megaswift.config import SwiftConfig, load
 from megaswift.config.accelerate_options import notices
 from megaswift.config.data import ALIGNMENT
+from megaswift.config.sections import NAMES
+from megaswift.config.typed_names import named_as_typed
 from megaswift.config.worker import COUNTS, attempt, is_worker, other_launcher, started, without_local_rank
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import local, ray_train
@@ -58,8 +60,13 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
 
 
 def _go(task: str, words: list[str]) -> int:
-    worker = is_worker(os.environ)
     cfg = load(None if task == RLHF else task, words, complete=True, beyond=beyond_options)
+    with named_as_typed(cfg.typed, NAMES):
+        return _start(task, words, cfg)
+
+
+def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
+    worker = is_worker(os.environ)
     if task == RLHF and cfg.task not in ALIGNMENT:
         raise ConfigError(
             Problem("--rlhf_type", "is missing: it says which objective", f"--rlhf_type {' | '.join(ALIGNMENT)}")

@@ -6,9 +6,8 @@ Owns the exception classes and how several mistakes are told together. Printing 
 
 from __future__ import annotations
 
-import difflib
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,10 +125,46 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """`did you mean X?` for a name near a known one, else the empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else ""
+LONG_NAME = 8
+"""Letters from which a name may be mistyped twice."""
+SHORTEST_PREFIX = 4
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean X?` for a likely typo of a known name, or the beginning of just one; else the empty string.
+
+    A typo: one letter left out, added, replaced or exchanged with its neighbour, two in names of eight letters and
+    more; capitals and dashes do not count. Where two names are equally near, none is offered.
+    """
+    wanted = _folded(name)
+    by_distance: dict[int, list[str]] = {}
+    for one in dict.fromkeys(known):
+        allowed = 2 if min(len(one), len(wanted)) >= LONG_NAME else 1 if min(len(one), len(wanted)) > 2 else 0
+        if abs(len(one) - len(wanted)) <= allowed and (far := distance(wanted, _folded(one))) <= allowed:
+            by_distance.setdefault(far, []).append(one)
+    close = by_distance[min(by_distance)] if by_distance else []
+    if not close and len(wanted) >= SHORTEST_PREFIX:
+        close = [one for one in dict.fromkeys(known) if _folded(one).startswith(wanted)]
+    return f"did you mean {close[0]}?" if len(close) == 1 else ""
+
+
+def _folded(name: str) -> str:
+    return name.lower().lstrip("-").replace("-", "_")
+
+
+def distance(a: str, b: str) -> int:
+    """Letters left out, added, replaced or exchanged with their neighbour between two words (Damerau-Levenshtein
+    distance, optimal string alignment)."""
+    before, last = [0] * (len(b) + 1), list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before, last = last, row
+    return last[-1]
 
 
 def beside(path: Path) -> str:

@@ -14,7 +14,10 @@ import pytest
 
 from megaswift import deploy, export, infer
 from megaswift.config import load
-from megaswift.config.sections import NAMES, TASKS
+from megaswift.config.option import Option
+from megaswift.config.peft_methods import VARIANTS
+from megaswift.config.sections import NAMES, TASKS, TRAINING
+from megaswift.config.values import FALSE, TRUE, Invalid, is_unset, parse
 from megaswift.data.formats import FORMATS, recognise
 from tests.sources import FOLDERS, ROOT
 
@@ -34,6 +37,10 @@ OF_OTHERS = {
     "lora_backend",
 }
 """Options of Megatron-LM, vLLM, torchrun, DeepSpeed's launcher and SGLang that no file of ours says."""
+PLACEHOLDER = r"[A-Z][A-Z_]*|\.\.\.|.*[<>*(){}\[\]].*"
+"""A value for the reader to fill in."""
+VALUES_OF_OTHERS = {"torch_native"}
+"""Of an option of SGLang's that has a name of ours."""
 STAND_IN = dict.fromkeys(("run.yaml", "OUT/config.yaml"), "configs/sft/quick.yaml")
 """A file of options of the reader's own."""
 
@@ -75,6 +82,48 @@ def test_options() -> None:
     known = known_options()
     named = {(page, option) for page, text in TEXTS.items() for option in re.findall(OPTION, text)}
     assert len(named) > 300 and [(page, o) for page, o in sorted(named) if o.replace("-", "_") not in known] == []
+
+
+def values(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Options with the words that follow them, in code: `--engine ddp`, and in blocks of commands."""
+    code = [*re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
+    code += re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    for block in code:
+        for line in block.replace("\\\n", " ").splitlines():
+            for name, words in re.findall(rf"{OPTION}((?:[ =](?!--)[^\s#|&;]+)*)", line):
+                yield name, re.split(r"[ =]", words.strip(" ="))
+
+
+def fits(name: str, words: list[str]) -> bool:
+    """Whether an option of some command takes these words, as far as they are no names for the reader to fill in."""
+    tables = [TRAINING, *(module.COMMAND.table for module in (infer, deploy, export))]
+    known = [t.options[t.names[name]] for t in tables if name in t.names]
+    words = [word.strip("\"'\\,.:") for word in words]
+    free = not words[0] or any(re.fullmatch(PLACEHOLDER, word) for word in words) or words[0] in VALUES_OF_OTHERS
+    return not known or free or any(takes(option, words) for option in known)
+
+
+def takes(option: Option, words: list[str]) -> bool:
+    """Whether the words, or the first of them, are a value of the option. A switch may stand before other text."""
+    if (
+        option.kind == "map"
+        or is_unset(option, words[0])
+        or words[0] in VARIANTS
+        or (option.kind == "bool" and words[0] not in TRUE + FALSE)
+    ):
+        return True
+    try:
+        parse(option, words if option.kind in ("list", "numbers") and option.choices else words[0])
+    except Invalid:
+        return False
+    return True
+
+
+def test_values_of_options() -> None:
+    named = [(page, name.replace("-", "_"), words) for page, text in TEXTS.items() for name, words in values(text)]
+    assert sum(bool(words[0]) for _, _, words in named) > 400
+    assert [(page, name, words) for page, name, words in named if not fits(name, words)] == []
+    assert not fits("engine", ["torch"]) and fits("engine", ["ddp"]) and not fits("lr", ["fast"])
 
 
 def test_links() -> None:

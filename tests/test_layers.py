@@ -14,6 +14,7 @@ from tests.sources import ROOT, Source, sources
 LAYERS = {
     "errors": 0,
     "commands": 0,
+    "confidential": 0,
     "registry": 0,
     "log": 0,
     "disk": 0,

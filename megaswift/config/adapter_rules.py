@@ -8,12 +8,14 @@ from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import NATIVE, READS, engine_of
 from megaswift.config.peft_methods import LORA_ONLY, METHODS, OWNERS, SHARED, Method
 from megaswift.config.quantization import DEFAULT_BITS
-from megaswift.config.rule import Clash, Ignored, Test
+from megaswift.config.rule import ONE_OF, Clash, Ignored, Test
 from megaswift.config.sections import OPTIONS, Sections
 
 SHARDED = ("fsdp2", "zero3", "zero3_offload")
 """Engines whose ranks hold a part of every weight."""
 FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
+ADAPTER_LEARNING_RATE = 1e-4
+"""As in ms-swift and PEFT's examples; weights themselves train at 1e-5."""
 _TYPE = ("train_type",)
 _BITS = ("quantization_bit", "train_type")
 
@@ -29,9 +31,10 @@ def bits_of(c: Sections) -> int | None:
 
 
 def defaults(train_type: Any) -> dict[str, Any]:
-    """Options whose default depends on the adapter."""
+    """Options whose default depends on what trains."""
     method = METHODS.get(str(train_type))
-    return dict(method.defaults) if method else {}
+    own = dict(method.defaults) if method else {}
+    return own if train_type in (None, "full") else {"learning_rate": ADAPTER_LEARNING_RATE, **own}
 
 
 def _takes(name: str) -> Test:
@@ -149,7 +152,7 @@ ADAPTER_CLASHES: tuple[Clash, ...] = (
         ("boft_block_num", "boft_block_size"),
         lambda c: c.peft.boft_block_num is not None and "boft_block_size" in c.given,
         "and boft_block_size each follow from the other",
-        "one of the two",
+        ONE_OF,
     ),
     Clash(
         ("quantization_bit",),

@@ -7,22 +7,23 @@ also comes from files and Python, is `swift.py`'s.
 
 from __future__ import annotations
 
-import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from megaswift.commands import HELP
+from megaswift.confidential import masked
 from megaswift.config.helptext import entry
 from megaswift.config.option import Table, table_of
-from megaswift.config.resolve import State, take_value
-from megaswift.config.source import Given, read_command_line
-from megaswift.errors import ConfigError, Problem, nearest
+from megaswift.config.resolve import State, take_value, unknown
+from megaswift.config.source import Given, read_command_line, secrets_of
+from megaswift.config.typed_names import Typed, as_typed, named_as_typed
+from megaswift.config.values import FALSE
+from megaswift.errors import ConfigError, Problem
 
-SECRET = re.compile(r"api|key|token$")
 LEGEND = (
     "Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
     "A switch alone means true."
@@ -34,23 +35,15 @@ class Parsed:
     """What a command line said, typed: sections by name, and the options that were given, as they were written."""
 
     sections: Mapping[str, Any]
-    labels: Mapping[str, str]
+    typed: Mapping[str, Typed]
 
     def given(self, name: str) -> bool:
         """Whether the user set this option."""
-        return name in self.labels
+        return name in self.typed
 
     def label(self, name: str) -> str:
         """The option as the user wrote it."""
-        return self.labels.get(name, f"--{name}")
-
-
-def _without_secrets(problems: Iterable[Problem], givens: Iterable[Given]) -> list[Problem]:
-    """Messages land in logs: the values of --api_key, misspelled too, stay out of them."""
-    hidden = sorted((str(g.value) for g in givens if g.value and SECRET.search(g.name)), key=len, reverse=True)
-    for secret in hidden:
-        problems = [Problem(*(part.replace(secret, "***") for part in (p.what, p.rule, p.fix))) for p in problems]
-    return list(problems)
+        return self.typed[name].label if name in self.typed else f"--{name}"
 
 
 Config = TypeVar("Config")
@@ -83,7 +76,9 @@ class Command(Generic[Config]):
         if not argv or any(word in HELP for word in argv):
             print(self.help())
             return 0 if argv else 2
-        return work(self.config(**self.parse(argv).sections))
+        parsed = self.parse(argv)
+        with named_as_typed(parsed.typed, self.table.names):
+            return work(self.config(**parsed.sections))
 
     def parse(self, argv: Sequence[str]) -> Parsed:
         """The sections; ConfigError with all mistakes."""
@@ -105,21 +100,17 @@ class Command(Generic[Config]):
             key: cls(**{n: v for n, v in state.values.items() if self.table.options[n].section == key})
             for key, cls in self.sections.items()
         }
-        parsed = Parsed(made, {n: label for n, label in state.labels.items() if state.values.get(n) is not None})
-        problems = state.problems + [
-            p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong
-        ]
+        parsed = Parsed(made, {n: typed for n, typed in state.typed.items() if state.values.get(n) is not None})
+        checked = [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
+        problems = state.problems + as_typed(checked, parsed.typed, self.table.names)
         if problems:
-            raise ConfigError(_without_secrets(problems, line.givens))
+            raise ConfigError(masked(problems, secrets_of(line.givens)))
         return parsed
 
     def _unknown(self, given: Given) -> Problem:
-        close = self.hints.get(given.name) or nearest(given.name, list(self.table.names))
-        return Problem(
-            given.label,
-            f"is not an option of megaswift {self.name}",
-            close or f"megaswift {self.name} --help lists them all",
-        )
+        found = unknown(given, self.table.names, self.name)
+        off = str(given.value).strip().lower() in FALSE
+        return replace(found, fix=self.hints[given.name]) if given.name in self.hints and not off else found
 
     def help(self, width: int | None = None) -> str:
         """The help page, `width` columns wide (None: as wide as the terminal, at most 120)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import option
+from megaswift.config.option import LARGEST_SEED, option
 
 SFT = ("sft",)
 PAIRS = ("dpo", "orpo", "cpo", "simpo", "rm")
@@ -27,7 +27,7 @@ class DataConfig:
 
     dataset: tuple[str, ...] = option(
         (),
-        "Files, folders or hub ids; path#500 takes 500 rows, path:subset a subset",
+        "Files, folders, hub ids; path#500: 500 rows at random, path:subset: a subset",
         aliases=("datasets",),
         metavar="PATH...",
     )
@@ -40,7 +40,9 @@ class DataConfig:
         "delete", "What happens to longer rows; split: pt only", choices=("raise", "delete", "left", "right", "split")
     )
     packing: bool | None = option(None, "Short rows share one sequence, each apart; unset: on but for sft and pt")
-    system: str | None = option(None, "System message for rows without one", tasks=CHATS, metavar="TEXT")
+    system: str | None = option(
+        None, "System message for rows without one: text, or a file that holds it", tasks=CHATS, metavar="TEXT|FILE"
+    )
     loss_scale: str = option(
         "default",
         "Which text carries loss: the assistant's turns, the last round, all",
@@ -54,7 +56,13 @@ class DataConfig:
     shuffle: bool = option(
         True, "New order of rows each epoch", aliases=("dataset_shuffle", "train_dataloader_shuffle")
     )
-    data_seed: int | None = option(None, "Seed of row order and held-out split; unset: seed", minimum=0, metavar="SEED")
+    data_seed: int | None = option(
+        None,
+        "Seed of row order, of rows drawn and held out; unset: seed",
+        minimum=0,
+        maximum=LARGEST_SEED,
+        metavar="SEED",
+    )
     dataset_num_proc: int = option(
         1, "Processes that tokenise", aliases=("preprocessing_num_workers",), minimum=1, unit="processes"
     )

@@ -183,7 +183,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(
             Problem(what, f"cannot be read: {error.strerror}", f"one of {', '.join(KINDS)}, or a JSON file")
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(Problem(what, f"is not JSON: {error}", "configs/deepspeed/zero2.json is one")) from error
     if not isinstance(found, dict):
         raise ConfigError(Problem(what, "holds no JSON object", "configs/deepspeed/zero2.json holds one"))
@@ -270,8 +270,9 @@ def _agree(section: dict[str, Any], name: str, value: Any, flag: str, label: str
     if found == "auto":
         section.pop(name) if value is None else section.update({name: value})
     elif found is not None and value is not None and not _same(found, value):
-        shown = " ".join(str(x) for x in found) if isinstance(found, list) else found
-        yield Problem(f'{label}: "{name}": {found}', f"the run says {value}", f'{flag} {shown}, or "auto" in the file')
+        shown = found if isinstance(found, list) else [found]
+        typed = " ".join(f"{option} {number}" for option, number in zip(flag.split(), shown, strict=False))
+        yield Problem(f'{label}: "{name}": {found}', f"the run says {value}", f'{typed}, or "auto" in the file')
 
 
 def _same(found: Any, value: Any) -> bool:
@@ -310,7 +311,7 @@ def _optimizer(config: dict[str, Any], facts: Facts, label: str) -> Iterator[Pro
         )
     names = {
         "lr": (facts.learning_rate, "--learning_rate"),
-        "betas": (facts.betas, "--adam_beta1 and --adam_beta2"),
+        "betas": (facts.betas, "--adam_beta1 --adam_beta2"),
         "eps": (facts.epsilon, "--adam_epsilon"),
         "weight_decay": (facts.weight_decay, "--weight_decay"),
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megaswift.config.deepspeed_json import Filled, facts_of, fill, kind_of, preset, read
 from megaswift.config.engine import ZERO
-from megaswift.config.rule import Clash, Ignored, Test
+from megaswift.config.rule import ONE_OF, Clash, Ignored, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.errors import ConfigError
 
@@ -112,7 +112,23 @@ ENGINE_IGNORED: tuple[Ignored, ...] = (
         for name in _PARTS
     ),
     *(
-        Ignored(name, READS, _NO_FSDP, "belongs to the engine fsdp2 (engine is {engine})", "--engine fsdp2")
+        Ignored(
+            name,
+            READS,
+            lambda c: _NO_FSDP(c) and c.engine.deepspeed is None,
+            "belongs to the engine fsdp2 (engine is {engine})",
+            "--engine fsdp2",
+        )
+        for name in FSDP_ONLY
+    ),
+    *(
+        Ignored(
+            name,
+            READS,
+            lambda c: _NO_FSDP(c) and c.engine.deepspeed is not None,
+            "belongs to the engine fsdp2 (engine is {engine})",
+            "--engine fsdp2 in place of --deepspeed",
+        )
         for name in FSDP_ONLY
     ),
 )
@@ -122,13 +138,13 @@ ENGINE_CLASHES: tuple[Clash, ...] = (
         ("deepspeed", "engine"),
         lambda c: c.engine.deepspeed is not None and engine_of(c) != zero_kind(c.engine.deepspeed),
         "engine is {engine}",
-        "one of the two",
+        ONE_OF,
     ),
     Clash(
         ("use_fsdp", "engine"),
         lambda c: c.engine.use_fsdp and engine_of(c) != "fsdp2",
         "engine is {engine}",
-        "one of the two",
+        ONE_OF,
     ),
     Clash(
         ("fsdp",),

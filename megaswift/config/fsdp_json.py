@@ -74,7 +74,7 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(Problem(what, f"cannot be read: {error.strerror}", fix)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(Problem(what, f"is not JSON: {error}", fix)) from error
     if not isinstance(found, dict):
         raise ConfigError(Problem(what, "holds no JSON object", fix))

@@ -121,7 +121,9 @@ class ConversationOptions:
     """Conversation"""
 
     chat_template: str | None = option(None, "Jinja file or text in place of the tokenizer's template", metavar="FILE")
-    system: str | None = option(None, "System message where the conversation brings none", metavar="TEXT")
+    system: str | None = option(
+        None, "System message where the conversation brings none: text, or a file that holds it", metavar="TEXT|FILE"
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaswift.config.rule import Clash, Ignored, Test
+from megaswift.config.rule import ONE_OF, Clash, Ignored, Test
 from megaswift.config.sections import Sections
 
 _GRANULARITY = ("recompute_granularity",)
@@ -68,7 +68,7 @@ MODEL_CLASHES: tuple[Clash, ...] = (
             c.parallel.pipeline_layout and (c.parallel.first_stage_layers, c.parallel.last_stage_layers) != (None, None)
         ),
         "already places every layer; first_stage_layers and last_stage_layers place some of them",
-        "one of the two",
+        ONE_OF,
     ),
     Clash(
         ("overlap_param_gather", "distributed_optimizer"),

@@ -40,7 +40,7 @@ EPSILON = tuple(name for name in BETAS if name not in LIONS)
 class OptimConfig:
     """Optimizer"""
 
-    learning_rate: float = option(1e-5, "Highest learning rate", aliases=("lr",), above=0)
+    learning_rate: float = option(1e-5, "Highest learning rate; unset with adapters: 1e-4", aliases=("lr",), above=0)
     min_lr: float = option(0.0, "Learning rate at the end of the schedule; inverse_sqrt: its lowest", minimum=0)
     lr_scheduler_type: str = option(
         "cosine",

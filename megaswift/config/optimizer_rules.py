@@ -5,7 +5,7 @@ from __future__ import annotations
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import NATIVE, READS, engine_of
 from megaswift.config.optim import BETAS, EPSILON, EVERYWHERE, GALORE, ON_PARTS, PAGED
-from megaswift.config.rule import Clash, Ignored, Test
+from megaswift.config.rule import ONE_OF, Clash, Ignored, Test
 
 _NAME = ("optimizer",)
 _OPTIONS = {"adam_beta1": BETAS, "adam_beta2": BETAS, "adam_epsilon": EPSILON}
@@ -51,7 +51,7 @@ OPTIMIZER_CLASHES: tuple[Clash, ...] = (
         ("optimizer", *READS),
         lambda c: engine_of(c) == "fsdp2" and c.optim.optimizer in PAGED and "offload" in c.engine.fsdp,
         "pages states to the host, where --fsdp offload has them all the time",
-        "one of the two",
+        ONE_OF,
     ),
     Clash(
         ("optimizer", "train_type"),

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
+LARGEST_SEED = 2**62
+"""Room below 2^64, torch's limit, for what is added for ranks and steps."""
+
 
 class Details(TypedDict, total=False):
     """What an option may say about itself besides default and help."""
@@ -21,6 +24,8 @@ class Details(TypedDict, total=False):
     """By task, where each has choices of its own."""
     spellings: dict[str, str]
     """Other ways to write a choice: `fp32` for `float32`."""
+    unset: tuple[str, ...]
+    """Other toolkits' values for "not set": -1."""
     minimum: float
     above: float
     maximum: float

@@ -45,8 +45,8 @@ def max_memory(text: str) -> dict[Device, int] | Problem:
             if text.strip().startswith("{")
             else [re.split(r"[:=](?=[^:=]*$)", p) for p in text.split(",")]
         )
-    except json.JSONDecodeError as error:
-        return Problem(label, f"is not JSON: {error.msg}", example)
+    except (ValueError, RecursionError) as error:
+        return Problem(label, f"is not JSON: {error}", example)
     found: dict[Device, int] = {}
     for pair in pairs:
         if len(pair) != 2:
@@ -90,7 +90,7 @@ def _of_file(path: Path, label: str) -> dict[str, Device] | Problem:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Problem(label, f"no such file; {beside(path)}", f"a JSON object: {example}")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return Problem(label, f"cannot be read: {error}", f"a JSON object: {example}")
     if not isinstance(value, dict) or not value:
         return Problem(label, "holds no JSON object of modules", example)

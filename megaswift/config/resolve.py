@@ -5,58 +5,33 @@ Owns precedence, spellings and task names. Reading is `source.py`, values are `v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megaswift.confidential import masked
 from megaswift.config.adapter_rules import defaults
 from megaswift.config.data import ALIGNMENT
+from megaswift.config.migration import changed_defaults
 from megaswift.config.option import Option
+from megaswift.config.other_names import meaning, value_meaning
 from megaswift.config.peft_methods import VARIANTS
-from megaswift.config.rl_batch import BATCH_OPTIONS, default_passes
+from megaswift.config.rl_batch import BATCH_OPTIONS, DefaultPasses, default_passes
 from megaswift.config.rl_clashes import missing_rewards
-from megaswift.config.rules import check
+from megaswift.config.rules import BATCH, check, contradicted, ignored_names
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
-from megaswift.config.source import Given, Source
+from megaswift.config.source import Given, Source, secrets_of
 from megaswift.config.swift_correction import in_our_terms
-from megaswift.config.values import TRUE, Invalid, parse, show
+from megaswift.config.typed_names import Typed, as_typed
+from megaswift.config.values import TRUE, Invalid, is_unset, parse, show
 from megaswift.errors import ConfigError, Problem, nearest
 
 TASK_NAMES = (*TASKS, "rlhf")
 """Values of `train_type` that name a task; those of TASKS exist here."""
 
-HINTS = {
-    "bf16": "--torch_dtype bfloat16",
-    "fp16": "--torch_dtype float16",
-    "fp32": "--torch_dtype float32",
-    "gradient_checkpointing_kwargs": "leave it out: layers are recomputed without re-entrance",
-    "optim_args": "--galore_rank and the like",
-    "distributed_timeout_minutes": "--ddp_timeout, in seconds",
-    "sequence_parallel_size": "--context_parallel_size",
-    "world_size": "--nproc_per_node",
-    "resume": "--resume_from_checkpoint latest",
-    "flash_attn": "--attn_impl flash",
-    "use_flash_attn": "--attn_impl flash",
-    "eval_strategy": "--eval_steps",
-    "save_strategy": "--save_steps",
-    "logging_dir": "--output_dir: TensorBoard's files lie in OUT/runs",
-    "quant_method": "--quantization_bit 4: bitsandbytes it is",
-    "load_in_4bit": "--quantization_bit 4",
-    "load_in_8bit": "--quantization_bit 8",
-    "vllm_server_host": "--vllm_server_base_url http://HOST:PORT",
-    "vllm_server_port": "--vllm_server_base_url http://HOST:PORT",
-    "vllm_max_model_len": "--max_length: prompt and completion",
-    "vllm_max_model_length": "--max_length: prompt and completion",
-    "max_prompt_length": "--max_length: prompt and completion",
-    "sleep_level": "--rollout_sleep true",
-    "vllm_group_port": "--rollout_sync_folder DIR",
-    "vllm_server_group_port": "--rollout_sync_folder DIR",
-    "vllm_max_lora_rank": "--lora_rank: samplers make room for it",
-    "external_plugins": "--reward_funcs FILE.py:function",
-    "num_mini_batches": "--generation_batch_size",
-    "tokenizer": "--model: the tokenizer lies in the model's folder",
-}
-"""Names of other toolkits that have another shape here."""
+LISTS_ALL = "megaswift {task} --help lists them all"
+KEPT = frozenset({"train_type", "model", "dataset", "output_dir", "resume_from_checkpoint"})
+"""Options of a file that the command line replaces by their own name only: without one the run would be another."""
 
 
 @dataclass
@@ -64,12 +39,29 @@ class State:
     """What was understood so far, and what was wrong."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    labels: dict[str, str] = field(default_factory=dict)
+    typed: dict[str, Typed] = field(default_factory=dict)
+    weights: dict[str, int] = field(default_factory=dict)
+    """Which source each value is from; a larger number counts more."""
     wrong: set[str] = field(default_factory=set)
     ambient: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    secrets: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    """Spellings, as they were given."""
     task: str | None = None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """How the user wrote each option, with its value."""
+        return {name: typed.label for name, typed in self.typed.items()}
+
+    def forget(self, name: str) -> None:
+        """As if the option had not been given."""
+        for known in (self.values, self.typed, self.weights):
+            known.pop(name, None)
+        self.ambient.discard(name)
+        self.wrong.discard(name)
 
 
 Beyond = Callable[[Sections], Iterable[Problem]]
@@ -86,32 +78,91 @@ def resolve(
     told with the rest.
     """
     state = State(task=task)
-    for source in in_our_terms(list(sources)):
+    for weight, source in enumerate(in_our_terms(list(sources))):
         state.problems += source.problems
-        _take(state, source)
-    state.values = {**defaults(state.values.get("train_type")), **state.values}
-    given = frozenset(name for name in state.labels if state.values.get(name) is not None and name not in state.ambient)
-    if state.values.get("packing") is None:
-        state.values["packing"] = state.task in ALIGNMENT
-    if (passes := default_passes(state.task, state.values)) and not state.wrong & {"num_generations", *BATCH_OPTIONS}:
-        state.values["gradient_accumulation_steps"] = passes.number
-        state.notices.append(passes.text)
-    parts = {
-        key: cls(**{n: v for n, v in state.values.items() if OPTIONS[n].section == key})
-        for key, cls in SECTIONS.items()
-    }
-    sections = Sections(task=state.task or "sft", **parts, given=given, notices=tuple(state.notices))
-    problems = [*state.problems, *check(sections, state.labels, frozenset(state.wrong))]
+        state.secrets += secrets_of(source.givens)
+        _take(state, source, weight)
+    sections = _later_wins(state, _sections(state))
+    problems = [*state.problems, *_check(sections, state)]
     problems += [p for p in _missing(sections, state) if complete]
     if problems:
         if beyond and not state.problems:
             told = {p.what for p in problems}
-            problems += [p for p in beyond(sections) if p.what not in told]
-        raise ConfigError(dict.fromkeys(problems))  # one given value may set several options
-    return sections
+            problems += [p for p in as_typed(beyond(sections), state.typed, NAMES) if p.what not in told]
+        some = f"TASK --help lists them all (TASK: {', '.join(TASKS)})"
+        help_line = LISTS_ALL.format(task=state.task) if state.task else f"megaswift {some}"
+        told_all = [replace(p, fix=help_line) if p.fix == LISTS_ALL else p for p in problems]
+        # one given value may set several options
+        raise ConfigError(list(dict.fromkeys(masked(told_all, state.secrets))))
+    other = changed_defaults(sections, state.foreign, ignored_names(sections))
+    passes = _passes(state)
+    own = (*_learning_rate(sections), *((passes.text,) if passes else ()))
+    return replace(sections, notices=(*state.notices, *own, *other))
 
 
-def _take(state: State, source: Source) -> None:
+def _sections(state: State) -> Sections:
+    values = {**defaults(state.values.get("train_type")), **state.values}
+    given = frozenset(name for name in state.typed if values.get(name) is not None and name not in state.ambient)
+    if values.get("packing") is None:
+        values["packing"] = state.task in ALIGNMENT
+    if passes := _passes(state):
+        values["gradient_accumulation_steps"] = passes.number
+    parts = {
+        key: cls(**{n: v for n, v in values.items() if OPTIONS[n].section == key}) for key, cls in SECTIONS.items()
+    }
+    return Sections(task=state.task or "sft", **parts, given=given, typed=dict(state.typed))
+
+
+def _passes(state: State) -> DefaultPasses | None:
+    """Forward passes of a step of reinforcement learning where no batch size was given."""
+    if state.wrong & {"num_generations", *BATCH_OPTIONS}:
+        return None
+    return default_passes(state.task, {**defaults(state.values.get("train_type")), **state.values})
+
+
+def _learning_rate(c: Sections) -> Iterator[str]:
+    default = OPTIONS["learning_rate"].default
+    if c.optim.learning_rate != default and "learning_rate" not in c.given:
+        yield (
+            f"learning_rate {show(c.optim.learning_rate)}, the default with train_type {c.model.train_type} (full: "
+            f"{show(default)})"
+        )
+
+
+def _check(sections: Sections, state: State) -> list[Problem]:
+    """What the options mean together; nothing where the task, on which it depends, is not known."""
+    return [] if "task" in state.wrong else list(check(sections, state.labels, frozenset(state.wrong)))
+
+
+def _later_wins(state: State, sections: Sections) -> Sections:
+    """The sections without those options of earlier sources that contradict later ones, each dropped with a notice."""
+    if "task" in state.wrong or len(set(state.weights.values())) < 2:
+        return sections
+    while True:
+        count = len(_check(sections, state))
+        for old, new in contradicted(sections, state.weights, frozenset(state.wrong) | state.ambient):
+            if old in KEPT or not state.typed[old].spelling:  # accelerate's settings: its launcher follows them too
+                continue
+            rest = replace(
+                state,
+                values=dict(state.values),
+                typed=dict(state.typed),
+                weights=dict(state.weights),
+                ambient=set(state.ambient),
+                notices=[*state.notices, f"{state.typed[old].label}: not used, because of {state.typed[new].label}"],
+            )
+            rest.forget(old)
+            fewer = _sections(rest)
+            same_thing = {old, new} == {BATCH[0], *BATCH[1]}
+            if len(_check(fewer, rest)) < count + same_thing:
+                state.__dict__.update(rest.__dict__)
+                sections = fewer
+                break
+        else:
+            return sections
+
+
+def _take(state: State, source: Source, weight: int) -> None:
     first: dict[str, Given] = {}
     for given in _spelled_out(source.givens):
         if given.name in ("task", "rlhf_type") or (
@@ -121,44 +172,55 @@ def _take(state: State, source: Source) -> None:
             continue
         option = OPTIONS.get(NAMES.get(given.name, ""))
         if option is None:
-            state.problems.append(_unknown(given))
+            state.problems.append(unknown(given, NAMES))
             continue
+        state.foreign.append(given.name)
         take_value(state, option, given, first.get(option.name))
         first.setdefault(option.name, given)
         (state.ambient.add if source.ambient else state.ambient.discard)(option.name)
+        state.weights[option.name] = weight
 
 
 def _spelled_out(givens: Sequence[Given]) -> Iterator[Given]:
     """`train_type dora` is lora with `use_dora`; of `use_vllm` and `vllm_mode` together the second says which, where
-    the first is true."""
+    the first is true. `deepspeed: {config_path: FILE}` is the file."""
     said = {given.name: str(given.value).strip().lower() for given in givens}
     twice = {"use_vllm", "vllm_mode"} <= said.keys()
     idle = None if not twice else "use_vllm" if said["use_vllm"] in TRUE else "vllm_mode"
     for given in givens:
         if given.name == idle:
             continue
+        if given.name == "deepspeed" and isinstance(given.value, dict) and set(given.value) == {"config_path"}:
+            yield replace(given, value=given.value["config_path"])
+            continue
         switch = VARIANTS.get(str(given.value).lower()) if NAMES.get(given.name) == "train_type" else None
         if switch is None:
             yield given
         else:
-            yield from (Given(given.name, "lora", given.label), Given(switch, True, given.label))
+            yield replace(given, value="lora")
+            yield replace(given, name=switch, value=True)
 
 
 def take_value(state: State, option: Option, given: Given, earlier: Given | None) -> None:
     """One value; `earlier`: one of the same source for the same option."""
+    if is_unset(option, given.value) and not earlier:
+        state.forget(option.name)
+        return
     try:
         value = parse(option, given.value)
     except Invalid:
         error = refusal(option.of_task(state.task), given.value)
-        state.problems.append(Problem(given.label, error.rule, error.fix))
+        words = given.value if isinstance(given.value, list | tuple) else [given.value]
+        fix = next((text for word in words if (text := value_meaning(option.name, str(word)))), error.fix)
+        state.problems.append(Problem(given.label, error.rule, fix))
         state.wrong.add(option.name)
-        state.labels.setdefault(option.name, given.label)
+        state.typed.setdefault(option.name, Typed(given.spelling, given.label))
         return
     if earlier and option.name not in state.wrong and value != state.values[option.name]:
         rule = f"{earlier.label} says otherwise" + (f" (both set {option.name})" if earlier.name != given.name else "")
         state.problems.append(Problem(given.label, rule, f"one of the two: --{option.name} {show(value)}"))
         return
-    state.values[option.name], state.labels[option.name] = value, given.label
+    state.values[option.name], state.typed[option.name] = value, Typed(given.spelling, given.label)
     state.wrong.discard(option.name)
 
 
@@ -177,25 +239,27 @@ def _take_task(state: State, given: Given) -> None:
         state.notices.append(f"{given.label}: {name} is a task, so it is taken as rlhf_type; train_type stays full")
     if name not in TASKS:
         here = ", ".join(f"{n} ({text})" for n, text in TASKS.items())
-        fix = nearest(name, list(TASKS)) or "megaswift sft"
+        kinds = ALIGNMENT if given.name == "rlhf_type" else tuple(TASKS)
+        fix = value_meaning("rlhf_type", name) or nearest(name, kinds) or f"one of {', '.join(kinds)}"
         state.problems.append(Problem(given.label, f"is not a task of this version; tasks are {here}", fix))
+        state.wrong.add("task")
     elif state.task is None:
         state.task = name
     elif name != state.task:
         state.problems.append(Problem(given.label, f"but this is {state.task}", f"megaswift {name} ..."))
 
 
-def _unknown(given: Given) -> Problem:
-    hint = HINTS.get(given.name)
+def unknown(given: Given, known: Mapping[str, str], command: str | None = None) -> Problem:
+    """The mistake of an option that is none of `known`. `command`: whose options these are; None: training's."""
+    fix = meaning(given.name, given.value, known)
     positive = given.name.removeprefix("no_")
-    if hint is None and positive != given.name and positive in NAMES:
-        hint = f"--{positive} false"
-    close = f"--{hint}" if hint and not hint.startswith("--") else hint
-    return Problem(
-        given.label,
-        "is not an option",
-        close or nearest(given.name, list(NAMES)) or "megaswift sft --help lists them all",
-    )
+    if not fix and positive != given.name and positive in known:
+        fix = f"--{positive} false"
+    elif not fix and positive != given.name:
+        fix = meaning(positive, "false", known)
+    of = f" of megaswift {command}" if command else ""
+    lists = f"megaswift {command} --help lists them all" if command else LISTS_ALL
+    return Problem(given.label, f"is not an option{of}", fix or nearest(given.name, known) or lists)
 
 
 def _missing(sections: Sections, state: State) -> Iterable[Problem]:

@@ -6,14 +6,14 @@ Owns rules that need nothing but the options. What depends on model, machine or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from megaswift.config import fsdp_json
 from megaswift.config.adapter_rules import ADAPTER_CLASHES, ADAPTER_IGNORED
 from megaswift.config.batch import batch_problems
 from megaswift.config.data import RL
-from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED
+from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED, engine_of
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.model_rules import MODEL_CLASHES, MODEL_IGNORED
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
@@ -21,7 +21,7 @@ from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGN
 from megaswift.config.rl_batch import generation_problems
 from megaswift.config.rl_clashes import RL_CLASHES
 from megaswift.config.rl_rules import RL_IGNORED
-from megaswift.config.rule import Clash, Ignored, Test
+from megaswift.config.rule import ONE_OF, Clash, Ignored, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED
 from megaswift.config.values import show
@@ -115,7 +115,7 @@ IGNORED: tuple[Ignored, ...] = (
         ("max_steps",),
         lambda c: c.train.max_steps is not None,
         "max_steps {max_steps} already says how long the run is",
-        "one of the two",
+        ONE_OF,
     ),
     Ignored(
         "save_total_limit",
@@ -129,7 +129,7 @@ IGNORED: tuple[Ignored, ...] = (
         ("warmup_steps",),
         lambda c: c.optim.warmup_steps > 0,
         "warmup_steps {warmup_steps} already says how long the warm-up is",
-        "one of the two",
+        ONE_OF,
     ),
     *(
         Ignored(name, _LORA, _NO_LORA, _IS_LORA, "--train_type lora")
@@ -171,7 +171,7 @@ CLASHES: tuple[Clash, ...] = (
         ("split_dataset_ratio", "val_dataset"),
         lambda c: c.data.split_dataset_ratio > 0 and c.data.val_dataset,
         "val_dataset is given too, so nothing is split",
-        "one of the two",
+        ONE_OF,
     ),
     Clash(
         ("split_dataset_ratio", "streaming"),
@@ -204,13 +204,13 @@ CLASHES: tuple[Clash, ...] = (
             "updates float32 moments on the host; those in lower precision are updated by Transformer Engine's Adam, "
             "on the GPU"
         ),
-        "one of the two",
+        ONE_OF,
     ),
     Clash(
         ("overwrite_output_dir", "resume_from_checkpoint"),
         lambda c: c.train.overwrite_output_dir and c.train.resume_from_checkpoint,
         "would delete the run that resume_from_checkpoint continues",
-        "one of the two",
+        ONE_OF,
     ),
     Clash(
         ("random_init", "train_type"),
@@ -228,7 +228,7 @@ CLASHES: tuple[Clash, ...] = (
         ("merge_lora", "export_hf"),
         lambda c: c.model.train_type != "full" and c.lora.merge_lora and not c.train.export_hf,
         "writes the export that export_hf false leaves out",
-        "one of the two",
+        ONE_OF,
     ),
     Clash(
         ("warmup_steps", "max_steps"),
@@ -282,6 +282,36 @@ def _wrong_task(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:
             )
 
 
+BATCH = ("global_batch_size", ("gradient_accumulation_steps",))
+"""Where one is given, the other follows from it."""
+
+
+def contradicted(c: Sections, weights: Mapping[str, int], wrong: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """Options of earlier sources that contradict one of a later source, or are idle because of one, each with that one.
+
+    `weights`: which source an option is from. An option of a later source that needs another is no contradiction.
+    """
+
+    def pairs(option: str, others: Iterable[str], both: bool) -> Iterator[tuple[str, str]]:
+        for other in others:
+            if option == other or not {option, other} <= weights.keys() or {option, other} & set(wrong):
+                continue
+            if weights[option] < weights[other] and option in c.given:
+                yield option, other
+            elif both and weights[other] < weights[option] and other in c.given:
+                yield other, option
+
+    for r in IGNORED:
+        mine = r.option in c.given and OPTIONS[r.option].belongs_to(c.task)
+        if mine and c.value(r.option) not in r.neutral and r.when(c):
+            yield from pairs(r.option, r.reads, r.fix == ONE_OF)
+    for rule in CLASHES:
+        if rule.when(c):
+            for option in rule.options:
+                yield from pairs(option, rule.options, False)
+    yield from pairs(*BATCH, True)
+
+
 def _ignored(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
     for r in IGNORED:
         mine = r.option in c.given and OPTIONS[r.option].belongs_to(c.task)
@@ -294,8 +324,11 @@ def _ignored(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> I
 def _clashes(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
     for r in CLASHES:
         if not wrong & set(r.options) and r.when(c):
-            name = r.options[0]
-            yield Problem(labels.get(name, f"--{name} {show(c.value(name))}"), _fill(r.why, c), _fill(r.fix, c))
+            name = next((n for n in r.options if n in c.given), r.options[0])
+            what, why, first = labels.get(name, f"--{name} {show(c.value(name))}"), _fill(r.why, c), r.options[0]
+            if name != first and c.value(first) is not None and c.value(first) is not False:
+                why = f"{first} is {show(c.value(first))} unless it is given: {why}"
+            yield Problem(what, why, _fill(r.fix, c))
 
 
 def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
@@ -312,4 +345,6 @@ def _batch(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Ite
 
 
 def _fill(text: str, c: Sections) -> str:
-    return text.format_map({name: show(c.value(name)) for name in OPTIONS}) if "{" in text else text
+    if "{" not in text:
+        return text
+    return text.format_map({name: show(c.value(name)) for name in OPTIONS} | {"engine": engine_of(c)})

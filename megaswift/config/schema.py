@@ -5,25 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.config.option import Option
+from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.sections import OPTIONS, SECTION_ALIASES, SECTIONS, TASKS
+from megaswift.config.values import FALSE, TRUE
 
-_TYPES = {"text": "string", "int": "integer", "float": "number", "bool": "boolean"}
+_TYPES = {"text": ["string", "integer"], "int": ["integer"], "float": ["number"]}
 _LIMITS = {"minimum": "minimum", "above": "exclusiveMinimum", "maximum": "maximum", "below": "exclusiveMaximum"}
+_NONE = "^([Nn]one|NONE|[Nn]ull|NULL)?$"
+"""Text that unsets a number. In JSON Schema a pattern looks at texts alone, and a minimum at numbers."""
+_SWITCH = [word for low in (*TRUE, *FALSE) for word in dict.fromkeys((low, low.capitalize(), low.upper()))]
+"""Texts for true and false: YAML 1.2 reads yes, no, on and off as text."""
+_TASK = {"enum": list(TASKS), "description": "The task; given by the command in most cases"}
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema, draft 2020-12."""
-    flat: dict[str, Any] = {
-        "task": {"enum": list(TASKS), "description": "The task; given by the command in most cases"}
-    }
+    """JSON Schema, draft 2020-12, for files as readers of YAML 1.1 and 1.2 have them."""
+    inner: dict[str, Any] = {"rlhf_type": _TASK}
     for option in OPTIONS.values():
         for name in option.names:
-            flat[name] = {"$ref": f"#/$defs/{option.name}"}
-    inner = {n: v for n, v in flat.items() if n != "task"}
-    properties = dict(flat)
+            inner[name] = {"$ref": f"#/$defs/{option.name}"}
+    properties: dict[str, Any] = {"task": _TASK, **inner}
     for heading in (*SECTIONS, *SECTION_ALIASES):
-        section = {"$ref": "#/$defs/section"}
-        properties[heading] = {"anyOf": [flat[heading], section]} if heading in flat else section
+        section = {"anyOf": [{"$ref": "#/$defs/section"}, {"type": "null"}]}
+        properties[heading] = {"anyOf": [inner[heading], *section["anyOf"]]} if heading in inner else section
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "megaswift configuration",
@@ -39,24 +43,46 @@ def json_schema() -> dict[str, Any]:
 
 def _describe(option: Option) -> dict[str, Any]:
     text = option.help + (f" [{option.unit}]" if option.unit else "")
-    found: dict[str, Any] = {"description": text}
-    item: dict[str, Any] = {"type": "string"}
-    if option.choices:
-        item["enum"] = [*option.choices, *option.details.get("spellings", {})]
-    if option.kind == "list":
-        found["anyOf"] = [{"type": "array", "items": item}, {"type": "string"}]
-    elif option.kind == "numbers":
-        found["anyOf"] = [{"type": "array", "items": {"type": "number"}}, {"type": "number"}, {"type": "string"}]
-    elif option.kind == "map":
-        found.update(type="object", additionalProperties={"type": "string"})
-    else:
-        found["type"] = _TYPES[option.kind]
-        found.update({k: v for k, v in item.items() if k == "enum"})
-        found.update({word: option.details[key] for key, word in _LIMITS.items() if key in option.details})  # type: ignore[literal-required]
-    if option.optional:
-        found["type"] = [found["type"], "null"]
-        if "enum" in found:
-            found["enum"] = [*found["enum"], None]
     default = option.default
-    found["default"] = list(default) if isinstance(default, tuple) else default
-    return found
+    kinds = {"list": _list, "numbers": _numbers, "map": _map, "bool": _bool}
+    found = kinds.get(option.kind, _choice if option.choices else _plain)(option)
+    return {"description": text, **found, "default": list(default) if isinstance(default, tuple) else default}
+
+
+def _plain(option: Option) -> dict[str, Any]:
+    """Free text, or a number in its range."""
+    if option.kind == "text":
+        return {"type": [*_TYPES["text"], *(["null"] if option.optional else [])]}
+    found: dict[str, Any] = {"type": [*_TYPES[option.kind], "string", "null"], "pattern": _NONE}
+    limits = {word: option.details[key] for key, word in _LIMITS.items() if key in option.details}  # type: ignore[literal-required]
+    if unset := option.details.get("unset"):
+        return found | {"anyOf": [limits, {"enum": [int(word) for word in unset]}]}
+    return found | limits
+
+
+def _choice(option: Option) -> dict[str, Any]:
+    words: list[Any] = [*option.choices, *option.details.get("spellings", {})]
+    words += [True, False] if option.switches else []
+    words += [None, "none"] if option.optional else []
+    words += [*VARIANTS, *TASKS] if option.name == "train_type" else []
+    return {"enum": list(dict.fromkeys(words))}
+
+
+def _bool(option: Option) -> dict[str, Any]:
+    return {"anyOf": [{"type": ["boolean", "null"] if option.optional else "boolean"}, {"enum": [*_SWITCH, 0, 1]}]}
+
+
+def _list(option: Option) -> dict[str, Any]:
+    item: dict[str, Any] = {"type": ["string", "integer"]}
+    if option.choices:
+        item = {"enum": [*option.choices, *option.details.get("spellings", {})]}
+    return {"anyOf": [{"type": "array", "items": item}, {"type": ["string", "null"]}]}
+
+
+def _numbers(option: Option) -> dict[str, Any]:
+    return {"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": ["number", "string", "null"]}]}
+
+
+def _map(option: Option) -> dict[str, Any]:
+    value = {"type": ["string", "number", "boolean"]}
+    return {"type": ["object", "array", "string", "null"], "additionalProperties": value}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from megaswift.config.preference import PreferenceConfig
 from megaswift.config.quantization import QuantizationConfig
 from megaswift.config.rl import RlConfig
 from megaswift.config.train import TrainConfig
+from megaswift.config.typed_names import Typed
 
 TASKS = {
     "sft": "supervised fine-tuning on conversations",
@@ -101,6 +103,8 @@ class Sections:
     """Canonical names of what the user set."""
     notices: tuple[str, ...] = field(default=(), compare=False)
     """What the user should know, though it is no mistake."""
+    typed: Mapping[str, Typed] = field(default_factory=dict, compare=False, repr=False)
+    """How the user wrote each option."""
 
     def value(self, name: str) -> Any:
         """The value of the option with this canonical name."""

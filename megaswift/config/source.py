@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaswift.confidential import MASK, is_secret
 from megaswift.config.option import Table
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TRAINING, is_section
 from megaswift.config.values import FALSE, TRUE, example, show
@@ -20,6 +21,13 @@ from megaswift.errors import ConfigError, Problem, beside, nearest
 ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
 """Of files that are no configuration, whatever is in them."""
+
+
+LARGEST_FILE = 1 << 20
+"""Bytes of a configuration file."""
+MOST_VALUES = 20_000
+"""Values of a YAML file, each counted as often as aliases repeat it: some seconds' work."""
+TOO_MANY = f"holds more than {MOST_VALUES:,} values, its aliases written out"
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,8 @@ class Given:
     value: Any
     label: str
     """`--lr 3`, `run.yaml:7 lr: 3`."""
+    spelling: str = ""
+    """The label without its value: `--lr`, `run.yaml:7 lr:`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,11 @@ class CommandLine:
 
 def from_environment(environ: Mapping[str, str]) -> Source:
     """The launch section from torchrun-style variables. Not for workers: there torchrun has set some of them itself."""
-    found = [Given(n.lower(), environ[n], f"{n}={environ[n]} (environment)") for n in ENVIRONMENT if environ.get(n)]
+    found = [
+        Given(n.lower(), environ[n], f"{n}={environ[n]} (environment)", f"{n} (environment)")
+        for n in ENVIRONMENT
+        if environ.get(n)
+    ]
     return Source(tuple(found), ambient=True)
 
 
@@ -67,13 +81,20 @@ def from_mapping(options: Mapping[str, Any]) -> Source:
             fields = {f: getattr(value, f) for f, o in OPTIONS.items() if o.section == name}
             value = {f: v for f, v in fields.items() if v != OPTIONS[f].default}
         inner = value if is_section(name, value) else {name: value}
-        givens += [Given(normal(n), v, f"{n}={v!r}") for n, v in inner.items()]
+        givens += [
+            Given(normal(n), v, f"{n}={MASK if is_secret(normal(n)) else repr(v)}", f"{n}=") for n, v in inner.items()
+        ]
     return Source(tuple(givens))
 
 
 def normal(name: str) -> str:
     """`--Learning-rate` and `learning_rate` are one name."""
     return name.lstrip("-").replace("-", "_")
+
+
+def secrets_of(givens: Iterable[Given]) -> list[str]:
+    """Values that no message may repeat."""
+    return [str(g.value) for g in givens if g.value and is_secret(g.name)]
 
 
 # ---- files
@@ -93,7 +114,7 @@ def read_file(path: str) -> Source:
     if not file.exists():
         raise ConfigError(Problem(path, "no such file", f"a YAML or JSON file of options; {beside(file)}"))
     try:
-        text = file.read_text(encoding="utf-8")
+        text = _text(file)
         pairs = list(_json_pairs(text) if file.suffix.lower() == ".json" else _yaml_pairs(text))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(path, f"cannot be read: {error}")) from None
@@ -105,7 +126,7 @@ def read_file(path: str) -> Source:
     problems: list[Problem] = []
     seen: set[tuple[str, str]] = set()
     for section, name, value, line in pairs:
-        label = f"{path}{line} {name}: {show(value)}"
+        label = f"{path}{line} {name}: {MASK if is_secret(normal(name)) else show(value)}"
         if section and not is_section(normal(section), {}):
             if (section, "") not in seen:
                 fix = nearest(section, [*SECTIONS, *NAMES])
@@ -116,9 +137,17 @@ def read_file(path: str) -> Source:
         elif (section, name) in seen:
             problems.append(Problem(label, "stands twice in the file", "remove one of the two"))
         elif section or value is not None or not is_section(normal(name), {}):  # else an empty section
-            givens.append(Given(normal(name), value, label))
+            givens.append(Given(normal(name), value, label, f"{path}{line} {name}:"))
         seen.add((section, name))
     return Source(tuple(givens), tuple(problems))
+
+
+def _text(file: Path) -> str:
+    with file.open("rb") as stream:
+        found = stream.read(LARGEST_FILE + 1)
+    if len(found) > LARGEST_FILE:
+        raise _Malformed(f"is larger than {LARGEST_FILE >> 20} MiB, too large for a file of options")
+    return found.decode("utf-8")
 
 
 class _Malformed(Exception):
@@ -133,14 +162,39 @@ _Pair = tuple[str, str, Any, str]
 def _yaml_pairs(text: str) -> Iterator[_Pair]:
     import yaml  # 20 ms that --help need not pay
 
+    class Counting(yaml.SafeLoader):
+        nodes = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.nodes += 1
+            if self.nodes > MOST_VALUES:
+                raise _Malformed(TOO_MANY)
+            return super().compose_node(parent, index)
+
     try:
-        loader = yaml.SafeLoader(text)
+        loader = Counting(text)
         root = loader.get_single_node()
+        if root is not None and _expanded(root, {}) > MOST_VALUES:
+            raise _Malformed(TOO_MANY)
         yield from _walk(loader, root, "")
+    except RecursionError:
+        raise _Malformed("is nested too deeply") from None
+    except ValueError as error:  # numbers and dates that Python has not
+        raise _Malformed(f"holds a value that cannot be read: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise _Malformed(f"is not YAML: {what}", f":{mark.line + 1}" if mark else "") from None
+
+
+def _expanded(node: Any, counts: dict[int, int]) -> int:
+    """Values below a node once aliases are written out. `counts`: of the nodes that were counted already."""
+    if id(node) not in counts:
+        counts[id(node)] = MOST_VALUES + 1  # what a node counts inside itself
+        parts = node.value if isinstance(node.value, list) else ()
+        children = (child for part in parts for child in (part if isinstance(part, tuple) else (part,)))
+        counts[id(node)] = 1 + sum(_expanded(child, counts) for child in children)
+    return counts[id(node)]
 
 
 def _walk(loader: Any, node: Any, section: str) -> Iterator[_Pair]:
@@ -165,6 +219,10 @@ def _json_pairs(text: str) -> Iterator[_Pair]:
         root = json.loads(text, object_pairs_hook=_Pairs)
     except json.JSONDecodeError as error:
         raise _Malformed(f"is not JSON: {error.msg}", f":{error.lineno}") from None
+    except RecursionError:
+        raise _Malformed("is nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise _Malformed(f"is not JSON that can be read: {error}") from None
     if not isinstance(root, _Pairs):
         raise _Malformed("must hold an object of options")
     for name, value in root:
@@ -226,27 +284,27 @@ def read_command_line(argv: list[str], table: Table = TRAINING) -> CommandLine:
 def _take(line: CommandLine, flag: str, values: list[str], table: Table) -> None:
     name = normal(flag)
     option = table.options.get(table.names.get(name, ""))
-    label = " ".join([flag, *values])
+    label = " ".join([flag, *(values if option or not is_secret(name) else [MASK])])
     if name == "config":
         line.files += values
         line.problems += [] if values else [Problem(flag, "has no value", "--config run.yaml")]
     elif not values and option is not None and option.switches and name != option.name:
-        line.givens.append(Given(name, True, label))
+        line.givens.append(Given(name, True, label, flag))
     elif not values and option is not None and option.kind != "bool":
         line.problems.append(Problem(flag, "has no value", example(option)))
     elif option is None:
-        line.givens.append(Given(name, values[0] if values else None, label))
+        line.givens.append(Given(name, values[0] if values else None, label, flag))
     elif option.kind in ("list", "numbers", "map") and values:
         earlier = next((g for g in line.givens if g.name == name), None)
         if earlier:  # --dataset a --dataset b
             line.givens.remove(earlier)
             values, label = [*earlier.value, *values], f"{earlier.label} {label}"
-        line.givens.append(Given(name, values, label))
+        line.givens.append(Given(name, values, label, flag))
     elif option.kind == "bool" and (not values or values[0].lower() not in TRUE + FALSE) and len(values) != 1:
-        line.givens.append(Given(name, True, label))
+        line.givens.append(Given(name, True, label, flag))
         line.problems += [Problem(v, f"belongs to no option ({flag} is a switch)", f"{flag} true") for v in values]
     else:
-        line.givens.append(Given(name, values[0] if values else None, " ".join([flag, *values[:1]])))
+        line.givens.append(Given(name, values[0] if values else None, " ".join([flag, *values[:1]]), flag))
         line.problems += [
             _stray(v, f"belongs to no option ({flag} takes one value)", f'quotes around text with spaces: {flag} "a b"')
             for v in values[1:]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megaswift.config.accelerate_options import from_accelerate
+from megaswift.config.adapter_rules import defaults
 from megaswift.config.resolve import resolve
 from megaswift.config.rules import ignored_names
 from megaswift.config.sections import OPTIONS, SECTIONS, Sections
@@ -54,8 +55,13 @@ class SwiftConfig(Sections):
     def replace(self, **options: Any) -> SwiftConfig:
         """The same configuration with these options over it; a value of None unsets one."""
         kept = {n: self.value(n) for n in sorted(self.given)}
-        derived = {*kept, "gradient_accumulation_steps"}  # worked out again from the batch options that are given
-        ambient = {n: self.value(n) for n, o in OPTIONS.items() if n not in derived and self.value(n) != o.default}
+        derived = defaults(self.model.train_type)
+        again = {*kept, "gradient_accumulation_steps"}  # worked out again from the batch options that are given
+        ambient = {
+            n: self.value(n)
+            for n, o in OPTIONS.items()
+            if n not in again and self.value(n) not in (o.default, derived.get(n, o.default))
+        }
         sources = [replace(from_mapping(ambient), ambient=True), from_mapping(kept), from_mapping(options)]
         return type(self).from_sources(self.task, sources)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaswift.config.option import option
+from megaswift.config.option import LARGEST_SEED, option
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,13 @@ class TrainConfig:
         "Optimizer steps; unset: from num_train_epochs",
         aliases=("train_iters", "max_iters"),
         minimum=1,
+        unset=("-1",),
         unit="steps",
     )
     num_train_epochs: float = option(
         1.0, "Passes over the data", aliases=("num_epochs", "max_epochs"), above=0, unit="epochs"
     )
-    seed: int = option(42, "Seed of weights, dropout and data order", minimum=0)
+    seed: int = option(42, "Seed of weights, dropout and data order", minimum=0, maximum=LARGEST_SEED)
     deterministic: bool = option(False, "Two runs of one command are equal bit by bit; slower on GPUs")
     logging_steps: int = option(
         1, "Steps between lines of metrics.jsonl", aliases=("log_interval",), minimum=1, unit="steps"
@@ -46,13 +47,17 @@ class TrainConfig:
         None, "Steps between evaluations; unset: at the end only", aliases=("eval_interval",), minimum=1, unit="steps"
     )
     eval_iters: int | None = option(
-        None, "Evaluation batches of global_batch_size rows each; unset: all rows", minimum=1, unit="batches"
+        None,
+        "Evaluation batches of global_batch_size rows each; unset: all rows",
+        minimum=1,
+        unset=("-1",),
+        unit="batches",
     )
     save_steps: int | None = option(
         None, "Steps between checkpoints; unset: at the end only", aliases=("save_interval",), minimum=1, unit="steps"
     )
     save_total_limit: int | None = option(
-        None, "Checkpoints kept, the newest; unset: all", minimum=1, unit="checkpoints"
+        None, "Checkpoints kept, the newest; unset: all", minimum=1, unset=("-1",), unit="checkpoints"
     )
     output_dir: str = option("output", "Folder for everything the run writes", aliases=("save",))
     overwrite_output_dir: bool = option(False, "Replace the run that output_dir holds")

@@ -13,6 +13,8 @@ from typing import Any
 from megaswift.config.option import Option
 from megaswift.errors import nearest
 
+LARGEST = 2**53
+"""Of whole numbers, unless an option says otherwise: what every format and library keeps exactly."""
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 UNSET = ("none", "null", "")
 
@@ -25,9 +27,21 @@ class Invalid(ValueError):
         self.rule, self.fix = rule, fix
 
 
+def is_unset(option: Option, raw: Any) -> bool:
+    """Whether `raw` takes a number back that has a default: `none` on the command line, over a file's value."""
+    return not option.optional and option.kind in ("int", "float") and _says_none(option, raw)
+
+
+def _says_none(option: Option, raw: Any) -> bool:
+    """None, in words, or as another toolkit writes it for this option."""
+    if isinstance(raw, int | str) and not isinstance(raw, bool) and str(raw).strip() in option.details.get("unset", ()):
+        return True
+    return raw is None or (isinstance(raw, str) and raw.strip().lower() in UNSET and option.kind != "bool")
+
+
 def parse(option: Option, raw: Any) -> Any:
     """The typed value of `raw` for `option`; Invalid when it has none."""
-    unset = raw is None or (isinstance(raw, str) and raw.strip().lower() in UNSET and option.kind != "bool")
+    unset = _says_none(option, raw)
     if unset and option.optional:
         return None
     if option.kind in ("list", "numbers"):
@@ -93,7 +107,7 @@ def _text(option: Option, raw: Any) -> str:
 def _choice(option: Option, text: str) -> Any:
     value = option.details.get("spellings", {}).get(text.strip().lower(), text.strip().lower())
     if value not in option.choices:
-        close = nearest(value, option.choices)
+        close = nearest(value, [*option.choices, *option.details.get("spellings", {})])
         which = f"{text.strip()} " * (option.kind == "list")
         raise Invalid(f"{which}must be one of {' | '.join(option.choices)}", close or example(option))
     return value
@@ -113,6 +127,8 @@ def _number(option: Option, raw: Any) -> float:
         value = float(raw)
     except ValueError:
         raise Invalid("must be a number", example(option)) from None
+    except OverflowError:
+        value = math.inf
     if not math.isfinite(value):
         raise Invalid("must be a finite number", example(option))
     return value
@@ -126,7 +142,10 @@ def _int(option: Option, raw: Any) -> int:
         value = int(raw)  # keeps digits that a float would lose
     except ValueError:
         value = int(number)
-    return int(_in_range(option, value))
+    value = int(_in_range(option, value))
+    if value > option.details.get("maximum", LARGEST):
+        raise Invalid(f"must be <= {LARGEST}", example(option))
+    return value
 
 
 def _float(option: Option, raw: Any) -> float:
@@ -136,7 +155,12 @@ def _float(option: Option, raw: Any) -> float:
 def bounds(option: Option) -> str:
     """The allowed range in words: `>= 1`, `> 0 and < 1`; empty when any number will do."""
     signs = (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
-    return " and ".join((f"{sign} {option.details[key]:g}") for key, sign in signs if key in option.details)  # type: ignore[literal-required]
+    return " and ".join(f"{sign} {_exact(option.details[key])}" for key, sign in signs if key in option.details)  # type: ignore[literal-required]
+
+
+def _exact(limit: float) -> str:
+    """A bound with all its digits."""
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def _in_range(option: Option, value: float) -> float:
@@ -150,7 +174,9 @@ def _in_range(option: Option, value: float) -> float:
     if not fits:
         ends = [d[k] for k in ("minimum", "maximum") if k in d]  # type: ignore[literal-required]
         close = min(ends, key=lambda e: abs(e - value)) if ends and "above" not in d and "below" not in d else None
-        raise Invalid(f"must be {bounds(option)}", example(option) if close is None else f"--{option.name} {close:g}")
+        raise Invalid(
+            f"must be {bounds(option)}", example(option) if close is None else f"--{option.name} {_exact(close)}"
+        )
     return value
 
 
@@ -177,6 +203,10 @@ def _map(option: Option, raw: Any) -> dict[str, str]:
                 item = json.loads(item)
             except json.JSONDecodeError as error:
                 raise Invalid(f"is not JSON: {error.msg} at column {error.colno}", example(option)) from None
+            except (RecursionError, ValueError):
+                raise Invalid(
+                    "is not JSON that can be read: nested too deeply, or a number is too long", example(option)
+                ) from None
         elif isinstance(item, str) and "=" in item:
             item = dict([item.split("=", 1)])
         if isinstance(item, dict):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from megaswift import log
 from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES, RL
-from megaswift.data import hub, vocabulary
+from megaswift.data import vocabulary
 from megaswift.data.cache import cache_root
 from megaswift.data.collate import Shape
 from megaswift.data.documents import Documents, gather, hold_out, truncate
@@ -21,9 +20,8 @@ from megaswift.data.encode import Encoder, EncodeSpec, encode_spec
 from megaswift.data.encode_units import UnitEncoder
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, RowData, StoredSource, make_rows
 from megaswift.data.order import Order
-from megaswift.data.prepare import check_columns, prepare
+from megaswift.data.prepare import check_columns, located, prepare
 from megaswift.data.processor import Processor, tokenizer_in
-from megaswift.data.sources import resolve
 from megaswift.data.stream import Contents, StreamOptions, StreamSource
 from megaswift.data.stream_rows import RowContents
 from megaswift.data.stream_units import UnitContents
@@ -41,7 +39,9 @@ def data_seed(data: Any, train: Any) -> int:
 def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple[Documents, Documents | None]:
     """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
     check_task(data, task)
-    docs = truncate(gather(prepare(data, tokenizer, task)), data.max_length, data.truncation_strategy)
+    docs = truncate(
+        gather(prepare(data, tokenizer, task, seed=data_seed(data, train))), data.max_length, data.truncation_strategy
+    )
     _tell(docs, data, data.dataset)
     if data.val_dataset:
         return docs, _held_out(data, tokenizer, task)
@@ -51,7 +51,8 @@ def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple
 def units(data: Any, train: Any, tokenizer: Any, task: str) -> tuple[Units, Units | None]:
     """(training, evaluation) pairs or labelled answers of a task of preferences, cut to length."""
     check_task(data, task)
-    made = truncate_units(gather_units(prepare(data, tokenizer, task)), data.max_length, data.truncation_strategy)
+    found = gather_units(prepare(data, tokenizer, task, seed=data_seed(data, train)))
+    made = truncate_units(found, data.max_length, data.truncation_strategy)
     _tell(made.docs, data, data.dataset)
     if data.val_dataset:
         return made, _held_out_units(data, tokenizer, task)
@@ -203,7 +204,7 @@ def _stream(
     data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, Shape], prompt_labels: bool
 ) -> StreamSource:
     (geometry, shape), units = where, spec.task in PREFERENCES
-    sources = [resolve(name, partial(hub.fetch, cache_root(data.dataset_cache_dir))) for name in data.dataset]
+    sources = [located(name, cache_root(data.dataset_cache_dir)) for name in data.dataset]
     packs = bool(data.packing) and not units  # which units are in a micro-batch does not depend on how they lie there
     options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, data_seed(data, train))
     contents: Contents = RowContents(Encoder(spec), options, shape)

@@ -88,7 +88,7 @@ def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
                 )
             )
         units = len(store) // store.width
-        taken = np.arange(units) if source.rows is None else np.arange(source.rows) % units
+        taken = np.arange(units) if source.rows is None else np.array(source.taken(units), dtype=np.int64)
         rows = (taken[:, None] * store.width + np.arange(store.width)).ravel()
         offsets = np.asarray(store.offsets)
         number.append(np.full(len(rows), k, dtype=np.int32))

@@ -27,6 +27,7 @@ from megaswift.data.processor import Processor, ProcessorSpec, tokenizer_in
 from megaswift.data.readers import Located
 from megaswift.data.sample import RowError, Sample, with_system
 from megaswift.data.sources import Part
+from megaswift.data.template import read_system
 from megaswift.errors import DataError, Problem
 
 BATCH = 256
@@ -101,7 +102,7 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
         templates=None if plain else templates_of(tokenizer, data.chat_template),
         begin=_before(tokenizer) if task in ALIGNMENT else [],
         loss_scale=data.loss_scale,
-        system=data.system,
+        system=read_system(data.system),
         columns=dict(data.columns),
         strict=data.strict,
         processor=reader.spec if isinstance(reader, Processor) else None,

@@ -12,10 +12,10 @@ from pathlib import Path
 from megaswift.errors import DataError, Problem, first_line
 
 
-def fetch(cache: Path, name: str, subset: str | None) -> tuple[Path, ...]:
-    """The training split of `name` as a Parquet file under `cache`."""
+def fetch(cache: Path, flag: str, name: str, subset: str | None) -> tuple[Path, ...]:
+    """The training split of `name`, an entry of the option `flag`, as a Parquet file under `cache`."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise DataError(Problem(f"--dataset {name}", "neither a file or folder here nor an id of a hub"))
+        raise DataError(Problem(f"{flag} {name}", "neither a file or folder here nor an id of a hub"))
     target = cache / "hub" / (re.sub(r"\W", "_", f"{name}__{subset or 'default'}") + ".parquet")
     if target.is_file():
         return (target,)
@@ -24,7 +24,7 @@ def fetch(cache: Path, name: str, subset: str | None) -> tuple[Path, ...]:
     except ImportError:
         raise DataError(
             Problem(
-                f"--dataset {name}",
+                f"{flag} {name}",
                 "no such file or folder here, and `datasets`, which fetches ids from a hub, is not installed",
                 "pip install datasets, or the path of a local file",
             )
@@ -35,14 +35,14 @@ def fetch(cache: Path, name: str, subset: str | None) -> tuple[Path, ...]:
         # what datasets, huggingface_hub and their HTTP clients raise when they find nothing
         raise DataError(
             Problem(
-                f"--dataset {name}",
+                f"{flag} {name}",
                 f"no such file or folder here, and no hub gave it ({first_line(e)})",
                 "the path of a local file, or a machine that reaches the hub",
             )
         ) from None
     split = loaded["train"] if isinstance(loaded, dict) and "train" in loaded else None
     if split is None:
-        raise DataError(Problem(f"--dataset {name}", f"has no split `train` but {', '.join(map(str, loaded))}"))
+        raise DataError(Problem(f"{flag} {name}", f"has no split `train` but {', '.join(map(str, loaded))}"))
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(f".{uuid.uuid4().hex}.part")  # every rank that fetches writes its own
     split.to_parquet(str(part))

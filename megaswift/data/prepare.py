@@ -90,9 +90,12 @@ def _spec_key(spec: EncodeSpec) -> str:
     return _digest(asdict(spec), code_version(), today, tokenizers.__version__, transformers.__version__)
 
 
-def prepare(data: Any, tokenizer: Any, task: str = "sft", val: bool = False) -> list[tuple[Source, TokenStore]]:
+def prepare(
+    data: Any, tokenizer: Any, task: str = "sft", val: bool = False, seed: int | None = None
+) -> list[tuple[Source, TokenStore]]:
     """The tokenised data sets of `--dataset` (or `--val_dataset`), built by local rank 0 while the others wait.
 
+    `seed` draws the rows of `path#500` (not of `--val_dataset`); without one they are the first.
     Raises DataError for anything that cannot be read, before any model exists.
     """
     spec = encode_spec(data, tokenizer, task)
@@ -103,8 +106,10 @@ def prepare(data: Any, tokenizer: Any, task: str = "sft", val: bool = False) -> 
     stores = []
     if not val:
         check_columns(data, task)
-    for name in names:
-        source = resolve(name, partial(hub.fetch, root))
+    for place, name in enumerate(names):
+        source = located(name, root, "--val_dataset" if val else "--dataset")
+        if seed is not None and source.rows is not None and data.shuffle and not val and not source.first:
+            source = replace(source, draw=(seed, place))
         store = TokenStore(_store(root, source, spec, data.dataset_num_proc))
         if store.manifest["bad"]:
             log.warn(f"{name}: {store.skipped} (--strict false)")
@@ -119,13 +124,19 @@ def check_columns(data: Any, task: str) -> None:
     (questions.py)."""
     asked = {old: new for old, new in data.columns.items() if old != ANSWER or task not in RL}
     if asked:
-        fetch = partial(hub.fetch, cache_root(data.dataset_cache_dir))
-        columns.check([resolve(name, fetch) for name in (*data.dataset, *data.val_dataset)], asked)
+        root = cache_root(data.dataset_cache_dir)
+        files = [located(name, root) for name in data.dataset]
+        columns.check([*files, *(located(name, root, "--val_dataset") for name in data.val_dataset)], asked)
+
+
+def located(name: str, root: Path, flag: str = "--dataset") -> Source:
+    """The files behind an entry of the option `flag`, fetched from a hub where it is an id."""
+    return resolve(name, partial(hub.fetch, root, flag), flag)
 
 
 def _store(root: Path, source: Source, spec: EncodeSpec, processes: int) -> Path:
     stats = [(str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
-    options = (_spec_key(spec), source.rows)
+    options = (_spec_key(spec), source.rows, source.draw)
     alias = _digest("alias", stats, options)
     if not is_builder():
         target = root / read_alias(root, alias)

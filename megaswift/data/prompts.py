@@ -166,7 +166,7 @@ def prompts_of(
 
 def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) -> Documents:
     docs = fitting(
-        gather(prepare(c.data, tokenizer, c.task, val)),
+        gather(prepare(c.data, tokenizer, c.task, val, data_seed(c.data, c.train))),
         c.data.max_length,
         c.rl.max_completion_length,
         c.data.truncation_strategy,

@@ -103,6 +103,8 @@ def _check(cfg: SwiftConfig, words: Sequence[str]) -> None:
         name = NAMES.get(given.name, "")
         if not name:
             continue  # the task
+        if name in (*SPLIT_OPTIONS, "shuffle") and any("#" in d for d in cfg.data.dataset):
+            continue  # which rows are drawn
         if name in SPLIT_OPTIONS:
             used, why = cfg.data.split_dataset_ratio > 0, "chooses the held-out rows, and none are held out"
         else:

@@ -7,6 +7,7 @@ that worker processes read on their own. Ids on a hub belong to `hub.py`; what t
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,7 +39,23 @@ class Source:
     name: str
     files: tuple[Path, ...]
     rows: int | None = None
-    """From `#500`: take this many rows, from the start again when there are fewer."""
+    """From `#500`: take this many rows; all of them several times when there are fewer."""
+    first: bool = False
+    """From `#:500`: the first rows of the file, whatever the seed."""
+    draw: tuple[int, int] | None = None
+    """Seed and place in `--dataset` where the rows of `#500` are drawn at random; None: they are the first ones."""
+
+    def drawn(self, count: int, rows: int) -> list[int]:
+        """`rows` of the numbers below `count`, in order: drawn at random, or the first."""
+        if self.draw is None:
+            return list(range(rows))
+        seed, place = self.draw
+        return sorted(random.Random(f"{seed} {place}").sample(range(count), rows))
+
+    def taken(self, count: int) -> list[int]:
+        """Which of `count` rows a pass takes: each as often as they fit into `#rows` whole, then some once more."""
+        wanted = count if self.rows is None else self.rows
+        return [*range(count)] * (wanted // count) + self.drawn(count, wanted % count)
 
 
 @dataclass(frozen=True)
@@ -54,31 +71,39 @@ class Part:
     first_line: int = 1
     limit: int | None = None
     """Read at most this many rows."""
+    picked: tuple[int, ...] | None = None
+    """Read these rows alone, counted from 0."""
 
     def rows(self, start: int | None = None) -> Iterator[readers.Located]:
         """The rows of this part; broken ones come as errors."""
         reader: Callable[..., Iterator[readers.Located]] = readers.READERS[self.kind]
+        picked = None if self.picked is None else set(self.picked)
         for n, located in enumerate(
             reader(Path(self.path), self.start if start is None else start, self.stop, self.first_line)
         ):
             if self.limit is not None and n >= self.limit:
                 return
-            yield located
+            if picked is None or n in picked:
+                yield located
 
 
-def _split_spec(spec: str) -> tuple[str, str | None, int | None]:
-    """(path or id, subset, rows) of `path:subset#500`."""
-    rows = None
-    found = re.fullmatch(r"(.+)#(\d+)", spec)
+Amount = tuple[int | None, bool]
+"""Rows to take, and whether these are the first."""
+
+
+def _split_spec(spec: str, flag: str) -> tuple[str, str | None, Amount]:
+    """Path or id, subset and rows of `path:subset#500`, `path#:500`."""
+    amount: Amount = (None, False)
+    found = re.fullmatch(r"(.+)#(:?)(\d+)", spec)
     if found and not Path(spec).exists():
-        spec, rows = found[1], int(found[2])
-        if rows == 0:
-            raise DataError(Problem(f"--dataset {spec}#0", "takes no rows", f"{spec}#500 for 500 rows"))
+        spec, amount = found[1], (int(found[3]), bool(found[2]))
+        if amount[0] == 0:
+            raise DataError(Problem(f"{flag} {spec}#0", "takes no rows", f"{spec}#500 for 500 rows"))
     if not Path(spec).exists():
         found = re.fullmatch(r"(.+):([^:/]+)", spec)
         if found:
-            return found[1], found[2], rows
-    return spec, None, rows
+            return found[1], found[2], amount
+    return spec, None, amount
 
 
 def _folder(path: Path, subset: str | None) -> tuple[Path, ...]:
@@ -91,10 +116,10 @@ def _folder(path: Path, subset: str | None) -> tuple[Path, ...]:
     return tuple(f for f in files if subset is None or f.stem == subset)
 
 
-def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) -> Source:
-    """The files behind one entry of `--dataset`; DataError where there are none. `from_hub` fetches an id that is no
+def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]], flag: str = "--dataset") -> Source:
+    """The files behind one entry of `flag`; DataError where there are none. `from_hub` fetches an id that is no
     path."""
-    name, subset, rows = _split_spec(spec)
+    name, subset, amount = _split_spec(spec, flag)
     path = Path(name).expanduser()
     if path.is_dir():
         files = _folder(path, subset)
@@ -109,7 +134,7 @@ def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) 
                     nearest(str(subset), there) or some,
                 )
             )
-        return Source(spec, files, rows)
+        return Source(spec, files, *amount)
     if path.is_file():
         if subset is not None:
             raise DataError(Problem(spec, "a single file has no subset", str(path)))
@@ -121,7 +146,7 @@ def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) 
                     "one of " + ", ".join(sorted(KIND_OF)),
                 )
             )
-        return Source(spec, (path,), rows)
+        return Source(spec, (path,), *amount)
     if "#" in name:
         raise DataError(Problem(spec, "what follows # is no number of rows", f"{name.partition('#')[0]}#500"))
     if (
@@ -130,8 +155,8 @@ def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) 
         or name.count("/") > 1
         or FILE_NAME.fullmatch(name)
     ):
-        raise DataError(Problem(f"--dataset {spec}", "no such file or folder", beside(path)))
-    return Source(spec, from_hub(name, subset), rows)
+        raise DataError(Problem(f"{flag} {spec}", "no such file or folder", beside(path)))
+    return Source(spec, from_hub(name, subset), *amount)
 
 
 def kind_of(path: Path) -> str:
@@ -165,11 +190,30 @@ def _line_parts(path: Path, kind: str, size: int) -> list[Part]:
     return parts
 
 
+def _drawn_parts(source: Source) -> list[Part]:
+    """A part of each file with the rows that are drawn from all; none where there are not more rows than are taken."""
+    kinds = [kind_of(path) for path in source.files]
+    counts = [readers.count_rows(path, kind) for path, kind in zip(source.files, kinds, strict=True)]
+    if source.rows is None or sum(counts) <= source.rows:
+        return []
+    drawn, parts, before = source.drawn(sum(counts), source.rows), [], 0
+    for path, kind, count in zip(source.files, kinds, counts, strict=True):
+        picked = tuple(n - before for n in drawn if before <= n < before + count)
+        stop = path.stat().st_size if kind in readers.BY_BYTES else count
+        parts += [Part(str(path), kind, 0, stop, picked=picked)] if picked else []
+        before += count
+    return parts
+
+
 def parts_of(source: Source, processes: int, size: int = PART_BYTES) -> list[Part]:
     """The source's files cut into parts, in order; small enough that every process gets several where the data allow
     it."""
     parts: list[Part] = []
-    left = source.rows
+    if source.rows is not None and source.draw is not None:
+        parts = _drawn_parts(source)
+        if parts:
+            return parts
+    left = None if source.draw is not None else source.rows
     for path in source.files:
         kind = kind_of(path)
         if left is not None:

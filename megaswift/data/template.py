@@ -1,12 +1,14 @@
-"""`--chat_template`: a Jinja template from a file, or the template itself. One reader for all, light enough for the
-first checks."""
+"""`--chat_template` and `--system`: a file's text, or the text itself. One reader for all, light enough for the first
+checks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from megaswift.errors import DataError, Problem
+from megaswift.errors import DataError, Problem, beside
 
+TEXT_SUFFIXES = (".txt", ".md", ".text")
+"""A system message of one word that ends so is a file's name."""
 MARKS = ("{%", "{{")
 """A template has one of them; a path has none."""
 
@@ -32,3 +34,26 @@ def read_template(value: str) -> str:
 
 def _is_template(text: str) -> bool:
     return any(mark in text for mark in MARKS)
+
+
+def read_system(value: str | None) -> str | None:
+    """The system message that `value` is, or that the file of this name holds (its last line end left out)."""
+    if value is None or "\n" in value:
+        return value
+    fix = "--system FILE, or the message itself"
+    try:
+        path = Path(value).expanduser()
+        if not path.is_file():
+            if path.suffix.lower() in TEXT_SUFFIXES and " " not in value:
+                raise DataError(Problem(f"--system {value}", "no such file", f"{beside(path)}, or the message itself"))
+            return value
+        text = path.read_text(encoding="utf-8-sig").rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise DataError(Problem(f"--system {value}", "is not UTF-8", "text in UTF-8")) from None
+    except (OSError, RuntimeError) as error:  # no permission; ~name of nobody; a text too long for a name is no file
+        if isinstance(error, PermissionError):
+            raise DataError(Problem(f"--system {value}", f"cannot be read ({error.strerror})", fix)) from None
+        return value
+    if not text.strip():
+        raise DataError(Problem(f"--system {value}", "is an empty file", fix))
+    return text

@@ -54,7 +54,7 @@ def gather_units(stores: list[tuple[Source, TokenStore]]) -> Units:
     for source, store in stores:
         assert store.values is not None
         count = len(store.values)
-        values.append(store.values if source.rows is None else store.values[np.arange(source.rows) % count])
+        values.append(store.values if source.rows is None else store.values[source.taken(count)])
     units = Units(docs, np.concatenate(values))
     missing = np.isnan(units.values)
     if missing.any() and not missing.all():

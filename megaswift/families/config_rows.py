@@ -7,6 +7,7 @@ row claims is an error: a setting that nobody looked at may change what the mode
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,20 @@ REQUIRED: Any = object()
 SPEC_FIELDS = ("vocab_size", "max_positions", "tied", "dtype", "rope")
 """Targets that are fields of ModelSpec itself; all others are fields of `Features` or of Megatron's
 TransformerConfig."""
+
+
+MOST = {
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "moe_intermediate_size": 1 << 24,
+    "num_hidden_layers": 1 << 14,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 28,
+}
+"""Sizes far above any model's: a larger one is a mistake in the file, and would end in lack of memory."""
+MOST_OF_OTHERS = (1 << 31) - 1
 
 
 @dataclass
@@ -50,6 +65,13 @@ class Reading:
             return None
         if kind in (int, float) and value < least:
             self.problem(key, f"should be at least {least}")
+            return None
+        most = MOST.get(key, MOST_OF_OTHERS)
+        if kind is int and value > most:
+            self.problem(key, f"should be at most {most:,}")
+            return None
+        if kind is float and not math.isfinite(value):
+            self.problem(key, "should be a finite number")
             return None
         return float(value) if kind is float else value
 

@@ -23,6 +23,8 @@ from megaswift.families.spec import Features, ModelSpec
 from megaswift.families.vision import TEXT_ONLY, has_tower
 from megaswift.registry import Registry
 
+LARGEST = 1 << 53
+"""Of whole numbers in a config.json; sizes of a family have bounds of their own."""
 LLAMA_LIKE: Mapping[str, Any] = MappingProxyType(
     {
         "normalization": "RMSNorm",
@@ -107,10 +109,15 @@ def read_config(directory: Path | str) -> dict[str, Any]:
         raise WeightsError(
             Problem(str(path), "does not exist", "give a folder that holds a Hugging Face model")
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
+    except RecursionError:
+        raise WeightsError(Problem(str(path), "is nested too deeply")) from None
     if not isinstance(config, dict):
         raise WeightsError(Problem(str(path), "should hold a JSON object"))
+    if absurd := [name for name, value in config.items() if isinstance(value, int) and abs(value) > LARGEST]:
+        shown = [Problem(f"{path}, {name} {config[name]:.3g}", "is beyond what any model has") for name in absurd]
+        raise WeightsError(shown)
     return config
 
 

@@ -194,6 +194,15 @@ def _no_target(name: str, known: Sequence[Projection], family: Family, spec: Mod
     )
 
 
+OF_MEGATRON = {
+    "output_layer": "lm_head",
+    "word_embeddings": "embed_tokens",
+    "embedding": "embed_tokens",
+    "final_layernorm": "norm",
+}
+"""Hugging Face's names of modules that Megatron-Core calls otherwise."""
+
+
 def saved(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
     """Hugging Face tensors of the modules that `names` (whole names or their ends) mean; a ConfigError for each that
     means none."""
@@ -206,7 +215,8 @@ def saved(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
         chosen.update({hf: None for hf in every if hf.rpartition(".")[0] in found})
         if not found:
             leaves = list(dict.fromkeys(m.rsplit(".", 1)[-1] for m in modules))
-            close = nearest(name, leaves)
+            own = OF_MEGATRON.get(name.rsplit(".", 1)[-1], "")
+            close = f"--modules_to_save {own}" if own in leaves else nearest(name, leaves)
             problems.append(
                 Problem(
                     f"--modules_to_save {name}",

@@ -11,7 +11,7 @@ import importlib.util
 from pathlib import Path
 
 from megaswift.config.inference import AnswerConfig, WeightsOptions
-from megaswift.data.template import read_template
+from megaswift.data.template import read_system, read_template
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.adapter_folder import is_scored
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -29,10 +29,11 @@ def need(package: str, why: str) -> None:
 
 
 def look(cfg: AnswerConfig) -> None:
-    """The model's folder, adapters and chat template, as far as they can be judged at once."""
+    """The model's folder, adapters, chat template and system message, as far as they can be judged at once."""
     found(cfg.weights)
     if cfg.conversation.chat_template is not None:
         read_template(cfg.conversation.chat_template)
+    read_system(cfg.conversation.system)
 
 
 def found(options: WeightsOptions) -> Path:

@@ -17,6 +17,7 @@ from megaswift.data.chat import ChatRenderer, templates_of
 from megaswift.data.images import Home, Source, open_image, placed
 from megaswift.data.processor import Processor
 from megaswift.data.sample import RowError, Sample, conversation
+from megaswift.data.template import read_system
 from megaswift.errors import ConfigError, Problem
 from megaswift.inference.generator import Listener, Pictures, Request
 from megaswift.inference.load import Prepared
@@ -48,7 +49,8 @@ class Prompts:
     """Renders with the tokenizer's chat template, and with the processor of a vision-language model."""
 
     def __init__(self, prepared: Prepared, system: str | None, home: Home = STRANGERS) -> None:
-        self.tokenizer, self.context, self.system, self.home = prepared.tokenizer, prepared.context, system, home
+        self.tokenizer, self.context, self.home = prepared.tokenizer, prepared.context, home
+        self.system = read_system(system)
         self._reader, self._name = prepared.reader, str(prepared.options.model)
 
     @property

@@ -175,8 +175,11 @@ def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
         store = Store(output / "checkpoints")
         return _steps(store.root), [_notice(p) for p in store.incomplete()]
     path = Path(wanted)
+    named_latest = path.name == "latest" and not path.is_dir()  # OUT/checkpoints/latest, a link in other programs
+    path = path.parent if named_latest else path
     if not path.is_dir():
-        fix = nearest(wanted, ["latest"]) or _others(output)
+        newest = "--resume_from_checkpoint latest, the newest of --output_dir" if named_latest else ""
+        fix = newest or nearest(wanted, ["latest"]) or _others(output)
         raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", "is not a folder", fix))
     for root in (path, path / "checkpoints"):
         if not STEP.fullmatch(root.name) and (steps := _steps(root)):

@@ -21,7 +21,7 @@ from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import engine_of, is_native, zero_config
 from megaswift.config.values import show
 from megaswift.data.sources import resolve
-from megaswift.data.template import read_template
+from megaswift.data.template import read_system, read_template
 from megaswift.engine.determinism import environment_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits
@@ -235,10 +235,14 @@ def data_problems(cfg: SwiftConfig) -> list[Problem]:
     """Data sets that are not there, a chat template that cannot be had; what is in them `megaswift.data` reads."""
     problems: list[Problem] = []
     checks: list[Callable[[], object]] = [
-        partial(resolve, name, _later) for name in (*cfg.data.dataset, *cfg.data.val_dataset)
+        partial(resolve, name, _later, f"--{option}")
+        for option in ("dataset", "val_dataset")
+        for name in cfg.value(option)
     ]
     if cfg.data.chat_template is not None:
         checks.append(partial(read_template, cfg.data.chat_template))
+    if cfg.data.system is not None:
+        checks.append(partial(read_system, cfg.data.system))
     for check in checks:
         try:
             check()

@@ -41,7 +41,7 @@ def test_sizes(text: str, value: int) -> None:
     [
         (["hf-to-megatrom"], "did you mean hf-to-megatron?"),
         (["hf-to-megatron", "a"], "DST"),
-        (["hf-to-megatron", "a", "b", "--pt", "2"], "did you mean"),
+        (["hf-to-megatron", "a", "b", "--etpp", "2"], "did you mean --etp?"),
         (["hf-to-megatron", "a", "b", "--tp", "0"], "whole number"),
         (["megatron-to-hf", "a", "b", "--tp", "2"], "unrecognized arguments: --tp"),
         (["megatron-to-hf", "a", "b", "--max_shard_size", "5 apples"], "is no size"),

@@ -13,6 +13,9 @@ def problems(words: str, task: str = "sft") -> list[str]:
     try:
         load(task, options, environ={})
     except ConfigError as error:
+        typed = [word.partition("=")[0] for word in options]
+        for p in error.problems:
+            assert p.what.split()[0].rstrip(":") in typed, f"{p.what} was not typed: {words}"
         return [p.what + ": " + p.rule for p in error.problems]
     return []
 
@@ -29,4 +32,6 @@ def assert_idle(idle: str, used: str, task: str = "sft") -> None:
 def assert_contradiction(name: str, words: str, task: str = "sft") -> None:
     """One mistake, which names this option."""
     found = problems(words, task)
-    assert len(found) == 1 and found[0].startswith((f"--{name} ", f"--{name}:")) and "ignored" not in found[0], found
+    assert len(found) == 1 and "ignored" not in found[0], found
+    typed = found[0].startswith((f"--{name} ", f"--{name}:"))
+    assert typed or (f"--{name}" not in words and f": {name} is " in found[0]), found

@@ -31,7 +31,7 @@ def test_contradictions() -> None:
     assert len(CLASHING) == len(ADAPTER_CLASHES)
     for words, clash in zip(CLASHING, ADAPTER_CLASHES, strict=True):
         found = problems(words)
-        assert len(found) == 1 and clash.options[0] in found[0], (words, found)
+        assert len(found) == 1 and any(name in found[0] for name in clash.options), (words, found)
     assert all({r.option, *r.reads} <= set(OPTIONS) for r in ADAPTER_IGNORED)
 
 

@@ -31,14 +31,15 @@ def test_page(task: str, width: int) -> None:
 def test_schema_is_complete_and_json() -> None:
     schema = json.loads(json.dumps(json_schema()))
     assert set(schema["properties"]) >= {*NAMES, *SECTIONS, "task"}
-    assert set(schema["$defs"]["section"]["properties"]) == set(NAMES)
+    assert set(schema["$defs"]["section"]["properties"]) == {*NAMES, "rlhf_type"}
     assert schema["$defs"]["learning_rate"] == {
-        "description": "Highest learning rate",
-        "type": "number",
+        "description": "Highest learning rate; unset with adapters: 1e-4",
+        "type": ["number", "string", "null"],
+        "pattern": "^([Nn]one|NONE|[Nn]ull|NULL)?$",
         "exclusiveMinimum": 0,
         "default": 1e-5,
     }
-    assert schema["$defs"]["max_steps"]["type"] == ["integer", "null"]
+    assert schema["$defs"]["max_steps"]["type"] == ["integer", "string", "null"]
 
 
 def test_schema_agrees_with_the_loader() -> None:

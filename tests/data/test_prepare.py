@@ -59,8 +59,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, ROWS)
     assert texts(tmp_path, path) == expected(ROWS)
-    assert texts(tmp_path, f"{path}#3") == expected(ROWS[:3])
-    assert texts(tmp_path, f"{path}#30") == expected((ROWS * 3)[:30])
+    assert texts(tmp_path, f"{path}#:3") == texts(tmp_path, f"{path}#3", shuffle=False) == expected(ROWS[:3])
+    assert texts(tmp_path, f"{path}#:30") == expected((ROWS * 3)[:30])
 
 
 def test_json_variants(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_folders_subsets_and_several_data_sets_in_order(tmp_path: Path) -> None:
     (folder / "README.md").write_text("not data")
     assert texts(tmp_path, str(folder)) == expected(ROWS[:6])
     assert texts(tmp_path, f"{folder}:b") == expected(ROWS[2:4])
-    assert texts(tmp_path, f"{folder}:more#1") == expected(ROWS[4:5])
+    assert texts(tmp_path, f"{folder}:more#:1") == expected(ROWS[4:5])
     assert texts(tmp_path, [f"{folder}:more", f"{folder}:a"]) == expected(ROWS[4:6] + ROWS[:2])
 
 
@@ -205,7 +205,7 @@ def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:
         ("silent.jsonl", "carries loss"),
         ("d.josnl", "no such file or folder\n    try: did you mean d.jsonl?"),
         ("d.jsonl#5k", "what follows # is no number of rows\n    try: d.jsonl#500"),
-        (".:dd", "named dd in this folder\n    try: did you mean d?"),
+        (".:nome", "named nome in this folder\n    try: did you mean none?"),
         (".:train", "try: .:bad, d, none, silent"),
     ],
 )
@@ -243,8 +243,8 @@ def test_a_hub_that_gives_a_data_set_is_asked_once(tmp_path: Path, monkeypatch: 
         )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert texts(tmp_path, "some/set") == expected(ROWS) and texts(tmp_path, "some/set#5") == expected(ROWS[:5])
-    assert texts(tmp_path, "some/set:part#6") == expected((ROWS[:4] * 2)[:6])
+    assert texts(tmp_path, "some/set") == expected(ROWS) and texts(tmp_path, "some/set#:5") == expected(ROWS[:5])
+    assert texts(tmp_path, "some/set:part#:6") == expected((ROWS[:4] * 2)[:6])
     assert asked == [("some/set", None), ("some/set", "part")]
     with pytest.raises(DataError, match="has no split `train` but test"):
         texts(tmp_path, "some/tests")

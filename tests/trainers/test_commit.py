@@ -126,6 +126,10 @@ def test_a_checkpoint_is_found_by_its_folder_its_run_or_latest(tmp_path: Path) -
         assert commit.select(str(wanted), tmp_path / "other") == (folder, [])
     assert commit.select("latest", tmp_path / "run") == (folder, [])
     assert commit.select("latest", tmp_path / "other") == (None, [])
+    for named in (tmp_path / "run/checkpoints/latest", tmp_path / "run/latest"):
+        assert commit.select(str(named), tmp_path / "other") == (folder, [])
+    with pytest.raises(CheckpointError, match="try: --resume_from_checkpoint latest, the newest"):
+        commit.select(str(tmp_path / "nowhere/checkpoints/latest"), tmp_path)
 
 
 def test_an_interrupted_save_is_told(tmp_path: Path) -> None:

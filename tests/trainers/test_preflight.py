@@ -65,7 +65,7 @@ def test_problems_of_every_kind_are_told_together(model: Path, tmp_path: Path, m
         "no_such_package is not installed",
         "--dataset a.jsonl: no such file",
         "--dataset b.jsonl: no such file",
-        "--dataset c.jsonl: no such file",
+        "--val_dataset c.jsonl: no such file",
     ):
         assert part in text
     assert "--dataset d:" not in text  # an id of a hub, perhaps
@@ -100,7 +100,7 @@ def test_adapters_that_have_no_place_are_named_before_anything_starts(model: Pat
         output_dir=str(tmp_path / "out"),
         train_type="lora",
         target_modules=["q_proj", "k_porj", "embed_tokens", "(v_proj"],
-        modules_to_save=["lm_heads"],
+        modules_to_save=["lm_heads", "output_layer"],
     )
     text = "\n".join(problems(cfg, 1))
     for part in (
@@ -109,6 +109,7 @@ def test_adapters_that_have_no_place_are_named_before_anything_starts(model: Pat
         "--target_modules embed_tokens: is no projection",
         "--target_modules (v_proj: is no regular expression",
         "--modules_to_save lm_heads: matches no module",
+        "--modules_to_save output_layer: matches no module of this model\n    try: --modules_to_save lm_head",
     ):
         assert part in text
     assert "q_proj:" not in text

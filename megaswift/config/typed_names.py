@@ -1,0 +1,56 @@
+"""Messages name an option as the user typed it: `--val_datasets` where the check says `--val_dataset`, the line of a
+file where it stands there.
+
+Checks of later stages know an option by its canonical name only; their errors pass through here on the way out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from megaswift.errors import Problem, UserError
+
+_FLAG = re.compile(r"--([A-Za-z]\w*)( ?)")
+
+
+@dataclass(frozen=True)
+class Typed:
+    """How the user wrote an option."""
+
+    spelling: str
+    """Without the value: `--lr`, `run.yaml:3 lr:`, `lr=`."""
+    label: str
+    """With it."""
+
+
+def as_typed(problems: Iterable[Problem], typed: Mapping[str, Typed], names: Mapping[str, str]) -> list[Problem]:
+    """The problems, each option in what was given as it was typed. `names`: any spelling to the canonical name."""
+    return [replace(p, what=_renamed(p.what, typed, names)) for p in problems]
+
+
+@contextmanager
+def named_as_typed(typed: Mapping[str, Typed], names: Mapping[str, str]) -> Iterator[None]:
+    """A user's mistake that is found inside names the options as they were typed."""
+    try:
+        yield
+    except UserError as error:
+        error.problems = as_typed(error.problems, typed, names)
+        error.args = (error.message(),)
+        raise
+
+
+def _renamed(what: str, typed: Mapping[str, Typed], names: Mapping[str, str]) -> str:
+    if not what.startswith("--") or what in {t.label for t in typed.values()}:
+        return what
+    several = len(_FLAG.findall(what)) > 1
+
+    def written(found: re.Match[str]) -> str:
+        own = typed.get(names.get(found[1], ""))
+        if own is None or not own.spelling or (several and not own.spelling.startswith("--")):
+            return found[0]
+        return own.spelling + found[2] * (not own.spelling.endswith("="))
+
+    return _FLAG.sub(written, what)

@@ -1,0 +1,103 @@
+"""The command line goes over the file: what contradicts it there is dropped with a notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaswift.config import SwiftConfig, load
+from megaswift.config.sections import OPTIONS
+from megaswift.errors import ConfigError
+
+
+def run(folder: Path, text: str, words: str, task: str = "sft") -> SwiftConfig:
+    (folder / "run.yaml").write_text(text)
+    return load(task, [str(folder / "run.yaml"), *words.split()], environ={})
+
+
+def refused(folder: Path, text: str, words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run(folder, text, words)
+    return str(caught.value)
+
+
+DROPPED = [
+    ("num_train_epochs: 3\n", "--max_steps 1", ["num_train_epochs"]),
+    ("max_steps: 9\n", "--num_train_epochs 2", ["max_steps"]),  # the idle one is the newer
+    ("warmup_steps: 9\n", "--warmup_ratio 0.1", ["warmup_steps"]),
+    ("split_dataset_ratio: 0.1\n", "--val_dataset v", ["split_dataset_ratio"]),
+    ("val_dataset: v\n", "--split_dataset_ratio 0.1", ["val_dataset"]),
+    ("val_dataset: v\neval_steps: 5\n", "--val_dataset none", ["eval_steps"]),
+    ("engine: fsdp2\n", "--deepspeed zero2", ["engine"]),
+    ("engine: fsdp2\nfsdp: full_shard\n", "--engine ddp", ["fsdp"]),
+    ("tp: 2\npp: 2\n", "--engine ddp", ["tensor_parallel_size", "pipeline_parallel_size"]),
+    ("train_type: lora\nlora_rank: 4\n", "--train_type full", ["lora_rank"]),
+    ("gbs: 64\n", "--gradient_accumulation_steps 2", ["global_batch_size"]),
+    ("gradient_accumulation_steps: 2\n", "--gbs 64", ["gradient_accumulation_steps"]),
+    ("save_steps: 5\nsave_total_limit: 2\n", "--save_steps none", ["save_total_limit"]),
+    ("merge_lora: true\ntrain_type: lora\n", "--export_hf false", ["merge_lora"]),
+]
+
+
+@pytest.mark.parametrize("text, words, dropped", DROPPED, ids=[words for _, words, _ in DROPPED])
+def test_the_file_s_option_goes(tmp_path: Path, text: str, words: str, dropped: list[str]) -> None:
+    cfg = run(tmp_path, text, words)
+    told = [notice for notice in cfg.notices if "not used" in notice]
+    assert not cfg.given & set(dropped) and len(told) == len(dropped)
+    assert all("run.yaml:" in notice and "not used, because of --" in notice for notice in told), told
+    assert all(cfg.value(name) == OPTIONS[name].default for name in dropped)
+
+
+def test_what_the_file_says_beside_it_stays(tmp_path: Path) -> None:
+    cfg = run(tmp_path, "num_train_epochs: 3\nlr: 1e-4\nwarmup_ratio: 0.1\n", "--max_steps 1")
+    assert cfg.optim.learning_rate == 1e-4 and cfg.optim.warmup_ratio == 0.1 and cfg.train.max_steps == 1
+
+
+@pytest.mark.parametrize(
+    "text, words, part",
+    [
+        ("train_type: lora\n", "--random_init true", "--random_init true: adapters belong"),  # another run without it
+        ("engine: ddp\n", "--tp 2", "--tp 2: would be ignored: belongs to the native engine"),
+        ("streaming: true\nmax_steps: 9\n", "--num_train_epochs 2", "--num_train_epochs 2: would be ignored"),
+        (
+            "max_steps: 9\nnum_train_epochs: 2\n",
+            "--lr 1e-4",
+            "num_train_epochs: 2: would be ignored",
+        ),  # both the file's
+        ("gbs: 7\n", "--micro_batch_size 2", "gbs: 7: is not a multiple"),
+        ("", "--max_steps 9 --num_train_epochs 2", "--num_train_epochs 2: would be ignored"),
+    ],
+)
+def test_what_is_refused_still(tmp_path: Path, text: str, words: str, part: str) -> None:
+    assert part in refused(tmp_path, text, words)
+
+
+def test_none_takes_a_file_s_number_back(tmp_path: Path) -> None:
+    cfg = run(
+        tmp_path, "num_train_epochs: 3\nlora_rank: 4\ntrain_type: lora\nlr: 3\n", "--num_train_epochs none --lr None"
+    )
+    assert (cfg.train.num_train_epochs, cfg.optim.learning_rate) == (1, 1e-4)
+    assert cfg.given == {"train_type", "lora_rank"} and not [n for n in cfg.notices if "epochs" in n]
+    assert run(tmp_path, "num_train_epochs: 3\n", "--num_train_epochs none --max_steps 2").train.max_steps == 2
+    assert "must be true or false" in refused(tmp_path, "shuffle: true\n", "--shuffle none")
+
+
+def test_python_s_options_go_over_a_configuration() -> None:
+    cfg = SwiftConfig(num_train_epochs=3, lr=0.5).replace(max_steps=2)
+    assert cfg.train.max_steps == 2 and "num_train_epochs" not in cfg.given and len(cfg.notices) == 1
+
+
+def test_adapters_have_a_learning_rate_of_their_own() -> None:
+    for words, rate in (
+        ("", 1e-5),
+        ("--train_type lora", 1e-4),
+        ("--tuner_type dora", 1e-4),
+        ("--train_type qlora", 1e-4),
+    ):
+        assert load("sft", words.split(), environ={}).optim.learning_rate == rate
+    cfg = load("sft", ["--train_type", "boft", "--engine", "ddp"], environ={})
+    assert cfg.optim.learning_rate == 1e-4 and cfg.replace(train_type="full", engine="ddp").optim.learning_rate == 1e-5
+    assert load("sft", ["--train_type", "lora", "--lr", "1e-5"], environ={}).optim.learning_rate == 1e-5
+    (notice,) = load("sft", ["--train_type", "lora"], environ={}).notices
+    assert notice == "learning_rate 0.0001, the default with train_type lora (full: 1e-05)"

@@ -1,0 +1,189 @@
+"""What an unknown option or value is answered with: what another toolkit means by it, a likely typo, or nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megaswift import deploy, export, infer
+from megaswift.cli import COMMANDS
+from megaswift.confidential import is_secret
+from megaswift.config import load
+from megaswift.config.other_names import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, meaning, unknown_options
+from megaswift.config.sections import NAMES, OPTIONS
+from megaswift.errors import ConfigError, beside, distance, nearest
+
+SWIFT_NAMES = Path(__file__).with_name("swift_names.json")
+"""Options that ms-swift documents (its docs/source_en, commit 3602360, 2026-08-22), names alone."""
+
+
+def fixes(*argv: str, task: str | None = "sft") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(task, list(argv), environ={})
+    return [p.fix for p in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    "a, b, far",
+    [
+        ("", "", 0),
+        ("kitten", "sitting", 3),
+        ("lr", "rl", 1),
+        ("ca", "abc", 3),  # 2 without "no letter twice": the optimal string alignment
+        ("abc", "", 3),
+        ("learnin_rate", "learning_rate", 1),
+    ],
+)
+def test_distance_by_hand(a: str, b: str, far: int) -> None:
+    assert distance(a, b) == distance(b, a) == far
+
+
+@pytest.mark.parametrize(
+    "typed, known, found",
+    [
+        ("LERNING-rate", ["learning_rate", "min_lr"], "learning_rate"),
+        ("learnnig_raet", ["learning_rate"], "learning_rate"),  # two exchanges in a long name
+        ("pakcing", ["packing"], "packing"),
+        ("pcakign", ["packing"], ""),  # two in a short one
+        ("lmbda", ["gae_lambda"], ""),
+        ("ab", ["a", "b", "abc"], ""),
+        ("learning", ["learning_rate", "logging_steps"], "learning_rate"),  # the beginning of one
+        ("eval", ["eval_steps", "eval_iters"], ""),  # of two
+        ("lorb_a", ["lora_a", "lorb_b"], ""),  # equally near
+        ("mesages.jsonl", ["bom.jsonl", "messages.jsonl"], "messages.jsonl"),
+        ("mesages.jsonl", ["bom.jsonl", "rows.jsonl"], ""),
+    ],
+)
+def test_the_rule_of_typos(typed: str, known: list[str], found: str) -> None:
+    assert nearest(typed, known) == (f"did you mean {found}?" if found else "")
+
+
+def test_a_neighbour_of_a_file(tmp_path: Path) -> None:
+    for name in ("bom.jsonl", "messages.jsonl", "notes.txt"):
+        (tmp_path / name).touch()
+    assert beside(tmp_path / "mesages.jsonl") == "did you mean messages.jsonl?"
+    (tmp_path / "messages.jsonl").unlink()
+    assert beside(tmp_path / "mesages.jsonl") == f"look in {tmp_path}"
+
+
+ANSWERS = [
+    ("--no_save_rng true", "leave it out: random states"),
+    ("--lmbda 0.5", "leave it out: megaswift does not serve distillation"),
+    ("--plot_loss true", "leave it out: the curves are always drawn"),
+    ("--save_only_model true", "checkpoints without the optimizer"),
+    ("--use_ray true", "--launcher ray"),
+    ("--vllm_tensor_parallel_size 2", "a server may be: --rollout_backend vllm_server"),
+    ("--sft_type lora", "--train_type"),
+    ("--model_type qwen2", "leave it out: the family is read from the model's config.json"),
+    ("--training_task grpo", "the command's name: megaswift sft, megaswift grpo"),
+    ("--lora_dtype bf16", "leave it out: adapters have the precision of --torch_dtype"),
+    ("--mixed_precision bf16", "--torch_dtype bfloat16, float16 or float32"),
+    ("--vit_lr 1e-5", "leave it out: all parts train at --learning_rate"),
+    ("--bf16 true", "--torch_dtype bfloat16"),
+    ("--fp16", "--torch_dtype float16"),
+    ("--fp16 false", "leave it out: nothing computes in float16 unless --torch_dtype says so"),
+    ("--bf16=False", "leave it out: nothing computes in bfloat16"),
+    ("--hidden_size 4096", "leave it out: the model's config.json (--model DIR) says it"),
+    ("--swanlab_project x", "does not serve SwanLab"),
+    ("--no_bias_dropout_fusion true", "leave it out: fused kernels are chosen by the device"),
+    ("--no_shuffle", "--shuffle false"),
+    ("--fsdp no_shard", "--engine ddp, where every rank keeps the whole model"),
+    ("--report_to swanlab", "SwanLab is not served"),
+    ("--attn_impl flash_attn2", "did you mean flash_attn?"),
+    ("--nothing_like_it 1", "megaswift sft --help lists them all"),
+]
+
+
+@pytest.mark.parametrize("words, answer", ANSWERS, ids=[words.split()[0] for words, _ in ANSWERS])
+def test_what_other_toolkits_mean(words: str, answer: str) -> None:
+    (fix,) = fixes(*words.split())
+    assert answer in fix and "did you mean" not in fix or answer == fix, fix
+
+
+def test_a_file_says_no_precision_too(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("fp16: false\nbf16: true\n")
+    assert fixes(str(tmp_path / "run.yaml")) == [
+        "leave it out: nothing computes in float16 unless --torch_dtype says so",
+        "--torch_dtype bfloat16",
+    ]
+
+
+def test_a_section_of_deepspeed_names_its_file(tmp_path: Path) -> None:
+    for name, text in (
+        ("r.yaml", "deepspeed:\n  config_path: zero2\n"),
+        ("r.json", '{"deepspeed": {"config_path": "zero2"}}'),
+    ):
+        (tmp_path / name).write_text(text)
+        assert load("sft", [str(tmp_path / name)], environ={}).engine.deepspeed == "zero2"
+
+
+def test_minus_one_is_all() -> None:
+    words = ["--val_dataset", "v", "--eval_iters", "-1", "--max_steps", "-1", "--save_total_limit", "-1"]
+    cfg = load("sft", words, environ={})
+    assert (cfg.train.eval_iters, cfg.train.max_steps, cfg.train.save_total_limit) == (None, None, None)
+    assert fixes("--eval_iters", "-2", "--val_dataset", "v") == ["--eval_iters 1"]
+
+
+def test_a_task_that_is_not_there_hides_nothing_else() -> None:
+    words = "--rlhf_type gkd --beta 0.1 --temperature 1 --num_generations 8 --max_completion_length 9 --lmbda 1"
+    with pytest.raises(ConfigError) as caught:
+        load(None, words.split(), environ={})
+    first, second = caught.value.problems
+    assert first.what == "--rlhf_type gkd" and "distillation (GKD) is not served" in first.fix
+    assert second.what == "--lmbda 1"
+    assert fixes("--rlhf_type", "dp0", task=None) == ["did you mean dpo?"]
+    (fix,) = fixes("--rlhf_type", "whatever", task=None)
+    assert fix.startswith("one of dpo, ") and "sft" not in fix
+
+
+@pytest.mark.parametrize("task", ["pt", "dpo", "grpo"])
+def test_the_hint_names_the_command(task: str) -> None:
+    assert fixes("--nothing_like_it", "1", task=task) == [f"megaswift {task} --help lists them all"]
+    assert fixes("--nothing_like_it", "1", "--rlhf_type", "rm", task=None) == ["megaswift rm --help lists them all"]
+
+
+def test_without_a_task_the_hint_names_all() -> None:
+    """`megaswift rlhf` without --rlhf_type, and `megaswift config`."""
+    (fix,) = fixes("--nothing_like_it", "1", task=None)
+    assert fix.startswith("megaswift TASK --help lists them all (TASK: sft, pt, dpo, ")
+
+
+@pytest.mark.parametrize("module", [infer, deploy, export])
+def test_other_commands_advise_their_own_options(module: object) -> None:
+    command = module.COMMAND  # type: ignore[attr-defined]
+    for name in {**NAMES_ELSEWHERE, **command.hints}:
+        if name in command.table.names or is_secret(name):
+            continue
+        with pytest.raises(ConfigError) as caught:
+            command.parse(["--model", "m", f"--{name}", "1"])
+        (fix,) = [p.fix for p in caught.value.problems if p.what == f"--{name} 1"]
+        named = re.findall(r"--(\w+)", fix)
+        assert name in command.hints or set(named) <= {*command.table.names, "help"}, (name, fix)
+
+
+def test_the_tables_name_what_exists() -> None:
+    assert not {name for name in NAMES_ELSEWHERE if name in NAMES}
+    texts = [*NAMES_ELSEWHERE.values(), *(text for _, text in PATTERNS), *VALUES_ELSEWHERE.values()]
+    assert unknown_options(texts, {*NAMES, "merge_lora"}) == []
+    assert {w for t in texts for w in re.findall(r"megaswift (\w+)", t)} <= {*COMMANDS, "does"}
+    for (option, value), text in VALUES_ELSEWHERE.items():
+        known = option == "rlhf_type" or value not in (
+            *OPTIONS[option].choices,
+            *OPTIONS[option].details.get("spellings", {}),
+        )
+        assert known and text, (option, value)
+
+
+def test_no_guess_misleads_among_ms_swift_s_names() -> None:
+    """Of 406 options that ms-swift documents and that are none here, none looks like a typo; most have an advice of
+    their own. (By letters in common, 220 were guessed at, and about 15 of these guesses helped.)"""
+    names = json.loads(SWIFT_NAMES.read_text())
+    unknown = [name for name in dict.fromkeys(names) if name not in NAMES]
+    assert len(unknown) > 350
+    guessed = {name: nearest(name, NAMES) for name in unknown if not meaning(name, "1", NAMES)}
+    assert {name: text for name, text in guessed.items() if text} == {}
+    answered = [name for name in unknown if meaning(name, "1", NAMES)]
+    assert len(answered) > 200
