@@ -166,6 +166,10 @@ class ServerOptions:
     )
     max_batch_size: int = option(8, "Answers that are generated together", minimum=1, unit="answers")
     max_waiting: int = option(64, "Answers that may wait; more are told to come again (429)", minimum=0, unit="answers")
+    max_body_size: str | None = option(
+        None, "Largest request; unset: 8MiB, or 32MiB where the model reads images", metavar="SIZE"
+    )
+    log_requests: bool = option(True, "Log a line for each request: client, path, status, seconds; no text, no token")
     tensor_parallel_size: int | None = option(
         None, "GPUs over which vLLM splits the model", aliases=("tp",), minimum=1, unit="GPUs"
     )

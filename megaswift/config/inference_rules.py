@@ -31,6 +31,8 @@ TRANSFORMERS_ONLY = (
     "offload_folder",
     "max_batch_size",
     "max_waiting",
+    "max_body_size",
+    "log_requests",
     "system",
     "stop",
 )
@@ -167,6 +169,8 @@ def check_deploy(parsed: Parsed) -> Iterator[Problem]:
             "others could use the model: an address beyond this machine needs a token",
             f"{TOKEN_VARIABLE}=... megaswift deploy ..., or --host 127.0.0.1",
         )
+    if server.max_body_size is not None and not parse_size(server.max_body_size):
+        yield Problem(f"--max_body_size {server.max_body_size}", "is no size", "--max_body_size 8MiB")
     if server.infer_backend == "vllm":
         yield from _unused(parsed, TRANSFORMERS_ONLY, "would be ignored: vLLM decides that itself")
         if parsed.sections["placement"].quantization_bit == 8:
