@@ -4,8 +4,10 @@ refused at once."""
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from megaswift.config.command import Parsed
@@ -22,6 +24,7 @@ from megaswift.config.placement import AUTOMATIC, DISK, device_map, max_memory
 from megaswift.config.size import parse_size
 from megaswift.errors import Problem
 
+ADAPTER_CONFIG = "adapter_config.json"
 TOKEN_VARIABLE = "MEGASWIFT_API_KEY"
 TRANSFORMERS_ONLY = (
     "attn_impl",
@@ -46,8 +49,8 @@ def _unused(parsed: Parsed, names: Iterable[str], why: str, fix: str = "leave it
 def _model(options: WeightsOptions | SourceOptions) -> Iterator[Problem]:
     if options.model is None:
         yield Problem("--model", "is missing", "--model DIR: a Hugging Face folder, OUT of a run, or a checkpoint")
-    if options.adapters is not None and not (Path(options.adapters) / "adapter_config.json").is_file():
-        rule = "has no adapter_config.json" if Path(options.adapters).is_dir() else "no such folder"
+    if options.adapters is not None and not (Path(options.adapters) / ADAPTER_CONFIG).is_file():
+        rule = f"has no {ADAPTER_CONFIG}" if Path(options.adapters).is_dir() else "no such folder"
         yield Problem(
             f"--adapters {options.adapters}", rule, "a PEFT folder: OUT/adapter, OUT/checkpoints/step-N/adapter"
         )
@@ -183,6 +186,17 @@ def check_deploy(parsed: Parsed) -> Iterator[Problem]:
         )
 
 
+def _no_adapters(model: str | None) -> Problem:
+    """--merge_lora without --adapters; the folder of a LoRA run is often given as the model."""
+    for folder in (Path(model), Path(model) / "adapter") if model is not None else ():
+        with suppress(OSError, ValueError, AttributeError):
+            text = (folder / ADAPTER_CONFIG).read_text(encoding="utf-8")
+            base = json.loads(text).get("base_model_name_or_path") or "BASE"
+            rule = "holds the adapters of a LoRA run, not a model"
+            return Problem(f"--model {model}", rule, f"--model {base} --adapters {folder} --merge_lora true")
+    return Problem("--merge_lora true", "there are no adapters", "--adapters DIR")
+
+
 def check_export(parsed: Parsed) -> Iterator[Problem]:
     """`megaswift export`."""
     source: SourceOptions = parsed.sections["source"]
@@ -194,7 +208,7 @@ def check_export(parsed: Parsed) -> Iterator[Problem]:
             "megaswift export", "has nothing to do", "--merge_lora true --adapters DIR, or --quantization_bit 4"
         )
     if export.merge_lora and source.adapters is None:
-        yield Problem("--merge_lora true", "there are no adapters", "--adapters DIR")
+        yield _no_adapters(source.model)
     if not export.merge_lora:
         yield from _unused(parsed, ["adapters"], "would be ignored", "--merge_lora true")
     if export.merge_lora and export.quantization_bit is None:
