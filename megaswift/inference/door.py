@@ -25,7 +25,8 @@ from megaswift.inference.openai_answers import error_json
 ARRIVAL_SECONDS = 30.0
 """In which a request has to arrive: its headers, and then its body."""
 MOST_CONNECTIONS = 256
-"""Open at a time; what comes then is closed at once."""
+"""Open at a time. A further one takes the place of the one that has sent no request for longest; where all have, it is
+closed at once."""
 DRAINED_BYTES, DRAINED_SECONDS = 1 << 26, 2.0
 """Most that is read of a request that is refused."""
 SHOWN_PATH = 100
@@ -189,21 +190,25 @@ def protocol(seconds: float = ARRIVAL_SECONDS, connections: int = MOST_CONNECTIO
     """uvicorn's protocol, which alone waits for the headers of a request for ever, and for any number of clients."""
 
     class Bounded(H11Protocol):
-        """Closes a connection whose headers are late."""
+        """Closes a connection whose headers are late, and where there are too many, the one that has waited longest."""
 
         _late: asyncio.TimerHandle | None = None
+        _since = 0.0
 
         def connection_made(self, transport: Any) -> None:
             """A client comes."""
             super().connection_made(transport)
-            if len(self.connections) > connections:
-                transport.close()
-            else:
-                self._late = self.loop.call_later(seconds, transport.close)
+            self._since = self.loop.time()
+            self._late = self.loop.call_later(seconds, transport.close)
+            open_now = [c for c in self.connections if not c.transport.is_closing()]
+            if len(open_now) > connections:
+                idle = [c for c in open_now if c is not self and (c.cycle is None or c.cycle.response_complete)]
+                min(idle, key=lambda c: c._since, default=self).transport.close()
 
         def data_received(self, data: bytes) -> None:
             """Some of a request; from its first byte on the headers have their time."""
             super().data_received(data)
+            self._since = self.loop.time() if self._late is None else self._since
             if self.conn.their_state is not h11.IDLE:
                 self._in_time()
             elif self._late is None:

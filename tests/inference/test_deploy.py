@@ -260,6 +260,7 @@ def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.M
         "8",
     )
     assert all(f"--{name}" in text for name in ("device_map cpu", "max_waiting 3", "quantization_bit 8"))
+    assert "--max_body_size 3 apples: is no size" in refused("--model", "x", "--max_body_size", "3 apples")
     assert "--tp 2: is for --infer_backend vllm" in refused("--model", "x", "--tp", "2")
 
 

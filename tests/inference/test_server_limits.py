@@ -274,15 +274,25 @@ def test_half_a_request_is_not_waited_for(server: Server) -> None:
 
 
 def test_connections_have_a_number(folder: Path) -> None:
+    """The oldest that asks for nothing makes room; where all have asked, nobody else comes in."""
     with opened(folder, replace(RULES, seconds=20), most=3) as server:
-        clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
-        until(lambda: len(server.uvicorn.server_state.connections) == 3)
-        with socket.create_connection(("127.0.0.1", server.port)) as late:
-            assert received(late) == b""
+        address = ("127.0.0.1", server.port)
+        clients = []
+        for count in (1, 2, 3):
+            clients.append(socket.create_connection(address))
+            until(lambda count=count: len(server.uvicorn.server_state.connections) == count)
+        assert server.ask("/health", method="GET") == (200, {"status": "ok"})
+        assert received(clients[0]) == b""
+        server.model.go.clear()
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(server.ask, TEXT, text(temperature=1 + i / 10)) for i in range(3)]
+            until(lambda: len(server.served.line._line) == 2)
+            with socket.create_connection(address) as late:
+                assert received(late) == b""
+            server.model.go.set()
+            assert [a.result()[0] for a in asked] == [200] * 3
         for client in clients:
             client.close()
-        until(lambda: not server.uvicorn.server_state.connections)
-        assert server.ask("/health", method="GET") == (200, {"status": "ok"})
 
 
 def test_health_answers_while_long_prompts_are_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,9 +212,7 @@ def run_program(job: Mapping[str, Any], locked: Callable[[], None]) -> int:
     except SystemExit as end:
         code = 0 if end.code in (None, 0) else 1
         code = 1 if job.get("function") else code
-    except (
-        BaseException
-    ):  # the judged program may raise anything, KeyboardInterrupt too: its own traceback, and a failure
+    except BaseException:  # the judged program may raise anything, KeyboardInterrupt too
         traceback.print_exc()
         code = 1
     try:
