@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from megaswift.config.model import DTYPES
 from megaswift.config.option import option
 
+COLD = 1e-5
+"""The lowest temperature at which tokens are drawn, as in vLLM: scores divided by less overflow."""
+PENALTIES = (0.01, 100.0)
+"""Repetition penalties between which scores stay finite."""
 ATTENTION = {
     "flash": "flash_attention_2",
     "flash_attn": "flash_attention_2",
@@ -102,7 +106,11 @@ class GenerationOptions:
     )
     top_k: int | None = option(None, "Draw from this many of the likeliest tokens; 0: from all", minimum=0, metavar="K")
     repetition_penalty: float | None = option(
-        None, "Above 1: tokens that are there already become less likely", above=0, metavar="X"
+        None,
+        "Above 1: tokens that are there already become less likely",
+        minimum=PENALTIES[0],
+        maximum=PENALTIES[1],
+        metavar="X",
     )
     num_beams: int | None = option(None, "Width of a beam search", minimum=1, metavar="N")
     stop: tuple[str, ...] = option(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megaswift.config.command import Parsed
 from megaswift.config.inference import (
+    COLD,
     ExportOptions,
     FileOptions,
     GenerationOptions,
@@ -95,6 +96,9 @@ def _generation(options: GenerationOptions, parsed: Parsed) -> Iterator[Problem]
         yield from _unused(
             parsed, ("top_p", "top_k", "seed"), "would be ignored: --temperature 0 draws nothing", "--temperature 0.7"
         )
+    if options.temperature is not None and 0 < options.temperature < COLD:
+        rule = f"is too near 0: scores divided by it overflow; at least {COLD:g}, or 0 for the likeliest token"
+        yield Problem(f"--temperature {options.temperature:g}", rule, "--temperature 0")
     if any(not text for text in options.stop):
         yield Problem("--stop", "holds an empty text", '--stop "</s>"')
 

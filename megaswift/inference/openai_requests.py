@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
-from megaswift.config.inference import GenerationOptions
+from megaswift.config.inference import COLD, PENALTIES, GenerationOptions
 from megaswift.inference.generator import Sampling, sampling_of
 from megaswift.inference.prompts import IMAGES
 
@@ -23,8 +23,6 @@ MOST_ANSWERS = 128
 MOST_MESSAGES = 2048
 """Of one conversation."""
 MOST_NUMBER = 2**31 - 1
-COLD = 1e-5
-"""Temperatures below it mean 0, as in vLLM: scores divided by less overflow."""
 SHOWN_ERRORS, SHOWN_CHARACTERS = 4, 200
 """Most mistakes that an answer names, and the length of what it repeats of a request."""
 OFF: dict[str, tuple[Any, ...]] = {
@@ -83,7 +81,7 @@ class Common(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MOST_NUMBER)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    repetition_penalty: float | None = Field(None, ge=PENALTIES[0], le=PENALTIES[1])
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: Any = None

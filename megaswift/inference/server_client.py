@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
 from math import isfinite
-from types import UnionType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -191,15 +190,19 @@ class Servers:
             return list(pool.map(lambda i: ask(self.servers[i % len(self.servers)], i), range(count)))
 
 
-def _numbers(value: Any, kind: type | UnionType) -> bool:
-    return isinstance(value, list | tuple) and all(
-        isinstance(v, kind) and not isinstance(v, bool) and isfinite(v) for v in value
-    )
+def _numbers(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether it is a list of finite numbers."""
+    return isinstance(value, list | tuple) and all(type(each) in kinds and isfinite(each) for each in value)
 
 
 def checked(tokens: Any, logprobs: Any, finished: bool, sampling: Sampling) -> Completion:
     """A completion from a server's answer; ServerError for one that cannot be trained on."""
-    if not tokens or not _numbers(tokens, int) or not _numbers(logprobs, int | float) or len(tokens) != len(logprobs):
+    if (
+        not tokens
+        or not _numbers(tokens, (int,))
+        or not _numbers(logprobs, (int, float))
+        or len(tokens) != len(logprobs)
+    ):
         counts = [len(each) if isinstance(each, list | tuple) else 0 for each in (tokens, logprobs)]
         raise ServerError(
             Problem(

@@ -235,8 +235,11 @@ async def _stream(
                 yield event(chunk)
         while (piece := await pieces.get()) is not None:
             index, text, told = piece
-            piece = form.piece, index, text, told, lengths[index]
-            yield event(await served.write(*piece) if form.logprobs else form.piece(*piece[1:]))
+            if form.logprobs:
+                chunk = await served.write(form.piece, index, text, told, lengths[index])
+            else:
+                chunk = form.piece(index, text, told, lengths[index])
+            yield event(chunk)
             lengths[index] += len(text)
         failed = ticket.done.exception()
         if failed is not None:
