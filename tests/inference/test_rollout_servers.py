@@ -363,3 +363,24 @@ def test_an_answer_has_a_size_and_a_depth(monkeypatch: pytest.MonkeyPatch) -> No
 def test_numbers_that_cannot_be_trained_on_are_told(tokens: Any, logprobs: Any) -> None:
     with pytest.raises(server_client.ServerError, match="or some are missing or not finite"):
         server_client.checked(tokens, logprobs, True, SAMPLING)
+
+
+@pytest.mark.parametrize("said", [None, [], ["x"], {"data": 3}, "text", 7, {"vllm_config": "a"}, {"data": [3]}, True])
+def test_a_server_of_another_kind_is_told_whatever_it_says(said: Any, kind: str, model: Path, tmp_path: Path) -> None:
+    """Also in the middle of a run, where a completion is asked for."""
+    for path in ("/version", "/server_info", "/server_info?config_format=json", "/v1/models"):
+        backend = KINDS[kind](model)
+        backend.told[path] = said
+        with serving(backend) as url, contextlib.suppress(UserError):
+            client(kind, model, url, sync_folder=tmp_path / "sync", wait=0.0, max_length=50)
+    backend = KINDS[kind](model)
+    with serving(backend) as url:
+        made = client(kind, model, url, sync_folder=tmp_path / "sync")
+        for answer in (
+            said,
+            {"choices": [said]},
+            {"choices": [{"token_ids": {"a": 1}, "logprobs": {"token_logprobs": 1}}]},
+        ):
+            backend.told |= dict.fromkeys(("/generate", "/v1/completions"), answer)
+            with pytest.raises(server_client.ServerError):
+                made.generate(PROMPTS[:1], SAMPLING, SEEDS[:1])

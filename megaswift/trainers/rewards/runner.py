@@ -28,6 +28,7 @@ from megaswift.trainers.rewards import jail
 
 FILES = 6
 """Descriptors of an order: input, output, errors, result, job, state. They become the child's descriptors 0 to 5."""
+LOOK_SECONDS = 1.0
 MESSAGE = 4096
 """Most bytes of an order or a report."""
 
@@ -131,10 +132,11 @@ def _reports(running: dict[int, Child]) -> list[dict[str, Any]]:
     return found
 
 
-def _patience(running: Mapping[int, Child]) -> int | None:
-    """Milliseconds until a child is overdue; None: wait for an order or an end."""
+def _patience(running: Mapping[int, Child]) -> int:
+    """Milliseconds until a child is overdue, or it is time to look after the trainer."""
     deadlines = [c.deadline for c in running.values() if not c.overdue]
-    return max(1, int(1000 * (min(deadlines) - time.monotonic()) + 1)) if deadlines else None
+    left = min(deadlines) - time.monotonic() if deadlines else LOOK_SECONDS
+    return int(1000 * min(max(left, 0.0), LOOK_SECONDS)) + 1
 
 
 def serve(control: socket.socket, kind: str) -> None:
@@ -143,11 +145,13 @@ def serve(control: socket.socket, kind: str) -> None:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only signals with a handler reach the pipe
     signal.set_wakeup_fd(wake)
     running: dict[int, Child] = {}
-    poll = select.poll()
+    trainer, poll = os.getppid(), select.poll()
     poll.register(control, select.POLLIN)
     poll.register(ended, select.POLLIN)
     while True:
         ready = dict(poll.poll(_patience(running)))
+        if os.getppid() != trainer:  # its other children may still have the socket open
+            return
         if control.fileno() in ready:
             message, files, _, _ = socket.recv_fds(control, MESSAGE, FILES)
             if not message:
