@@ -132,7 +132,7 @@ class Door:
             )
         declared = headers.get(b"content-length", b"0")
         most = self.rules.body + DRAINED_BYTES
-        parts, size = [], 0
+        body, size = bytearray(), 0
         try:
             async with asyncio.timeout(self.rules.seconds):
                 more = not declared.isdigit() or int(declared) <= most
@@ -144,12 +144,12 @@ class Door:
                     size += len(part)
                     more = message.get("more_body", False)
                     if size <= self.rules.body:  # else it is dropped
-                        parts.append(part)
+                        body += part
         except TimeoutError:
             raise _Refused(408, f"the request did not arrive within {self.rules.seconds:g} seconds") from None
         if size > self.rules.body or (declared.isdigit() and int(declared) > self.rules.body):
             raise _Refused(413, f"the request is larger than {self.rules.body} bytes (--max_body_size)")
-        return b"".join(parts)
+        return bytes(body)
 
 
 async def _drained(receive: Receive, method: str) -> None:

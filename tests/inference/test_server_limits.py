@@ -233,6 +233,20 @@ def test_only_this_machine_s_names_are_answered_without_a_token(server: Server, 
         assert guarded.ask("/health", method="GET", Host="my.example")[0] == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_is_not_answered_to_the_end(stream: bool, server: Server) -> None:
+    server.model.calls.clear()
+    server.model.go.clear()
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        body = json.dumps(text(stream=stream)).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        until(lambda: bool(server.model.calls))
+        assert not server.model.calls[0][0][0].cancelled
+    until(lambda: server.model.calls[0][0][0].cancelled)
+    server.model.go.set()
+
+
 def received(connection: socket.socket) -> bytes:
     """Until the server closes."""
     found = b""

@@ -1,5 +1,5 @@
 """The process that judged programs are forked from: one child for each, under limits and a clock. `python -m ...runner
-KIND DESCRIPTOR`, orders on that socket.
+KIND DESCRIPTOR WORKERS`, orders on that socket, so many children at a time.
 
 It is a process of its own so that a child inherits neither the trainer's memory nor its environment, descriptors or
 threads. It holds no job either: the trainer writes a job into files in memory and passes their descriptors with an
@@ -139,8 +139,9 @@ def _patience(running: Mapping[int, Child]) -> int:
     return int(1000 * min(max(left, 0.0), LOOK_SECONDS)) + 1
 
 
-def serve(control: socket.socket, kind: str) -> None:
-    """Forks a child for each order and reports its end, until the trainer is gone; children end with this process."""
+def serve(control: socket.socket, kind: str, workers: int) -> None:
+    """Forks a child for each order and reports its end, until the trainer is gone; children end with this process.
+    Orders that wait stay in the socket, and their files with them."""
     ended, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only signals with a handler reach the pipe
     signal.set_wakeup_fd(wake)
@@ -152,10 +153,11 @@ def serve(control: socket.socket, kind: str) -> None:
         ready = dict(poll.poll(_patience(running)))
         if os.getppid() != trainer:  # its other children may still have the socket open
             return
-        if control.fileno() in ready:
+        asked = ready.get(control.fileno(), 0)
+        if asked & select.POLLHUP:
+            return
+        if asked:
             message, files, _, _ = socket.recv_fds(control, MESSAGE, FILES)
-            if not message:
-                return
             order = Order(**json.loads(message))
             deadline = time.monotonic() + order.clock
             running[_fork(order, files, kind)] = Child(order.number, deadline)
@@ -163,12 +165,13 @@ def serve(control: socket.socket, kind: str) -> None:
             os.read(ended, MESSAGE)
         for report in _reports(running):
             control.send(json.dumps(report).encode())
+        poll.modify(control, select.POLLIN if len(running) < workers else 0)
 
 
 def main() -> None:
     """Its folder is the children's: empty and not theirs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's
-    kind, descriptor = sys.argv[1:]
+    kind, descriptor, workers = sys.argv[1:]
     control = socket.socket(fileno=int(descriptor))
     while os.open(os.devnull, os.O_RDWR) < FILES:  # so that what is passed lies above the child's own descriptors
         pass
@@ -180,7 +183,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a child's collector leaves what is shared alone
     with suppress(BrokenPipeError, ConnectionResetError):  # the trainer is gone
-        serve(control, kind)
+        serve(control, kind, int(workers))
 
 
 if __name__ == "__main__":

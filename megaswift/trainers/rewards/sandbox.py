@@ -29,6 +29,8 @@ SLACK = 60.0
 """Seconds beyond a job's own before the runner itself counts as stuck."""
 MESSAGE = 4096
 """Most bytes of the runner's reports, and of what a child says of its lock."""
+AHEAD = 2
+"""Jobs that are sent before there is a worker for them."""
 TAIL = 2000
 """Characters of a program's errors that are shown."""
 PROBES = {
@@ -151,7 +153,7 @@ class Sandbox:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         bare = ["-S"] if self.kind == "program" else []
-        words = ["-s", "-P", *bare, "-m", f"{__package__}.runner", self.kind, str(theirs.fileno())]
+        words = ["-s", "-P", *bare, "-m", f"{__package__}.runner", self.kind, str(theirs.fileno()), str(workers())]
         environment = {
             "PYTHONPATH": ROOT,
             "PYTHONHASHSEED": "0",
@@ -197,12 +199,12 @@ class Sandbox:
     def _outcomes(
         self, jobs: Sequence[Mapping[str, Any]], limits: Limits, files: dict[int, list[int]]
     ) -> dict[int, Outcome]:
-        """By the number of the job, as many children at a time as there are workers. `files` of those that run."""
-        control, at_a_time, found = self._start(), workers(), dict[int, Outcome]()
+        """By the number of the job. `files` of those that run, or wait for the runner while others run."""
+        control, sent, found = self._start(), workers() + AHEAD, dict[int, Outcome]()
         control.settimeout(limits.clock + SLACK)
         waiting = iter(range(len(jobs)))
         while len(found) < len(jobs):
-            for number in itertools.islice(waiting, at_a_time - len(files)):
+            for number in itertools.islice(waiting, sent - len(files)):
                 files[number] = _files(jobs[number])
                 order = {"number": number, "locked": self.locked, "clock": limits.clock, "cpu": limits.cpu}
                 order |= {"memory": limits.memory, "output": limits.output}
