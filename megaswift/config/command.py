@@ -22,7 +22,7 @@ from megaswift.config.resolve import State, take_value
 from megaswift.config.source import Given, read_command_line
 from megaswift.errors import ConfigError, Problem, nearest
 
-SECRET = re.compile(r"api|key|token$")
+SECRET = re.compile(r"api|key|token$|secret|passw|bearer")
 LEGEND = (
     "Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
     "A switch alone means true."
