@@ -8,13 +8,18 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megaswift import log
 from megaswift.config.command import Command
 from megaswift.config.inference import DeployConfig
 from megaswift.config.inference_rules import check_deploy, token
+from megaswift.config.size import parse_size
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_source import short_name
+
+if TYPE_CHECKING:
+    from megaswift.inference.door import Rules
 
 USAGE = """\
 megaswift deploy: a server for OpenAI's API (chat, completions, models) over transformers or vLLM
@@ -29,6 +34,8 @@ HINTS = {
     "load_in_4bit": "--quantization_bit 4",
     "backend": "--infer_backend",
 }
+TEXT_BODY, IMAGES_BODY = 8 << 20, 32 << 20
+"""Most bytes of a request, by what the model reads; --max_body_size says otherwise."""
 COMMAND = Command("deploy", USAGE, DeployConfig, check_deploy, HINTS)
 
 
@@ -46,6 +53,19 @@ def model_name(cfg: DeployConfig) -> str:
     if cfg.server.served_model_name is not None:
         return cfg.server.served_model_name
     return short_name(str(cfg.weights.model))
+
+
+def _also(cfg: DeployConfig) -> tuple[str, ...]:
+    """Other names that clients may use: the words of --model, as vLLM's clients do."""
+    return () if cfg.server.served_model_name is not None else (str(cfg.weights.model),)
+
+
+def _rules(cfg: DeployConfig, secret: str | None, blind: bool) -> Rules:
+    from megaswift.inference.door import Rules
+
+    size = parse_size(cfg.server.max_body_size) if cfg.server.max_body_size is not None else None
+    body = size if size is not None else TEXT_BODY if blind else IMAGES_BODY
+    return Rules(secret, body, cfg.server.host, log=cfg.server.log_requests)
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -89,27 +109,29 @@ def _transformers(cfg: DeployConfig) -> int:
     generator = Generator(model, copy.deepcopy(prepared.tokenizer), device)
     import uvicorn
 
+    from megaswift.inference.door import Door, protocol
     from megaswift.inference.queueing import Line
     from megaswift.inference.serving import Served, app_of
 
     line = Line.before(generator, cfg.server.max_batch_size, cfg.server.max_waiting)
-    prompts = Prompts(prepared, cfg.conversation.system)
-    served = Served(model_name(cfg), prompts, line, cfg.generation, prepared.generation, int(time.time()))
+    prompts, name = Prompts(prepared, cfg.conversation.system), model_name(cfg)
+    writer = copy.deepcopy(prepared.tokenizer)
+    served = Served(name, prompts, line, cfg.generation, prepared.generation, int(time.time()), writer, _also(cfg))
     secret = token(cfg.server)
+    door = Door(app_of(served), _rules(cfg, secret, bool(prompts.blind)))
     host, port = listener.getsockname()[:2]
     log.info(
         f"serving {served.name} at {_address(host, port)}"
         f" ({'with a token' if secret else 'without a token, for this machine only'})"
     )
     try:
-        uvicorn.Server(uvicorn.Config(app_of(served, secret), log_level="warning", access_log=False)).run(
-            sockets=[listener]
-        )
+        settings = uvicorn.Config(door, http=protocol(), ws="none", log_level="warning", access_log=False)
+        uvicorn.Server(settings).run(sockets=[listener])
     except KeyboardInterrupt:  # how a server is ended
         log.info("stopped")
     finally:
         line.close()
-        served.reading.shutdown()
+        served.close()
     return 0
 
 

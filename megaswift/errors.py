@@ -121,8 +121,10 @@ def storage_error(error: OSError, path: Path | None = None) -> StorageError | No
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, in the one line that a `Problem` has room for; its kind where it says nothing."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """What a library's error says, in the one line that a `Problem` has room for; its kind where it says nothing. A
+    line that ends in a colon goes on in the next."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
 LONG_NAME = 8

@@ -4,9 +4,14 @@ environment."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import warnings
+
+NO_KERNEL = ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward")
+"""bitsandbytes 0.50 logs this wherever it is imported (peft does) on a CPU with AVX512-BF16 and no package `kernels`:
+an optional faster kernel is missing. The logger, and how the message begins."""
 
 
 def is_main() -> bool:
@@ -37,9 +42,15 @@ def _say(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
+def _other(record: logging.LogRecord) -> bool:
+    """Whether a record is another than that of NO_KERNEL."""
+    return not str(record.msg).startswith(NO_KERNEL[1])
+
+
 def quieten() -> None:
     """Keeps the libraries' notes to developers (optional packages, renamed functions) off the user's screen; -W and
     PYTHONWARNINGS win."""
+    logging.getLogger(NO_KERNEL[0]).addFilter(_other)
     if not sys.warnoptions:
         for module in ("megatron", "torch.distributed", "torch.nn.modules", "transformers", "peft"):
             warnings.filterwarnings("ignore", module=rf"{module}\..*", category=UserWarning)

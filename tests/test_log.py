@@ -1,6 +1,13 @@
-"""Words of messages."""
+"""Words of messages, and what libraries may not put on the screen."""
 
-from megaswift.log import amount
+import importlib.util
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from megaswift.log import NO_KERNEL, amount, quieten
 
 
 def test_an_amount_is_said_in_the_singular_where_it_reads_one() -> None:
@@ -12,3 +19,22 @@ def test_an_amount_is_said_in_the_singular_where_it_reads_one() -> None:
         "2 processes",
     ]
     assert [amount(0.99999, "epoch", ".4g"), amount(0.5, "epoch", ".4g")] == ["1 epoch", "0.5 epochs"]
+
+
+def test_bitsandbytes_missing_kernel_is_not_told_and_everything_else_is(caplog: pytest.LogCaptureFixture) -> None:
+    """The installed release still has this record, of this logger; others of the same logger pass."""
+    spec = importlib.util.find_spec("bitsandbytes")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "backends" / "cpu" / "ops.py").read_text(encoding="utf-8")
+    (message,) = re.findall(r'"(Failed to load CPU gemm_4bit_forward[^"]*)"', source)
+    assert "logger = logging.getLogger(__name__)" in source
+    quieten()
+    quieten()
+    logger = logging.getLogger(NO_KERNEL[0])
+    with caplog.at_level(logging.WARNING):
+        logger.warning(message, ImportError("kernels"))
+        logger.warning("something else: %s", 1)
+        logger.warning(ValueError("an object as the message"))
+        logging.getLogger("bitsandbytes").warning(message, ImportError("kernels"))
+    assert [r.getMessage()[:14] for r in caplog.records] == ["something else", "an object as t", "Failed to load"]
+    assert len(logger.filters) == 1

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from megaswift.config.model import DTYPES
 from megaswift.config.option import option
 
+COLD = 1e-5
+"""The lowest temperature at which tokens are drawn, as in vLLM: scores divided by less overflow."""
+PENALTIES = (0.01, 100.0)
+"""Repetition penalties between which scores stay finite."""
 ATTENTION = {
     "flash": "flash_attention_2",
     "flash_attn": "flash_attention_2",
@@ -102,7 +106,11 @@ class GenerationOptions:
     )
     top_k: int | None = option(None, "Draw from this many of the likeliest tokens; 0: from all", minimum=0, metavar="K")
     repetition_penalty: float | None = option(
-        None, "Above 1: tokens that are there already become less likely", above=0, metavar="X"
+        None,
+        "Above 1: tokens that are there already become less likely",
+        minimum=PENALTIES[0],
+        maximum=PENALTIES[1],
+        metavar="X",
     )
     num_beams: int | None = option(None, "Width of a beam search", minimum=1, metavar="N")
     stop: tuple[str, ...] = option(
@@ -168,6 +176,10 @@ class ServerOptions:
     )
     max_batch_size: int = option(8, "Answers that are generated together", minimum=1, unit="answers")
     max_waiting: int = option(64, "Answers that may wait; more are told to come again (429)", minimum=0, unit="answers")
+    max_body_size: str | None = option(
+        None, "Largest request; unset: 8MiB, or 32MiB where the model reads images", metavar="SIZE"
+    )
+    log_requests: bool = option(True, "Log a line for each request: client, path, status, seconds; no text, no token")
     tensor_parallel_size: int | None = option(
         None, "GPUs over which vLLM splits the model", aliases=("tp",), minimum=1, unit="GPUs"
     )

@@ -4,12 +4,15 @@ refused at once."""
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from megaswift.config.command import Parsed
 from megaswift.config.inference import (
+    COLD,
     ExportOptions,
     FileOptions,
     GenerationOptions,
@@ -22,6 +25,7 @@ from megaswift.config.placement import AUTOMATIC, DISK, device_map, max_memory
 from megaswift.config.size import parse_size
 from megaswift.errors import Problem
 
+ADAPTER_CONFIG = "adapter_config.json"
 TOKEN_VARIABLE = "MEGASWIFT_API_KEY"
 TRANSFORMERS_ONLY = (
     "attn_impl",
@@ -31,6 +35,8 @@ TRANSFORMERS_ONLY = (
     "offload_folder",
     "max_batch_size",
     "max_waiting",
+    "max_body_size",
+    "log_requests",
     "system",
     "stop",
 )
@@ -44,8 +50,8 @@ def _unused(parsed: Parsed, names: Iterable[str], why: str, fix: str = "leave it
 def _model(options: WeightsOptions | SourceOptions) -> Iterator[Problem]:
     if options.model is None:
         yield Problem("--model", "is missing", "--model DIR: a Hugging Face folder, OUT of a run, or a checkpoint")
-    if options.adapters is not None and not (Path(options.adapters) / "adapter_config.json").is_file():
-        rule = "has no adapter_config.json" if Path(options.adapters).is_dir() else "no such folder"
+    if options.adapters is not None and not (Path(options.adapters) / ADAPTER_CONFIG).is_file():
+        rule = f"has no {ADAPTER_CONFIG}" if Path(options.adapters).is_dir() else "no such folder"
         yield Problem(
             f"--adapters {options.adapters}", rule, "a PEFT folder: OUT/adapter, OUT/checkpoints/step-N/adapter"
         )
@@ -90,6 +96,9 @@ def _generation(options: GenerationOptions, parsed: Parsed) -> Iterator[Problem]
         yield from _unused(
             parsed, ("top_p", "top_k", "seed"), "would be ignored: --temperature 0 draws nothing", "--temperature 0.7"
         )
+    if options.temperature is not None and 0 < options.temperature < COLD:
+        rule = f"is too near 0: scores divided by it overflow; at least {COLD:g}, or 0 for the likeliest token"
+        yield Problem(f"--temperature {options.temperature:g}", rule, "--temperature 0")
     if any(not text for text in options.stop):
         yield Problem("--stop", "holds an empty text", '--stop "</s>"')
 
@@ -167,6 +176,8 @@ def check_deploy(parsed: Parsed) -> Iterator[Problem]:
             "others could use the model: an address beyond this machine needs a token",
             f"{TOKEN_VARIABLE}=... megaswift deploy ..., or --host 127.0.0.1",
         )
+    if server.max_body_size is not None and not parse_size(server.max_body_size):
+        yield Problem(f"--max_body_size {server.max_body_size}", "is no size", "--max_body_size 8MiB")
     if server.infer_backend == "vllm":
         yield from _unused(parsed, TRANSFORMERS_ONLY, "would be ignored: vLLM decides that itself")
         if parsed.sections["placement"].quantization_bit == 8:
@@ -177,6 +188,17 @@ def check_deploy(parsed: Parsed) -> Iterator[Problem]:
         yield from _unused(
             parsed, ["tensor_parallel_size"], "is for --infer_backend vllm", "--device_map auto spreads over all GPUs"
         )
+
+
+def _no_adapters(model: str | None) -> Problem:
+    """--merge_lora without --adapters; the folder of a LoRA run is often given as the model."""
+    for folder in (Path(model), Path(model) / "adapter") if model is not None else ():
+        with suppress(OSError, ValueError, AttributeError):
+            text = (folder / ADAPTER_CONFIG).read_text(encoding="utf-8")
+            base = json.loads(text).get("base_model_name_or_path") or "BASE"
+            rule = "holds the adapters of a LoRA run, not a model"
+            return Problem(f"--model {model}", rule, f"--model {base} --adapters {folder} --merge_lora true")
+    return Problem("--merge_lora true", "there are no adapters", "--adapters DIR")
 
 
 def check_export(parsed: Parsed) -> Iterator[Problem]:
@@ -190,7 +212,7 @@ def check_export(parsed: Parsed) -> Iterator[Problem]:
             "megaswift export", "has nothing to do", "--merge_lora true --adapters DIR, or --quantization_bit 4"
         )
     if export.merge_lora and source.adapters is None:
-        yield Problem("--merge_lora true", "there are no adapters", "--adapters DIR")
+        yield _no_adapters(source.model)
     if not export.merge_lora:
         yield from _unused(parsed, ["adapters"], "would be ignored", "--merge_lora true")
     if export.merge_lora and export.quantization_bit is None:

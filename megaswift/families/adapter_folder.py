@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from megaswift.errors import Problem
 
 CONFIG = "adapter_config.json"
 """What makes a folder one."""
+WEIGHTS = "adapter_model.safetensors"
 CLASSIFIER_TASK, LANGUAGE_TASK = "SEQ_CLS", "CAUSAL_LM"
 """PEFT's names of what a model is for."""
 
@@ -31,7 +35,21 @@ def is_scored(adapter: Path) -> bool:
     return _said(adapter, "task_type") == CLASSIFIER_TASK
 
 
+def base_of(adapter: Path) -> str:
+    """The model that the adapters were trained on, as their folder names it; empty where it does not."""
+    return _said(adapter, "base_model_name_or_path")
+
+
+def shapes(adapter: Path) -> Mapping[str, tuple[int, ...]]:
+    """Of its tensors, by name; none where they cannot be read, which whoever loads them says."""
+    try:
+        with safe_open(adapter / WEIGHTS, framework="np") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return {}
+
+
 def no_model(what: str, adapter: Path) -> Problem:
     """What is wrong with a folder given as a model that has nothing but these adapters."""
-    base = _said(adapter, "base_model_name_or_path") or "BASE"
+    base = base_of(adapter) or "BASE"
     return Problem(what, "holds the adapters of a LoRA run, not a model", f"--model {base} --adapters {adapter}")

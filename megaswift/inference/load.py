@@ -8,6 +8,7 @@ ours is the way from a checkpoint of training to transformers' model, and saying
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from megaswift.data.processor import Processor, unreadable
 from megaswift.data.sample import RowError
 from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
+from megaswift.families.adapter_folder import base_of, shapes
 from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.model_source import read_processor, read_tokenizer
@@ -41,6 +43,8 @@ from megaswift.inference.placement import DeviceMap, Sizes
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError)
 """What transformers raises for a model that it cannot load."""
 TEXT_ONLY = "this model reads text only"
+LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+LAYER = re.compile(r"(?:.*\.)?layers\.(?P<number>\d+)\.")
 ADAPTER = "default"
 """PEFT's name for the one adapter of a model, a part of its parameters' names."""
 
@@ -268,6 +272,7 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
     how: dict[str, Any] = {"dtype": dtype} | ({} if attention == "auto" else {"attn_implementation": attention})
     quantised = _quantisation(prepared, options.quantization_bit, dtype)
     skeleton = _skeleton(prepared, how)
+    _fitting(skeleton, prepared.options)
     placed = place(prepared, options, skeleton)
     how |= {
         **quantised,
@@ -297,6 +302,33 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
     if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
         placement.try_out(model, placement.main_device(placed), f"--device_map {options.device_map}")
     return _adapted(model, prepared, placed).eval(), placement.main_device(placed)
+
+
+def _fitting(skeleton: Any, options: WeightsOptions) -> None:
+    """WeightsError for LoRA adapters that were trained on a model of other sizes, before a weight is read."""
+    if options.adapters is None:
+        return
+    folder, modules = Path(options.adapters), dict(skeleton.named_modules())
+    depth = getattr(skeleton.config.get_text_config(), "num_hidden_layers", None)
+    for name, shape in shapes(folder).items():
+        found = LORA.fullmatch(name)
+        if found is None:
+            continue
+        module, half = modules.get(found["module"]), found["half"]
+        layer = LAYER.match(found["module"])
+        wrong = ""
+        if isinstance(module, torch.nn.Linear):
+            side, ours = ("inputs", module.in_features) if half == "A" else ("outputs", module.out_features)
+            theirs = shape[-1 if half == "A" else 0]
+            wrong = f"{found['module']} has {theirs} {side} there and {ours} in this model" if theirs != ours else ""
+        elif module is None and layer is not None and depth is not None and int(layer["number"]) >= depth:
+            wrong = f"it has {found['module']}, and this model has {log.amount(depth, 'layer')}"
+        if wrong:
+            base = base_of(folder)
+            rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"
+            raise WeightsError(
+                Problem(f"--adapters {folder}", rule, f"--model {base or 'BASE'}, or adapters of {options.model}")
+            )
 
 
 def _adapted(model: Any, prepared: Prepared, placed: DeviceMap) -> Any:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from megaswift.inference.generator import Completion, TokenLogprob
@@ -97,7 +98,7 @@ class Text(Chat):
         if not self.logprobs:
             return None
         texts = [token_text(self.tokenizer, t.token) for t in found]
-        offsets = [before + sum(map(len, texts[:i])) for i in range(len(texts))]
+        offsets = [*accumulate(map(len, texts[:-1]), initial=before)] if texts else []
         top = [{token_text(self.tokenizer, token): value for token, value in t.top} or None for t in found]
         return {
             "tokens": texts,

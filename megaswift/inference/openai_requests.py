@@ -6,15 +6,25 @@ Owns the fields and their ranges. Unknown fields are refused too: a client that 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import from_json
 
-from megaswift.config.inference import GenerationOptions
+from megaswift.config.inference import COLD, PENALTIES, GenerationOptions
 from megaswift.inference.generator import Sampling, sampling_of
 from megaswift.inference.prompts import IMAGES
 
 MOST_CHOICES, MOST_TOP, MOST_STOPS, MOST_IMAGES = 16, 20, 16, 16
+MOST_STOP_CHARACTERS = 256
+"""Of each stop text."""
+MOST_ANSWERS = 128
+"""Of one request: its prompts times `n`."""
+MOST_MESSAGES = 2048
+"""Of one conversation."""
+MOST_NUMBER = 2**31 - 1
+SHOWN_ERRORS, SHOWN_CHARACTERS = 4, 200
+"""Most mistakes that an answer names, and the length of what it repeats of a request."""
 OFF: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -41,6 +51,19 @@ def pictured(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [p for p in content if isinstance(p, dict) and p.get("type") in IMAGES] if isinstance(content, list) else []
 
 
+class Unreadable(Exception):
+    """A body that is no request; `param` is the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def shortened(text: str) -> str:
+    """What an answer repeats of a request."""
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+
+
 class StreamOptions(BaseModel):
     """`stream_options`."""
 
@@ -54,19 +77,19 @@ class Common(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     model: str
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=MOST_NUMBER)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    top_k: int | None = Field(None, ge=-1, le=MOST_NUMBER)
+    repetition_penalty: float | None = Field(None, ge=PENALTIES[0], le=PENALTIES[1])
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: str | list[str] | None = None
+    stop: Any = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # These concern OpenAI's own accounts and change no answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Any = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -86,10 +109,17 @@ class Common(BaseModel):
     @field_validator("stop")
     @classmethod
     def _stops(cls, value: Any) -> Any:
-        texts = [value] if isinstance(value, str) else value or []
-        if len(texts) > MOST_STOPS or not all(texts):
-            raise ValueError(f"takes up to {MOST_STOPS} texts, none empty")
+        texts = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(texts, list) or len(texts) > MOST_STOPS:
+            raise ValueError(f"takes a text, or a list of up to {MOST_STOPS}")
+        if not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP_CHARACTERS for text in texts):
+            raise ValueError(f"takes texts of 1 to {MOST_STOP_CHARACTERS} characters")
         return value
+
+    @field_validator("temperature")
+    @classmethod
+    def _cold(cls, value: float | None) -> float | None:
+        return 0.0 if value is not None and value < COLD else value
 
     def stops(self) -> tuple[str, ...]:
         """Stop texts."""
@@ -114,8 +144,8 @@ class Common(BaseModel):
 class ChatRequest(Common):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Any
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST_NUMBER)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
     tools: Any = None
@@ -130,8 +160,12 @@ class ChatRequest(Common):
 
     @field_validator("messages")
     @classmethod
-    def _messages(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _messages(cls, value: Any) -> list[dict[str, Any]]:
+        if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
+            raise ValueError(f"takes a list of 1 to {MOST_MESSAGES} messages")
         for i, message in enumerate(value):
+            if not isinstance(message, dict):
+                raise ValueError(f'[{i}] is no message: {{"role": ..., "content": ...}}')
             if not isinstance(message.get("role"), str):
                 raise ValueError(f"[{i}] has no role")
             if not isinstance(message.get("content"), str | list):
@@ -158,18 +192,63 @@ class ChatRequest(Common):
 class CompletionRequest(Common):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Any
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
     best_of: Any = None
     echo: Any = None
     suffix: Any = None
 
+    @field_validator("prompt")
+    @classmethod
+    def _prompt(cls, value: Any) -> Any:
+        if isinstance(value, str) or (isinstance(value, list) and value and _tokens(value)):
+            return value
+        if isinstance(value, list) and len(value) > MOST_ANSWERS:
+            raise ValueError(f"holds {len(value)} prompts, and a request may have {MOST_ANSWERS}")
+        if not isinstance(value, list) or not value or not all(isinstance(p, str) or _tokens(p) for p in value):
+            raise ValueError("takes a text, a list of tokens, or a list of texts or of lists of tokens")
+        return value
+
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt."""
-        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return [self.prompt] if isinstance(self.prompt, str) or _tokens(self.prompt) else self.prompt
 
     def wanted(self, default: int) -> int:
         """Most tokens of an answer."""
         return self.max_tokens or default
+
+
+def _tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+Kind = TypeVar("Kind", bound=Common)
+
+
+def parsed(kind: type[Kind], body: bytes) -> Kind:
+    """The request in a body; Unreadable says what is wrong. Takes time, and holds Python's lock meanwhile: about 15 ms
+    a megabyte."""
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Unreadable(f"the body is not JSON: {shortened(str(error))}") from None
+    if not isinstance(value, dict):
+        raise Unreadable("the body is not a JSON object")
+    unknown = [name for name in value if name not in kind.model_fields][:SHOWN_ERRORS]
+    if unknown:  # before pydantic, which would make an error of each, however many there are
+        names = [shortened(name) for name in unknown]
+        raise Unreadable("; ".join(f"{name}: Extra inputs are not permitted" for name in names), names[0])
+    try:
+        found = kind.model_validate(value)
+    except ValidationError as error:
+        raise _unreadable(error) from None
+    count = len(found.prompts()) if isinstance(found, CompletionRequest) else 1
+    if count * (found.n or 1) > MOST_ANSWERS:
+        raise Unreadable(f"{count} prompts times n {found.n}: a request may ask for {MOST_ANSWERS} answers", "n")
+    return found
+
+
+def _unreadable(error: ValidationError) -> Unreadable:
+    found = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors(include_input=False)[:SHOWN_ERRORS]]
+    text = "; ".join(f"{name}: {shortened(message)}" if name else message for name, message in found)
+    return Unreadable(text, found[0][0] or None)

@@ -136,10 +136,11 @@ class Prompts:
         """Tokens of a text, or tokens as they are."""
         if isinstance(prompt, str):
             return self.of_text(prompt)
-        wrong = [t for t in prompt if not 0 <= t < len(self.tokenizer)]
-        if wrong:
-            raise PromptError(f"{wrong[0]} is no token of this model; there are {len(self.tokenizer)}")
-        return Prompt(self._checked(prompt))
+        ids, count = self._checked(prompt), len(self.tokenizer)
+        wrong = next((t for t in ids if not 0 <= t < count), None)
+        if wrong is not None:
+            raise PromptError(f"{wrong} is no token of this model; there are {count}")
+        return Prompt(ids)
 
     def of_text(self, text: str) -> Prompt:
         """Tokens of a text that goes on."""

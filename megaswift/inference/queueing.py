@@ -1,9 +1,10 @@
 """Requests of many clients to one model: what waits together with equal sampling is answered together; the rest waits
 its turn.
 
-A batch runs to its end; what arrives meanwhile waits. One that fails before it has said anything is tried again client
-by client, so that a request fails alone. A request with a seed of its own runs alone, so that its answer depends on
-nothing else. One thread owns the model.
+A request of more answers than a batch has is answered in several, one after the other. A batch runs to its end; what
+arrives meanwhile waits. One that fails before it has said anything is tried again client by client, so that a request
+fails alone. A request with a seed of its own runs alone, so that its answer depends on nothing else. One thread owns
+the model.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megaswift.errors import UserError
 from megaswift.inference.generator import Completion, Generator, Request, Sampling
+
+SPREAD = 0x9E3779B97F4A7C15
+"""Between the seeds of one request's batches: 2^64 divided by the golden ratio, far from seeds that people choose."""
 
 
 class Full(Exception):
@@ -65,14 +69,22 @@ class Line:
         """Begin to serve."""
         self._thread.start()
 
+    def admit(self, answers: int) -> None:
+        """Full where so many more answers would not be taken."""
+        with self._changed:
+            self._admit(answers)
+
+    def _admit(self, answers: int) -> None:
+        if self._closed:
+            raise Full("the server is stopping")
+        ahead = sum(len(t.requests) for t in self._line)
+        if ahead and ahead + answers > self.waiting:
+            raise Full(f"{ahead} answers are waiting, at most {self.waiting} may")
+
     def submit(self, ticket: Ticket) -> Ticket:
         """Put at the end of the line; Full where it is too long."""
         with self._changed:
-            if self._closed:
-                raise Full("the server is stopping")
-            ahead = sum(len(t.requests) for t in self._line)
-            if ahead and ahead + len(ticket.requests) > self.waiting:
-                raise Full(f"{ahead} answers are waiting, at most {self.waiting} may")
+            self._admit(len(ticket.requests))
             self._line.append(ticket)
             self._changed.notify()
         return ticket
@@ -108,6 +120,17 @@ class Line:
                 self._running = self.take()
             self._answer([t for t in self._running if t.done.set_running_or_notify_cancel()])
 
+    def _batches(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Answers, as many at a time as a batch has. Each further batch of a request with a seed has another one that
+        follows from it: the same seed would draw the same answers again."""
+        found: list[Completion] = []
+        for number, start in enumerate(range(0, len(requests), max(1, self.batch))):
+            drawn = sampling
+            if number and sampling.seed is not None:
+                drawn = replace(sampling, seed=(sampling.seed + number * SPREAD) % 2**63)
+            found += self._generate(requests[start : start + max(1, self.batch)], drawn)
+        return found
+
     def _answer(self, tickets: Sequence[Ticket]) -> None:
         wanted = [t for t in tickets if not t.cancelled]
         for ticket in tickets:
@@ -116,9 +139,14 @@ class Line:
         if not wanted:
             return
         try:
-            found = self._generate([r for t in wanted for r in t.requests], wanted[0].sampling)
-        except (UserError, RuntimeError, ValueError, IndexError, TypeError) as error:
-            # the model's: these clients hear of it, others go on
+            found = self._batches([r for t in wanted for r in t.requests], wanted[0].sampling)
+        except (
+            UserError,
+            RuntimeError,
+            ValueError,
+            IndexError,
+            TypeError,
+        ) as error:  # the model's: these clients hear of it, others go on
             alone = len(wanted) > 1 and not any(r.begun for t in wanted for r in t.requests)  # of one of them, perhaps
             for ticket in wanted:
                 if alone:

@@ -116,7 +116,9 @@ class VllmServerSampler(ServerSampler):
                     "a version of the server that this client was written for",
                 )
             ) from None
-        if reason == "stop" and (not tokens or tokens[-1] not in sampling.stop_token_ids):
+        if reason == "stop" and (
+            not isinstance(tokens, list) or not tokens or tokens[-1] not in sampling.stop_token_ids
+        ):
             raise ServerError(
                 Problem(
                     "a completion of vLLM",

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
+from math import isfinite
 from typing import Any
 from urllib.parse import urlsplit
 
+from megaswift.config.size import bytes_text
 from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
 
@@ -27,6 +29,11 @@ REMEDIES = dict.fromkeys((401, 403), f"{KEY}=..., the token that it was started 
 """What to do, by the status of an answer."""
 SHOWN = 300
 """Characters of a server's answer in an error."""
+MOST_BYTES = 1 << 28
+"""Of an answer: a completion of 100,000 tokens with its log-probabilities takes a hundredth of it."""
+HIDDEN = "***"
+TOO_LARGE = 413
+"""The status that stands for such an answer."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +83,14 @@ class Server:
             headers["Authorization"] = f"Bearer {os.environ[KEY]}"
         data = None if body is None else json.dumps(body).encode("utf-8")
         request = urllib.request.Request(self.base_url.rstrip("/") + path, data, headers, method=method)
-        # a proxy for the internet has no way to these machines
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), _Stays
+        )  # a proxy for the internet has no way to these machines
         try:
             with opener.open(request, timeout=self.timeout) as answer:
-                text = answer.read().decode("utf-8")
+                text = answer.read(MOST_BYTES + 1)
         except urllib.error.HTTPError as error:
-            said = error.read().decode("utf-8", "replace")[:SHOWN]
+            said = _hidden(error.read(4 * SHOWN).decode("utf-8", "replace"))[:SHOWN]
             fix = REMEDIES.get(error.code, self.start if error.code in (404, 405) else "look at its log")
             raise ServerError(
                 Problem(f"{method} {request.full_url}", f"the {self.kind} server answers {error.code}: {said}", fix),
@@ -90,12 +98,29 @@ class Server:
             ) from None
         except (urllib.error.URLError, OSError, HTTPException) as error:
             inner = getattr(error, "reason", None)
-            rule = f"no answer of a {self.kind} server ({first_line(inner if isinstance(inner, OSError) else error)})"
+            why = _hidden(first_line(inner if isinstance(inner, OSError) else error))
+            rule = f"no answer of a {self.kind} server ({why})"
             raise ServerError(Problem(f"{method} {request.full_url}", rule, self.start)) from None
+        if len(text) > MOST_BYTES:
+            rule = f"the {self.kind} server's answer is larger than {bytes_text(MOST_BYTES)}"
+            raise ServerError(Problem(f"{method} {request.full_url}", rule, "look at its log"), TOO_LARGE)
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
+
+
+class _Stays(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the token would go with the request to wherever it leads."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        """None: the answer is an error with its status."""
+
+
+def _hidden(text: str) -> str:
+    """What a server or library says, without the token: some repeat the headers they were sent."""
+    token = os.environ.get(KEY)
+    return text.replace(token, HIDDEN) if token else text
 
 
 class ServerError(UserError):
@@ -113,7 +138,15 @@ def unusable(options: SamplerOptions, name: str) -> list[Problem]:
     problems = []
     for url in options.base_urls:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        if "@" in parts.netloc:
+            problems.append(
+                Problem(
+                    f"a server of the backend {name}",
+                    "has a user name or password in its address, which would be shown in messages",
+                    f"the address without it, and {KEY}=... for the server's token",
+                )
+            )
+        elif parts.scheme not in ("http", "https") or not parts.netloc:
             problems.append(
                 Problem(f"the server {url!r} of the backend {name}", "is no address", "http://127.0.0.1:8000")
             )
@@ -157,13 +190,24 @@ class Servers:
             return list(pool.map(lambda i: ask(self.servers[i % len(self.servers)], i), range(count)))
 
 
-def checked(tokens: Sequence[int], logprobs: Sequence[float | None], finished: bool, sampling: Sampling) -> Completion:
+def _numbers(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether it is a list of finite numbers."""
+    return isinstance(value, list | tuple) and all(type(each) in kinds and isfinite(each) for each in value)
+
+
+def checked(tokens: Any, logprobs: Any, finished: bool, sampling: Sampling) -> Completion:
     """A completion from a server's answer; ServerError for one that cannot be trained on."""
-    if not tokens or len(tokens) != len(logprobs) or any(value is None for value in logprobs):
+    if (
+        not tokens
+        or not _numbers(tokens, (int,))
+        or not _numbers(logprobs, (int, float))
+        or len(tokens) != len(logprobs)
+    ):
+        counts = [len(each) if isinstance(each, list | tuple) else 0 for each in (tokens, logprobs)]
         raise ServerError(
             Problem(
                 "a completion",
-                f"has {len(tokens)} tokens and {len(logprobs)} log-probabilities, or some are missing",
+                f"has {counts[0]} tokens and {counts[1]} log-probabilities, or some are missing or not finite",
                 "a version of the server that this client was written for",
             )
         )
@@ -175,7 +219,7 @@ def checked(tokens: Sequence[int], logprobs: Sequence[float | None], finished: b
                 "a server with room for the longest prompt and its completion (--max_length)",
             )
         )
-    return Completion(tuple(map(int, tokens)), tuple(float(value) for value in logprobs if value is not None), finished)
+    return Completion(tuple(map(int, tokens)), tuple(map(float, logprobs)), finished)
 
 
 def loopback(options: SamplerOptions, port: int) -> tuple[str, ...]:

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from megaswift.errors import ConfigError, Problem
+from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
-from megaswift.inference.server_client import Server, Servers, loopback
+from megaswift.inference.server_client import Server, ServerError, Servers, loopback
 from megaswift.inference.sync_folder import WeightFolder
 
 ADAPTER = "megaswift-policy"
@@ -37,7 +37,15 @@ class ServerSampler(ABC):
         made = [Server(url, options.timeout, self.kind, start) for url in loopback(options, self.port)]
         self.servers = Servers(made, options.batch_size)
         self.weights = None if options.sync_folder is None else WeightFolder(options.sync_folder, folder)
-        self.names = dict(zip(made, self.servers.each(self.fit), strict=True))
+        self.names = dict(zip(made, self.servers.each(self._fit), strict=True))
+
+    def _fit(self, server: Server) -> str:
+        """`fit`; ServerError for one whose answers have another shape."""
+        try:
+            return self.fit(server)
+        except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
+            rule = f"does not describe itself as a {self.kind} server does ({first_line(error)})"
+            raise ServerError(Problem(server.base_url, rule, server.start)) from None
 
     @abstractmethod
     def command(self) -> str:

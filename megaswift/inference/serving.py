@@ -1,34 +1,48 @@
 """The HTTP application of `megaswift deploy`: OpenAI's chat, completions and models, over one waiting line before one
 model.
 
-Owns routes, who may come in, and what errors look like. Fields are checked by `openai_requests`, answers written by
-`openai_answers`.
+Owns routes and what errors look like. Who may come in with how much is decided before, by `door`; fields are checked by
+`openai_requests`, answers written by `openai_answers`. The event loop does none of it: parsing, tokenising, opening
+images and writing answers happen in two threads, so that /health answers at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from megaswift.config.inference import GenerationOptions
+from megaswift.data.images import KEYS
 from megaswift.errors import UserError
 from megaswift.inference.generator import Completion, TokenLogprob
 from megaswift.inference.openai_answers import Chat, Text, error_json, event, usage
-from megaswift.inference.openai_requests import ChatRequest, CompletionRequest
+from megaswift.inference.openai_requests import (
+    IMAGES,
+    ChatRequest,
+    CompletionRequest,
+    Unreadable,
+    parsed,
+    shortened,
+)
 from megaswift.inference.prompts import Prompt, PromptError, Prompts
 from megaswift.inference.queueing import Full, Line, Ticket
 
 PATIENCE_SECONDS = 0.5
 """Between two looks at whether a client is still there."""
+CHARACTERS_A_TOKEN = 16
+"""A prompt with more of them for each token of the context is refused before it is tokenised. Text has 3 to 5."""
+MOST_CHARACTERS = 1 << 20
+"""Of a prompt, where the model has no limit of its own."""
+MOST_UNREAD = 64
+"""Requests that wait to be parsed and tokenised."""
+Result = TypeVar("Result")
 
 
 class Refused(Exception):
@@ -39,7 +53,7 @@ class Refused(Exception):
         self.status, self.param, self.code = status, param, code
 
 
-@dataclass(frozen=True)
+@dataclass
 class Served:
     """What the routes know."""
 
@@ -50,39 +64,49 @@ class Served:
     own: Any
     """The model's generation configuration."""
     created: int
-    reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "images"))
-    """Opens images, so that nobody else's answer waits for them. One thread: a processor cannot be in two."""
+    tokenizer: Any
+    """For writing: a copy of its own, because the tokenizers library refuses two threads at a time."""
+    also: tuple[str, ...] = ()
+    """Other names that clients may use for the model."""
+    unread: int = 0
+    reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "read"))
+    """Parses, renders, tokenises, opens images. One thread: a tokenizer cannot be in two."""
+    writing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "write"))
 
-    async def read(self, messages: list[dict[str, Any]]) -> Prompt:
-        """What is asked in a conversation."""
-        if self.prompts.blind:
-            return _prompt(self.prompts.of_chat, messages, "messages")
-        return await asyncio.get_running_loop().run_in_executor(
-            self.reading, _prompt, self.prompts.of_chat, messages, "messages"
-        )
+    async def read(self, make: Callable[[Served, bytes], Result], body: bytes) -> Result:
+        """What a body asks for; Full where too many wait for that."""
+        self.line.admit(1)
+        if self.unread >= MOST_UNREAD:
+            raise Full(f"{self.unread} requests are being read")
+        self.unread += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.reading, make, self, body)
+        finally:
+            self.unread -= 1
+
+    async def write(self, make: Callable[..., Result], *arguments: Any) -> Result:
+        """An answer, or a piece of one."""
+        return await asyncio.get_running_loop().run_in_executor(self.writing, make, *arguments)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.reading.shutdown()
+        self.writing.shutdown()
 
 
-class Door:
-    """Lets in who sends the token; /health is open. An ASGI application around another."""
+@dataclass(frozen=True)
+class Asked:
+    """A request that was understood."""
 
-    def __init__(self, app: Any, token: str | None) -> None:
-        self.app, self.token = app, token
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One request."""
-        if scope["type"] != "http" or self.token is None or scope["path"] == "/health" or self._knows(scope):
-            await self.app(scope, receive, send)
-            return
-        body = error_json("a token is needed: Authorization: Bearer ...", param=None, code="invalid_api_key")
-        await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-
-    def _knows(self, scope: Any) -> bool:
-        sent = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(sent, b"Bearer " + str(self.token).encode("utf-8"))
+    request: ChatRequest | CompletionRequest
+    prompts: Sequence[Prompt]
+    told: int | None
+    """How many likeliest tokens to tell; None: no log-probabilities."""
+    form: Chat
 
 
-def app_of(served: Served, token: str | None) -> Any:
-    """The application, with its door."""
+def app_of(served: Served) -> FastAPI:
+    """The application; `door.Door` goes around it."""
     app = FastAPI(title="megaswift", docs_url=None, redoc_url=None, openapi_url=None)
     _errors(app)
 
@@ -102,57 +126,77 @@ def app_of(served: Served, token: str | None) -> Any:
         return card
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: ChatRequest, request: Request) -> Any:
-        _same_model(served, asked.model)
-        if asked.top_logprobs is not None and not asked.logprobs:
-            raise Refused(400, "top_logprobs needs logprobs: true", "top_logprobs")
-        prompts = [await served.read(asked.messages)]
-        form = Chat(served.name, served.prompts.tokenizer, bool(asked.logprobs))
-        return await _answer(served, request, asked, (prompts, asked.told(), form))
+    async def chat(request: Request) -> Any:
+        return await _answer(served, request, await served.read(_chat, await request.body()))
 
     @app.post("/v1/completions")
-    async def completions(asked: CompletionRequest, request: Request) -> Any:
-        _same_model(served, asked.model)
-        prompts = [_prompt(served.prompts.of_any, p, "prompt") for p in asked.prompts()]
-        form = Text(served.name, served.prompts.tokenizer, asked.logprobs is not None)
-        return await _answer(served, request, asked, (prompts, asked.logprobs, form))
+    async def completions(request: Request) -> Any:
+        return await _answer(served, request, await served.read(_text, await request.body()))
 
-    return Door(app, token)
+    return app
+
+
+def _chat(served: Served, body: bytes) -> Asked:
+    asked = parsed(ChatRequest, body)
+    _same_model(served, asked.model)
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise Refused(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    prompt = _prompt(served, served.prompts.of_chat, asked.messages, "messages")
+    return Asked(asked, [prompt], asked.told(), Chat(served.name, served.tokenizer, bool(asked.logprobs)))
+
+
+def _text(served: Served, body: bytes) -> Asked:
+    asked = parsed(CompletionRequest, body)
+    _same_model(served, asked.model)
+    prompts = [_prompt(served, served.prompts.of_any, p, "prompt") for p in asked.prompts()]
+    return Asked(asked, prompts, asked.logprobs, Text(served.name, served.tokenizer, asked.logprobs is not None))
 
 
 def _same_model(served: Served, name: str) -> None:
-    if name != served.name:
-        raise Refused(404, f"the model {name!r} is not served here; {served.name!r} is", "model", "model_not_found")
+    if name not in (served.name, *served.also):
+        what = f"the model {shortened(name)!r} is not served here; {served.name!r} is"
+        raise Refused(404, what, "model", "model_not_found")
 
 
-def _prompt(make: Callable[[Any], Prompt], what: Any, param: str) -> Prompt:
+def _prompt(served: Served, make: Callable[[Any], Prompt], what: Any, param: str) -> Prompt:
+    context, count = served.prompts.context, _characters(what)
+    most = MOST_CHARACTERS if context is None else context * CHARACTERS_A_TOKEN
+    if count > most:
+        why = "" if context is None else f": the model takes {context} tokens"
+        raise Refused(400, f"the prompt has {count} characters, at most {most} are read{why}", param)
     try:
         return make(what)
     except PromptError as error:
-        raise Refused(400, str(error), param) from None
+        raise Refused(400, shortened(str(error)), param) from None
 
 
-Asked = ChatRequest | CompletionRequest
+def _characters(value: Any) -> int:
+    """Of all texts in a prompt or conversation; what an image holds has limits of its own. JSON's depth is bounded."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        drawn = KEYS if value.get("type") in IMAGES and "role" not in value else ()
+        return sum(_characters(v) for name, v in value.items() if name not in drawn)
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-async def _answer(served: Served, request: Request, asked: Asked, how: tuple[list[Prompt], int | None, Chat]) -> Any:
+async def _answer(served: Served, request: Request, asked: Asked) -> Any:
     """Waits for the answers of a request, or streams them."""
-    prompts, told, form = how
+    wish, prompts, form = asked.request, asked.prompts, asked.form
     try:
-        sampling = asked.sampling(served.defaults, served.own)
+        sampling = wish.sampling(served.defaults, served.own)
     except UserError as error:
         raise Refused(400, "; ".join(p.rule for p in error.problems), "temperature") from None
-    most, stop = asked.wanted(served.defaults.max_new_tokens), (*served.defaults.stop, *asked.stops())
-    wanted = [served.prompts.request(p, most, stop, told) for p in prompts for _ in range(asked.n or 1)]
+    most, stop = wish.wanted(served.defaults.max_new_tokens), (*served.defaults.stop, *wish.stops())
+    wanted = [served.prompts.request(p, most, stop, asked.told) for p in prompts for _ in range(wish.n or 1)]
     read = sum(len(p.ids) for p in prompts)
     ticket = Ticket(wanted, sampling)
-    if asked.stream:
-        with_counts = asked.stream_options is not None and asked.stream_options.include_usage
+    if wish.stream:
+        with_counts = wish.stream_options is not None and wish.stream_options.include_usage
         pieces = _pieces(ticket)
         served.line.submit(ticket)
-        return StreamingResponse(
-            _stream(ticket, pieces, form, read if with_counts else None), media_type="text/event-stream"
-        )
+        events = _stream(served, ticket, pieces, form, read if with_counts else None)
+        return StreamingResponse(events, media_type="text/event-stream")
     served.line.submit(ticket)
     future = asyncio.wrap_future(ticket.done)
     while not future.done():
@@ -160,7 +204,8 @@ async def _answer(served: Served, request: Request, asked: Asked, how: tuple[lis
         if not future.done() and await request.is_disconnected():
             ticket.cancel()
     answers = future.result()
-    return JSONResponse(form.whole(answers, usage(read, answers)))
+    body = await served.write(lambda: JSONResponse(form.whole(answers, usage(read, answers))).body)
+    return Response(body, media_type="application/json")
 
 
 Piece = tuple[int, str, Sequence[TokenLogprob]]
@@ -180,7 +225,7 @@ def _pieces(ticket: Ticket) -> asyncio.Queue[Piece | None]:
 
 
 async def _stream(
-    ticket: Ticket, pieces: asyncio.Queue[Piece | None], form: Chat, read: int | None
+    served: Served, ticket: Ticket, pieces: asyncio.Queue[Piece | None], form: Chat, read: int | None
 ) -> AsyncIterator[str]:
     """Server-sent events; a client that leaves ends its answers."""
     lengths = [0] * len(ticket.requests)
@@ -190,7 +235,11 @@ async def _stream(
                 yield event(chunk)
         while (piece := await pieces.get()) is not None:
             index, text, told = piece
-            yield event(form.piece(index, text, told, lengths[index]))
+            if form.logprobs:
+                chunk = await served.write(form.piece, index, text, told, lengths[index])
+            else:
+                chunk = form.piece(index, text, told, lengths[index])
+            yield event(chunk)
             lengths[index] += len(text)
         failed = ticket.done.exception()
         if failed is not None:
@@ -221,21 +270,14 @@ def _errors(app: FastAPI) -> None:
     async def full(request: Request, error: Full) -> JSONResponse:
         return JSONResponse(error_json(str(error), "rate_limit_error", code="server_busy"), 429, {"Retry-After": "1"})
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        found = [
-            (
-                ".".join(str(part) for part in e["loc"][1:] if not str(part).startswith(("list[", "str", "function"))),
-                e["msg"],
-            )
-            for e in error.errors()
-        ]
-        text = "; ".join(f"{field}: {message}" if field else message for field, message in found)
-        return JSONResponse(error_json(text, param=found[0][0] or None), 400)
+    @app.exception_handler(Unreadable)
+    async def invalid(request: Request, error: Unreadable) -> JSONResponse:
+        return JSONResponse(error_json(str(error), param=error.param), 400)
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(error_json(f"{request.method} {request.url.path}: {error.detail}"), error.status_code)
+        where = f"{request.method} {shortened(request.url.path)}"
+        return JSONResponse(error_json(f"{where}: {error.detail}"), error.status_code)
 
     @app.exception_handler(Exception)
     async def ours(request: Request, error: Exception) -> JSONResponse:

@@ -13,14 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from megaswift.errors import nearest
 from megaswift.inference.generator import Generator, Request, Sampling
 from megaswift.inference.prompts import PromptError, Prompts
 
 HELP = """\
 /clear forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer,
-a line that ends in \\ goes on in the next
+a line that ends in \\ goes on in the next, //TEXT sends /TEXT
 /image FILE shows a vision-language model an image, with the next question"""
 ASK = "> "
+COMMANDS = ("/clear", "/help", "/image", "/quit")
 
 
 @dataclass
@@ -54,7 +56,10 @@ class Terminal:
                 print(HELP, file=self.out)
             elif question.partition(" ")[0] == "/image":
                 self._look(question.removeprefix("/image").strip())
+            elif question.startswith("/") and not question.startswith("//"):
+                print(_unknown(question), file=self.out)
             elif question:
+                question = question[1:] if question.startswith("//") else question
                 self.answer(question)
 
     def _look(self, path: str) -> None:
@@ -104,6 +109,13 @@ class Terminal:
 
     def _show(self, text: str, logprobs: Any) -> None:
         print(text, end="", file=self.out, flush=True)
+
+
+def _unknown(question: str) -> str:
+    """What is said of a line that begins like a command; it is not sent to the model."""
+    word = question.split()[0]
+    meant = nearest(word, COMMANDS) or f"the commands are {', '.join(COMMANDS)}"
+    return f"({word} is not a command: {meant}; to send it to the model, write /{word})"
 
 
 def _line() -> str:

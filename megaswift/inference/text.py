@@ -6,6 +6,7 @@ decides.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +19,45 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+@functools.lru_cache(maxsize=256)
+def _borders(text: str) -> list[int]:
+    """For each beginning of a text, the length of its longest proper beginning that is also its end (Knuth, Morris and
+    Pratt, SIAM J. Comput. 6, 1977)."""
+    borders, length = [0] * len(text), 0
+    for at in range(1, len(text)):
+        while length and text[at] != text[length]:
+            length = borders[length - 1]
+        length += text[at] == text[length]
+        borders[at] = length
+    return borders
+
+
+class StopText:
+    """Looks for one stop text in text that comes in pieces. The time is linear in both, whatever they are."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.begun = 0
+        """How many characters of the stop text are at the end of what came."""
+
+    def find(self, piece: str) -> int | None:
+        """Where the stop text begins, counted from the start of the piece (below 0: before it), if it is complete."""
+        borders = _borders(self.text)
+        for at, character in enumerate(piece, 1):
+            while self.begun and character != self.text[self.begun]:
+                self.begun = borders[self.begun - 1]
+            self.begun += character == self.text[self.begun]
+            if self.begun == len(self.text):
+                return at - self.begun
+        return None
+
+
 class TextStream:
     """The text of one answer."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.tokenizer = tokenizer
+        self._stops = [StopText(text) for text in stop]
         self.text = ""
         """What was given out."""
         self.stopped = False
@@ -65,12 +100,13 @@ class TextStream:
         return last
 
     def _give(self, new: str) -> str:
+        found = [at for stop in self._stops if (at := stop.find(new)) is not None]
         self._held += new
-        found = [at for at in (self._held.find(s) for s in self.stop) if at >= 0]
         if found:
-            certain, self._held, self.stopped = self._held[: min(found)], "", True
+            keep, self.stopped = len(new) - min(found), True
         else:
-            keep = max((n for s in self.stop for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)
-            certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            keep = max((stop.begun for stop in self._stops), default=0)
+        at = len(self._held) - keep
+        certain, self._held = self._held[:at], "" if self.stopped else self._held[at:]
         self.text += certain
         return certain

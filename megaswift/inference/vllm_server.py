@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.inference import DeployConfig
-from megaswift.errors import Problem
+from megaswift.errors import Problem, WeightsError, first_line
 from megaswift.inference.vllm_package import RANKS, quantises, room_for, unfit
 
 OLDEST = (0, 10)
@@ -50,7 +50,12 @@ def adapters_rank(cfg: DeployConfig) -> int:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise WeightsError(Problem(str(file), f"cannot be read ({first_line(error)})", "a JSON object")) from None
 
 
 def command(cfg: DeployConfig, folder: Path, name: str, port: int) -> list[str]:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from megaswift.config.inference import DeployConfig, GenerationOptions
 from megaswift.deploy import COMMAND, model_name
 from megaswift.deploy import main as deploy
-from megaswift.errors import ConfigError
+from megaswift.errors import ConfigError, WeightsError
 from megaswift.inference import vllm_package, vllm_server
 from tests.inference.models import adapters, folder, plain
 from tests.sources import ROOT
@@ -192,7 +192,7 @@ def test_many_clients_get_their_own_answers(client: Any, theirs: tuple[Any, Any]
             "BadRequestError",
             "the prompt has 203 tokens, the model takes 128",
         ),
-        ({"messages": []}, "BadRequestError", "messages: List should have at least 1 item"),
+        ({"messages": []}, "BadRequestError", "messages: Value error, takes a list of 1 to 2048 messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "BadRequestError",
@@ -260,6 +260,9 @@ def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.M
         "8",
     )
     assert all(f"--{name}" in text for name in ("device_map cpu", "max_waiting 3", "quantization_bit 8"))
+    assert "--max_body_size 3 apples: is no size" in refused("--model", "x", "--max_body_size", "3 apples")
+    assert "--temperature 1e-300: is too near 0" in refused("--model", "x", "--temperature", "1e-300")
+    assert "--repetition_penalty 1e-300" in refused("--model", "x", "--repetition_penalty", "1e-300")
     assert "--tp 2: is for --infer_backend vllm" in refused("--model", "x", "--tp", "2")
 
 
@@ -341,6 +344,9 @@ def test_vllm_gets_room_for_the_adapters_and_the_model_s_own_way_to_choose(
     monkeypatch.setattr(
         vllm_package.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     )
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(WeightsError, match=r"adapter_config.json: cannot be read \(Expecting"):
+        list(vllm_server.impossible(cfg))
     (tmp_path / "adapter_config.json").write_text('{"r": 600}')
     assert [p.what.split()[0] for p in vllm_server.impossible(cfg)] == ["--quantization_bit", "--adapters"]
     (tmp_path / "model_executor" / "layers" / "quantization").mkdir(parents=True)

@@ -63,5 +63,19 @@ def test_mistakes() -> None:
         main(["--model", "x", "--merge_lora", "true", "--quantization_bit", "4"])
     for part in ("there are no adapters", "--output_dir: is missing"):
         assert part in str(caught.value)
+    with pytest.raises(ConfigError, match="merge_adapters true: is not an option .*\n.*--merge_lora true"):
+        main(["--model", "x", "--merge_adapters", "true", "--output_dir", "y"])
     with pytest.raises(ConfigError, match="has nothing to do"):
         main(["--model", "x", "--output_dir", "y"])
+
+
+@pytest.mark.parametrize("inner", ["", "adapter"])
+def test_the_folder_of_a_lora_run_as_the_model_is_told_as_infer_tells_it(inner: str, tmp_path: Path) -> None:
+    folder = tmp_path / inner
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/models/base"}')
+    with pytest.raises(ConfigError) as caught:
+        main(["--model", str(tmp_path), "--merge_lora", "true", "--output_dir", "y"])
+    (problem,) = caught.value.problems
+    assert problem.rule == "holds the adapters of a LoRA run, not a model"
+    assert problem.fix == f"--model /models/base --adapters {folder} --merge_lora true"

@@ -232,10 +232,9 @@ class Clients:
         from starlette.testclient import TestClient
 
         line = Line.before(generator, 4, 8)
-        served = Served(
-            "sees", Prompts(prepared, None), line, GenerationOptions(), prepared.generation, int(time.time())
-        )
-        http = TestClient(app_of(served, None))
+        named = "sees", Prompts(prepared, None), line, GenerationOptions(), prepared.generation, int(time.time())
+        served = Served(*named, copy.deepcopy(prepared.tokenizer))
+        http = TestClient(app_of(served))
         self.client = openai.OpenAI(base_url="http://testserver/v1", api_key="x", max_retries=0, http_client=http)
         self.served = served
 

@@ -18,6 +18,7 @@ from megaswift.inference.generator import Generator, Request, Sampling
 from megaswift.inference.load import prepare
 from tests.four_bits import BOTH_CPUS, by_transformers, cpu_with
 from tests.inference.models import PROMPTS, adapters, opened, plain
+from tests.trainers.inputs import write_model
 
 pytestmark = pytest.mark.wide
 
@@ -73,6 +74,26 @@ def test_adapters_on_weights_on_disk(model: Path, adapter: Path, tmp_path: Path)
     assert any(p.device.type == "meta" for p in generator.model.parameters())
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
     assert answers(generator) == expected(model, theirs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"hidden_size": 48}, "model.layers.0.mlp.down_proj has 32 outputs there and 48 in this model"),
+        ({"layers": 1}, "it has model.layers.1.mlp.down_proj, and this model has 1 layer"),
+    ],
+)
+def test_adapters_of_another_model_are_refused_before_weights_are_read(
+    sizes: dict[str, int], words: str, model: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended in `Error(s) in loading state_dict for PeftModelForCausalLM:`; of too many layers nothing was said."""
+    write_model(tmp_path / "other", **sizes)
+    with pytest.raises(UserError) as caught:
+        opened(tmp_path / "other", adapter)
+    (problem,) = caught.value.problems
+    assert problem.rule == f"was trained on another model ({model}): {words}"
+    assert problem.fix == f"--model {model}, or adapters of {tmp_path / 'other'}"
+    assert "device map" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("offload", [False, True])

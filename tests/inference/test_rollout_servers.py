@@ -3,11 +3,15 @@ real ones."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -282,3 +286,101 @@ def test_vllm_in_process_is_refused_where_it_is_not_there(model: Path, monkeypat
     monkeypatch.setattr(vllm_package.metadata, "version", lambda name: "0.11.2")
     [problem] = missing("vllm", SamplerOptions())
     assert "0.11.2 is installed" in problem.rule
+
+
+class Odd(BaseHTTPRequestHandler):
+    """A server that does not do as servers should; `said` is its answer, `heard` the tokens it was sent."""
+
+    said: ClassVar[tuple[int, dict[str, str], bytes]]
+    heard: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        status, headers, body = self.said
+        self.heard.append(str(self.headers["Authorization"]))
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(body)
+
+    def log_message(self, *words: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def odd() -> Iterator[server_client.Server]:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Odd)
+    threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server_client.Server(f"http://127.0.0.1:{http.server_port}", 20, "vLLM", "vllm serve")
+    finally:
+        http.shutdown()
+        http.server_close()
+
+
+def test_the_token_goes_nowhere_else_and_into_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A redirect would take it to another server; some servers repeat what they were sent."""
+    monkeypatch.setenv(server_client.KEY, "s3cret-token")
+    with odd() as server, serving(Vllm.__new__(Vllm)) as elsewhere:
+        for status in (301, 302, 307, 308):
+            Odd.said = status, {"Location": f"{elsewhere}/health"}, b""
+            with pytest.raises(server_client.ServerError, match=f"the vLLM server answers {status}"):
+                server.get("/health")
+        Odd.said = 401, {}, b"bad header: Bearer s3cret-token " + b"x" * 5000
+        with pytest.raises(server_client.ServerError) as caught:
+            server.get("/health")
+        assert "bad header: Bearer ***" in str(caught.value) and "s3cret" not in str(caught.value)
+    assert {*Odd.heard} == {"Bearer s3cret-token"}
+    urls = ("http://me:s3cret@127.0.0.1:8000", "http://s3cret@127.0.0.1")
+    problems = server_client.unusable(SamplerOptions(base_urls=urls, sync_folder=Path("x")), "vllm_server")
+    assert [p.rule.startswith("has a user name or password") for p in problems] == [True, True]
+    assert "s3cret" not in str(problems)
+
+
+def test_an_answer_has_a_size_and_a_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "MOST_BYTES", 1 << 20)
+    with odd() as server:
+        Odd.said = 200, {}, b"[" * (1 << 19)
+        assert server.get("/health") is None
+        Odd.said = 200, {}, b" " * (1 << 21)
+        with pytest.raises(server_client.ServerError, match=r"answer is larger than 1\.0 MiB"):
+            server.get("/health")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs"),
+    [
+        ([1, 2], [-0.5, float("nan")]),
+        ([1, 2], [-0.5, "x"]),
+        ([1, 2], None),
+        (None, None),
+        ([1, "2"], [-0.5, -0.5]),
+        ([1, True], [-0.5, -0.5]),
+        ([1, 2], [-0.5, float("-inf")]),
+    ],
+)
+def test_numbers_that_cannot_be_trained_on_are_told(tokens: Any, logprobs: Any) -> None:
+    with pytest.raises(server_client.ServerError, match="or some are missing or not finite"):
+        server_client.checked(tokens, logprobs, True, SAMPLING)
+
+
+@pytest.mark.parametrize("said", [None, [], ["x"], {"data": 3}, "text", 7, {"vllm_config": "a"}, {"data": [3]}, True])
+def test_a_server_of_another_kind_is_told_whatever_it_says(said: Any, kind: str, model: Path, tmp_path: Path) -> None:
+    """Also in the middle of a run, where a completion is asked for."""
+    for path in ("/version", "/server_info", "/server_info?config_format=json", "/v1/models"):
+        backend = KINDS[kind](model)
+        backend.told[path] = said
+        with serving(backend) as url, contextlib.suppress(UserError):
+            client(kind, model, url, sync_folder=tmp_path / "sync", wait=0.0, max_length=50)
+    backend = KINDS[kind](model)
+    with serving(backend) as url:
+        made = client(kind, model, url, sync_folder=tmp_path / "sync")
+        for answer in (
+            said,
+            {"choices": [said]},
+            {"choices": [{"token_ids": {"a": 1}, "logprobs": {"token_logprobs": 1}}]},
+        ):
+            backend.told |= dict.fromkeys(("/generate", "/v1/completions"), answer)
+            with pytest.raises(server_client.ServerError):
+                made.generate(PROMPTS[:1], SAMPLING, SEEDS[:1])

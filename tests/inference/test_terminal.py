@@ -64,6 +64,19 @@ def test_turns_build_on_one_another_until_they_are_cleared(
     assert out.index(want[0]) < out.index(want[1])
 
 
+def test_what_looks_like_a_command_is_not_sent(
+    open_model: tuple[Prepared, Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, terminal = conversation(open_model, ["/clera", "/save a.txt", "/usr/bin", "//ab"], monkeypatch)
+    assert [m["content"] for m in terminal.messages[::2]] == ["/ab"]
+    for part in (
+        "(/clera is not a command: did you mean /clear?; to send it to the model, write //clera)",
+        "(/save is not a command: the commands are /clear, /help, /image, /quit; to send",
+        "(/usr/bin is not a command: ",
+    ):
+        assert part in out
+
+
 def test_a_conversation_that_grows_too_long_is_told(
     open_model: tuple[Prepared, Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:

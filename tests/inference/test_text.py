@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 import pytest
@@ -60,3 +62,40 @@ def test_an_unfinished_character_at_the_end_is_told_as_such() -> None:
     assert len(ids) > 1
     stream = TextStream(tokens)
     assert stream.add(ids[0]) == "" and stream.finish() == BROKEN
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, ids: list[int], **how: Any) -> str:
+        return "".join(map(chr, ids))
+
+
+def spelled(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
+    stream = TextStream(Letters(), stop)
+    said = ""
+    for letter in text:
+        said += stream.add(ord(letter))
+        if stream.stopped:
+            break
+    return said + stream.finish(), stream.stopped
+
+
+def test_an_answer_ends_at_the_first_stop_text_that_is_complete() -> None:
+    """Against str.find over every beginning of the text, on random texts of few letters, where stop texts overlap
+    themselves and one another."""
+    draw = random.Random(3)
+    for _ in range(2000):
+        text = "".join(draw.choices("ab", k=draw.randint(1, 20)))
+        stop = tuple("".join(draw.choices("ab", k=draw.randint(1, 6))) for _ in range(draw.randint(1, 3)))
+        ends = [n for n in range(len(text) + 1) if any(s in text[:n] for s in stop)]
+        want = text[: min(at for s in stop if (at := text[: ends[0]].find(s)) >= 0)] if ends else text
+        assert spelled(text, stop) == (want, bool(ends)), (text, stop)
+
+
+def test_the_time_for_a_stop_text_is_linear_in_its_length() -> None:
+    """A megabyte that the answer keeps repeating took 56 s."""
+    answer, stop = "a" * 3000, "a" * (1 << 20) + "b"
+    begun = time.monotonic()
+    assert spelled(answer, (stop, "ab" * 1000, "a" * 2999 + "b")) == (answer, False)
+    assert time.monotonic() - begun < 5

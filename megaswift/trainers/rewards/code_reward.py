@@ -50,11 +50,12 @@ class Code:
     def _tests(self, number: int, sample: Judged) -> list[CodeTest]:
         try:
             return read_tests(sample.columns.get(TESTS))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
+            rule = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise RewardError(
                 Problem(
                     f"--reward_funcs {self.name}",
-                    f"the column {TESTS} of sample {number} {error}",
+                    f"the column {TESTS} of sample {number} {rule}",
                     '[{"input": "1 2", "output": "3"}], or another form of docs/rewards.md',
                 )
             ) from None

@@ -26,16 +26,18 @@ from typing import Any
 
 from megaswift.trainers.rewards import system_calls
 
-UNLOCKED = 97
-"""Exit code of a child that could not be locked, and ran nothing."""
-RESULT = 3
-"""The descriptor of a function's result, as JSON."""
+RESULT, JOB, STATE = 3, 4, 5
+"""Descriptors of a child beside its standard streams: a function's result as JSON; its own job as JSON; whether it is
+locked. JOB and STATE are closed before the program runs."""
+LOCKED, REFUSED = b"locked", b"refused: "
+"""What a child writes to STATE once it is locked, or if the kernel refuses; it runs nothing then."""
 NOBODY = 65534
 _PDEATHSIG, _NO_NEW_PRIVS, _DUMPABLE, _SECCOMP, _FILTER = 1, 38, 4, 22, 2
 _IMPORT = re.compile(
     r"(?:^|;|:)[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+\(?([\w \t,]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
 )
 LEFT_OUT = {
+    "__main__",
     "antigravity",
     "curses",
     "ensurepip",
@@ -50,7 +52,8 @@ LEFT_OUT = {
     "turtledemo",
     "venv",
 }
-"""Modules of the standard library that do something when they are imported, or that no program on a pipe needs."""
+"""Names of modules of the standard library, and of parts of its packages, that do something when they are imported, or
+that no program on a pipe needs."""
 COMMON = (
     "_strptime",
     "bisect",
@@ -114,7 +117,7 @@ def bind(runner: int) -> None:
         file.write("1000")
     _prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != runner:
-        os._exit(UNLOCKED)
+        os._exit(1)
 
 
 def drop(runner: int) -> None:
@@ -155,7 +158,7 @@ def named_modules(source: str) -> list[str]:
             else plain.split(",")
         )
         found |= dict.fromkeys(name.split()[0].strip(".") for name in asked if name.split())
-    return [n for n in found if n.split(".")[0] in sys.stdlib_module_names and n.split(".")[0] not in LEFT_OUT]
+    return [n for n in found if n.split(".")[0] in sys.stdlib_module_names and not LEFT_OUT & {*n.split(".")}]
 
 
 def import_all(names: Iterable[str]) -> None:

@@ -1,62 +1,61 @@
-"""The process that runs judged programs: one forked child for each, under limits and a clock. `python -m ...runner`,
-requests on its stdin.
+"""The process that judged programs are forked from: one child for each, under limits and a clock. `python -m ...runner
+KIND DESCRIPTOR WORKERS`, orders on that socket, so many children at a time.
 
 It is a process of its own so that a child inherits neither the trainer's memory nor its environment, descriptors or
-threads. A request is one line of JSON, so is its answer. Outputs go to files in memory, so that nobody waits for a pipe
-and the limit on file sizes bounds them. Expected answers never come here: what a program could read, it could print.
+threads. It holds no job either: the trainer writes a job into files in memory and passes their descriptors with an
+order, which has limits only; the child alone reads them. So the memory and the frames that a program finds in its
+process contain its own job and no other.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
-import math
 import os
+import select
 import signal
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from megaswift.trainers.rewards import jail
 
-STREAMS = 4
-"""Input, output, errors, result."""
-TAIL = 2000
-"""Bytes of a program's errors that are told."""
+FILES = 6
+"""Descriptors of an order: input, output, errors, result, job, state. They become the child's descriptors 0 to 5."""
+LOOK_SECONDS = 1.0
+MESSAGE = 4096
+"""Most bytes of an order or a report."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """Jobs of one kind and their limits."""
+class Order:
+    """One child: its limits, and nothing of its job."""
 
-    kind: str
-    jobs: list[dict[str, Any]]
-    seconds: float
-    """Of CPU time."""
-    patience: float
-    """Seconds by the clock for each of them: a machine may be busy."""
+    number: int
+    """The trainer's name for the job."""
+    cpu: int
+    """Seconds of CPU time, whole as the kernel counts them."""
+    clock: float
+    """Seconds by the clock: a machine may be busy."""
     memory: int
-    """MiB of a child."""
+    """MiB."""
     output: int
     """Bytes of each of its outputs."""
-    workers: int
     locked: bool
-    """Whether a child must be locked, or ends before it runs anything."""
-
-    @property
-    def cpu(self) -> int:
-        """Whole seconds, as the kernel counts."""
-        return max(1, math.ceil(self.seconds))
+    """Whether the child must be locked, or ends before it runs anything."""
 
 
 @dataclass
 class Child:
     """One that runs."""
 
-    job: int
-    files: list[int]
+    number: int
     deadline: float
     overdue: bool = False
 
@@ -74,106 +73,117 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Callable[[], None]], int]] = {
 }
 
 
-def _child(request: Request, job: Mapping[str, Any], files: list[int], runner: int) -> int:
+def _child(order: Order, files: list[int], kind: str, runner: int) -> int:
     """In the child, from fork to exit code."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for wanted, file in enumerate(files):  # files are above 3: the runner's own four are open
+    for wanted, file in enumerate(files):  # files are above 5: the runner's own are open
         os.dup2(file, wanted)
-    os.closerange(STREAMS, 65536)
+    os.closerange(FILES, 65536)
     os.setsid()
-    jail.limit(request.cpu, request.memory, request.output)
+    job = json.loads(os.pread(jail.JOB, os.fstat(jail.JOB).st_size, 0))
+    os.close(jail.JOB)
+    jail.limit(order.cpu, order.memory, order.output)
     jail.bind(runner)
 
     def locked() -> None:
-        if request.kind == "program":
+        if kind == "program":
             jail.drop(runner)
-        if request.locked:
-            jail.lock(reading=request.kind == "maths")
+        if order.locked:
+            jail.lock(reading=kind == "maths")
+            os.write(jail.STATE, jail.LOCKED)
+        os.close(jail.STATE)
 
-    return KINDS[request.kind](job, locked)
+    return KINDS[kind](job, locked)
 
 
-def _start(request: Request, number: int) -> tuple[int, Child]:
-    job, runner = request.jobs[number], os.getpid()
-    files = [os.memfd_create(f"stream{i}", os.MFD_CLOEXEC) for i in range(STREAMS)]
-    os.write(files[0], job.get("input", "").encode())
-    os.lseek(files[0], 0, os.SEEK_SET)
+def _fork(order: Order, files: list[int], kind: str) -> int:
+    """The child's process id. Its files are closed here."""
+    runner = os.getpid()
     pid = os.fork()
     if pid == 0:
-        code = jail.UNLOCKED
+        code = 1
         try:
-            code = _child(request, job, files, runner)
-        except jail.NotLocked as error:
-            os.write(2, f"{error}".encode())
+            code = _child(order, files, kind, runner)
+        except jail.NotLocked as error:  # STATE is still open: a program that raises this finds it closed
+            os.write(jail.STATE, jail.REFUSED + str(error).encode())
+        except (OSError, ValueError, ImportError, MemoryError):  # before the lock: of a module that the program imports
+            traceback.print_exc()
         finally:  # whatever a program does to Python, its process ends here
             os._exit(code)
-    return pid, Child(number, files, time.monotonic() + request.seconds * request.patience)
+    for file in files:
+        os.close(file)
+    return pid
 
 
-def _read(file: int, most: int) -> str:
-    data = os.pread(file, most, 0)
-    os.close(file)
-    return data.decode(errors="replace")
+def _reports(running: dict[int, Child]) -> list[dict[str, Any]]:
+    """What became of the children that have ended; those that are overdue are killed."""
+    found = []
+    for pid, child in list(running.items()):
+        done, status, usage = os.wait4(pid, os.WNOHANG)
+        if done:
+            del running[pid]
+            cpu = usage.ru_utime + usage.ru_stime
+            found.append({"number": child.number, "status": status, "cpu": cpu, "overdue": child.overdue})
+        elif time.monotonic() > child.deadline and not child.overdue:
+            child.overdue = True
+            os.kill(pid, signal.SIGKILL)
+    return found
 
 
-def _ended(child: Child, status: int, used: float, request: Request) -> dict[str, Any]:
-    """What became of it, and what it said; `used`: seconds of CPU time."""
-    os.close(child.files[0])
-    sizes = [os.fstat(f).st_size for f in child.files[1:]]
-    out, errors, result = (_read(file, request.output) for file in child.files[1:])
-    code = os.waitstatus_to_exitcode(status)
-    how = "unlocked" if code == jail.UNLOCKED else "ended" if code == 0 else "failed"
-    # the kernel limits by ticks and reports other sums; else memory ran out
-    deaf = -code == signal.SIGKILL and used > request.cpu / 2
-    if child.overdue or deaf or -code == signal.SIGXCPU:
-        how = "time"
-    elif -code == signal.SIGSYS:
-        how = "forbidden"
-    elif max(sizes) >= request.output:
-        how, out, result = "output", "", ""
-    errors = errors[-TAIL:]
-    return {"how": how, "code": code, "out": out, "result": result, "errors": errors}
+def _patience(running: Mapping[int, Child]) -> int:
+    """Milliseconds until a child is overdue, or it is time to look after the trainer."""
+    deadlines = [c.deadline for c in running.values() if not c.overdue]
+    left = min(deadlines) - time.monotonic() if deadlines else LOOK_SECONDS
+    return int(1000 * min(max(left, 0.0), LOOK_SECONDS)) + 1
 
 
-def execute(request: Request, parent: int) -> list[dict[str, Any]]:
-    """All jobs' outcomes in their order, `workers` at a time."""
-    outcomes: list[dict[str, Any]] = [{}] * len(request.jobs)
-    waiting, running = list(range(len(request.jobs)))[::-1], dict[int, Child]()
-    while waiting or running:
-        while waiting and len(running) < request.workers:
-            pid, child = _start(request, waiting.pop())
-            running[pid] = child
-        soonest = min(c.deadline for c in running.values()) - time.monotonic()
-        signal.sigtimedwait({signal.SIGCHLD}, min(max(soonest, 0.001), 0.5))
-        if os.getppid() != parent:  # the trainer is gone; children end with this process
-            os._exit(1)
-        for pid, child in list(running.items()):
-            done, status, usage = os.wait4(pid, os.WNOHANG)
-            if done:
-                outcomes[running.pop(pid).job] = _ended(child, status, usage.ru_utime + usage.ru_stime, request)
-            elif time.monotonic() > child.deadline and not child.overdue:
-                child.overdue = True
-                os.kill(pid, signal.SIGKILL)
-    return outcomes
+def serve(control: socket.socket, kind: str, workers: int) -> None:
+    """Forks a child for each order and reports its end, until the trainer is gone; children end with this process.
+    Orders that wait stay in the socket, and their files with them."""
+    ended, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only signals with a handler reach the pipe
+    signal.set_wakeup_fd(wake)
+    running: dict[int, Child] = {}
+    trainer, poll = os.getppid(), select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(ended, select.POLLIN)
+    while True:
+        ready = dict(poll.poll(_patience(running)))
+        if os.getppid() != trainer:  # its other children may still have the socket open
+            return
+        asked = ready.get(control.fileno(), 0)
+        if asked & select.POLLHUP:
+            return
+        if asked:
+            message, files, _, _ = socket.recv_fds(control, MESSAGE, FILES)
+            order = Order(**json.loads(message))
+            deadline = time.monotonic() + order.clock
+            running[_fork(order, files, kind)] = Child(order.number, deadline)
+        if ended in ready:
+            os.read(ended, MESSAGE)
+        for report in _reports(running):
+            control.send(json.dumps(report).encode())
+        poll.modify(control, select.POLLIN if len(running) < workers else 0)
 
 
 def main() -> None:
-    """Answers requests until its input ends. Its folder is the children's: empty and not theirs."""
-    parent = os.getppid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    """Its folder is the children's: empty and not theirs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's
-    os.dup2(os.open(os.devnull, os.O_RDWR), 3)
-    if sys.argv[1:] == ["maths"]:
+    kind, descriptor, workers = sys.argv[1:]
+    control = socket.socket(fileno=int(descriptor))
+    while os.open(os.devnull, os.O_RDWR) < FILES:  # so that what is passed lies above the child's own descriptors
+        pass
+    if kind == "maths":
         importlib.import_module("megaswift.trainers.rewards.maths").warm()
     else:
         sys.path.remove(os.environ["PYTHONPATH"])  # the standard library alone
         jail.import_all(jail.COMMON)
-    requests = sys.stdin.buffer
-    while line := requests.readline():
-        answer = execute(Request(**json.loads(line)), parent)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
+    gc.collect()
+    gc.freeze()  # a child's collector leaves what is shared alone
+    with suppress(BrokenPipeError, ConnectionResetError):  # the trainer is gone
+        serve(control, kind, int(workers))
 
 
 if __name__ == "__main__":

@@ -1,29 +1,38 @@
-"""The trainer's side of the sandbox: starts the runner, hands it jobs, takes what became of them. docs/rewards.md says
-what holds.
+"""The trainer's side of the sandbox: starts the runner, writes each job into files in memory for one child of it, reads
+what the child left there. docs/rewards.md says what holds.
 
 A sandbox that does not hold runs nothing: `check` tries it out, and refuses, before anything is built.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaswift.errors import ConfigError, Problem, RewardError
+from megaswift.trainers.rewards import jail
 
 ROOT = str(Path(__file__).resolve().parents[3])
 SLACK = 60.0
-"""Seconds beyond all jobs' own before the runner itself counts as stuck."""
+"""Seconds beyond a job's own before the runner itself counts as stuck."""
+MESSAGE = 4096
+"""Most bytes of the runner's reports, and of what a child says of its lock."""
+AHEAD = 2
+"""Jobs that are sent before there is a worker for them."""
+TAIL = 2000
+"""Characters of a program's errors that are shown."""
 PROBES = {
     "print(sum(map(int, input().split())))": ("ended", "4\n"),
     "try:\n open('/proc/self/environ')\nexcept PermissionError:\n print('held')": ("ended", "held\n"),
@@ -46,13 +55,23 @@ class Limits:
     output: int = 1 << 20
     """Bytes of what it prints, and of its result."""
 
+    @property
+    def cpu(self) -> int:
+        """Whole seconds, as the kernel counts."""
+        return max(1, math.ceil(self.seconds))
+
+    @property
+    def clock(self) -> float:
+        """Seconds by the clock."""
+        return self.seconds * self.patience
+
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of one job."""
 
     how: str
-    """ended | failed | time | output | forbidden | unlocked."""
+    """ended | failed | time | output | forbidden."""
     code: int
     """Exit code; below 0: the signal that ended it."""
     out: str
@@ -67,6 +86,48 @@ def workers() -> int:
     return max(1, min(16, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 
 
+def _file(name: str, content: bytes = b"") -> int:
+    """The descriptor of a file in memory, at its start."""
+    file, at = os.memfd_create(name, os.MFD_CLOEXEC), 0
+    while at < len(content):
+        at += os.pwrite(file, memoryview(content)[at:], at)
+    return file
+
+
+def _files(job: Mapping[str, Any]) -> list[int]:
+    """A job as the runner's children take it: see `runner.FILES`."""
+    rest = {name: value for name, value in job.items() if name != "input"}
+    given = job.get("input", "").encode(errors="surrogatepass")
+    return [
+        _file("input", given),
+        *(_file(name) for name in ("output", "errors", "result")),
+        _file("job", json.dumps(rest).encode()),
+        _file("state"),
+    ]
+
+
+def _read(file: int, most: int) -> bytes:
+    return os.pread(file, min(most, os.fstat(file).st_size), 0)
+
+
+def _outcome(files: Sequence[int], report: Mapping[str, Any], limits: Limits) -> Outcome:
+    """What the files of a child that has ended hold, and what its end means."""
+    code, cpu = os.waitstatus_to_exitcode(report["status"]), limits.cpu
+    largest = max(os.fstat(f).st_size for f in files[1:4])
+    out, errors, result = (_read(file, limits.output).decode(errors="replace") for file in files[1:4])
+    how = "ended" if code == 0 else "failed"
+    deaf = (
+        -code == signal.SIGKILL and report["cpu"] > cpu / 2
+    )  # the kernel limits by ticks and reports other sums; else memory ran out
+    if report["overdue"] or deaf or -code == signal.SIGXCPU:
+        how = "time"
+    elif -code == signal.SIGSYS:
+        how = "forbidden"
+    elif largest >= limits.output:
+        how, out, result = "output", "", ""
+    return Outcome(how, code, out, result, errors[-TAIL:])
+
+
 @dataclass
 class Sandbox:
     """A runner for jobs of one kind, started when it is first needed; it ends with the trainer or by `close`."""
@@ -76,18 +137,23 @@ class Sandbox:
     locked: bool = True
     """False: limits only."""
     _process: subprocess.Popen[bytes] | None = None
+    _control: socket.socket | None = None
     _folder: tempfile.TemporaryDirectory[str] | None = None
     _errors: Any = None
     _one: threading.Lock = field(default_factory=threading.Lock)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
+    def _start(self) -> socket.socket:
+        """The socket of a runner that lives."""
+        if self._process is not None and self._process.poll() is None and self._control is not None:
+            return self._control
         self.close()
+        if not sys.platform.startswith("linux"):
+            raise RewardError(Problem("the sandbox", f"needs Linux, and this is {sys.platform}"))
         self._folder = tempfile.TemporaryDirectory(prefix="megaswift-sandbox-")
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         bare = ["-S"] if self.kind == "program" else []
-        command = [sys.executable, "-s", "-P", *bare, "-m", f"{__package__}.runner", self.kind]
+        words = ["-s", "-P", *bare, "-m", f"{__package__}.runner", self.kind, str(theirs.fileno()), str(workers())]
         environment = {
             "PYTHONPATH": ROOT,
             "PYTHONHASHSEED": "0",
@@ -95,16 +161,18 @@ class Sandbox:
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            cwd=self._folder.name,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,
-        )
-        return self._process
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *words],
+                env=environment,
+                cwd=self._folder.name,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        return self._control
 
     def run(self, jobs: Sequence[Mapping[str, Any]], limits: Limits | None = None) -> list[Outcome]:
         """What became of each, in their order; RewardError where the sandbox itself failed. `limits`: others than
@@ -112,36 +180,47 @@ class Sandbox:
         limits = limits or self.limits
         if not jobs:
             return []
+        files: dict[int, list[int]] = {}
         with self._one:
-            process, at_a_time = self._start(), workers()
-            assert process.stdin is not None and process.stdout is not None
-            request = {
-                "kind": self.kind,
-                "jobs": list(jobs),
-                "workers": at_a_time,
-                "locked": self.locked,
-                **asdict(limits),
-            }
-            clock = threading.Timer(
-                math.ceil(len(jobs) / at_a_time) * (limits.seconds * limits.patience + 1) + SLACK, process.kill
-            )
-            clock.start()
+            complete = False
             try:
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
-                answer = process.stdout.readline()
-            except BrokenPipeError:
-                answer = b""
+                found = self._outcomes(jobs, limits, files)
+                complete = True
+            except OSError as error:
+                rule = f"its runner ended in the middle of {len(jobs)} jobs ({error})\n{self._said()}"
+                raise RewardError(Problem("the sandbox", rule)) from None
             finally:
-                clock.cancel()
-            if not answer.endswith(b"\n"):
-                raise RewardError(
-                    Problem("the sandbox", f"its runner ended in the middle of {len(jobs)} jobs\n{self._said()}")
-                )
-        found = [Outcome(**one) for one in json.loads(answer)]
-        unlocked = [o for o in found if o.how == "unlocked"]
-        if unlocked:
-            raise RewardError(Problem("the sandbox", f"could not be locked, nothing was run: {unlocked[0].errors}"))
+                for file in [f for each in files.values() for f in each]:
+                    os.close(file)
+                if not complete:  # children may still run, and their reports must not reach the next call
+                    self.close()
+        return [found[number] for number in range(len(jobs))]
+
+    def _outcomes(
+        self, jobs: Sequence[Mapping[str, Any]], limits: Limits, files: dict[int, list[int]]
+    ) -> dict[int, Outcome]:
+        """By the number of the job. `files` of those that run, or wait for the runner while others run."""
+        control, sent, found = self._start(), workers() + AHEAD, dict[int, Outcome]()
+        control.settimeout(limits.clock + SLACK)
+        waiting = iter(range(len(jobs)))
+        while len(found) < len(jobs):
+            for number in itertools.islice(waiting, sent - len(files)):
+                files[number] = _files(jobs[number])
+                order = {"number": number, "locked": self.locked, "clock": limits.clock, "cpu": limits.cpu}
+                order |= {"memory": limits.memory, "output": limits.output}
+                socket.send_fds(control, [json.dumps(order).encode()], files[number])
+            message = control.recv(MESSAGE)
+            if not message:
+                raise ConnectionResetError("it closed its socket")
+            report = json.loads(message)
+            ended = files[report["number"]]
+            state = _read(ended[-1], MESSAGE)
+            if self.locked and state.startswith(jail.REFUSED):
+                what = state.removeprefix(jail.REFUSED).decode()
+                raise RewardError(Problem("the sandbox", f"could not be locked, nothing was run: {what}"))
+            found[report["number"]] = _outcome(ended, report, limits)
+            for file in files.pop(report["number"]):
+                os.close(file)
         return found
 
     def _said(self) -> str:
@@ -155,13 +234,12 @@ class Sandbox:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout, self._errors):
-                assert pipe is not None
-                with suppress(BrokenPipeError):  # a request that was never read
-                    pipe.close()
+        for file in (self._control, self._errors):
+            if file is not None:
+                file.close()
         if self._folder is not None:
             self._folder.cleanup()
-        self._process = self._folder = None
+        self._process = self._control = self._errors = self._folder = None
 
     def __del__(self) -> None:
         self.close()

@@ -170,6 +170,12 @@ def test_tests_that_are_none_are_told_with_their_sample(tests: Any, told: str) -
         code_reward.code(OPTIONS)([judged(fenced(ADD), tests=SUMS), judged(fenced(ADD), tests=tests)])
 
 
+@pytest.mark.parametrize("tests", ["[" * 99999, [{"fn_name": "f", "input": "[" * 99999, "output": "1"}]])
+def test_tests_that_are_nested_too_deeply_are_told(tests: Any) -> None:
+    with pytest.raises(RewardError, match="the column tests of sample 0 is nested too deeply"):
+        code_reward.code(OPTIONS)([judged(fenced(ADD), tests=tests)])
+
+
 def test_nested_answers_do_not_harm_the_trainer() -> None:
     deep = "import os\ndef add(a, b):\n    os.write(3, b'[' * 900000)\n    os._exit(0)"
     assert reward(deep, [{"fn_name": "add", "input": [1, 2], "output": 3}]) == 0.0

@@ -8,13 +8,14 @@ native code.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -293,18 +294,36 @@ def test_the_runner_and_its_programs_end_with_the_trainer() -> None:
 
 
 def test_a_runner_that_dies_is_told_and_started_anew() -> None:
-    box = Sandbox("program", Limits(seconds=1.0))
+    box = Sandbox("program", Limits(seconds=60.0))
     box.run([{"source": "1"}])
     assert box._process is not None
-    os.kill(box._process.pid, signal.SIGSTOP)
-    os.kill(box._process.pid, signal.SIGKILL)
-    with pytest.raises(RewardError, match="its runner ended in the middle of 1 jobs"):
-        box._process.wait()
-        old, box._start = box._start, lambda: box._process  # type: ignore[method-assign, return-value]
-        box.run([{"source": "1"}])
-    box._start = old  # type: ignore[method-assign]
+    killer = threading.Timer(0.3, box._process.kill)
+    killer.start()
+    with pytest.raises(RewardError, match="its runner ended in the middle of 2 jobs"):
+        box.run([{"source": "while True: pass"}, {"source": "1"}])
     assert box.run([{"source": "print(2)"}])[0].out == "2\n"
     box.close()
+
+
+def test_a_call_that_is_interrupted_leaves_no_report_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Sandbox("program", Limits(seconds=5.0))
+    read = sandbox._outcome
+
+    def interrupted(*arguments: Any) -> Outcome:
+        monkeypatch.setattr(sandbox, "_outcome", read)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sandbox, "_outcome", interrupted)
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        box.run([{"source": f"print({i})"} for i in range(5)])
+    assert [o.out for o in box.run([{"source": f"print('new {i}')"} for i in range(3)])] == [
+        "new 0\n",
+        "new 1\n",
+        "new 2\n",
+    ]
+    box.close()
+    assert len(os.listdir("/proc/self/fd")) <= open_files
 
 
 def run_python(program: str) -> subprocess.CompletedProcess[str]:
