@@ -7,6 +7,7 @@ document is a store, a start and a length.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -72,6 +73,7 @@ def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
     """All rows of the data sets in order, each taken as often as its `#rows` says; both documents of a pair are one
     row."""
     number, start, length, labels, sample, ends, first, total = [], [], [], [], [], [], 0, 0
+    counted: Counter[str] = Counter()
     for k, (source, store) in enumerate(stores):
         if len(store) == 0:
             bad = store.manifest["bad"]
@@ -99,6 +101,7 @@ def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
         ends.append(store.image_ends[rows])
         first += units
         total += len(taken)
+        counted.update(store.counted)
     return Documents(
         tuple(s for _, s in stores),
         np.concatenate(number),
@@ -107,7 +110,7 @@ def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
         np.concatenate(labels),
         np.concatenate(sample).astype(np.int64),
         np.concatenate(ends),
-        {"rows": total},
+        {"rows": total, **counted},
     )
 
 

@@ -29,6 +29,7 @@ from megaswift.data.encode_units import encoder_for
 from megaswift.data.questions import ANSWER
 from megaswift.data.sources import Part, Source, parts_of, resolve
 from megaswift.data.store import TokenStore, merge, read_report, write_piece
+from megaswift.data.template_probe import NOTES
 from megaswift.errors import DataError, Problem
 
 WORKER_BYTES = 2 << 20
@@ -37,6 +38,8 @@ IMAGE_WORKER_BYTES = 1 << 16
 """The same where each row brings images, which take far longer than its text."""
 _CODE = (
     "chat.py",
+    "template_limits.py",
+    "template_probe.py",
     "turns.py",
     "columns.py",
     "encode.py",
@@ -47,6 +50,7 @@ _CODE = (
     "cuts.py",
     "pieces.py",
     "sample.py",
+    "json_text.py",
     "readers.py",
     "sources.py",
     "store.py",
@@ -108,6 +112,8 @@ def prepare(data: Any, tokenizer: Any, task: str = "sft", val: bool = False) -> 
         store = TokenStore(_store(root, source, spec, data.dataset_num_proc))
         if store.manifest["bad"]:
             log.warn(f"{name}: {store.skipped} (--strict false)")
+        for note, count in store.manifest["notes"].items():
+            log.warn(f"{name}: {count:,} {NOTES[note]}")
         if is_builder():
             store.check_images()
         stores.append((source, store))
@@ -139,12 +145,12 @@ def _store(root: Path, source: Source, spec: EncodeSpec, processes: int) -> Path
 
 def _alike(problems: list[Problem]) -> list[Problem]:
     """The same mistake of several rows as one."""
-    rows: dict[str, list[str]] = {}
+    rows: dict[tuple[str, str], list[str]] = {}
     for p in problems:
-        rows.setdefault(p.rule, []).append(p.what)
+        rows.setdefault((p.rule, p.fix), []).append(p.what)
     return [
-        Problem(whats[0] + (f" and {len(whats) - 1} more like it" if len(whats) > 1 else ""), rule)
-        for rule, whats in rows.items()
+        Problem(whats[0] + (f" and {len(whats) - 1} more like it" if len(whats) > 1 else ""), rule, fix)
+        for (rule, fix), whats in rows.items()
     ]
 
 
@@ -176,8 +182,10 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
                 "no row so far could be read: other data, another task, or --columns FROM=TO where columns have "
                 "other names"
             )
-        raise DataError([*told[:-1], replace(told[-1], fix=fix)])
-    facts = {"bad": bad, "causes": dict(sum((Counter(r.causes) for r in reports), Counter())), "source": source.name}
+        raise DataError([*told[:-1], told[-1] if told[-1].fix else replace(told[-1], fix=fix)])
+    facts = {"bad": bad, "source": source.name} | {
+        name: dict(sum((Counter(getattr(r, name)) for r in reports), Counter())) for name in ("causes", "notes")
+    }
     if _dated(spec):
         facts["content"] = "dated"  # other tokens tomorrow, and a run that goes on then has the same data
     merge(scratch, [p.path for p in parts], target, facts)

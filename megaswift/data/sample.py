@@ -11,11 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaswift.data import json_text
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 
 
 class RowError(Exception):
     """A row that a format cannot read: the column, what is wrong and what was expected."""
+
+    fix = ""
+    """What to type, where that is known."""
 
     def __init__(self, column: str, found: str, expected: str) -> None:
         self.column, self.found, self.expected = column, found, expected
@@ -49,13 +54,18 @@ class Sample:
     """Per message: the row's own `loss` flag, or None where the row says nothing."""
     tools: tuple[dict[str, Any], ...] | None = None
     text: str | None = None
+    prompt: str | None = None
+    """Of a plain `text` that carries loss: what stands before it and carries none."""
 
 
 def describe(value: Any) -> str:
     """A value of the user's in a few words for a message."""
     if value is None:
         return "nothing"
-    shown = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        shown = json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, values that hold themselves
+        shown = repr(type(value))
     return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
@@ -64,9 +74,10 @@ def decoded(value: Any, column: str, expected: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as e:
-        raise RowError(column, f"{describe(value)} is not JSON ({e.msg} at character {e.pos})", expected) from None
+        return json_text.loads(value)
+    except json_text.JsonError as e:
+        where = "" if e.where == "line" else f" at {e.where}"
+        raise RowError(column, f"{describe(value)}{where}: {e.found}", expected) from None
 
 
 def string(row: Mapping[str, Any], column: str, optional: bool = False) -> str:

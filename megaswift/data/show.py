@@ -86,7 +86,7 @@ def is_configuration(word: str) -> bool:
         return path.suffix.lower() in (".yaml", ".yml")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # whatever it is, the data's reader says what is wrong with it
+    except (ValueError, RecursionError):  # whatever it is, the data's reader says what is wrong with it
         return False
     known = (
         [name for name in value if normal(name) in NAMES or normal(name) in SECTIONS] if isinstance(value, dict) else []

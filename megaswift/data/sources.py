@@ -146,7 +146,7 @@ def kind_of(path: Path) -> str:
         return "json"
     try:
         json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return "json"
     return "jsonl" if rest.strip() or '"data"' not in first.decode(errors="replace") else "json"
 
