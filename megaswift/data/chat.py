@@ -33,7 +33,7 @@ class Rendered:
     text: str
     spans: tuple[Span, ...]
     notes: tuple[str, ...] = ()
-    """What is counted of the row (`template_probe.NOTES`)."""
+    """What is counted of the row (`counts.NOTES`)."""
     plain: bool = False
     """Without a chat template: what the tokenizer puts before a text is missing."""
 

@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megaswift.data.counts import WITHOUT_LABELS
 from megaswift.data.sources import Source
 from megaswift.data.store import TokenStore
 from megaswift.errors import DataError, Problem
@@ -37,7 +38,8 @@ class Documents:
     image_end: np.ndarray
     """int64: tokens up to the end of its last image; 0 without images."""
     counted: dict[str, int] = field(default_factory=dict)
-    """What happened on the way: rows, deleted, truncated, split, empty."""
+    """What happened on the way: rows, malformed, deleted, truncated, split, empty, without_labels, and the notes of
+    rows that are kept (`counts.NOTES`)."""
 
     def __len__(self) -> int:
         return len(self.length)
@@ -138,6 +140,8 @@ def truncate(docs: Documents, max_length: int, strategy: str) -> Documents:
     if empty:
         counted["empty"] = empty
         out = out.take(np.flatnonzero(out.length > 0))
+    if silent := int((out.labels == 0).sum()):
+        counted[WITHOUT_LABELS] = silent
     if len(out) == 0:
         longest = int(whole.length.max(initial=0))
         raise DataError(

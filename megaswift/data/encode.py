@@ -20,6 +20,7 @@ from megaswift.config.data import CHATS
 from megaswift.data.cache import cache_root
 from megaswift.data.chat import ChatRenderer, Rendered, Templates, templates_of
 from megaswift.data.columns import renamed
+from megaswift.data.counts import EMPTY_ANSWERS
 from megaswift.data.cuts import cuts_of
 from megaswift.data.formats import sample_of
 from megaswift.data.images import no_images
@@ -28,7 +29,6 @@ from megaswift.data.processor import Processor, ProcessorSpec, tokenizer_in
 from megaswift.data.readers import Located
 from megaswift.data.sample import RowError, Sample, with_system
 from megaswift.data.sources import Part
-from megaswift.data.template_probe import EMPTY_ANSWERS
 from megaswift.errors import DataError, Problem
 
 BATCH = 256
@@ -75,7 +75,7 @@ class Encoded:
     beside: list[str] = field(default_factory=list)
     """JSON that each row keeps beside its tokens; none where no row does."""
     notes: dict[str, int] = field(default_factory=dict)
-    """What is counted of rows that are kept (`template_probe.NOTES`)."""
+    """What is counted of rows that are kept (`counts.NOTES`)."""
 
 
 def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
@@ -172,7 +172,11 @@ class Encoder:
 
     def sample(self, row: Any) -> Sample:
         """The sample of a row, with the run's column names and system message."""
-        return with_system(sample_of(self.named(row), self.spec.task), self.spec.system)
+        sample = sample_of(self.named(row), self.spec.task)
+        if sample.prompt is not None and self.spec.system:
+            found = "a text, trained without a chat template; --system has no place in it"
+            raise RowError("prompt", found, "messages, or no --system")
+        return with_system(sample, self.spec.system)
 
     def located(self, path: str, row: Any) -> Rendered:
         """`render` for a row of the file `path`."""
@@ -198,12 +202,13 @@ class Encoder:
         check_text(made.text)
         return made
 
-    def _completed(self, prompt: str, completion: str) -> Rendered:
+    def _completed(self, prompt: str, whole: str) -> Rendered:
         """A plain prompt and its completion, which ends with the end-of-text token and carries the loss."""
         end = self.token_text(self.spec.eos_id)
-        text = prompt + completion + ("" if completion.endswith(end) else end)
-        notes = () if completion.strip() else (EMPTY_ANSWERS,)
-        return Rendered(text, ((len(prompt), len(text)),), notes, plain=True)
+        text = whole if whole.endswith(end) else whole + end
+        notes = () if whole[len(prompt) :].strip() else (EMPTY_ANSWERS,)
+        begin = 0 if self.spec.loss_scale == "all" else len(prompt)
+        return Rendered(text, ((begin, len(text)),), notes, plain=True)
 
     def tokenize(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 tokens [n], uint8 mask [n]) of each text."""

@@ -17,11 +17,11 @@ from megaswift.data.questions import question_of
 from megaswift.data.sample import RowError, with_system
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Asked(Rendered):
     """The text of a prompt, which carries no loss."""
 
-    beside: str = ""
+    beside: str
     """{"said", "columns", "tools"} as JSON."""
 
 

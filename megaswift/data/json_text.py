@@ -31,7 +31,12 @@ class JsonError(ValueError):
 
 def syntax(error: json.JSONDecodeError) -> str:
     """What is wrong with the syntax, and the text around it."""
-    near = error.doc[max(0, error.pos - NEAR) : error.pos + NEAR].encode("utf-8", "backslashreplace").decode()
+    near = (
+        error.doc[max(0, error.pos - NEAR) : error.pos + NEAR]
+        .strip("\r\n")
+        .encode("utf-8", "backslashreplace")
+        .decode()
+    )
     return f"not JSON: {error.msg.removesuffix(' at')} near {near!r}"
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megaswift.data.counts import MALFORMED, skipped
 from megaswift.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -188,7 +189,8 @@ class TokenStore:
         """Rows that were left out while reading, by cause, and what is counted of the others."""
         causes: dict[str, int] = self.manifest["causes"]
         malformed = self.manifest["bad"] - sum(causes.values())
-        return causes | self.manifest["notes"] | ({"malformed": malformed} if malformed else {})
+        left_out = {MALFORMED: malformed} | {skipped(cause): count for cause, count in causes.items()}
+        return {name: count for name, count in (left_out | self.manifest["notes"]).items() if count}
 
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, mask) of row i."""

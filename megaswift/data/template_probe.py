@@ -10,19 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from megaswift.data.counts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
 from megaswift.data.sample import RowError, Sample
 from megaswift.data.turns import REASONING
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Any], str | None]
 """The text of messages and tools; None where the template refuses them."""
-EMPTY_ANSWERS, UNUSED_TOOLS, UNUSED_SYSTEM = "empty_answers", "unused_tools", "unused_system"
-NOTES = {
-    EMPTY_ANSWERS: "rows with an empty answer, which trains the model to end at once",
-    UNUSED_TOOLS: "rows whose tools the chat template does not use",
-    UNUSED_SYSTEM: "rows whose system message the chat template leaves out",
-}
-"""What is counted of rows that are kept."""
 NAME = "megaswiftprobe"
 _ASK = {"role": "user", "content": "x"}
 _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": NAME, "arguments": {}}}

@@ -22,18 +22,16 @@ from megaswift.data.images import Home, open_image, placed
 from megaswift.data.processor import Expanded, Processor
 from megaswift.errors import DataError, Problem
 
-NONE = np.zeros(0, dtype=np.int32)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Seen(Rendered):
     """A rendered row with its tokens."""
 
-    ids: np.ndarray = NONE
+    ids: np.ndarray
     """int32 [n]"""
-    mask: np.ndarray = NONE
+    mask: np.ndarray
     """uint8 [n]: 1 where a token carries loss; never on an image's."""
-    beside: str = ""
+    beside: str
     """What the trainer needs to read its images again, as JSON; empty where there are none."""
 
 

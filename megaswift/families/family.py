@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megaswift.errors import Problem, WeightsError, nearest
+from megaswift.errors import Problem, WeightsError, first_line, nearest
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
 from megaswift.families.quantization import plain_config
@@ -107,8 +107,10 @@ def read_config(directory: Path | str) -> dict[str, Any]:
         raise WeightsError(
             Problem(str(path), "does not exist", "give a folder that holds a Hugging Face model")
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
+    except RecursionError:
+        raise WeightsError(Problem(str(path), "lists or objects are nested too deep", "the model's own file")) from None
+    except (OSError, ValueError) as error:
+        raise WeightsError(Problem(str(path), f"cannot be read: {first_line(error)}", "the model's own file")) from None
     if not isinstance(config, dict):
         raise WeightsError(Problem(str(path), "should hold a JSON object"))
     return config
