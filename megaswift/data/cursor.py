@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megaswift.data.readers import BY_BYTES, Located, count_rows
+from megaswift.data.readers import BY_BYTES, DOCUMENT, Located, count_rows
 from megaswift.data.sources import Part, Source
 from megaswift.errors import DataError, Problem
 
@@ -108,6 +108,8 @@ class Passes:
         kind = source.kind(path)
         if kind in BY_BYTES:
             return offset
+        if kind == DOCUMENT:
+            return offset * self._size(path)
         if kind != "parquet":
             return 0
         if path not in self._rows:

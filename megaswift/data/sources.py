@@ -31,7 +31,7 @@ PACKED = {".gz": "gunzip", ".zst": "unzstd", ".bz2": "bunzip2", ".xz": "unxz", "
 FILE_NAME = re.compile(r"[^/]+\.[A-Za-z]\w*")
 """No id of a hub: those without an owner have no dot but in numbers."""
 PART_BYTES = 8 << 20
-PARTS = 64
+PARTS = 32
 """A smaller file is cut into so many, for any number of processes: what is said of its malformed rows is then the
 same."""
 

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from types import MethodType
 from typing import Any
 
@@ -32,6 +33,8 @@ MOST_STEPS = 2_000_000
 MOST_SECONDS = 10.0
 _CLOCK_EVERY = 1024
 """Steps between two looks at the clock."""
+_TOGETHER = 64
+"""Pieces of a text that are measured at a time."""
 _WIDTH = re.compile(r"%[^%a-zA-Z]*(?:\*|\d{7})|\{[^{}]*:[^{}]*(?:\{|\d{7})")
 """In a format string: a width of millions, or one from the arguments."""
 FORMATS = ("format", "format_map")
@@ -48,19 +51,22 @@ class TemplateLimit(SecurityError):
 class _Budget(threading.local):
     """What is left to the rendering of this thread."""
 
-    steps = 0
-    written = 0
+    steps = written = 0
+    look = _CLOCK_EVERY
     end = float("inf")
 
     def begin(self) -> None:
-        self.steps, self.written, self.end = 0, 0, time.monotonic() + MOST_SECONDS
+        self.steps, self.written, self.look = 0, 0, _CLOCK_EVERY
+        self.end = time.monotonic() + MOST_SECONDS
 
-    def step(self) -> None:
-        self.steps += 1
-        if self.steps > MOST_STEPS:
-            raise TemplateLimit(f"more than {MOST_STEPS:,} loop iterations and calls")
-        if self.steps % _CLOCK_EVERY == 0 and time.monotonic() > self.end:
-            raise TemplateLimit(f"more than {MOST_SECONDS:.0f} seconds for one conversation")
+    def step(self, count: int = 1) -> None:
+        self.steps += count
+        if self.steps > self.look:
+            self.look = self.steps + _CLOCK_EVERY
+            if self.steps > MOST_STEPS:
+                raise TemplateLimit(f"more than {MOST_STEPS:,} loop iterations and calls")
+            if time.monotonic() > self.end:
+                raise TemplateLimit(f"more than {MOST_SECONDS:.0f} seconds for one conversation")
 
 
 BUDGET = _Budget()
@@ -71,8 +77,15 @@ def _size(size: int, most: int = MOST_NUMBER) -> None:
         raise TemplateLimit(f"a text or list of more than {most:,} characters or items")
 
 
-def _steps(items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a loop, each of which counts."""
+def _steps(items: Any) -> Iterable[Any]:
+    """The items of a loop, each of which counts: of short lists all at once."""
+    if isinstance(items, (list, tuple)) and len(items) < _CLOCK_EVERY:
+        BUDGET.step(len(items))
+        return items
+    return _stepping(items)
+
+
+def _stepping(items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
         BUDGET.step()
         yield item
@@ -134,10 +147,12 @@ class _Filters(dict[str, Callable[..., Any]]):
 class _Counted(NodeTransformer):
     """Puts a count around each loop's items, and a look at the size around what is assigned or written to a block."""
 
-    blocks = 0
+    blocks = loops = 0
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
+        self.loops += 1
         self.generic_visit(node)
+        self.loops -= 1
         node.iter = _through("_megaswift_steps", node.iter)
         return node
 
@@ -147,16 +162,18 @@ class _Counted(NodeTransformer):
         return node
 
     def _block(self, node: nodes.Node) -> nodes.Node:
+        around, self.loops = self.loops, 0
         self.blocks += 1
         self.generic_visit(node)
         self.blocks -= 1
+        self.loops = around
         return node
 
     visit_Macro = visit_CallBlock = visit_AssignBlock = visit_FilterBlock = _block
 
     def visit_Output(self, node: nodes.Output) -> nodes.Output:  # noqa: N802
         self.generic_visit(node)
-        if self.blocks:
+        if self.blocks and self.loops:
             node.nodes = [
                 n if isinstance(n, nodes.TemplateData) else _through("_megaswift_written", n) for n in node.nodes
             ]
@@ -215,12 +232,15 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:  # type: ignore[override]
         """The pieces as one text; TemplateLimit when it grows too long."""
-        size, out = 0, []
-        for piece in pieces:
-            size += len(piece)
+        if isinstance(pieces, list):
+            _size(sum(map(len, pieces)), MOST_TEXT)
+            return "".join(pieces)
+        size, out, left = 0, list[str](), iter(pieces)
+        while some := list(islice(left, _TOGETHER)):
+            size += sum(map(len, some))
             if size > MOST_TEXT:
                 _size(size, MOST_TEXT)
-            out.append(piece)
+            out += some
         return "".join(out)
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]

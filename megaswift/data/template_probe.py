@@ -29,7 +29,7 @@ FIX = "a chat template that writes them (--chat_template FILE), or rows without 
 def is_empty(message: Message) -> bool:
     """Whether an assistant message says and calls nothing."""
     content = message.get("content")
-    if isinstance(content, str) and content.strip() or message.get("tool_calls"):
+    if isinstance(content, str) and content and not content.isspace() or message.get("tool_calls"):
         return False
     if isinstance(content, list) and any(p.get("type") != "text" or p["text"].strip() for p in content):
         return False
@@ -77,12 +77,14 @@ class TemplateProbe:
         carries = iter(trained)
         for i, message in enumerate(sample.messages):
             role = message["role"]
+            if role == "user":
+                continue
             if role == "assistant":
-                if message.get("tool_calls") and not self.calls:
+                if "tool_calls" in message and message["tool_calls"] and not self.calls:
                     raise RowError(f"messages[{i}].tool_calls", "tool calls, which the chat template leaves out", FIX)
                 if next(carries, False) and is_empty(message):
                     found.append(EMPTY_ANSWERS)
-            elif role != "user" and not self.role(role):
+            elif not self.role(role):
                 if role not in ("system", "developer"):
                     raise RowError(f"messages[{i}]", f"a {role} message, which the chat template leaves out", FIX)
                 found.append(UNUSED_SYSTEM)

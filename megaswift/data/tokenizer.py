@@ -9,7 +9,16 @@ from typing import Any
 
 from megaswift.errors import Problem, WeightsError, first_line
 
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    AssertionError,
+)
 """What transformers raises for a tokenizer's broken files; the tokenizers library raises `Exception` itself."""
 
 
@@ -20,7 +29,9 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+        made = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+        made("x")  # what its files say of lengths and special tokens is first read here
+        return made
     except (
         Exception
     ) as error:  # tokenizers raises Exception itself, no class of its own; others of its subclasses go on below

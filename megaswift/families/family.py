@@ -73,6 +73,8 @@ class Family:
         )
 
 
+MOST_DIGITS = 20
+"""Of an integer in config.json; a longer one fits no 64 bits and no float."""
 FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")
 
 
@@ -97,12 +99,18 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     return FAMILIES.get(name)
 
 
+def _int(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits):,} digits; at most {MOST_DIGITS}")
+    return int(digits)
+
+
 def read_config(directory: Path | str) -> dict[str, Any]:
     """The `config.json` of a model folder (or the path of the file itself)."""
     path = Path(directory)
     path = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"), parse_int=_int)
     except FileNotFoundError:
         raise WeightsError(
             Problem(str(path), "does not exist", "give a folder that holds a Hugging Face model")

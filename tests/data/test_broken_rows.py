@@ -39,7 +39,7 @@ BROKEN: list[tuple[bytes, str]] = [
     (b'{"n": ' + b"7" * DIGITS + b"}", "an integer of more than 4,300 digits"),
     (b'{"n": ' + b"[" * DEEP + b"]" * DEEP + b"}", f"nested too deep; expected at most {MOST_NESTED} levels"),
     (b'{"n": ' + b"[" * 300 + b"]" * 300 + b"}", "nested too deep"),
-    (b'{"messages": "a\tb"}', """character 17: not JSON: Invalid control character near '{"messages": "a\\tb"}'"""),
+    (b'{"messages": "a\tb"}', """character 16: not JSON: Invalid control character near '{"messages": "a\\tb"}'"""),
     (b'{"messages": [', "not JSON: Expecting value near '{\"messages\": ['"),
     (b'{"messages": "\xff"}', "byte 15: not UTF-8"),
     (b'{"messages": "\0"}', "a NUL byte"),
