@@ -11,6 +11,7 @@ code is 1. The targets are tables: tests/fuzz_targets.py and, where it exists, t
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import importlib.util
 import json
@@ -105,11 +106,11 @@ def mutated_tree(value: Any, rng: random.Random) -> Any:
     for _ in range(rng.randint(1, 3)):
         nodes = _nodes(value)
         if not nodes:
-            return rng.choice(VALUES)
+            return copy.deepcopy(rng.choice(VALUES))
         holder, key = rng.choice(nodes)
         how = rng.randrange(7)
         if how <= 2:
-            holder[key] = rng.choice(VALUES)
+            holder[key] = copy.deepcopy(rng.choice(VALUES))
         elif how == 3:
             del holder[key]
         elif how == 4:

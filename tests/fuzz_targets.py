@@ -44,7 +44,7 @@ def _folder() -> Path:
 
 @cache
 def _encoder(task: str) -> Any:
-    cfg = config(_folder(), "unused", task, strict=False)
+    cfg = config(_folder(), "unused", task, strict=False, per_device_train_batch_size=4)
     return encoder_for(encode_spec(cfg.data, tokenizer("qwen", "qwen3"), task))
 
 
@@ -221,6 +221,7 @@ train:
   lr: 1e-4
 """
 _FULL = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "rope_theta": 1e4, **BASE}
+_SPARSE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
 SEEDS: dict[str, tuple[bytes, ...]] = {
     "rows-sft": (
         _lines(chat("q", "a"), {"messages": _TURNS, "tools": _TOOLS}),
@@ -259,7 +260,7 @@ SEEDS: dict[str, tuple[bytes, ...]] = {
     "command-line": (
         b"--model\nm\n--dataset\nd.jsonl#5\n--learning_rate\n1e-4\n--tp\n2\n--columns\na=query\nb=response\n--max_steps=3",
     ),
-    "config.json": (json.dumps(_FULL).encode(), json.dumps({**_FULL, **MOE, "model_type": "qwen3_moe"}).encode()),
+    "config.json": (json.dumps(_FULL).encode(), json.dumps({**_FULL, **MOE, **_SPARSE}).encode()),
     "tokenizer.json": (_tokenizer("tokenizer.json"),),
     "tokenizer_config.json": (_tokenizer("tokenizer_config.json"),),
     "special_tokens_map.json": (_tokenizer("special_tokens_map.json"),),

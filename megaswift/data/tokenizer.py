@@ -21,6 +21,9 @@ UNREADABLE = (
 )
 """What transformers raises for a tokenizer's broken files; the tokenizers library raises `Exception` itself."""
 
+MOST_TOKENS = 1 << 24
+"""The largest id of a token: some tables have an entry for every id up to it."""
+
 
 def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
     """The tokenizer in `folder`; with `trust` code that comes with it may run. `fix` is what to do where there is
@@ -31,6 +34,8 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
     try:
         made = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
         made("x")  # what its files say of lengths and special tokens is first read here
+        if (largest := max(made.get_vocab().values(), default=0)) > MOST_TOKENS:
+            raise ValueError(f"a token has the id {largest:,}; at most {MOST_TOKENS:,}")
         return made
     except (
         Exception
