@@ -74,7 +74,7 @@ class PeftFolder:
         except FileNotFoundError:
             fix = "a folder that PEFT or a run of ours wrote (OUT/adapter)"
             raise WeightsError(Problem(str(self.directory), f"has no {CONFIG}", fix)) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
         if not isinstance(found, dict):
             raise WeightsError(Problem(str(path), "is no JSON object"))
@@ -177,8 +177,26 @@ class Tensors(Mapping[str, Tensor]):
         return len(self.readers)
 
 
+def _number(value: Any, least: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < 2**31
+
+
+def _mistyped(path: str, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Fields of the settings that are no numbers."""
+    for name, default in (("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)):
+        value = config.get(name, default)
+        whole = name != "r" or isinstance(value, int)
+        if not (_number(value, 1 if name == "r" else 0) and whole):
+            yield Problem(path, f"{name} {value!r:.60} should be {'a whole' if name == 'r' else 'a'} number")
+    for name in ("alpha_pattern", "rank_pattern"):
+        value = config.get(name) or {}
+        if not (isinstance(value, dict) and all(_number(v, 0) for v in value.values())):
+            yield Problem(path, f"{name} {value!r:.60} should map names of modules to numbers")
+
+
 def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
     path = str(directory / CONFIG)
+    yield from _mistyped(path, config)
     if config.get("peft_type") != "LORA":
         yield Problem(path, f"peft_type is {config.get('peft_type')}; LORA is what can be read", "a LoRA adapter")
     yield from (

@@ -26,9 +26,14 @@ KIND_OF = {
     ".text": "txt",
     ".md": "txt",
 }
+PACKED = {".gz": "gunzip", ".zst": "unzstd", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".tar": "tar -xf"}
+"""Files to unpack first, and what does it."""
 FILE_NAME = re.compile(r"[^/]+\.[A-Za-z]\w*")
 """No id of a hub: those without an owner have no dot but in numbers."""
 PART_BYTES = 8 << 20
+PARTS = 32
+"""A smaller file is cut into so many, for any number of processes: what is said of its malformed rows is then the
+same."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,13 @@ class Source:
     files: tuple[Path, ...]
     rows: int | None = None
     """From `#500`: take this many rows, from the start again when there are fewer."""
+    sample_by: str = "line"
+    """What is a row of a text file: a `line`, or the whole `document`."""
+
+    def kind(self, path: Path) -> str:
+        """The kind of one of its files."""
+        kind = kind_of(path)
+        return readers.DOCUMENT if kind == "txt" and self.sample_by == "document" else kind
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,9 @@ def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]]) 
     if path.is_file():
         if subset is not None:
             raise DataError(Problem(spec, "a single file has no subset", str(path)))
+        if path.suffix.lower() in PACKED:
+            unpack = f"{PACKED[path.suffix.lower()]} {path.name}"
+            raise DataError(Problem(spec, f"{path.suffix} files are not read", f"{unpack}, then {path.stem}"))
         if path.suffix.lower() not in KIND_OF:
             raise DataError(
                 Problem(
@@ -146,7 +161,7 @@ def kind_of(path: Path) -> str:
         return "json"
     try:
         json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return "json"
     return "jsonl" if rest.strip() or '"data"' not in first.decode(errors="replace") else "json"
 
@@ -171,7 +186,7 @@ def parts_of(source: Source, processes: int, size: int = PART_BYTES) -> list[Par
     parts: list[Part] = []
     left = source.rows
     for path in source.files:
-        kind = kind_of(path)
+        kind = source.kind(path)
         if left is not None:
             count = readers.count_rows(path, kind, left)
             parts.append(Part(str(path), kind, 0, path.stat().st_size if kind in readers.BY_BYTES else count, 1, left))
@@ -179,7 +194,7 @@ def parts_of(source: Source, processes: int, size: int = PART_BYTES) -> list[Par
             if left <= 0:
                 break
         elif kind in readers.BY_BYTES:
-            wanted = max(1 << 16, min(size, path.stat().st_size // (4 * processes) + 1))
+            wanted = max(1 << 16, min(size, path.stat().st_size // PARTS + 1))
             parts += _line_parts(path, kind, wanted)
         else:
             count = readers.count_rows(path, kind)
