@@ -179,8 +179,26 @@ class Tensors(Mapping[str, Tensor]):
         return len(self.readers)
 
 
+def _number(value: Any, least: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < 2**31
+
+
+def _mistyped(path: str, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Fields of the settings that are no numbers."""
+    for name, default in (("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)):
+        value = config.get(name, default)
+        whole = name != "r" or isinstance(value, int)
+        if not (_number(value, 1 if name == "r" else 0) and whole):
+            yield Problem(path, f"{name} {value!r:.60} should be {'a whole' if name == 'r' else 'a'} number")
+    for name in ("alpha_pattern", "rank_pattern"):
+        value = config.get(name) or {}
+        if not (isinstance(value, dict) and all(_number(v, 0) for v in value.values())):
+            yield Problem(path, f"{name} {value!r:.60} should map names of modules to numbers")
+
+
 def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
     path = str(directory / CONFIG)
+    yield from _mistyped(path, config)
     if config.get("peft_type") != "LORA":
         yield Problem(path, f"peft_type is {config.get('peft_type')}; LORA is what can be read", "a LoRA adapter")
     yield from (

@@ -52,6 +52,9 @@ class DataConfig:
     columns: dict[str, str] = option(
         {}, "File's columns to ours: instr=query out=response, or JSON", metavar="FROM=TO..."
     )
+    sample_by: str = option(
+        "line", "What is a document of a .txt or .md file", choices=("line", "document"), tasks=("pt",)
+    )
     streaming: bool = option(False, "Read rows as they are needed; needs max_steps")
     shuffle: bool = option(
         True, "New order of rows each epoch", aliases=("dataset_shuffle", "train_dataloader_shuffle")

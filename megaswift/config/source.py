@@ -103,7 +103,12 @@ def secrets_of(givens: Iterable[Given]) -> list[str]:
 def read_file(path: str) -> Source:
     """A configuration file; every entry with its line."""
     file = Path(path)
-    if file.is_dir():
+    try:
+        folder = file.is_dir()
+    except OSError as error:  # a name that is too long
+        rule = f"is no name of a file ({error.strerror})"
+        raise ConfigError(Problem(f"{path[:40]}...", rule, "a YAML or JSON file of options")) from None
+    if folder:
         raise ConfigError(
             Problem(
                 path, "is a folder; the first word without a flag is a YAML or JSON file of options", f"--model {path}"

@@ -76,16 +76,18 @@ def example(option: Option) -> str:
     return f"--{option.name} {show(value)}"
 
 
-def show(value: Any) -> str:
-    """A value as one would type it."""
+def show(value: Any, levels: int = 8) -> str:
+    """A value as one would type it; of nested ones the first `levels`."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, list | tuple | dict) and not levels:
+        return "..."
     if isinstance(value, list | tuple):
-        return " ".join(show(v) for v in value)
+        return " ".join(show(v, levels - 1) for v in value)
     if isinstance(value, dict):
-        return " ".join(f"{k}={show(v)}" for k, v in value.items())
+        return " ".join(f"{k}={show(v, levels - 1)}" for k, v in value.items())
     return "none" if value is None else str(value)
 
 

@@ -204,7 +204,8 @@ def _stream(
     data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, Shape], prompt_labels: bool
 ) -> StreamSource:
     (geometry, shape), units = where, spec.task in PREFERENCES
-    sources = [located(name, cache_root(data.dataset_cache_dir)) for name in data.dataset]
+    found = [located(name, cache_root(data.dataset_cache_dir)) for name in data.dataset]
+    sources = [replace(source, sample_by=data.sample_by) for source in found]
     packs = bool(data.packing) and not units  # which units are in a micro-batch does not depend on how they lie there
     options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, data_seed(data, train))
     contents: Contents = RowContents(Encoder(spec), options, shape)

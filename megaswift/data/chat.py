@@ -8,18 +8,20 @@ tokens belong to `encode.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megaswift.data.sample import RowError, Sample
 from megaswift.data.template import read_template
+from megaswift.data.template_limits import REFUSED, TemplateLimit, install
+from megaswift.data.template_probe import TemplateProbe
 from megaswift.data.turns import TurnFinder
-from megaswift.errors import DataError, Problem
+from megaswift.errors import DataError, Problem, first_line
 
+install()
 Span = tuple[int, int]
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -30,6 +32,10 @@ class Rendered:
 
     text: str
     spans: tuple[Span, ...]
+    notes: tuple[str, ...] = ()
+    """What is counted of the row (`counts.NOTES`)."""
+    plain: bool = False
+    """Without a chat template: what the tokenizer puts before a text is missing."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,7 @@ class ChatRenderer:
         """`parts`: a vision-language model's, whose template may read lists of parts and no strings."""
         self.templates, self.loss_scale = templates, loss_scale
         self._finders: dict[str, TurnFinder] = {}
+        self._probes: dict[str, TemplateProbe] = {}
         self._parts: dict[str, bool] = {}
         self._asks = parts
 
@@ -113,10 +120,15 @@ class ChatRenderer:
                 return_assistant_tokens_mask=track,
                 **self.templates.special_tokens,
             )
-        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as e:
-            # whatever a template's expressions raise
+        except TemplateLimit as e:
+            raise DataError(
+                Problem("the chat template", f"is refused: {e}", "another template (--chat_template FILE)")
+            ) from None
+        except REFUSED as e:
             raise RowError(
-                "messages", f"the chat template refuses this conversation ({e})", "a conversation that it can render"
+                "messages",
+                f"the chat template refuses this conversation ({first_line(e)})",
+                "a conversation that it can render",
             ) from None
         texts, spans = rendered
         return texts[0], spans[0] if track else []
@@ -140,6 +152,22 @@ class ChatRenderer:
             self._finders[template] = TurnFinder(render, self.templates.end_tokens)
         return self._finders[template]
 
+    def _probe(self, template: str) -> TemplateProbe:
+        if template not in self._probes:
+
+            def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
+                try:
+                    return self._text(template, [dict(m) for m in messages], tools)
+                except RowError:
+                    return None
+
+            self._probes[template] = TemplateProbe(render)
+        return self._probes[template]
+
+    def prompt_notes(self, sample: Sample) -> tuple[str, ...]:
+        """What is counted of a prompt; RowError for parts that the template leaves out."""
+        return self._probe(self.templates.pick(sample.tools)).notes(sample, ())
+
     def prompt(self, sample: Sample) -> str:
         """The text of a conversation up to where the assistant's answer begins; RowError when the template refuses
         it."""
@@ -149,17 +177,18 @@ class ChatRenderer:
         """The text of the whole conversation and its loss spans; RowError when the template refuses it."""
         template = self.templates.pick(sample.tools)
         wanted = trained_turns(sample, self.loss_scale)
+        notes = self._probe(template).notes(sample, wanted)
         marked = GENERATION.search(template) is not None
         text, spans = self._render(template, sample.messages, sample.tools, False, marked)
         everything = self.loss_scale == "all"
         if everything and all(wanted):
-            return Rendered(text, ((0, len(text)),))
+            return Rendered(text, ((0, len(text)),), notes)
         if not marked:
             turns = self._finder(template).find(sample.messages, sample.tools, text)
         elif len(spans) == len(wanted):
             turns = list(spans)
         elif all(wanted) and not everything:
-            return Rendered(text, tuple(spans))
+            return Rendered(text, tuple(spans), notes)
         else:
             raise RowError(
                 "messages",
@@ -167,8 +196,9 @@ class ChatRenderer:
                 "one a message, where single messages are left out of the loss",
             )
         if everything:
-            return Rendered(text, _without([t for t, keep in zip(turns, wanted, strict=True) if not keep], len(text)))
-        return Rendered(text, tuple(t for t, keep in zip(turns, wanted, strict=True) if keep))
+            holes = [t for t, keep in zip(turns, wanted, strict=True) if not keep]
+            return Rendered(text, _without(holes, len(text)), notes)
+        return Rendered(text, tuple(t for t, keep in zip(turns, wanted, strict=True) if keep), notes)
 
 
 def _without(holes: Sequence[Span], length: int) -> tuple[Span, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megaswift.data.sources import Part, Source, kind_of
+from megaswift.data.sources import Part, Source
 from megaswift.errors import DataError, Problem, nearest
 from megaswift.log import warn
 
@@ -22,8 +22,8 @@ def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any
 def check(sources: Sequence[Source], columns: Mapping[str, str]) -> None:
     """DataError for columns that no row of any data set has; a warning where not all rows were looked at."""
     lacking, seen, whole = dict(columns), dict[str, None](), True
-    for path in (path for source in sources for path in source.files):
-        for number, located in enumerate(Part(str(path), kind_of(path), 0, 1 << 62).rows() if lacking else ()):
+    for source, path in ((s, path) for s in sources for path in s.files):
+        for number, located in enumerate(Part(str(path), source.kind(path), 0, 1 << 62).rows() if lacking else ()):
             if number == LOOKED_AT:
                 whole = False
                 break

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megaswift.data.readers import BY_BYTES, Located, count_rows
-from megaswift.data.sources import Part, Source, kind_of
+from megaswift.data.readers import BY_BYTES, DOCUMENT, Located, count_rows
+from megaswift.data.sources import Part, Source
 from megaswift.errors import DataError, Problem
 
 
@@ -54,7 +54,7 @@ def read_on(sources: Sequence[Source], at: Cursor) -> Iterator[Placed]:
 
 def _file(source: Source, at: Cursor) -> Iterator[Placed]:
     path = source.files[at.file]
-    kind = kind_of(path)
+    kind = source.kind(path)
     left = None if source.rows is None else source.rows - at.taken
     part = Part(str(path), kind, at.offset, 1 << 62, at.line, left)
     for n, located in enumerate(part.rows(), 1):
@@ -100,13 +100,16 @@ class Passes:
         if source.rows is not None:
             return cursor.taken / source.rows
         sizes = [self._size(f) for f in source.files]
-        return (sum(sizes[: cursor.file]) + self._read(source.files[cursor.file], cursor.offset)) / max(1, sum(sizes))
+        return (sum(sizes[: cursor.file]) + self._read(source, cursor)) / max(1, sum(sizes))
 
-    def _read(self, path: Path, offset: int) -> float:
-        """Bytes of a file before a cursor's offset; none where only reading tells."""
-        kind = kind_of(path)
+    def _read(self, source: Source, cursor: Cursor) -> float:
+        """Bytes of a file before the cursor's offset; none where only reading tells."""
+        path, offset = source.files[cursor.file], cursor.offset
+        kind = source.kind(path)
         if kind in BY_BYTES:
             return offset
+        if kind == DOCUMENT:
+            return offset * self._size(path)
         if kind != "parquet":
             return 0
         if path not in self._rows:

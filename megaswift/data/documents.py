@@ -7,12 +7,14 @@ document is a store, a start and a length.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
+from megaswift.data.counts import WITHOUT_LABELS
 from megaswift.data.sources import Source
 from megaswift.data.store import TokenStore
 from megaswift.errors import DataError, Problem
@@ -36,7 +38,8 @@ class Documents:
     image_end: np.ndarray
     """int64: tokens up to the end of its last image; 0 without images."""
     counted: dict[str, int] = field(default_factory=dict)
-    """What happened on the way: rows, deleted, truncated, split, empty."""
+    """What happened on the way: rows, malformed, deleted, truncated, split, empty, without_labels, and the notes of
+    rows that are kept (`counts.NOTES`)."""
 
     def __len__(self) -> int:
         return len(self.length)
@@ -72,6 +75,7 @@ def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
     """All rows of the data sets in order, each taken as often as its `#rows` says; both documents of a pair are one
     row."""
     number, start, length, labels, sample, ends, first, total = [], [], [], [], [], [], 0, 0
+    counted: Counter[str] = Counter()
     for k, (source, store) in enumerate(stores):
         if len(store) == 0:
             bad = store.manifest["bad"]
@@ -99,6 +103,7 @@ def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
         ends.append(store.image_ends[rows])
         first += units
         total += len(taken)
+        counted.update(store.counted)
     return Documents(
         tuple(s for _, s in stores),
         np.concatenate(number),
@@ -107,7 +112,7 @@ def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
         np.concatenate(labels),
         np.concatenate(sample).astype(np.int64),
         np.concatenate(ends),
-        {"rows": total},
+        {"rows": total, **counted},
     )
 
 
@@ -135,6 +140,8 @@ def truncate(docs: Documents, max_length: int, strategy: str) -> Documents:
     if empty:
         counted["empty"] = empty
         out = out.take(np.flatnonzero(out.length > 0))
+    if silent := int((out.labels == 0).sum()):
+        counted[WITHOUT_LABELS] = silent
     if len(out) == 0:
         longest = int(whole.length.max(initial=0))
         raise DataError(

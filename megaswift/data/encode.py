@@ -7,6 +7,7 @@ Owns tokenising in batches and turning character spans into token masks, exactly
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,10 +16,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 
-from megaswift.config.data import ALIGNMENT
+from megaswift.config.data import CHATS
 from megaswift.data.cache import cache_root
 from megaswift.data.chat import ChatRenderer, Rendered, Templates, templates_of
 from megaswift.data.columns import renamed
+from megaswift.data.counts import EMPTY_ANSWERS
 from megaswift.data.cuts import cuts_of
 from megaswift.data.formats import sample_of
 from megaswift.data.images import no_images
@@ -73,6 +75,8 @@ class Encoded:
     """Of the bad rows: units that could be read and are of no use."""
     beside: list[str] = field(default_factory=list)
     """JSON that each row keeps beside its tokens; none where no row does."""
+    notes: dict[str, int] = field(default_factory=dict)
+    """What is counted of rows that are kept (`counts.NOTES`)."""
 
 
 def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
@@ -94,13 +98,13 @@ def encode_spec(data: Any, reader: Any, task: str) -> EncodeSpec:
                 "has no end-of-text token (eos_token) to put after a document",
             )
         )
-    plain = task == "pt" or (task in ALIGNMENT and not tokenizer.chat_template and data.chat_template is None)
+    plain = task == "pt" or (not tokenizer.chat_template and data.chat_template is None)
     return EncodeSpec(
         task=task,
         tokenizer=backend.to_str(),
         eos_id=tokenizer.eos_token_id,
         templates=None if plain else templates_of(tokenizer, data.chat_template),
-        begin=_before(tokenizer) if task in ALIGNMENT else [],
+        begin=_before(tokenizer) if task in CHATS else [],
         loss_scale=data.loss_scale,
         system=read_system(data.system),
         columns=dict(data.columns),
@@ -168,7 +172,11 @@ class Encoder:
 
     def sample(self, row: Any) -> Sample:
         """The sample of a row, with the run's column names and system message."""
-        return with_system(sample_of(self.named(row), self.spec.task), self.spec.system)
+        sample = sample_of(self.named(row), self.spec.task)
+        if sample.prompt is not None and self.spec.system:
+            found = "a text, trained without a chat template; --system has no place in it"
+            raise RowError("prompt", found, "messages, or no --system")
+        return with_system(sample, self.spec.system)
 
     def located(self, path: str, row: Any) -> Rendered:
         """`render` for a row of the file `path`."""
@@ -182,22 +190,44 @@ class Encoder:
 
     def rendered(self, sample: Sample) -> Rendered:
         """The text of a sample and its loss spans."""
+        if sample.prompt is not None:
+            return self._completed(sample.prompt, sample.text or "")
         if sample.text is not None:
             return Rendered(sample.text, ((0, len(sample.text)),))
         if self._chat is None:
             raise RowError(
                 "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja (or the template itself)"
             )
-        return self._chat.render(sample)
+        made = self._chat.render(sample)
+        check_text(made.text)
+        return made
+
+    def _completed(self, prompt: str, whole: str) -> Rendered:
+        """A plain prompt and its completion, which ends with the end-of-text token and carries the loss."""
+        end = self.token_text(self.spec.eos_id)
+        text = whole if whole.endswith(end) else whole + end
+        notes = () if whole[len(prompt) :].strip() else (EMPTY_ANSWERS,)
+        begin = 0 if self.spec.loss_scale == "all" else len(prompt)
+        return Rendered(text, ((begin, len(text)),), notes, plain=True)
 
     def tokenize(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 tokens [n], uint8 mask [n]) of each text."""
-        if self._pieces is None:
-            yield from self._tokenize_whole(rendered)
-            return
-        found = self._pieces.encode(
-            [r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered]
+        tokens = (
+            self._tokenize_whole(rendered) if self._pieces is None else self._tokenize_pieces(self._pieces, rendered)
         )
+        if not self.spec.begin:
+            yield from tokens
+            return
+        begin = np.array(self.spec.begin, dtype=np.int32)
+        for text, (ids, mask) in zip(rendered, tokens, strict=True):
+            if text.plain and (not len(ids) or ids[0] != begin[0]):  # else the row brings it along
+                ids, mask = np.concatenate([begin, ids]), np.concatenate([np.zeros(len(begin), np.uint8), mask])
+            yield ids, mask
+
+    def _tokenize_pieces(
+        self, pieces: PieceEncoder, rendered: Sequence[Rendered]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        found = pieces.encode([r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered])
         begin = 0
         for end in found.ends.tolist():
             ids = found.ids[begin:end]
@@ -228,6 +258,7 @@ class Encoder:
         lines: list[int] = []
         beside: list[str] = []
         problems: list[Problem] = []
+        notes: Counter[str] = Counter()
         bad = 0
         rows = iter(rows)
         while group := list(islice(rows, BATCH)):
@@ -243,6 +274,7 @@ class Encoder:
             for ids, mask in self.tokenize(good):
                 tokens.append(ids)
                 masks.append(mask)
+            notes.update(note for r in good for note in r.notes)
             beside += [getattr(r, "beside", "") for r in good] if self.keeps else []
         lengths = np.array([len(t) for t in tokens], dtype=np.int64)
         flat = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
@@ -254,6 +286,7 @@ class Encoder:
             problems,
             bad,
             beside=beside,
+            notes=dict(notes),
         )
 
     def encode_part(self, part: Part) -> Encoded:
@@ -261,6 +294,16 @@ class Encoder:
         return self.encode((part.path, located) for located in part.rows())
 
 
+def check_text(text: str) -> None:
+    """RowError for a text that no tokenizer takes: a template, or --system, may bring halves of surrogate pairs."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            found = f"half of a surrogate pair (\\u{ord(text[e.start]):04x}) after rendering"
+            raise RowError("messages", found, "whole characters in the chat template and --system") from None
+
+
 def row_problem(path: str, line: int, error: RowError) -> Problem:
     """A malformed row for the user: file, line, place in it, what was found and what was expected."""
-    return Problem(f"{path}:{line}", f"{error.where}: {error.found}; expected {error.expected}")
+    return Problem(f"{path}:{line}", f"{error.where}: {error.found}; expected {error.expected}", error.fix)

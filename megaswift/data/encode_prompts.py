@@ -7,25 +7,20 @@ Owns what of a row is kept for rewards, as JSON. Which columns are the question 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from megaswift.data.chat import Rendered
-from megaswift.data.encode import Encoder, EncodeSpec
+from megaswift.data.encode import Encoder, EncodeSpec, check_text
 from megaswift.data.images import no_images
 from megaswift.data.questions import question_of
 from megaswift.data.sample import RowError, with_system
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Asked(Rendered):
     """The text of a prompt, which carries no loss."""
 
-    plain: bool
-    """Without a chat template: what the tokenizer puts before a text is missing."""
     beside: str
     """{"said", "columns", "tools"} as JSON."""
 
@@ -55,18 +50,12 @@ class PromptEncoder(Encoder):
             )
         said: Any = sample.text
         text = sample.text
+        notes: tuple[str, ...] = ()
         if text is None:
             assert self._chat is not None
-            said, text = sample.messages, self._chat.prompt(sample)
-        # dates and the like as text
-        beside = json.dumps({"said": said, "columns": question.columns, "tools": sample.tools}, default=str)
-        return Asked(text, (), sample.text is not None, beside)
-
-    def tokenize(self, rendered: Sequence[Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(int32 tokens [n], uint8 mask [n], all 0) of each prompt."""
-        begin = np.array(self.spec.begin, dtype=np.int32)
-        for asked, (ids, mask) in zip(rendered, super().tokenize(rendered), strict=True):
-            assert isinstance(asked, Asked)
-            if asked.plain and len(begin) and (not len(ids) or ids[0] != begin[0]):  # else the row brings it along
-                ids, mask = np.concatenate([begin, ids]), np.zeros(len(begin) + len(ids), dtype=np.uint8)
-            yield ids, mask
+            said, text, notes = sample.messages, self._chat.prompt(sample), self._chat.prompt_notes(sample)
+            check_text(text)
+        beside = json.dumps(
+            {"said": said, "columns": question.columns, "tools": sample.tools}, default=str
+        )  # dates and the like as text
+        return Asked(text, (), notes, plain=sample.text is not None, beside=beside)

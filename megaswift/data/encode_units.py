@@ -37,6 +37,8 @@ class EncodedUnit:
     sides: list[Side]
     value: float
     """Its margin (nan where the row has none) or label."""
+    notes: tuple[str, ...] = ()
+    """What is counted of the row."""
 
 
 def encoder_for(spec: EncodeSpec) -> Encoder | UnitEncoder:
@@ -148,7 +150,8 @@ class UnitEncoder:
                 unit, rendered = one
                 sides = [next(tokens) for _ in rendered]
                 try:
-                    checked: EncodedUnit | UnitError = EncodedUnit(self._checked(unit, sides), unit.value)
+                    notes = tuple(dict.fromkeys(note for r in rendered for note in r.notes))
+                    checked: EncodedUnit | UnitError = EncodedUnit(self._checked(unit, sides), unit.value, notes)
                 except UnitError as e:
                     checked = e
                 yield checked
@@ -160,6 +163,7 @@ class UnitEncoder:
         values: list[float] = []
         problems: list[Problem] = []
         causes: Counter[str] = Counter()
+        notes: Counter[str] = Counter()
         bad = 0
         rows, placed = tee(rows)
         for (path, located), found in zip(placed, self.read(rows), strict=True):
@@ -167,6 +171,7 @@ class UnitEncoder:
                 documents += found.sides
                 lines += [located.line] * len(found.sides)
                 values.append(found.value)
+                notes.update(found.notes)
                 continue
             bad += 1
             if isinstance(found, UnitError):
@@ -185,6 +190,7 @@ class UnitEncoder:
             bad,
             np.array(values, dtype=np.float32),
             dict(causes),
+            notes=dict(notes),
         )
 
     def encode_part(self, part: Part) -> Encoded:

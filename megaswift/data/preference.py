@@ -55,7 +55,7 @@ def number(row: Mapping[str, Any], column: str = "margin") -> float:
         return math.nan
     try:
         found = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not math.isfinite(found):
         raise RowError(column, describe(value), "a number")

@@ -24,11 +24,12 @@ from megaswift import log
 from megaswift.config.data import RL
 from megaswift.data import columns, hub
 from megaswift.data.cache import build_once, cache_root, is_builder, publish_alias, read_alias, wait_for
+from megaswift.data.counts import NOTES
 from megaswift.data.encode import SHOWN, EncodeSpec, encode_spec
 from megaswift.data.encode_units import encoder_for
 from megaswift.data.questions import ANSWER
 from megaswift.data.sources import Part, Source, parts_of, resolve
-from megaswift.data.store import TokenStore, merge, read_report, write_piece
+from megaswift.data.store import PieceReport, TokenStore, merge, read_report, write_piece
 from megaswift.errors import DataError, Problem
 
 WORKER_BYTES = 2 << 20
@@ -37,6 +38,8 @@ IMAGE_WORKER_BYTES = 1 << 16
 """The same where each row brings images, which take far longer than its text."""
 _CODE = (
     "chat.py",
+    "template_limits.py",
+    "template_probe.py",
     "turns.py",
     "columns.py",
     "encode.py",
@@ -44,9 +47,12 @@ _CODE = (
     "preference.py",
     "encode_prompts.py",
     "questions.py",
+    "counts.py",
     "cuts.py",
     "pieces.py",
     "sample.py",
+    "roles.py",
+    "json_text.py",
     "readers.py",
     "sources.py",
     "store.py",
@@ -108,11 +114,14 @@ def prepare(
         check_columns(data, task)
     for place, name in enumerate(names):
         source = located(name, root, "--val_dataset" if val else "--dataset")
+        source = replace(source, sample_by=data.sample_by)
         if seed is not None and source.rows is not None and data.shuffle and not val and not source.first:
             source = replace(source, draw=(seed, place))
         store = TokenStore(_store(root, source, spec, data.dataset_num_proc))
         if store.manifest["bad"]:
             log.warn(f"{name}: {store.skipped} (--strict false)")
+        for note, count in store.manifest["notes"].items():
+            log.warn(f"{name}: {count:,} rows {NOTES[note]}")
         if is_builder():
             store.check_images()
         stores.append((source, store))
@@ -136,7 +145,7 @@ def located(name: str, root: Path, flag: str = "--dataset") -> Source:
 
 def _store(root: Path, source: Source, spec: EncodeSpec, processes: int) -> Path:
     stats = [(str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
-    options = (_spec_key(spec), source.rows, source.draw)
+    options = (_spec_key(spec), source.rows, source.draw, source.sample_by)
     alias = _digest("alias", stats, options)
     if not is_builder():
         target = root / read_alias(root, alias)
@@ -150,13 +159,27 @@ def _store(root: Path, source: Source, spec: EncodeSpec, processes: int) -> Path
 
 def _alike(problems: list[Problem]) -> list[Problem]:
     """The same mistake of several rows as one."""
-    rows: dict[str, list[str]] = {}
+    rows: dict[tuple[str, str], list[str]] = {}
     for p in problems:
-        rows.setdefault(p.rule, []).append(p.what)
+        rows.setdefault((p.rule, p.fix), []).append(p.what)
     return [
-        Problem(whats[0] + (f" and {len(whats) - 1} more like it" if len(whats) > 1 else ""), rule)
-        for rule, whats in rows.items()
+        Problem(whats[0] + (f" and {len(whats) - 1} more like it" if len(whats) > 1 else ""), rule, fix)
+        for (rule, fix), whats in rows.items()
     ]
+
+
+def _malformed(reports: list[PieceReport]) -> DataError:
+    """What ends a strict build: the malformed rows of the first piece that has any, whoever has read others."""
+    first = next(i for i, r in enumerate(reports) if r.bad)
+    read, bad = reports[: first + 1], reports[first].bad
+    told = _alike(reports[first].problems[:SHOWN])
+    if bad > SHOWN:
+        told.append(Problem(f"and {bad - SHOWN} more rows", "malformed too"))
+    fix = "mend the row, or --strict false to skip such rows and count them"
+    if bad > 1 and not any(r.rows or r.causes for r in read):
+        other = "other data, another task, or --columns FROM=TO where columns have other names"
+        fix = f"no row so far could be read: {next((p.fix for p in told if p.fix), other)}"
+    return DataError([*(replace(p, fix="") for p in told[:-1]), replace(told[-1], fix=fix)])
 
 
 def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, int]) -> None:
@@ -177,18 +200,10 @@ def _build(scratch: Path, target: Path, source: Source, how: tuple[EncodeSpec, i
     reports = [r for r in (read_report(scratch, i) for i in range(len(parts))) if r is not None]
     bad = sum(r.bad for r in reports)
     if bad and spec.strict:
-        shown = [p for r in reports for p in r.problems][:SHOWN]
-        told = _alike(shown)
-        if bad > len(shown):
-            told.append(Problem(f"and {bad - len(shown)} more rows", "malformed too"))
-        fix = "mend the row, or --strict false to skip such rows and count them"
-        if bad > 1 and not any(r.rows or r.causes for r in reports):
-            fix = (
-                "no row so far could be read: other data, another task, or --columns FROM=TO where columns have "
-                "other names"
-            )
-        raise DataError([*told[:-1], replace(told[-1], fix=fix)])
-    facts = {"bad": bad, "causes": dict(sum((Counter(r.causes) for r in reports), Counter())), "source": source.name}
+        raise _malformed(reports)
+    facts = {"bad": bad, "source": source.name} | {
+        name: dict(sum((Counter(getattr(r, name)) for r in reports), Counter())) for name in ("causes", "notes")
+    }
     if _dated(spec):
         facts["content"] = "dated"  # other tokens tomorrow, and a run that goes on then has the same data
     merge(scratch, [p.path for p in parts], target, facts)

@@ -17,10 +17,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megaswift.data import json_text
 from megaswift.data.sample import LineError, RowError, describe
 from megaswift.errors import DataError, Problem
+from megaswift.errors import first_line as reason
 
 BY_BYTES = ("jsonl", "txt")
+DOCUMENT = "document"
+"""The kind of a text file that is one row."""
+MOST_CELL = 1 << 28
+"""Characters of a CSV cell; one that is longer is an open quote."""
+ROWS_A_BYTE = 1000
+"""Rows that a byte of a Parquet file may stand for: many where a column repeats one value."""
+DAMAGED = (pa.ArrowException, OSError, ValueError, ArithmeticError, MemoryError)
+"""What pyarrow raises for bytes that are no longer those that were written."""
 
 
 @dataclass(frozen=True)
@@ -47,24 +57,25 @@ def _lines(path: Path, start: int, stop: int, first_line: int) -> Iterator[tuple
 
 def _text(raw: bytes) -> str | RowError:
     try:
-        return raw.decode("utf-8-sig" if raw.startswith(b"\xef\xbb\xbf") else "utf-8")
+        text = raw.decode("utf-8-sig" if raw.startswith(b"\xef\xbb\xbf") else "utf-8")
     except UnicodeDecodeError as e:
         return LineError(f"byte {e.start + 1}", "not UTF-8", "text in UTF-8")
+    return LineError(f"byte {raw.index(0) + 1}", "a NUL byte", "text without them") if "\0" in text else text
 
 
 def _jsonl(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
     for number, position, raw in _lines(path, start, stop, first_line):
         text = _text(raw)
-        if isinstance(text, str):
-            try:
-                row = json.loads(text)
-                if not isinstance(row, dict):
-                    row = LineError("line", describe(row), "a JSON object")
-            except json.JSONDecodeError as e:
-                row = LineError(f"character {e.pos + 1}", f"not JSON: {e.msg}", "one JSON object a line")
-        else:
-            row = text
-        yield Located(number, row, position)
+        yield Located(number, json_row(text) if isinstance(text, str) else text, position)
+
+
+def json_row(text: str) -> dict[str, Any] | RowError:
+    """The object that a line holds."""
+    try:
+        row = json_text.loads(text)
+    except json_text.JsonError as e:
+        return LineError(e.where, e.found, e.expected)
+    return row if isinstance(row, dict) else LineError("line", describe(row), "a JSON object")
 
 
 def _txt(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
@@ -73,60 +84,109 @@ def _txt(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located
         yield Located(number, text if isinstance(text, RowError) else {"text": text.rstrip("\r\n")}, position)
 
 
-def _not_utf8(path: Path) -> DataError:
-    """Names the first line that is not UTF-8."""
-    with path.open("rb") as f:
-        line = next((n for n, raw in enumerate(f, 1) if isinstance(_text(raw), RowError)), 1)
-    return DataError(Problem(f"{path}:{line}", "not UTF-8", "text in UTF-8"))
+def _document(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
+    """A text file as one row; none where it is blank."""
+    raw = path.read_bytes() if start == 0 < stop else b""
+    if raw.strip():
+        text = _text(raw)
+        yield Located(1, text if isinstance(text, RowError) else {"text": text}, 1)
 
 
 def _json_rows(path: Path) -> list[Any]:
+    """The items of the file's list; a RowError in the place of one that cannot be read."""
+    text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
     try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
+        data = json.loads(text)
     except json.JSONDecodeError as e:
         raise DataError(
-            Problem(
-                f"{path}:{e.lineno}:{e.colno}", f"not JSON: {e.msg}", "a list of objects, or .jsonl with one a line"
-            )
+            Problem(f"{path}:{e.lineno}:{e.colno}", json_text.syntax(e), "a list of objects, or .jsonl with one a line")
         ) from None
-    except UnicodeDecodeError:
-        raise _not_utf8(path) from None
+    except (ValueError, RecursionError) as e:
+        data = json_text.list_items(text)
+        if data is None:
+            beyond = json_text.beyond(e)
+            raise DataError(Problem(str(path), beyond.found, beyond.expected)) from None
+        return [json_row(item) for item in data]
     if isinstance(data, dict):
         lists = [v for v in data.values() if isinstance(v, list)]
         data = data.get("data", lists[0] if len(lists) == 1 else data)
     if not isinstance(data, list):
         raise DataError(Problem(str(path), f"holds {describe(data)}", 'a list of objects, or {"data": [...]}'))
-    return data
+    halves = "\\ud" in text or "\\uD" in text or json_text.SURROGATE.search(text) is not None
+    return [_json_item(row, halves) for row in data]
+
+
+def _json_item(row: Any, halves: bool) -> Any:
+    if not isinstance(row, dict):
+        return LineError("item", describe(row), "an object")
+    try:
+        json_text.check_depth(row)
+        if halves:
+            json_text.check_characters(row)
+    except json_text.JsonError as e:
+        found = e.found.replace(
+            "is half of a surrogate pair", "is a byte that is not UTF-8, or half of a surrogate pair"
+        )
+        return LineError(e.where, found, e.expected)
+    return row
 
 
 def _json(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
     for i, row in enumerate(_json_rows(path)[start:stop], start + 1):
-        yield Located(i, row if isinstance(row, dict) else LineError("item", describe(row), "an object"), i)
+        yield Located(i, row, i)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
-    csv.field_size_limit(1 << 30)
-    with path.open(newline="", encoding="utf-8-sig") as f:
-        reader = csv.reader(f, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-        try:
-            header = next(reader, [])
+    csv.field_size_limit(MOST_CELL)
+    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as f:
+        reader = csv.reader(f, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        header = _header(path, reader)
+        while True:
             line = reader.line_num + 1
-            for cells in reader:
-                if cells:
-                    fits = len(cells) == len(header)
-                    yield (
-                        line,
-                        dict(zip(header, cells, strict=True))
-                        if fits
-                        else LineError("row", f"{len(cells)} cells", f"{len(header)}, as in the header"),
-                    )
-                line = reader.line_num + 1
-        except UnicodeDecodeError:
-            raise _not_utf8(path) from None
-        except csv.Error as e:
-            raise DataError(
-                Problem(f"{path}:{reader.line_num}", f"not CSV: {e}", "cells quoted where they hold line ends")
-            ) from None
+            try:
+                cells = next(reader, None)
+            except csv.Error as e:
+                yield line, _csv_error(e, line, reader.line_num)
+                continue
+            if cells is None:
+                return
+            if cells:
+                yield line, _csv_row(header, cells)
+
+
+def _csv_error(error: csv.Error, first: int, last: int) -> LineError:
+    lines = f"lines {first} to {last}" if last > first else "row"
+    if "unexpected end" in str(error):
+        return LineError(
+            lines, "a quote that is opened here is not closed before the end of the file", "a closing quote"
+        )
+    return LineError(lines, f"not CSV: {error}", "quotes only around whole cells, doubled inside them")
+
+
+def _csv_row(header: list[str], cells: list[str]) -> dict[str, str] | LineError:
+    if len(cells) != len(header):
+        return LineError("row", f"{len(cells)} cells", f"{len(header)}, as in the header")
+    for name, cell in zip(header, cells, strict=True):
+        if "\0" in cell:
+            return LineError(f"column {name}", "a NUL byte", "text without them")
+        if not cell.isascii() and json_text.SURROGATE.search(cell):
+            return LineError(f"column {name}", "not UTF-8", "text in UTF-8")
+    return dict(zip(header, cells, strict=True))
+
+
+def _header(path: Path, reader: Any) -> list[str]:
+    """The first line that is not blank; DataError where it names no columns."""
+    try:
+        header: list[str] = next((cells for cells in reader if cells), [])
+    except csv.Error as e:
+        raise DataError(Problem(f"{path}:1", f"not CSV: {e}", "a first line with the names of the columns")) from None
+    place = f"{path}:{max(1, reader.line_num)}"
+    if any("\0" in name or json_text.SURROGATE.search(name) for name in header):
+        raise DataError(Problem(place, "not UTF-8 (UTF-16?)", "text in UTF-8"))
+    twice = sorted({name for name in header if name and header.count(name) > 1})
+    if twice:
+        raise DataError(Problem(place, f"two columns are called {twice[0]}", "a name of its own for each column"))
+    return header
 
 
 def _csv(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
@@ -143,30 +203,64 @@ def _pruned(value: Any) -> Any:
 
 def _parquet_file(path: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as e:
-        raise DataError(Problem(str(path), f"not a Parquet file: {e}")) from None
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+        claimed = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    except DAMAGED as e:
+        raise DataError(Problem(str(path), f"not a Parquet file: {reason(e)}", "a whole copy of the file")) from None
+    most = ROWS_A_BYTE * path.stat().st_size
+    if sum(claimed) != file.metadata.num_rows or min(claimed, default=0) < 0 or sum(claimed) > most:
+        rule = f"is damaged: it claims {file.metadata.num_rows:,} rows in {path.stat().st_size:,} bytes"
+        raise DataError(Problem(str(path), rule, "a whole copy of the file"))
+    return file
 
 
 def _parquet(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
     file = _parquet_file(path)
     first = 0
     for group in range(file.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
-        if first + rows > start and first < stop:
-            n = first
-            for batch in file.iter_batches(batch_size=1024, row_groups=[group]):
-                lo, hi = max(0, start - n), min(batch.num_rows, stop - n)
-                if lo < hi:
-                    for i, row in enumerate(batch.slice(lo, hi - lo).to_pylist(), n + lo + 1):
-                        yield Located(i, _pruned(row), i)
-                n += batch.num_rows
-        first += rows
+        end = first + file.metadata.row_group(group).num_rows
+        if end > start and first < stop:
+            n, why = first, "its pages hold fewer rows than the file claims"
+            try:
+                for batch in file.iter_batches(batch_size=1024, row_groups=[group]):
+                    batch = batch.slice(0, end - n)
+                    lo, hi = max(0, start - n), min(batch.num_rows, stop - n)
+                    yield from _parquet_rows(batch, lo, hi, n + 1)
+                    n += batch.num_rows
+            except DAMAGED as e:
+                why = reason(e)
+            for i in range(max(n, start), min(end, stop)):  # the pages from here on
+                yield Located(
+                    i + 1, LineError("row", f"damaged Parquet data ({why})", "a whole copy of the file"), i + 1
+                )
+        first = end
+
+
+def _parquet_rows(batch: pa.RecordBatch, lo: int, hi: int, number: int) -> Iterator[Located]:
+    """Rows lo to hi of a batch, whose first is row `number` of the file."""
+    if lo >= hi:
+        return
+    try:
+        rows = batch.slice(lo, hi - lo).to_pylist()
+    except DAMAGED:
+        rows = [_parquet_row(batch, i) for i in range(lo, hi)]
+    for i, row in enumerate(rows, number + lo):
+        yield Located(i, _pruned(row), i)
+
+
+def _parquet_row(batch: pa.RecordBatch, i: int) -> Any:
+    try:
+        return batch.slice(i, 1).to_pylist()[0]
+    except UnicodeDecodeError:
+        return LineError("row", "text that is not UTF-8", "text in UTF-8")
+    except DAMAGED as e:
+        return LineError("row", f"a value that cannot be read ({reason(e)})", "text, numbers and lists of them")
 
 
 READERS: dict[str, Callable[[Path, int, int, int], Iterator[Located]]] = {
     "jsonl": _jsonl,
     "txt": _txt,
+    DOCUMENT: _document,
     "json": _json,
     "csv": _csv,
     "parquet": _parquet,
@@ -179,6 +273,8 @@ def count_rows(path: Path, kind: str, at_most: int | None = None) -> int:
         count = int(_parquet_file(path).metadata.num_rows)
     elif kind == "json":
         count = len(_json_rows(path))
+    elif kind == DOCUMENT:
+        count = sum(1 for _ in _document(path, 0, 1, 1))
     elif kind == "csv":
         count = sum(1 for _ in islice(_csv_rows(path), at_most))
     else:

@@ -11,11 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+from megaswift.data import json_text
+from megaswift.data.roles import KNOWN, TOOL_CALL, role_of, with_calls
 
 
 class RowError(Exception):
     """A row that a format cannot read: the column, what is wrong and what was expected."""
+
+    fix = ""
+    """What to type, where that is known."""
 
     def __init__(self, column: str, found: str, expected: str) -> None:
         self.column, self.found, self.expected = column, found, expected
@@ -49,13 +53,18 @@ class Sample:
     """Per message: the row's own `loss` flag, or None where the row says nothing."""
     tools: tuple[dict[str, Any], ...] | None = None
     text: str | None = None
+    prompt: str | None = None
+    """Of a plain `text` that carries loss: what stands before it and carries none."""
 
 
 def describe(value: Any) -> str:
     """A value of the user's in a few words for a message."""
     if value is None:
         return "nothing"
-    shown = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        shown = json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, values that hold themselves
+        shown = repr(type(value))
     return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
@@ -64,9 +73,10 @@ def decoded(value: Any, column: str, expected: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as e:
-        raise RowError(column, f"{describe(value)} is not JSON ({e.msg} at character {e.pos})", expected) from None
+        return json_text.loads(value)
+    except json_text.JsonError as e:
+        where = "" if e.where == "line" else f" at {e.where}"
+        raise RowError(column, f"{describe(value)}{where}: {e.found}", expected) from None
 
 
 def string(row: Mapping[str, Any], column: str, optional: bool = False) -> str:
@@ -94,19 +104,36 @@ def _content(message: Mapping[str, Any], where: str) -> None:
 def _message(message: Any, where: str) -> tuple[dict[str, Any], bool | None]:
     if not isinstance(message, Mapping):
         raise RowError(where, describe(message), 'an object {"role": ..., "content": ...}')
-    role = message.get("role")
-    if role not in ROLES:
-        raise RowError(f"{where}.role", describe(role), "one of " + ", ".join(ROLES))
+    role = role_of(message.get("role"))
+    if role is None:
+        raise RowError(f"{where}.role", describe(message.get("role")), f"one of {KNOWN}")
+    if role == TOOL_CALL:
+        return _call(message, where), _flag(message, where)
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(c, Mapping) for c in calls)):
         raise RowError(f"{where}.tool_calls", describe(calls), "a list of objects")
     _content(message, where)
+    loss = _flag(message, where)
+    if loss and role != "assistant":
+        raise RowError(f"{where}.loss", f"true on a {role} message", "true on assistant messages only")
+    kept = {k: v for k, v in message.items() if k != "loss" and v is not None}
+    return kept if kept["role"] == role else kept | {"role": role}, loss
+
+
+def _flag(message: Mapping[str, Any], where: str) -> bool | None:
     loss = message.get("loss")
     if loss not in (None, True, False):
         raise RowError(f"{where}.loss", describe(loss), "true or false")
-    if loss and role != "assistant":
-        raise RowError(f"{where}.loss", f"true on a {role} message", "true on assistant messages only")
-    return {k: v for k, v in message.items() if k != "loss" and v is not None}, None if loss is None else bool(loss)
+    return None if loss is None else bool(loss)
+
+
+def _call(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The calls of a turn that is one function call, or a list of them, as JSON."""
+    found = decoded(message.get("content"), f"{where}.content", "a JSON function call")
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(c, Mapping) and isinstance(c.get("name"), str) for c in calls):
+        raise RowError(f"{where}.content", describe(found), 'a function call: {"name": ..., "arguments": {...}}')
+    return {"role": TOOL_CALL, "tool_calls": [{"type": "function", "function": dict(c)} for c in calls]}
 
 
 def conversation(messages: Any, column: str, system: str | None = None, tools: Any = None) -> Sample:
@@ -115,6 +142,8 @@ def conversation(messages: Any, column: str, system: str | None = None, tools: A
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RowError(column, describe(messages), "a list of at least one message")
     checked = [_message(m, f"{column}[{i}]") for i, m in enumerate(messages)]
+    if any(m["role"] == TOOL_CALL for m, _ in checked):
+        checked = with_calls(checked)
     if system and checked[0][0]["role"] not in ("system", "developer"):
         checked.insert(0, ({"role": "system", "content": system}, None))
     return Sample(tuple(m for m, _ in checked), tuple(flag for _, flag in checked), _tools(tools))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from megaswift.config import SwiftConfig, load
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
 from megaswift.config.source import normal, read_command_line
+from megaswift.data.counts import worded
 from megaswift.errors import DataError, Problem, nearest
 from megaswift.log import amount, info
 
@@ -86,7 +87,7 @@ def is_configuration(word: str) -> bool:
         return path.suffix.lower() in (".yaml", ".yml")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # whatever it is, the data's reader says what is wrong with it
+    except (ValueError, RecursionError):  # whatever it is, the data's reader says what is wrong with it
         return False
     known = (
         [name for name in value if normal(name) in NAMES or normal(name) in SECTIONS] if isinstance(value, dict) else []
@@ -207,7 +208,7 @@ def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
 def summary(docs: Documents, held: Documents | None, max_length: int, packing: bool = True) -> list[str]:
     """Counts, lengths, and how rows would be packed."""
     tokens, labels = int(docs.length.sum()), int(docs.labels.sum())
-    happened = ", ".join(f"{v:,} {k}" for k, v in docs.counted.items() if k != "rows" and v)
+    happened = ", ".join(worded(docs.counted))
     lines = [
         f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} carry "
         f"loss ({100 * labels / tokens:.1f}%)"
@@ -326,7 +327,11 @@ def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> l
             _document(prompts.docs, i, tokenizer),
         ]
         lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in prompt.columns.items()] + [""]
-    lines.append(f"{len(prompts):,} prompts" + ("" if held is None else f", for evaluation {len(held):,}"))
+    happened = ", ".join(worded(prompts.docs.counted))
+    lines.append(
+        f"{len(prompts):,} prompts{f' ({happened})' if happened else ''}"
+        + ("" if held is None else f", for evaluation {len(held):,}")
+    )
     return lines + histogram(prompts.docs.length, "tokens a prompt")
 
 

@@ -27,9 +27,14 @@ KIND_OF = {
     ".text": "txt",
     ".md": "txt",
 }
+PACKED = {".gz": "gunzip", ".zst": "unzstd", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".tar": "tar -xf"}
+"""Files to unpack first, and what does it."""
 FILE_NAME = re.compile(r"[^/]+\.[A-Za-z]\w*")
 """No id of a hub: those without an owner have no dot but in numbers."""
 PART_BYTES = 8 << 20
+PARTS = 32
+"""A smaller file is cut into so many, for any number of processes: what is said of its malformed rows is then the
+same."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,14 @@ class Source:
     """From `#:500`: the first rows of the file, whatever the seed."""
     draw: tuple[int, int] | None = None
     """Seed and place in `--dataset` where the rows of `#500` are drawn at random; None: they are the first ones."""
+
+    sample_by: str = "line"
+    """What is a row of a text file: a `line`, or the whole `document`."""
+
+    def kind(self, path: Path) -> str:
+        """The kind of one of its files."""
+        kind = kind_of(path)
+        return readers.DOCUMENT if kind == "txt" and self.sample_by == "document" else kind
 
     def drawn(self, count: int, rows: int) -> list[int]:
         """`rows` of the numbers below `count`, in order: drawn at random, or the first."""
@@ -138,6 +151,9 @@ def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]], 
     if path.is_file():
         if subset is not None:
             raise DataError(Problem(spec, "a single file has no subset", str(path)))
+        if path.suffix.lower() in PACKED:
+            unpack = f"{PACKED[path.suffix.lower()]} {path.name}"
+            raise DataError(Problem(spec, f"{path.suffix} files are not read", f"{unpack}, then {path.stem}"))
         if path.suffix.lower() not in KIND_OF:
             raise DataError(
                 Problem(
@@ -171,7 +187,7 @@ def kind_of(path: Path) -> str:
         return "json"
     try:
         json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return "json"
     return "jsonl" if rest.strip() or '"data"' not in first.decode(errors="replace") else "json"
 
@@ -192,7 +208,7 @@ def _line_parts(path: Path, kind: str, size: int) -> list[Part]:
 
 def _drawn_parts(source: Source) -> list[Part]:
     """A part of each file with the rows that are drawn from all; none where there are not more rows than are taken."""
-    kinds = [kind_of(path) for path in source.files]
+    kinds = [source.kind(path) for path in source.files]
     counts = [readers.count_rows(path, kind) for path, kind in zip(source.files, kinds, strict=True)]
     if source.rows is None or sum(counts) <= source.rows:
         return []
@@ -215,7 +231,7 @@ def parts_of(source: Source, processes: int, size: int = PART_BYTES) -> list[Par
             return parts
     left = None if source.draw is not None else source.rows
     for path in source.files:
-        kind = kind_of(path)
+        kind = source.kind(path)
         if left is not None:
             count = readers.count_rows(path, kind, left)
             parts.append(Part(str(path), kind, 0, path.stat().st_size if kind in readers.BY_BYTES else count, 1, left))
@@ -223,7 +239,7 @@ def parts_of(source: Source, processes: int, size: int = PART_BYTES) -> list[Par
             if left <= 0:
                 break
         elif kind in readers.BY_BYTES:
-            wanted = max(1 << 16, min(size, path.stat().st_size // (4 * processes) + 1))
+            wanted = max(1 << 16, min(size, path.stat().st_size // PARTS + 1))
             parts += _line_parts(path, kind, wanted)
         else:
             count = readers.count_rows(path, kind)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megaswift.data.counts import MALFORMED, skipped
 from megaswift.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def write_piece(folder: Path, number: int, piece: Encoded) -> None:
         Path(f"{base}.beside").write_bytes(b"".join(texts))
         np.save(f"{base}.beside.npy", np.array([[len(t) for t in texts], ends], dtype=np.int64))
     problems = [[p.what, p.rule, p.fix] for p in piece.problems]
-    report = {"bad": piece.bad, "rows": len(piece.lengths), "causes": piece.causes, "problems": problems}
+    report = {"bad": piece.bad, "rows": len(piece.lengths), "causes": piece.causes, "notes": piece.notes}
+    report["problems"] = problems
     base.with_suffix(".done").write_text(json.dumps(report))
 
 
@@ -65,6 +67,8 @@ class PieceReport:
     causes: dict[str, int]
     rows: int
     """Those that could be read."""
+    notes: dict[str, int]
+    """What is counted of these."""
 
 
 def read_report(folder: Path, number: int) -> PieceReport | None:
@@ -73,7 +77,9 @@ def read_report(folder: Path, number: int) -> PieceReport | None:
     if not path.exists():
         return None
     report = json.loads(path.read_text())
-    return PieceReport(report["bad"], [Problem(*p) for p in report["problems"]], report["causes"], report["rows"])
+    return PieceReport(
+        report["bad"], [Problem(*p) for p in report["problems"]], report["causes"], report["rows"], report["notes"]
+    )
 
 
 def merge(folder: Path, paths: list[str], target: Path, facts: dict[str, Any]) -> None:
@@ -177,6 +183,14 @@ class TokenStore:
         return (
             f"{self.manifest['bad']} rows skipped: {', '.join(told)}" if causes else f"{other} malformed rows skipped"
         )
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """Rows that were left out while reading, by cause, and what is counted of the others."""
+        causes: dict[str, int] = self.manifest["causes"]
+        malformed = self.manifest["bad"] - sum(causes.values())
+        left_out = {MALFORMED: malformed} | {skipped(cause): count for cause, count in causes.items()}
+        return {name: count for name, count in (left_out | self.manifest["notes"]).items() if count}
 
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, mask) of row i."""

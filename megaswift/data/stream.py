@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megaswift.data.counts import NOTES
 from megaswift.data.cursor import Cursor, Passes, read_on
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.readers import Located
@@ -81,6 +82,14 @@ class Tally:
             warn(
                 f"row {number + 1} is longer than --max_length {max_length}: {what}, as such rows will be from here on"
             )
+
+    def note(self, notes: Sequence[str]) -> None:
+        """What is counted of a row that is kept, of which the first of its kind is told."""
+        for note in notes:
+            self.counted[note] += 1
+            if not self.quiet and note not in self._told:
+                self._told.add(note)
+                warn(f"a row {NOTES[note]}; more of them are counted")
 
 
 class Contents(Protocol):

@@ -13,6 +13,7 @@ import numpy as np
 
 from megaswift.data.chat import Rendered
 from megaswift.data.collate import Document, Shape
+from megaswift.data.counts import WITHOUT_LABELS
 from megaswift.data.cursor import Cursor, read_on
 from megaswift.data.encode import Encoder, row_problem
 from megaswift.data.loader import LoaderGeometry, batches
@@ -26,6 +27,8 @@ from megaswift.losses.contract import Batch
 
 Tokens = tuple[np.ndarray, np.ndarray]
 """int32 tokens [n] and uint8 mask [n]."""
+Read = tuple[Tokens, tuple[str, ...]] | Problem
+"""A row's tokens and what is counted of it, or what is wrong with it."""
 Made = Tokens | Problem | None
 """A row's tokens; what is wrong with it, to be told when its turn comes; or nothing, where such rows are skipped."""
 
@@ -44,10 +47,10 @@ class RowContents:
         made = [(self._kept(one), number) for one, (_, _, number) in zip(spread(rows, self._made), rows, strict=True)]
         return self._pack(made) if self.options.packing else made
 
-    def _made(self, rows: Sequence[Row]) -> list[Tokens | Problem]:
+    def _made(self, rows: Sequence[Row]) -> list[Read]:
         rendered = [self._render(path, located) for path, located, _ in rows]
         tokens = self.encoder.tokenize([r for r in rendered if isinstance(r, Rendered)])
-        return [next(tokens) if isinstance(r, Rendered) else r for r in rendered]
+        return [(next(tokens), r.notes) if isinstance(r, Rendered) else r for r in rendered]
 
     def _render(self, path: str, located: Located) -> Rendered | Problem:
         try:
@@ -55,11 +58,14 @@ class RowContents:
         except RowError as e:
             return row_problem(path, located.line, e)
 
-    def _kept(self, made: Tokens | Problem) -> Made:
-        if isinstance(made, Problem) and not self.encoder.spec.strict:
-            self.tally.malformed(made)
-            return None
-        return made
+    def _kept(self, made: Read) -> Made:
+        if isinstance(made, tuple):
+            self.tally.note(made[1])
+            return made[0]
+        if self.encoder.spec.strict:
+            return made
+        self.tally.malformed(made)
+        return None
 
     def _documents(self, made: Sequence[tuple[Made, int]]) -> list[list[Document]]:
         """Of each row: one, none, or several of a split text."""
@@ -68,6 +74,10 @@ class RowContents:
 
     def _cut(self, ids: np.ndarray, mask: np.ndarray, number: int) -> list[Document]:
         size, strategy = self.options.max_length, self.options.truncation_strategy
+        if not len(ids):
+            self.tally.counted["empty"] += 1
+        elif not mask[1:].any():
+            self.tally.counted[WITHOUT_LABELS] += 1
         if len(ids) <= size:
             return [(ids, mask, number)] if len(ids) else []
         if strategy == "raise":

@@ -57,6 +57,7 @@ class UnitContents:
                 return problem
             tally.malformed(problem, found.cause if isinstance(found, UnitError) else "malformed")
             return None
+        tally.note(found.notes)
         return self._cut(found, f"{path}:{located.line}", number, tally)
 
     def _cut(self, unit: EncodedUnit, place: str, number: int, tally: Tally) -> Item | None:

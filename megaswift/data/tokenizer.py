@@ -9,8 +9,20 @@ from typing import Any
 
 from megaswift.errors import Problem, WeightsError, first_line
 
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    AssertionError,
+)
 """What transformers raises for a tokenizer's broken files; the tokenizers library raises `Exception` itself."""
+
+MOST_TOKENS = 1 << 24
+"""The largest id of a token: some tables have an entry for every id up to it."""
 
 
 def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
@@ -20,8 +32,14 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
-    except Exception as error:  # tokenizers raises Exception itself; other subclasses go on below
+        made = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+        made("x")  # what its files say of lengths and special tokens is first read here
+        if (largest := max(made.get_vocab().values(), default=0)) > MOST_TOKENS:
+            raise ValueError(f"a token has the id {largest:,}; at most {MOST_TOKENS:,}")
+        return made
+    except (
+        Exception
+    ) as error:  # tokenizers raises Exception itself, no class of its own; others of its subclasses go on below
         if type(error) is not Exception and not isinstance(error, UNREADABLE):
             raise
         raise WeightsError(Problem(f"tokenizer in {folder}", f"cannot be read: {first_line(error)}", fix)) from None

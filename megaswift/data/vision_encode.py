@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from megaswift.data.chat import ChatRenderer, Rendered
-from megaswift.data.encode import Encoder, EncodeSpec
+from megaswift.data.encode import Encoder, EncodeSpec, check_text
 from megaswift.data.images import Home, open_image, placed
 from megaswift.data.processor import Expanded, Processor
 from megaswift.errors import DataError, Problem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Seen(Rendered):
     """A rendered row with its tokens."""
 
@@ -49,13 +49,14 @@ class VisionEncoder(Encoder):
         sample, files = placed(self.named(row), self.sample(row), Home(Path(path).parent, Path(self.spec.image_folder)))
         assert self._chat is not None
         plain = self._chat.render(sample)
+        check_text(plain.text)
         expanded = self._processor.expand(plain.text, [open_image(file) for file in files])
         spans = tuple((expanded.shifted(a), expanded.shifted(b)) for a, b in plain.spans)
         ids, mask, pictured = self._tokens(expanded, spans)
         mask[pictured] = 0
         end = int(pictured.nonzero()[0].max(initial=-1)) + 1
         images = json.dumps({"text": plain.text, "files": files, "end": end}, ensure_ascii=False) if files else ""
-        return Seen(expanded.text, spans, ids, mask, images)
+        return Seen(expanded.text, spans, plain.notes, ids=ids, mask=mask, beside=images)
 
     def _tokens(
         self, expanded: Expanded, spans: Sequence[tuple[int, int]]

@@ -262,8 +262,9 @@ def _auxiliary_if_asked(reading: Reading) -> None:
 
 def _sparse_step(reading: Reading, layers: int) -> list[int] | None:
     step, dense = reading.get("decoder_sparse_step", int, 1, 1), reading.raw.get("mlp_only_layers") or []
-    if not all(isinstance(i, int) and 0 <= i < layers for i in dense):
-        reading.problem("mlp_only_layers", f"should hold layer numbers from 0 to {layers - 1}")
+    if not isinstance(dense, list) or not all(isinstance(i, int) and 0 <= i < layers for i in dense):
+        reading.problem("mlp_only_layers", f"should be a list of layer numbers from 0 to {layers - 1}")
+        return None
     return None if step is None else [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megaswift.errors import Problem, WeightsError, nearest
+from megaswift.errors import Problem, WeightsError, first_line, nearest
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
 from megaswift.families.quantization import plain_config
@@ -75,6 +75,8 @@ class Family:
         )
 
 
+MOST_DIGITS = 20
+"""Of an integer in config.json; a longer one fits no 64 bits and no float."""
 FAMILIES: Registry[Family] = Registry("model family", "megaswift.families")
 
 
@@ -99,20 +101,26 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     return FAMILIES.get(name)
 
 
+def _int(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits):,} digits; at most {MOST_DIGITS}")
+    return int(digits)
+
+
 def read_config(directory: Path | str) -> dict[str, Any]:
     """The `config.json` of a model folder (or the path of the file itself)."""
     path = Path(directory)
     path = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"), parse_int=_int)
     except FileNotFoundError:
         raise WeightsError(
             Problem(str(path), "does not exist", "give a folder that holds a Hugging Face model")
         ) from None
-    except (OSError, ValueError) as error:
-        raise WeightsError(Problem(str(path), f"cannot be read: {error}")) from None
     except RecursionError:
-        raise WeightsError(Problem(str(path), "is nested too deeply")) from None
+        raise WeightsError(Problem(str(path), "lists or objects are nested too deep", "the model's own file")) from None
+    except (OSError, ValueError) as error:
+        raise WeightsError(Problem(str(path), f"cannot be read: {first_line(error)}", "the model's own file")) from None
     if not isinstance(config, dict):
         raise WeightsError(Problem(str(path), "should hold a JSON object"))
     if absurd := [name for name, value in config.items() if isinstance(value, int) and abs(value) > LARGEST]:

@@ -50,6 +50,8 @@ def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: Prompts
     sample = _sample(named)
     if has_images(named, sample) and (prompts.blind or sample.text is not None):
         raise PromptError(f"images are not read: {prompts.blind or 'a text is continued without a template for them'}")
+    if sample.prompt is not None and sample.text is not None:
+        return prompts.of_text(sample.prompt), sample.text.removeprefix(sample.prompt) or None
     if sample.text is not None:
         return prompts.of_text(sample.text), None
     prompts.need_template()

@@ -13,6 +13,7 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import is_native
 from megaswift.config.size import bytes_text
+from megaswift.data.counts import WORDS, worded
 from megaswift.engine.protocol import ParameterReport
 from megaswift.log import amount
 from megaswift.trainers.schedule import warmup_steps
@@ -154,6 +155,8 @@ def data_text(stats: Mapping[str, Any], held: int = 0, scored: bool = False) -> 
         label = name.replace("_", " ")
         if name in ("fill", "padded_fill"):
             words.append(f"{label} {value:.1%}")
+        elif name in WORDS:
+            words += worded({name: value})
         elif value and name not in ("global_batch", "documents") and float(value).is_integer():
             words.append(
                 amount(int(value), label.removesuffix("s")) if label.endswith("s") else f"{int(value):,} {label}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaswift.data.formats import FORMATS, recognise
+from megaswift.data.roles import OTHER_NAMES, ROLES, TOOL_CALL
 from megaswift.data.sample import RowError, Sample
 
 U, V = {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
@@ -64,6 +68,38 @@ GOOD: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ("query_response", {"query": "q2", "response": "a2", "history": [["q1", "a1"]], "system": "s"}, [S, U, A, V, B]),
     ("query_response", {"query": "q1", "response": "a1", "history": ""}, [U, A]),
     ("alpaca", {"instruction": "q1", "input": "", "output": "a1"}, [U, A]),
+    ("prompt, completion", {"prompt": [U], "completion": [A], "system": "s"}, [S, U, A]),
+    ("prompt, completion", {"prompt": "q1", "completion": [A]}, [U, A]),
+    ("messages", {"messages": [{"role": "Human", "content": "q1"}, {"role": "bot", "content": "a1"}]}, [U, A]),
+    (
+        "messages",
+        {
+            "messages": [
+                U,
+                A,
+                {"role": "tool_call", "content": '{"name": "f", "arguments": {"x": 1}}'},
+                {"role": "tool_call", "content": '{"name": "g", "arguments": {}}'},
+                {"role": "tool_response", "content": "r"},
+                {"role": "tool_call", "content": '{"name": "f", "arguments": {}}', "loss": False},
+            ]
+        },
+        [
+            U,
+            A
+            | {
+                "tool_calls": [
+                    {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
+                    {"type": "function", "function": {"name": "g", "arguments": {}}},
+                ]
+            },
+            {"role": "tool", "content": "r"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+            },
+        ],
+    ),
     ("alpaca", {"instruction": "q1", "input": "more", "output": "a1"}, [{"role": "user", "content": "q1\nmore"}, A]),
 ]
 
@@ -102,7 +138,13 @@ BAD = [
     ({"messages": "[{"}, "messages", "not JSON"),
     ({"messages": []}, "messages", "at least one"),
     ({"messages": ["x"]}, "messages[0]", "object"),
-    ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", "one of system"),
+    ({"messages": [{"role": "cat", "content": "x"}]}, "messages[0].role", "one of system"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "one of system"),
+    ({"messages": [U, {"role": "tool_call", "content": "f(x)"}]}, "messages[1].content", "Expecting value near 'f(x)'"),
+    ({"messages": [U, {"role": "tool_call", "content": '{"f": 1}'}]}, "messages[1].content", "a function call"),
+    ({"prompt": "", "completion": "x"}, "prompt", "empty prompt"),
+    ({"prompt": "x", "completion": [U]}, "completion", "messages of the assistant"),
+    ({"prompt": "x", "completion": "y", "system": "s"}, "system", "beside texts"),
     ({"messages": [U, {"role": "assistant"}]}, "messages[1].content", "a string"),
     ({"messages": [U, {"role": "assistant", "content": 3}]}, "messages[1].content", "int 3"),
     ({"messages": [U | {"loss": True}]}, "messages[0].loss", "assistant messages only"),
@@ -110,7 +152,7 @@ BAD = [
     ({"messages": [A | {"tool_calls": "f"}]}, "messages[0].tool_calls", "list"),
     ({"messages": [U, A], "tools": [1]}, "tools", "objects"),
     ({"messages": [U, A], "system": 1}, "system", "a string"),
-    ({"conversations": [{"from": "cat", "value": "x"}]}, "conversations[0].from", "one of human"),
+    ({"conversations": [{"from": "cat", "value": "x"}]}, "conversations[0].from", "one of system"),
     ({"conversations": [{"from": "human"}]}, "conversations[0].value", "a string"),
     ({"conversation": [{"human": "x"}]}, "conversation[0]", "assistant"),
     ({"query": "x", "response": 1}, "response", "a string"),
@@ -126,11 +168,48 @@ def test_a_malformed_row_names_its_column(row: dict[str, Any], column: str, said
     assert e.value.column == column and said in str(e.value)
 
 
+def test_a_prompt_of_messages_carries_no_loss() -> None:
+    row = {"prompt": [U, A, V], "completion": [B]}
+    assert recognise(row, "sft").parse(row).loss == (None, False, None, None)
+
+
+def test_the_role_table_is_documented() -> None:
+    text = Path("docs/data.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in (*ROLES, TOOL_CALL, *OTHER_NAMES))
+
+
+SUGGESTIONS = [
+    ("sft", {"question": "q", "answer": "a"}, "--columns question=query answer=response"),
+    ("sft", {"Question": "q", "Final Answer": "z", "Output": "a"}, "--columns Question=query Output=response"),
+    ("sft", {"id": 3, "dialog": [U, A]}, "--columns dialog=messages"),
+    ("sft", {"User Input": "q", "input": "q", "response": "a"}, "--columns input=query"),
+    ("sft", {"Ground Truth": "a", "query": "q"}, "--columns 'Ground Truth=response'"),
+    ("pt", {"content": "t", "url": "u"}, "--columns content=text"),
+    ("dpo", {"question": "q", "chosen": "a", "worse": "b"}, "--columns question=prompt worse=rejected"),
+    ("grpo", {"problem": "q", "solution": "s"}, "--columns problem=prompt"),
+    ("sft", {"question": 3, "answer": "a"}, ""),
+    ("sft", {"x": "q", "y": "a"}, ""),
+]
+
+
+@pytest.mark.parametrize(("task", "row", "fix"), SUGGESTIONS)
+def test_columns_are_proposed_that_make_the_row_readable(task: str, row: dict[str, Any], fix: str) -> None:
+    with pytest.raises(RowError) as e:
+        recognise(row, task)
+    assert e.value.fix == fix and pickle.loads(pickle.dumps(e.value)).fix == fix  # noqa: S301 (goes from rank to rank)
+    if fix:
+        pairs = dict(word.split("=", 1) for word in shlex.split(fix)[1:])
+        renamed = {
+            pairs.get(name, name): value for name, value in row.items() if name in pairs or name not in pairs.values()
+        }
+        recognise(renamed, task)
+
+
 def test_unknown_columns_list_the_formats_with_theirs() -> None:
     with pytest.raises(RowError) as e:
-        recognise({"prompt": "x", "answer": "y"}, "sft")
+        recognise({"say": "x", "answer": "y"}, "sft")
     for part in (
-        "prompt, answer",
+        "say, answer",
         "messages: messages [tools, system]",
         "alpaca: instruction, output [input",
         "--columns",

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megaswift.data import cache, encode, readers
+from megaswift.data import cache, encode
 from megaswift.data.build import build, documents
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.prepare import prepare
@@ -347,11 +347,3 @@ def test_ranks_of_a_node_build_once(tmp_path: Path, pool: Pool) -> None:
     path = jsonl(tmp_path / "d.jsonl", ROWS)
     (built, parts), (waited, none) = pool.run("tests.data.test_prepare:building", (tmp_path, path), 2)
     assert waited == built and none == 0 and parts > 0
-
-
-@pytest.mark.parametrize("name", ["d.csv", "d.json"])
-def test_text_that_is_not_utf8_is_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b'[{"text":\n"a\xff"}]\n')
-    path = tmp_path / name
-    with pytest.raises(DataError, match=rf"{name}:2: not UTF-8"):
-        list(readers.READERS[path.suffix[1:]](path, 0, 9, 1))

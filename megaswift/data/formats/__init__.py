@@ -7,6 +7,7 @@ row has and whose `detect` agrees; nothing else is to be touched.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,29 @@ from megaswift.data.sample import RowError, Sample
 from megaswift.registry import Registry
 
 Row = Mapping[str, Any]
+OTHER_NAMES = {
+    "query": ("question", "user", "input", "instruction", "problem", "human", "prompt", "ask", "context", "q"),
+    "response": (
+        *("answer", "output", "completion", "assistant", "reply", "target", "solution", "gpt", "bot", "generation"),
+        *("ground_truth", "chosen", "a"),
+    ),
+    "messages": ("conversation", "conversations", "dialog", "dialogue", "chat", "turns", "history", "chat_messages"),
+    "text": ("content", "document", "body", "article", "passage", "raw_content", "markdown", "code", "story", "page"),
+    "prompt": ("question", "query", "problem", "instruction", "input", "user", "task"),
+    "chosen": ("preferred", "accepted", "positive", "better", "win", "response_chosen", "answer_chosen"),
+    "label": ("is_good", "desirable", "thumbs_up", "good"),
+    "rejected": ("dispreferred", "negative", "worse", "lose", "response_rejected", "answer_rejected"),
+}
+"""A format's column: what other data sets call it."""
+LISTS = ("messages",)
+SUGGESTED = {
+    "sft": (("messages",), ("query", "response")),
+    "pt": (("text",),),
+    "kto": (("query", "response", "label"),),
+    "rl": (("messages",), ("prompt",)),
+    "preference": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+}
+"""By task: columns of the formats that are proposed when a row is of none."""
 
 
 def _any_row(row: Row) -> bool:
@@ -78,11 +102,47 @@ def recognise(row: Row, task: str) -> Format:
             f"the format {f.name} is for megaswift {', '.join(f.tasks)}, not for {task}",
             f"a row of {' or '.join(names)}",
         )
-    raise RowError(
-        ", ".join(row) or "(none)",
-        "these columns are of no known format",
-        f"one of {known_formats(task)} (rename columns with --columns)",
-    )
+    raise UnknownFormat(row, task)
+
+
+class UnknownFormat(RowError):
+    """A row whose columns fit no format of the task."""
+
+    def __init__(self, row: Row, task: str) -> None:
+        known = f"one of {known_formats(task)} (rename columns with --columns)"
+        super().__init__(", ".join(row) or "(none)", "these columns are of no known format", known)
+        self.fix = suggestion(row, task)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Goes from rank to rank, where its text is all that is read."""
+        return _again, (self.column, self.found, self.expected, self.fix)
+
+
+def _again(column: str, found: str, expected: str, fix: str) -> RowError:
+    error = RowError(column, found, expected)
+    error.fix = fix
+    return error
+
+
+def suggestion(row: Row, task: str) -> str:
+    """`--columns question=query answer=response` where the row's columns are known by other names; else nothing."""
+    lower = {name.lower().replace(" ", "_"): name for name, value in reversed(row.items()) if value is not None}
+    for wanted in SUGGESTED.get(task, SUGGESTED["rl" if task in RL else "preference"]):
+        found = {
+            new: next((lower[n] for n in (new, *OTHER_NAMES[new]) if n in lower and _fits(new, row[lower[n]])), None)
+            for new in wanted
+        }
+        if all(found.values()) and len(set(found.values())) == len(found):
+            pairs = [f"{old}={new}" for new, old in found.items() if old != new]
+            return f"--columns {shlex.join(pairs)}"
+    return ""
+
+
+def _fits(new: str, value: Any) -> bool:
+    """Whether a column's value may be what is read under its new name."""
+    if new in LISTS:
+        return isinstance(value, list) or str(value).lstrip().startswith("[")
+    return new == "label" or isinstance(value, str)
 
 
 def sample_of(row: Row, task: str) -> Sample:

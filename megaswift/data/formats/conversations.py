@@ -6,17 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import ROLES, RowError, Sample, conversation, decoded, describe, string
-
-ROLE_OF = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-    "tool_response": "tool",
-} | {r: r for r in ROLES if r != "observation"}
+from megaswift.data.roles import KNOWN, TURN_NAMES, role_of
+from megaswift.data.sample import RowError, Sample, conversation, decoded, describe, string
 
 
 def _turn(turn: Any, where: str) -> dict[str, Any]:
@@ -24,24 +15,12 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
         raise RowError(where, describe(turn), 'an object {"from": ..., "value": ...}')
     if "role" in turn and "from" not in turn:
         return turn
-    speaker = turn.get("from")
-    if speaker == "function_call":
-        call = decoded(turn.get("value"), f"{where}.value", "a JSON function call")
-        calls = call if isinstance(call, list) else [call]
-        loss = {"loss": turn["loss"]} if "loss" in turn else {}
-        return {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": c} for c in calls],
-        } | loss
-    if not isinstance(speaker, str) or speaker not in ROLE_OF:
-        raise RowError(f"{where}.from", describe(speaker), "one of " + ", ".join([*ROLE_OF, "function_call"]))
+    role = role_of(turn.get("from"), TURN_NAMES)
+    if role is None:
+        raise RowError(f"{where}.from", describe(turn.get("from")), f"one of {KNOWN}")
     if "value" not in turn:
         raise RowError(f"{where}.value", "nothing", "a string")
-    return {k: v for k, v in turn.items() if k not in ("from", "value")} | {
-        "role": ROLE_OF[speaker],
-        "content": turn["value"],
-    }
+    return {k: v for k, v in turn.items() if k not in ("from", "value")} | {"role": role, "content": turn["value"]}
 
 
 def parse(row: Row) -> Sample:

@@ -1,0 +1,38 @@
+"""`prompt`, `completion`: two texts, trained as they stand, or messages. Loss on the completion alone. As in TRL, for
+SFT."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megaswift.config.data import SFT
+from megaswift.data.formats import FORMATS, Format, Row
+from megaswift.data.sample import RowError, Sample, conversation, describe, plain_row, string, text_or_messages
+
+
+def parse(row: Row) -> Sample:
+    """The prompt and what follows it."""
+    prompt, completion = text_or_messages(row, "prompt"), text_or_messages(row, "completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        plain_row(row)
+        if not prompt:
+            raise RowError(
+                "prompt", "an empty prompt", "a text before the completion; `megaswift pt` trains texts alone"
+            )
+        return Sample(text=prompt + completion, prompt=prompt)
+    before = conversation([{"role": "user", "content": prompt}], "prompt") if isinstance(prompt, str) else prompt
+    if isinstance(completion, str):
+        after = conversation([{"role": "assistant", "content": completion}], "completion")
+    else:
+        after = completion
+    if not any(m["role"] == "assistant" for m in after.messages):
+        raise RowError("completion", describe(row["completion"]), "messages of the assistant")
+    joined = conversation([*before.messages, *after.messages], "prompt", string(row, "system", True), row.get("tools"))
+    flags = (*(False if m["role"] == "assistant" else None for m in before.messages), *after.loss)
+    return replace(joined, loss=(None,) * (len(joined.messages) - len(flags)) + flags)
+
+
+FORMATS.register(
+    "prompt, completion",
+    Format("prompt, completion", ("prompt", "completion"), parse, ("system", "tools"), SFT, rank=6, common=True),
+)

@@ -1,0 +1,62 @@
+"""Who speaks in a conversation: the roles that chat templates know, and other data sets' names for them.
+
+Owns the table of names, and tool calls that are turns of their own. What a template does with a role is its own
+matter (`template_probe.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+"""Go to the chat template as they are."""
+TOOL_CALL = "tool_call"
+"""A turn of its own that holds one function call as JSON, as ms-swift has it."""
+OTHER_NAMES = MappingProxyType(
+    {
+        "human": "user",
+        "gpt": "assistant",
+        "chatgpt": "assistant",
+        "bot": "assistant",
+        "model": "assistant",
+        "ai": "assistant",
+        "tool_response": "tool",
+        "function_call": TOOL_CALL,
+        "function_response": "tool",
+    }
+)
+"""Of ShareGPT, ms-swift and others; upper and lower case alike."""
+TURN_NAMES = OTHER_NAMES | {"observation": "tool"}
+"""The same in `conversations`, where ShareGPT's `observation` is a tool's answer."""
+KNOWN = ", ".join([*ROLES, TOOL_CALL, *OTHER_NAMES])
+
+
+def role_of(name: Any, names: Mapping[str, str] = OTHER_NAMES) -> str | None:
+    """The role of this name; None where there is none."""
+    if not isinstance(name, str):
+        return None
+    lower = name.lower()
+    found = names.get(lower, lower)
+    return found if found in ROLES or found == TOOL_CALL else None
+
+
+Checked = tuple[dict[str, Any], bool | None]
+"""A message and its `loss` flag."""
+
+
+def with_calls(messages: Iterable[Checked]) -> list[Checked]:
+    """Messages in which tool calls belong to the assistant's turn before them, or to one of their own."""
+    out: list[Checked] = []
+    for message, loss in messages:
+        if message["role"] != TOOL_CALL:
+            out.append((message, loss))
+            continue
+        calls = message["tool_calls"]
+        if out and out[-1][0]["role"] == "assistant" and loss in (None, out[-1][1]):
+            before, flag = out.pop()
+            out.append(({**before, "tool_calls": [*before.get("tool_calls", ()), *calls]}, flag))
+        else:
+            out.append(({"role": "assistant", "content": "", "tool_calls": calls}, loss))
+    return out

@@ -1,0 +1,91 @@
+"""What of a conversation a chat template writes: tools, tool calls, messages of each role.
+
+Owns the probes, each rendered once a template, and what is counted or refused of a row whose parts it leaves out. A
+template that raises for a probe is taken to write the part: the row itself then shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from megaswift.data.counts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
+from megaswift.data.sample import RowError, Sample
+from megaswift.data.turns import REASONING
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message], Any], str | None]
+"""The text of messages and tools; None where the template refuses them."""
+NAME = "megaswiftprobe"
+_ASK = {"role": "user", "content": "x"}
+_CALL = {"type": "function", "id": "abcdefghi", "function": {"name": NAME, "arguments": {}}}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_SCHEMA = {"name": NAME, "description": "x", "parameters": {"type": "object", "properties": {}}}
+_TOOL = {"type": "function", "function": _SCHEMA}
+FIX = "a chat template that writes them (--chat_template FILE), or rows without them"
+
+
+def is_empty(message: Message) -> bool:
+    """Whether an assistant message says and calls nothing."""
+    content = message.get("content")
+    if isinstance(content, str) and content and not content.isspace() or message.get("tool_calls"):
+        return False
+    if isinstance(content, list) and any(p.get("type") != "text" or p["text"].strip() for p in content):
+        return False
+    return not any(message.get(key) for key in REASONING)
+
+
+class TemplateProbe:
+    """One template's answers."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._roles: dict[str, bool] = {}
+
+    def _writes(self, messages: Sequence[Message], tools: Any = None) -> bool:
+        text = self._render(messages, tools)
+        return text is None or NAME in text
+
+    @cached_property
+    def tools(self) -> bool:
+        """Whether it writes descriptions of tools."""
+        return self._writes([_ASK], [_TOOL])
+
+    @cached_property
+    def calls(self) -> bool:
+        """Whether it writes an assistant's tool calls."""
+        other = {**_TOOL, "function": {**_SCHEMA, "name": "f"}}
+        return self._writes([_ASK, _CALLING]) or self._writes([_ASK, _CALLING], [other])
+
+    def role(self, role: str) -> bool:
+        """Whether it writes messages of a role."""
+        if role not in self._roles:
+            probe = {"role": role, "content": NAME}
+            answer = {**probe, "name": "f", "tool_call_id": "abcdefghi"}
+            call = {**_CALL, "function": {"name": "f", "arguments": {}}}
+            messages = [_ASK, {**_CALLING, "tool_calls": [call]}, answer]
+            self._roles[role] = self._writes([probe, _ASK] if role in ("system", "developer") else messages)
+        return self._roles[role]
+
+    def notes(self, sample: Sample, trained: Sequence[bool]) -> tuple[str, ...]:
+        """What is counted of this row. RowError for tool calls and messages that the template leaves out.
+
+        `trained`: of each assistant message, whether it carries loss.
+        """
+        found = [UNUSED_TOOLS] if sample.tools and not self.tools else []
+        carries = iter(trained)
+        for i, message in enumerate(sample.messages):
+            role = message["role"]
+            if role == "user":
+                continue
+            if role == "assistant":
+                if "tool_calls" in message and message["tool_calls"] and not self.calls:
+                    raise RowError(f"messages[{i}].tool_calls", "tool calls, which the chat template leaves out", FIX)
+                if next(carries, False) and is_empty(message):
+                    found.append(EMPTY_ANSWERS)
+            elif not self.role(role):
+                if role not in ("system", "developer"):
+                    raise RowError(f"messages[{i}]", f"a {role} message, which the chat template leaves out", FIX)
+                found.append(UNUSED_SYSTEM)
+        return tuple(dict.fromkeys(found))

@@ -1,0 +1,232 @@
+"""What a chat template leaves out of a row, and answers that say nothing: refused, or counted and told everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megaswift.data.build import build, documents, units
+from megaswift.data.chat import ChatRenderer, templates_of
+from megaswift.data.loader import LoaderGeometry
+from megaswift.data.prompts import prompts_of
+from megaswift.data.sample import RowError, conversation
+from megaswift.data.show import summary
+from megaswift.errors import DataError
+from megaswift.trainers.screen import data_text
+from tests.data.makers import chat, config, jsonl, tokenizer
+
+PLAIN = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}"
+    "<{{ m.role }}>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+"""Neither tools nor system messages."""
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}
+ASK, ANSWER = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
+RESULT = {"from": "observation", "value": "r"}
+
+
+def made(tmp_path: Path, rows: list[Any], template: str = PLAIN, **options: Any) -> Any:
+    options = {"chat_template": template, "strict": False, **options}
+    cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", rows), **options)
+    return cfg, tokenizer("qwen")
+
+
+def test_calls_that_a_template_leaves_out_are_no_empty_answer(tmp_path: Path) -> None:
+    """On the template of a model without tools such a row taught nothing but the end token."""
+    cfg, tok = made(tmp_path, [{"conversations": [ASK, CALL], "tools": [TOOL]}, chat("q", "a")], strict=True)
+    with pytest.raises(
+        DataError, match=r"d.jsonl:1: column messages\[1\].tool_calls: .*leaves out.*--chat_template FILE"
+    ):
+        documents(cfg.data, cfg.train, tok)
+    rows = [{"conversations": [ASK, CALL, RESULT, ANSWER]}, {"conversations": [ASK, RESULT, ANSWER]}, chat("q", "a")]
+    cfg, tok = made(tmp_path, rows)
+    docs, _ = documents(cfg.data, cfg.train, tok)
+    assert len(docs) == 1 and docs.counted["malformed"] == 2
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "mistral", "gptoss", "glm4moe"])
+def test_published_templates_write_their_tools(name: str) -> None:
+    """Nothing is refused or counted of a conversation with tools that the template was made for."""
+    kind = "llama" if name.startswith("llama") else "mistral" if name == "mistral" else "qwen"
+    try:
+        tok = tokenizer(kind, name)
+    except FileNotFoundError:
+        pytest.skip("this TRL carries no such template")
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {"x": 1}}}],
+    }
+    turns = [
+        {"role": "user", "content": "q"},
+        call,
+        {"role": "tool", "content": "r", "name": "f", "tool_call_id": "abcdefghi"},
+        {"role": "assistant", "content": "a"},
+    ]
+    renderer = ChatRenderer(templates_of(tok, None))
+    text = tok.apply_chat_template(turns, tools=[TOOL], tokenize=False)
+    assert ('"f"' in text or "f" in text) and "r" in text
+    assert renderer.prompt_notes(conversation(turns, "messages", tools=[TOOL])) == ()
+
+
+NOTED = [
+    {"messages": [{"role": "system", "content": "s"}, *chat("q", "a")["messages"]]},
+    {**chat("q", "a"), "tools": [TOOL]},
+    chat("q", " \n"),
+    {"messages": [*chat("q", "")["messages"], *chat("q", "a")["messages"]]},
+    {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "loss": False},
+            *chat("q", "a")["messages"],
+        ]
+    },
+    chat("q", "word " * 400),
+    {"messages": "["},
+    {"messages": [{"role": "user", "content": "q"}]},
+]
+COUNTS = {
+    "rows": 7,
+    "malformed": 1,
+    "unused_system": 1,
+    "unused_tools": 1,
+    "empty_answers": 2,
+    "deleted": 1,
+    "without_labels": 1,
+}
+
+
+def test_every_reason_is_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg, tok = made(tmp_path, NOTED, max_length=300)
+    docs, _ = documents(cfg.data, cfg.train, tok)
+    assert docs.counted == COUNTS
+    said = capsys.readouterr().err
+    for part in (
+        "d.jsonl: 1 malformed rows skipped",
+        "d.jsonl: 2 rows with an empty answer, which trains the model to end at once",
+        "d.jsonl: 1 rows with tools that the chat template does not use",
+        "d.jsonl: 1 rows with a system message that the chat template leaves out",
+        "1 of 7 rows deleted (longer than --max_length 300)",
+        "1 of 6 rows have no token that carries loss",
+    ):
+        assert part in said
+    source, _ = build(cfg.data, cfg.train, tok, LoaderGeometry())
+    for text in (data_text(source.stats), summary(docs, None, 300)[0]):
+        for part in (
+            "1 malformed and skipped",
+            "1 deleted (longer than --max_length)",
+            "2 with an empty answer",
+            "1 with tools that the chat template does not use",
+            "1 with a system message that the chat template leaves out",
+            "1 without label tokens",
+        ):
+            assert part in text
+
+
+def test_streams_count_the_same(tmp_path: Path) -> None:
+    cfg, tok = made(tmp_path, NOTED, max_length=300, streaming=True)
+    source, _ = build(cfg.data, cfg.train, tok, LoaderGeometry(per_device=8))
+    source.next()
+    assert source.stats == {"rows_read": 8.0} | {k: float(v) for k, v in COUNTS.items() if k != "rows"}
+
+
+def test_pairs_and_prompts_count_too(tmp_path: Path) -> None:
+    row = {**chat("q", "a"), "rejected_response": "b", "tools": [TOOL]}
+    cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [row]), "dpo", chat_template=PLAIN)
+    made_units, _ = units(cfg.data, cfg.train, tokenizer("qwen"), "dpo")
+    assert made_units.docs.counted["unused_tools"] == 1
+    cfg = config(
+        tmp_path,
+        jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "q"}], "tools": [TOOL]}]),
+        "grpo",
+        chat_template=PLAIN,
+    )
+    source, _ = prompts_of(cfg, tokenizer("qwen"), 1)
+    assert source.stats["unused_tools"] == 1
+
+
+def test_calls_and_reasoning_are_no_empty_answers() -> None:
+    renderer = ChatRenderer(templates_of(tokenizer("qwen", "qwen3"), None))
+    for extra in (
+        {"reasoning_content": "r"},
+        {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},
+    ):
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", **extra}]
+        assert renderer.render(conversation(messages, "messages")).notes == ()
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llama", "mistral"])
+def test_a_text_completion_is_trained_as_trl_does(tmp_path: Path, kind: str) -> None:
+    """The tokenizer's own tokens before the text, the completion with the end-of-text token as labels."""
+    tok = tokenizer(kind)
+    rows = [
+        {"prompt": "What is ", "completion": "the capital?"},
+        {"prompt": "hello ", "completion": f"you{tok.eos_token}"},
+    ]
+    path = jsonl(tmp_path / "d.jsonl", rows)
+    cfg = config(tmp_path, path)
+    docs, _ = documents(cfg.data, cfg.train, tok)
+    for i, row in enumerate(rows):
+        ids, mask = docs.read(i)
+        whole = row["prompt"] + row["completion"].removesuffix(tok.eos_token) + tok.eos_token
+        assert ids.tolist() == tok(whole)["input_ids"]
+        kept = np.flatnonzero(mask)
+        assert tok.decode(ids[kept]).lstrip() == row["completion"].removesuffix(tok.eos_token) + tok.eos_token
+        assert kept.tolist() == list(range(int(kept[0]), len(ids)))
+    stream = config(tmp_path, path, streaming=True, shuffle=False)
+    source, _ = build(stream.data, stream.train, tok, LoaderGeometry(per_device=2))
+    batch = source.next()[0]
+    assert batch.input_ids[0][: len(docs.read(0)[0])].tolist() == docs.read(0)[0].tolist()
+    with pytest.raises(DataError, match="--system has no place in it"):
+        cfg = config(tmp_path, path, system="s")
+        documents(cfg.data, cfg.train, tok)
+
+
+def test_messages_of_a_base_model_are_refused_with_the_template_to_give(tmp_path: Path) -> None:
+    cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [chat("q", "a")]))
+    with pytest.raises(DataError, match=r"d.jsonl:1: column messages: the tokenizer has no chat template.*FILE.jinja"):
+        documents(cfg.data, cfg.train, tokenizer("qwen"))
+
+
+def test_text_files_as_whole_documents(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, text in (("a.txt", "one\n\ntwo\n"), ("b.md", "# three"), ("c.txt", " \n")):
+        (folder / name).write_text(text)
+    tok = tokenizer("qwen")
+
+    def texts(**options: Any) -> list[str]:
+        cfg = config(tmp_path, str(folder), "pt", **options)
+        docs, _ = documents(cfg.data, cfg.train, tok, "pt")
+        return [tok.decode(docs.read(i)[0][:-1]) for i in range(len(docs))]
+
+    assert texts() == ["one", "two", "# three"]
+    assert texts(sample_by="document") == ["one\n\ntwo\n", "# three"]
+    cfg = config(tmp_path, str(folder), "pt", sample_by="document", streaming=True, shuffle=False)
+    source, _ = build(cfg.data, cfg.train, tok, LoaderGeometry(per_device=2), "pt")
+    rows = source.next()[0].input_ids
+    assert tok.decode(rows[0][rows[0] != tok.pad_token_id]).startswith("one\n\ntwo\n")
+    assert source.epoch == pytest.approx(1.0, abs=0.15)  # the blank file counts by its bytes
+
+
+def test_a_template_that_writes_half_a_character_is_refused(tmp_path: Path) -> None:
+    cfg, tok = made(tmp_path, [chat("q", "a")], PLAIN + "{{ '\\ud83d' }}", strict=True)
+    with pytest.raises(DataError, match=r"half of a surrogate pair \(\\ud83d\) after rendering"):
+        documents(cfg.data, cfg.train, tok)
+
+
+def test_the_proposed_columns_are_ready_to_paste(tmp_path: Path) -> None:
+    cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [{"question": "q", "answer": "a"}] * 2))
+    with pytest.raises(DataError) as e:
+        documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
+    assert str(e.value).endswith("try: no row so far could be read: --columns question=query answer=response")
+    with pytest.raises(RowError, match="nested too deep"):
+        conversation(json.dumps([[]]).replace("[]", "[" * 500 + "]" * 500), "messages")
