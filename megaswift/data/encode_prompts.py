@@ -55,7 +55,6 @@ class PromptEncoder(Encoder):
             assert self._chat is not None
             said, text, notes = sample.messages, self._chat.prompt(sample), self._chat.prompt_notes(sample)
             check_text(text)
-        beside = json.dumps(
-            {"said": said, "columns": question.columns, "tools": sample.tools}, default=str
-        )  # dates and the like as text
+        # dates and the like as text
+        beside = json.dumps({"said": said, "columns": question.columns, "tools": sample.tools}, default=str)
         return Asked(text, (), notes, plain=sample.text is not None, beside=beside)

@@ -83,9 +83,8 @@ class Server:
             headers["Authorization"] = f"Bearer {os.environ[KEY]}"
         data = None if body is None else json.dumps(body).encode("utf-8")
         request = urllib.request.Request(self.base_url.rstrip("/") + path, data, headers, method=method)
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), _Stays
-        )  # a proxy for the internet has no way to these machines
+        # a proxy for the internet has no way to these machines
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stays)
         try:
             with opener.open(request, timeout=self.timeout) as answer:
                 text = answer.read(MOST_BYTES + 1)

@@ -116,9 +116,8 @@ def _outcome(files: Sequence[int], report: Mapping[str, Any], limits: Limits) ->
     largest = max(os.fstat(f).st_size for f in files[1:4])
     out, errors, result = (_read(file, limits.output).decode(errors="replace") for file in files[1:4])
     how = "ended" if code == 0 else "failed"
-    deaf = (
-        -code == signal.SIGKILL and report["cpu"] > cpu / 2
-    )  # the kernel limits by ticks and reports other sums; else memory ran out
+    # the kernel limits by ticks and reports other sums; else memory ran out
+    deaf = -code == signal.SIGKILL and report["cpu"] > cpu / 2
     if report["overdue"] or deaf or -code == signal.SIGXCPU:
         how = "time"
     elif -code == signal.SIGSYS:
