@@ -9,6 +9,8 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.accelerate_options import not_read
+from megaswift.config.sections import NAMES
+from megaswift.config.typed_names import named_as_typed
 from megaswift.config.worker import is_worker
 from megaswift.data.in_memory import dataset_paths
 from megaswift.entry import other_processes
@@ -76,9 +78,10 @@ class Trainer:
         from megaswift.trainers.run import preflight, run
 
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        cfg = settle(cfg, world)
-        preflight(cfg, world)
-        return TrainOutput.of(run(cfg))
+        with named_as_typed(cfg.typed, NAMES):
+            cfg = settle(cfg, world)
+            preflight(cfg, world)
+            return TrainOutput.of(run(cfg))
 
 
 def launch_problems(cfg: SwiftConfig) -> list[Problem]:

@@ -244,8 +244,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "greater_is_better": _NOT_SERVED + "a best checkpoint; OUT/metrics.jsonl has every evaluation",
     "early_stop_interval": _NOT_SERVED + "early stopping",
     "push_to_hub": _HUB,
-    "deterministic_mode": _GONE + "a run on CPUs repeats bit by bit; kernels of a GPU may not",
-    "full_determinism": _GONE + "a run on CPUs repeats bit by bit; kernels of a GPU may not",
     # preference learning and reinforcement learning
     "lmbda": _TEACHER,
     "teacher_model": _TEACHER,

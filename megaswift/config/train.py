@@ -39,7 +39,11 @@ class TrainConfig:
         1.0, "Passes over the data", aliases=("num_epochs", "max_epochs"), above=0, unit="epochs"
     )
     seed: int = option(42, "Seed of weights, dropout and data order", minimum=0, maximum=LARGEST_SEED)
-    deterministic: bool = option(False, "Two runs of one command are equal bit by bit; slower on GPUs")
+    deterministic: bool = option(
+        False,
+        "Two runs of one command are equal bit by bit; slower on GPUs",
+        aliases=("deterministic_mode", "full_determinism"),
+    )
     logging_steps: int = option(
         1, "Steps between lines of metrics.jsonl", aliases=("log_interval",), minimum=1, unit="steps"
     )

@@ -118,7 +118,7 @@ def read_config(directory: Path | str) -> dict[str, Any]:
             Problem(str(path), "does not exist", "give a folder that holds a Hugging Face model")
         ) from None
     except RecursionError:
-        raise WeightsError(Problem(str(path), "lists or objects are nested too deep", "the model's own file")) from None
+        raise WeightsError(Problem(str(path), "is nested too deeply", "the model's own file")) from None
     except (OSError, ValueError) as error:
         raise WeightsError(Problem(str(path), f"cannot be read: {first_line(error)}", "the model's own file")) from None
     if not isinstance(config, dict):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megaswift.config import load
 from megaswift.config.migration import CHANGED, MEGATRON_SWIFT, PAGE, SPELLINGS, SWIFT, TRL, applying
-from megaswift.config.rl import policy_loss_of
+from megaswift.config.rl_defaults import policy_loss_of
 from megaswift.config.sections import NAMES, OPTIONS, TASKS
 from megaswift.config.values import show
 from tests.config.migration_page import written
