@@ -79,14 +79,14 @@ def _checked(name: str, value: Any, sample: Judged, where: str) -> Value:
 
 
 def _finite(name: str, value: Any, sample: Judged, where: str) -> float:
-    number = _number(value)
-    if number is None or not math.isfinite(number):
-        what = f"{value!r} ({type(value).__name__})" if number is None else str(number)
+    found = number(value)
+    if found is None or not math.isfinite(found):
+        what = f"{value!r} ({type(value).__name__})" if found is None else str(found)
         fix = "a finite number for every sample, or None for one that the function does not apply to"
         raise RewardError(
             Problem(_flag(name), f"returned {what[:SHOWN]} for {where}, the completion {_shown(sample)}", fix)
         )
-    return number
+    return found
 
 
 def _item(value: Any) -> Any:
@@ -94,7 +94,8 @@ def _item(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
+    """A number or truth value of any library as a float; None where it is neither."""
     value = _item(value)
     try:
         return float(value) if isinstance(value, Real) else None

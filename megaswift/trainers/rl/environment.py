@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift.errors import ConfigError, Problem, RewardError, nearest
-from megaswift.trainers.rewards.checked import told
+from megaswift.trainers.rewards.checked import number, told
 from megaswift.trainers.rewards.user_function import imported
 
 Message = dict[str, Any]
@@ -68,7 +67,8 @@ class Checked:
         if not isinstance(returned, Sequence) or len(returned) != 3:
             raise RewardError(Problem(self.flag, f"step returned {returned!r:.80}", "(messages, reward, done)"))
         messages, reward, done = returned
-        if not isinstance(reward, Real) or isinstance(reward, bool) or not math.isfinite(float(reward)):
+        worth = number(reward)
+        if worth is None or not math.isfinite(worth):
             raise RewardError(
                 Problem(
                     self.flag, f"step returned the reward {reward!r:.80}", "a finite number, 0.0 where there is none"
@@ -80,4 +80,4 @@ class Checked:
                     self.flag, f"step returned the messages {messages!r:.80}", '[{"role": "tool", "content": "..."}]'
                 )
             )
-        return [dict(m) for m in messages], float(reward), bool(done)
+        return [dict(m) for m in messages], worth, bool(done)

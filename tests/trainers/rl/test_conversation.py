@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -205,7 +206,7 @@ def test_turns_and_tokens_have_an_end(model: Path, file: Path) -> None:
         (None, "(messages, reward, done)"),
         (([], None, True), "the reward None"),
         (([], float("nan"), True), "the reward nan"),
-        (([], True, True), "the reward True"),
+        (([], "1", True), "the reward '1'"),
         ((["hello"], 0.0, False), "the messages"),
         ("raise", "KeyError"),
     ],
@@ -216,6 +217,14 @@ def test_what_an_environment_gets_wrong(returned: Any, words: str, file: Path) -
     with pytest.raises(RewardError) as error:
         Checked("--environment worlds.py:Odd", made).step("text")
     assert words in str(error.value) and "--environment worlds.py:Odd" in str(error.value)
+
+
+@pytest.mark.parametrize("reward", [True, np.True_, np.float32(1), torch.tensor(1.0), torch.tensor(True), 1])
+def test_the_reward_of_a_turn_is_a_number_of_any_library(reward: Any, file: Path) -> None:
+    made: Any = environment_class(f"{file}:Odd")()
+    made.returned = ([], reward, True)
+    found = Checked("--environment worlds.py:Odd", made).step("text")
+    assert found == ([], 1.0, True) and type(found[1]) is float
 
 
 @pytest.mark.parametrize(
