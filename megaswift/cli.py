@@ -116,7 +116,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
 
 def usage() -> str:
     """The page of `megaswift --help`."""
-    commands = "\n".join(f"  {name:<12}{text}" for name, (text, _) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<11}{text}" for name, (text, _) in COMMANDS.items())
     return f"""\
 megaswift {__version__}: Hugging Face models trained by Megatron-Core on any layout
 

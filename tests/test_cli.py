@@ -354,7 +354,7 @@ def test_a_mistake_of_another_rank_alone_is_seen_once() -> None:
 
 def test_only_commands_that_exist_are_listed() -> None:
     tasks = ["sft", "pt", "dpo", "kto", "orpo", "cpo", "simpo", "rm", "grpo", "ppo", "rlhf"]
-    assert list(COMMANDS) == [*tasks, "config", "data", "convert", "infer", "deploy", "export", "doctor"]
+    assert list(COMMANDS) == [*tasks, "config", "data", "convert", "checkpoint", "infer", "deploy", "export", "doctor"]
     page = usage()
     assert max(map(len, page.splitlines())) <= 80
     for later in ("plan", "submit"):

@@ -74,7 +74,10 @@ def same(a: Result, b: Result) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("words", ["dense dp2 do", pytest.param("moe ep2 tp2 sp do", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "words",
+    ["dense single do", *(pytest.param(w, marks=pytest.mark.slow) for w in ("dense dp2 do", "moe ep2 tp2 sp do"))],
+)
 def test_save_and_load(words: str, pool: Pool, tmp_path: Path) -> None:
     case = parse(words)
     folder, step = build_model(case.variant, tmp_path / "model"), tmp_path / "engine"

@@ -14,6 +14,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import UserError
 from megaswift.families.model_source import locate, missing_files, short_name, tokenizer_of
+from megaswift.trainers import commit
 from tests.trainers.inputs import TEMPLATE, write_model
 
 
@@ -102,15 +103,15 @@ def test_a_model_s_id_is_asked_of_the_hub_that_was_named(
 @pytest.mark.parametrize("engine", ["megatron", "torch"])
 def test_a_run_of_adapters_is_no_model(engine: str, tmp_path: Path) -> None:
     """Told with the model that they are of, by names and small files alone."""
-    step = tmp_path / "OUT" / "checkpoints" / "step-4"
-    write_model(step / "model")
-    (step / "adapter").mkdir()
-    (step / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "models/base"}')
-    (step / "engine" / "state").mkdir(parents=True)
+    store = commit.Store(tmp_path / "OUT" / "checkpoints")
+    saving = store.begin(4)
+    write_model(saving / "model")
+    (saving / "adapter").mkdir()
+    (saving / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "models/base"}')
+    (saving / "engine" / "state").mkdir(parents=True)
     if engine == "megatron":
-        (step / "engine" / ".metadata").write_text("")
-    (step / "manifest.json").write_text("{}")
-    (step.parent / "latest.json").write_text('{"directory": "step-4"}')
+        (saving / "engine" / ".metadata").write_text("")
+    step = store.finish(4, commit.hash_share(saving, 0, 1), {})
     for name in (tmp_path / "OUT", step):
         folder = locate(WeightsOptions(model=str(name)))
         (problem,) = missing_files(folder, random_init=False)

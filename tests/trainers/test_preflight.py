@@ -13,7 +13,7 @@ import pytest
 
 from megaswift.config import SwiftConfig, load
 from megaswift.entry import beyond_options
-from megaswift.errors import ConfigError, UserError
+from megaswift.errors import CheckpointError, ConfigError, UserError
 from megaswift.trainers import preflight as module
 from megaswift.trainers.preflight import preflight
 from tests.families.published_dense import PHI_4
@@ -208,7 +208,9 @@ def test_an_output_directory_is_its_export_and_a_checkpoint_has_its_model_beside
     cfg = SwiftConfig(task="sft", model=str(step), dataset="d", output_dir=str(tmp_path / "o"))
     assert f"is a checkpoint without {step / 'model' / 'config.json'}" in problems(cfg, 1)[0]
     write_model(step / "model")
-    assert locate(SwiftConfig(model=str(step)).model) == step / "model"
+    assert locate(SwiftConfig(model=str(step)).model, verify=False) == step / "model"
+    with pytest.raises(CheckpointError, match=r"manifest.json: is missing"):
+        locate(SwiftConfig(model=str(step)).model)
 
 
 def test_it_imports_no_torch() -> None:
