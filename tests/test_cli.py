@@ -298,8 +298,9 @@ def test_under_torchrun_one_message_from_rank_0() -> None:
         "abc",
         OMP_NUM_THREADS="1",
     )
-    assert code == 1 and err.count("megaswift: the configuration is wrong") == 1 and "[rank" not in err
+    assert code == 1 and err.count("megaswift: the configuration is wrong") == 2 and "[rank" not in err
     assert "exitcode  : 2" in err
+    assert err.rstrip("=\n").splitlines()[-1].strip().startswith("try: "), "torchrun's summary ends with the message"
 
 
 @pytest.mark.process

@@ -33,7 +33,7 @@ class LaunchConfig:
     )
     max_restarts: int = option(
         0,
-        "Times the processes are started again after one was killed or failed; they resume from the last checkpoint",
+        "Times failed processes are started again, from the last checkpoint",
         minimum=0,
         unit="times",
     )

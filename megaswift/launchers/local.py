@@ -22,7 +22,7 @@ DEFAULT_PORT = 29500
 PATIENCE_SECONDS = 1800
 """torchrun kills workers so long after a signal, 30 s unless said: less than saving a large model takes."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-PASSED_AS = {signal.SIGUSR1: signal.SIGTERM}
+PASSED_AS: dict[int, int] = {signal.SIGUSR1: signal.SIGTERM}
 """torchrun does not pass SIGUSR1 on, which clusters send before a job's time is over."""
 SAME_SIGNAL_SECONDS = 3.0
 """A second signal after this time ends the run at once; earlier ones are taken for the same."""

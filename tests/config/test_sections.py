@@ -81,6 +81,7 @@ NEEDS = (
         "nnodes": {"node_rank": 1, "master_addr": "h"},
         "master_addr": {"nnodes": 2, "node_rank": 1},
         "master_port": {"nproc_per_node": 2},
+        "max_restarts": {"nproc_per_node": 2},
         "min_lr": {"lr": 0.5},
         "overlap_p2p_comm": {"pp": 2, "vpp": 2},
         "fsdp": {"engine": "fsdp2"},

@@ -132,7 +132,7 @@ def test_a_killed_rank_is_one_line(extra: list[str], inputs: list[str], tmp_path
 def test_a_launcher_that_ends_saves(number: int, inputs: list[str], tmp_path: Path) -> None:
     """Also when it is killed: its workers then save and end by themselves."""
     out = tmp_path / "out"
-    run = start([*MEGASWIFT, *inputs, "--max_steps", "4000", "--save_steps", "4000"], out)
+    run = start([*MEGASWIFT, *inputs, "--max_steps", "4000"], out)
     workers = [rank_of(out, rank, 3) for rank in (0, 1)]
     run.send_signal(number)
     code, said = run.wait(60), out.with_suffix(".log").read_text
