@@ -365,7 +365,12 @@ def test_numbers_that_cannot_be_trained_on_are_told(tokens: Any, logprobs: Any) 
         server_client.checked(tokens, logprobs, True, SAMPLING)
 
 
-@pytest.mark.parametrize("said", [None, [], ["x"], {"data": 3}, "text", 7, {"vllm_config": "a"}, {"data": [3]}, True])
+ODD: tuple[Any, ...] = (None, [], ["x"], {"data": 3}, 7, {"data": [3]}, True)
+
+
+@pytest.mark.parametrize(
+    "said", ["text", {"vllm_config": "a"}, *(pytest.param(o, marks=pytest.mark.slow) for o in ODD)]
+)
 def test_a_server_of_another_kind_is_told_whatever_it_says(said: Any, kind: str, model: Path, tmp_path: Path) -> None:
     """Also in the middle of a run, where a completion is asked for."""
     for path in ("/version", "/server_info", "/server_info?config_format=json", "/v1/models"):

@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 
 from megaswift.config.inference import GenerationOptions, WeightsOptions
+from megaswift.inference import serving
 from megaswift.inference.door import Door, Rules, protocol
 from megaswift.inference.generator import Completion, Request, Sampling
 from megaswift.inference.load import prepare
@@ -309,6 +310,31 @@ def test_connections_have_a_number(folder: Path) -> None:
             client.close()
 
 
+def test_the_event_loop_neither_reads_nor_writes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing, tokenising and writing answers happen in their threads."""
+    seen: list[tuple[str, str]] = []
+
+    def watched(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def noted(*arguments: Any, **how: Any) -> Any:
+            seen.append((name, threading.current_thread().name.partition("_")[0]))
+            return real(*arguments, **how)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    watched(serving, "parsed")
+    watched(server.prompts, "of_any")
+    watched(server.prompts, "of_chat")
+    watched(serving.Chat, "whole")
+    watched(serving.Text, "whole")
+    assert server.ask(TEXT, text(logprobs=2))[0] == 200
+    assert server.ask(CHAT, {"model": "tiny", "messages": [{"role": "user", "content": "ab"}]})[0] == 200
+    reading = [("parsed", "read"), ("of_any", "read"), ("whole", "write")]
+    assert seen == [*reading, ("parsed", "read"), ("of_chat", "read"), ("whole", "write")]
+
+
+@pytest.mark.slow
 def test_health_answers_while_long_prompts_are_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A 10 MB prompt kept everyone waiting for 5.6 s."""
     monkeypatch.setattr(server.prompts, "context", None)
