@@ -37,9 +37,7 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
         if (largest := max(made.get_vocab().values(), default=0)) > MOST_TOKENS:
             raise ValueError(f"a token has the id {largest:,}; at most {MOST_TOKENS:,}")
         return made
-    except (
-        Exception
-    ) as error:  # tokenizers raises Exception itself, no class of its own; others of its subclasses go on below
+    except Exception as error:  # tokenizers raises Exception itself; other subclasses go on below
         if type(error) is not Exception and not isinstance(error, UNREADABLE):
             raise
         raise WeightsError(Problem(f"tokenizer in {folder}", f"cannot be read: {first_line(error)}", fix)) from None
@@ -51,9 +49,7 @@ def fast_tokenizer(text: str) -> Any:
 
     try:
         return Tokenizer.from_str(text)
-    except (
-        Exception
-    ) as error:  # tokenizers raises Exception itself, no class of its own; others of its subclasses go on below
+    except Exception as error:  # tokenizers raises Exception itself; other subclasses go on below
         if type(error) is not Exception:
             raise
         rule = f"its vocabulary and merges do not fit each other: {first_line(error)}"
