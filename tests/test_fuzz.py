@@ -28,6 +28,7 @@ def test_mutated_inputs_end_in_our_own_errors(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, _ in fuzz.importlib.import_module("tests.fuzz_targets").TARGETS])
 def test_the_first_seed_of_a_target_is_a_good_input(name: str) -> None:
     """Mutations of inputs that are refused for another reason would test nothing."""
+    assert SEEDS[name]
     for seed in SEEDS[name]:
         TARGETS[name](seed)
 

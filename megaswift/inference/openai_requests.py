@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from megaswift.config.inference import GenerationOptions
+from megaswift.data.roles import ROLES
 from megaswift.inference.generator import Sampling, sampling_of
 from megaswift.inference.prompts import IMAGES
 
@@ -134,6 +135,8 @@ class ChatRequest(Common):
         for i, message in enumerate(value):
             if not isinstance(message.get("role"), str):
                 raise ValueError(f"[{i}] has no role")
+            if message["role"] not in ROLES:
+                raise ValueError(f"[{i}] has the role {message['role'][:40]!r}; known are {', '.join(ROLES)}")
             if not isinstance(message.get("content"), str | list):
                 raise ValueError(f"[{i}] has no content")
         images = [part for message in value for part in pictured(message)]
