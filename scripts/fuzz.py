@@ -177,7 +177,7 @@ def execute(name: str, target: Callable[[bytes], None], data: bytes, seconds: fl
         pass
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException:  # noqa: B036 (every kind is a finding, panics of Rust libraries among them)
+    except BaseException:  # every kind is a finding, panics of Rust libraries among them
         return Finding(name, data, traceback.format_exc())
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -30,6 +30,7 @@ from megaswift.data.readers import Located
 from megaswift.data.sample import RowError, Sample, with_system
 from megaswift.data.sources import Part
 from megaswift.data.template import read_system
+from megaswift.data.tokenizer import fast_tokenizer
 from megaswift.errors import DataError, Problem
 
 BATCH = 256
@@ -148,7 +149,7 @@ class Encoder:
 
     def __init__(self, spec: EncodeSpec) -> None:
         self.spec = spec
-        self._tokenizer = Tokenizer.from_str(spec.tokenizer)
+        self._tokenizer: Tokenizer = fast_tokenizer(spec.tokenizer)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         # adds nothing here, but would trim white space off the offsets

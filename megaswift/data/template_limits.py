@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from jinja2 import Template, nodes
@@ -180,8 +180,8 @@ class _Counted(NodeTransformer):
         return node
 
 
-def _through(name: str, node: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+def _through(name: str, node: nodes.Node) -> nodes.Filter:
+    return nodes.Filter(cast(nodes.Expr, node), name, [], [], None, None, lineno=node.lineno)
 
 
 class LimitedTemplate(Template):

@@ -64,7 +64,7 @@ class TemplateProbe:
             probe = {"role": role, "content": NAME}
             answer = {**probe, "name": "f", "tool_call_id": "abcdefghi"}
             call = {**_CALL, "function": {"name": "f", "arguments": {}}}
-            messages = [_ASK, {**_CALLING, "tool_calls": [call]}, answer]
+            messages: list[Message] = [_ASK, {**_CALLING, "tool_calls": [call]}, answer]
             self._roles[role] = self._writes([probe, _ASK] if role in ("system", "developer") else messages)
         return self._roles[role]
 

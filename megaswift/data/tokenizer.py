@@ -43,6 +43,19 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
         raise WeightsError(Problem(f"tokenizer in {folder}", f"cannot be read: {first_line(error)}", fix)) from None
 
 
+def fast_tokenizer(text: str) -> Any:
+    """The fast tokenizer of this JSON text, which transformers may have made of files that do not fit each other."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers raises Exception itself; other subclasses go on below
+        if type(error) is not Exception:
+            raise
+        rule = f"its vocabulary and merges do not fit each other: {first_line(error)}"
+        raise WeightsError(Problem("tokenizer.json", rule, "the model's own tokenizer files")) from None
+
+
 def pad_of(tokenizer: Any, vocabulary: int = 0) -> int:
     """The token that fills up rows: the tokenizer's, or its end of text, or token 0.
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json
 
 from megaswift.config.inference import COLD, PENALTIES, GenerationOptions
+from megaswift.data.roles import ROLES
 from megaswift.inference.generator import Sampling, sampling_of
 from megaswift.inference.prompts import IMAGES
 
@@ -168,6 +169,8 @@ class ChatRequest(Common):
                 raise ValueError(f'[{i}] is no message: {{"role": ..., "content": ...}}')
             if not isinstance(message.get("role"), str):
                 raise ValueError(f"[{i}] has no role")
+            if message["role"] not in ROLES:
+                raise ValueError(f"[{i}] has the role {message['role'][:40]!r}; known are {', '.join(ROLES)}")
             if not isinstance(message.get("content"), str | list):
                 raise ValueError(f"[{i}] has no content")
         images = [part for message in value for part in pictured(message)]

@@ -126,7 +126,7 @@ def _again(column: str, found: str, expected: str, fix: str) -> RowError:
 
 def suggestion(row: Row, task: str) -> str:
     """`--columns question=query answer=response` where the row's columns are known by other names; else nothing."""
-    lower = {name.lower().replace(" ", "_"): name for name, value in reversed(row.items()) if value is not None}
+    lower = {name.lower().replace(" ", "_"): name for name, value in reversed(list(row.items())) if value is not None}
     for wanted in SUGGESTED.get(task, SUGGESTED["rl" if task in RL else "preference"]):
         found = {
             new: next((lower[n] for n in (new, *OTHER_NAMES[new]) if n in lower and _fits(new, row[lower[n]])), None)
