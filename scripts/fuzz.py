@@ -88,7 +88,8 @@ def tables() -> tuple[dict[str, Callable[[bytes], None]], dict[str, Sequence[byt
         if importlib.util.find_spec(name) is not None:
             module = importlib.import_module(name)
             targets |= dict(module.TARGETS)
-            seeds |= getattr(module, "SEEDS", {})
+            given: dict[str, bytes | Sequence[bytes]] = getattr(module, "SEEDS", {})
+            seeds |= {name: [some] if isinstance(some, bytes) else some for name, some in given.items()}
     return targets, seeds
 
 

@@ -41,11 +41,11 @@ class StepResult:
     tokens: int = 0
     label_tokens: int = 0
     counts: Mapping[str, float] = field(default_factory=dict)
-    loss_scale_falling: bool = False
-    """Skipped in float16 while the loss scale is above its minimum: a smaller one may fit."""
     parts: Sequence[Part] = ()
     """This rank's micro-batches, on ranks of the last pipeline stage: the one field that is not the same on every
     rank."""
+    loss_scale_falling: bool = False
+    """Skipped in float16 while the loss scale is above its minimum: a smaller one may fit."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Watch(Hook):
         loss = step.result.loss
         if not step.result.skipped:
             self.in_a_row = 0
-            if agree.largest([is_spike(loss, self.losses)])[0]:  # rows_text is collective
+            if is_spike(loss, self.losses):  # the same on every rank, as rows_text needs
                 warn(
                     f"step {step.number}: loss {loss:.4g} is far above the median {statistics.median(self.losses):.4g} "
                     f"of the {len(self.losses)} steps before, and the step was taken{rows_text(step.result.parts)}"

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megaswift.errors import CheckpointError, DataError, Problem
+from megaswift.errors import CheckpointError, DataError, Problem, StorageError
 from megaswift.trainers import agree
 from tests.parity.pool import Pool
 
@@ -64,7 +64,7 @@ def test_alone_everything_is_as_it_is() -> None:
     assert agree.spread([1, 2], lambda some: [-x for x in some]) == [-1, -2]
     with pytest.raises(DataError, match="bad"):
         agree.on_main(lambda: (_ for _ in ()).throw(DataError("bad")))
-    with pytest.raises(CheckpointError, match="No space"):
+    with pytest.raises(StorageError, match="No space"):
         agree.on_main(lambda: (_ for _ in ()).throw(OSError(28, "No space left on device", "/x")))
     with pytest.raises(ZeroDivisionError):
         agree.on_main(lambda: 1 // 0)

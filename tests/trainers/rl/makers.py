@@ -60,10 +60,23 @@ def completed(values: dict[str, list[torch.Tensor]], silent: Sequence[int] = ())
     ]
 
 
+class NoStores:
+    """What names the data, in the place of `Documents`."""
+
+    fingerprint = "prompts"
+    stores = ()
+
+    def __len__(self) -> int:
+        return 64
+
+
 class Prompts:
     """Prompt k has the one token k + 3."""
 
     fingerprint = "prompts"
+
+    def __init__(self) -> None:
+        self.docs = NoStores()
 
     def __len__(self) -> int:
         return 64
