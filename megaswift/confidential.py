@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from megaswift.errors import Problem
 
 NAME = re.compile(
-    r"(api|access|private|auth)_?key|(hf|hub|api|access|auth)_?token|(^|_)(keys?|token)$|passw|secret|credential|bearer"
+    r"^api_|(access|private|auth)_?key|(hf|hub|api|access|auth)_?token|(^|_)(keys?|token)$|passw|secret|credential|bearer"
 )
 NOT_SECRET = re.compile(r"(eos|bos|pad|unk|mask|stop|image|prng)_(token|key)$")
 """Tokens of a vocabulary and keys of random generators."""

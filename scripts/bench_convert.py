@@ -141,7 +141,7 @@ def bench(gigabytes: float, folder: Path, cold: bool) -> None:
 
 def main() -> None:
     """The table, and how time grows with size."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 4], metavar="GB")
     parser.add_argument(
         "--folder", type=Path, default=None, help="on the disk to measure (default: a temporary folder)"

@@ -29,8 +29,9 @@ TARGETS = {"README.md": False, "docs/families.md": True, "converters/README.md":
 
 
 def about(name: str) -> str:
-    """The first line of the family's file, as a table cell with its link."""
-    text = (importlib.import_module(f"megaswift.families.{name}").__doc__ or "").strip().splitlines()[0]
+    """The first paragraph of the family's docstring, as a table cell with its link."""
+    paragraph = (importlib.import_module(f"megaswift.families.{name}").__doc__ or "").strip().split("\n\n")[0]
+    text = " ".join(paragraph.split())
     words, _, link = text.rpartition(" https://")
     return f"[{words.rstrip('.')}](https://{link.rstrip('.')})" if words else text.rstrip(".")
 

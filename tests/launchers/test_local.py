@@ -109,9 +109,13 @@ def test_every_way_to_name_an_engine_starts_the_processes(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_launcher_that_was_stopped_ends_as_a_shell_says(number: int) -> None:
     """torchrun ends with 1 after a signal; SIGINT it has from the terminal."""
+    before = signal.signal(number, signal.default_int_handler)  # a shell ignores SIGINT for tests in the background
     ends = f"import signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(1)); time.sleep(2); sys.exit(1)"
     threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), number))).start()
-    assert start([sys.executable, "-c", ends], os.environ) == 128 + number
+    try:
+        assert start([sys.executable, "-c", ends], os.environ) == 128 + number
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.process

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megaswift.errors import CheckpointError, DataError, Problem, StorageError
+from megaswift.errors import DataError, Problem, StorageError
 from megaswift.trainers import agree
 from tests.parity.pool import Pool
 
@@ -30,7 +30,7 @@ def agreed(rank: int, world: int, _: None) -> list[object]:
     ):
         try:
             agree.on_main(lambda error=error: (_ for _ in ()).throw(error))
-        except (DataError, CheckpointError) as caught:
+        except (DataError, StorageError) as caught:
             found.append([type(caught).__name__, [p.what + " " + p.rule for p in caught.problems]])
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
     found.append(agree.on_main(lambda: time.sleep(2.5) or 5, hours=0.1))  # longer than a collective may take
@@ -48,7 +48,7 @@ def test_two_ranks_agree(pool: Pool) -> None:
         2,
         ["0a", "1b", "1c"],
         ["DataError", ["a is bad", "b too"]],
-        ["CheckpointError", ["/disk/x No space left on device"]],
+        ["StorageError", ["/disk/x No space left on device"]],
         5,
     ]
     assert pool.run("tests.trainers.test_agree:agreed", None, 2) == [expected, expected]
