@@ -48,7 +48,7 @@ class Watch(Hook):
 
     def __init__(self, most: int = MOST_IN_A_ROW) -> None:
         self.most = most
-        self.in_a_row = self.skipped = self.steps = 0
+        self.in_a_row = self.at_the_end = self.skipped = self.steps = 0
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def on_step(self, loop: Loop, step: Step) -> None:
@@ -56,7 +56,7 @@ class Watch(Hook):
         self.steps += 1
         loss = step.result.loss
         if not step.result.skipped:
-            self.in_a_row = 0
+            self.in_a_row = self.at_the_end = 0
             if is_spike(loss, self.losses):  # the same on every rank, as rows_text needs
                 warn(
                     f"step {step.number}: loss {loss:.4g} is far above the median {statistics.median(self.losses):.4g} "
@@ -65,11 +65,12 @@ class Watch(Hook):
             if math.isfinite(loss):
                 self.losses.append(loss)
             return
-        if step.result.loss_scale_falling:
+        self.at_the_end += 1
+        self.skipped += 1
+        if step.result.loss_scale_falling:  # not towards MOST_IN_A_ROW: a lower scale may do
             warn(f"step {step.number} was skipped: a gradient overflows float16; the loss scale is lowered")
             return
         self.in_a_row += 1
-        self.skipped += 1
         warn(
             f"step {step.number} was skipped: its gradient is not finite (loss {loss:.4g}); {self.in_a_row} in a row"
             f"{rows_text(step.result.parts)}"
@@ -90,8 +91,9 @@ class Watch(Hook):
 
     def judge(self, loop: Loop) -> None:
         """At the end of a run: `Diverged` where nothing was learned, a warning where steps were skipped."""
-        if self.in_a_row >= LAST_IN_A_ROW or (self.in_a_row and self.in_a_row == self.skipped == loop.step):
-            what = "every step" if self.in_a_row == loop.step else f"the last {amount(self.in_a_row, 'step')}"
+        last = self.at_the_end
+        if last >= LAST_IN_A_ROW or (last and last == self.skipped == loop.step):
+            what = "every step" if last == loop.step else f"the last {amount(last, 'step')}"
             raise Diverged(
                 Problem(
                     f"step {loop.step}",
@@ -109,11 +111,17 @@ class Watch(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Skipped steps and the last losses."""
-        return {"in_a_row": self.in_a_row, "skipped": self.skipped, "losses": list(self.losses)}
+        return {
+            "in_a_row": self.in_a_row,
+            "at_the_end": self.at_the_end,
+            "skipped": self.skipped,
+            "losses": list(self.losses),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse; older checkpoints count only the steps in a row."""
         self.in_a_row = int(state["in_a_row"])
+        self.at_the_end = int(state.get("at_the_end", self.in_a_row))
         self.skipped = int(state.get("skipped", self.in_a_row))
         self.losses = deque(state.get("losses", ()), maxlen=WINDOW)
 
