@@ -11,6 +11,7 @@ import pytest
 
 from megaswift.bridge.new_head import new_head
 from megaswift.config import SwiftConfig
+from megaswift.engine.protocol import StepResult
 from megaswift.families import load_spec
 from megaswift.families.scalar_head import with_score
 from megaswift.families.spec import ModelSpec
@@ -18,7 +19,6 @@ from megaswift.losses.value import Value
 from megaswift.trainers.rl import critic
 from megaswift.trainers.watch import Diverged
 from tests.test_cli import model_folder
-from tests.trainers.test_loop import Stumbling
 from tests.trainers.tiny import tiny_loop
 
 
@@ -50,6 +50,17 @@ def test_a_new_head_says_next_to_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert asked[0].scored and not spec.scored
 
 
+class Uneven:
+    """An engine whose steps of these numbers are skipped."""
+
+    def __init__(self, bad: Iterable[int]) -> None:
+        self.bad, self.number = set(bad), 0
+
+    def train_batch(self, microbatches: Any, loss: Any, lr: float) -> StepResult:
+        self.number += 1
+        return StepResult(1.0, skipped=self.number in self.bad)
+
+
 @pytest.mark.parametrize(
     "bad, code", [(range(1, 13), "critic: 10 steps"), (range(8, 13), "critic: 5 of 12"), ([3], "")]
 )
@@ -57,7 +68,7 @@ def test_a_critic_that_learns_nothing_fails_the_run(
     bad: Iterable[int], code: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its gradients are not finite in steps in which the policy's are."""
-    found, loop = critic.Critic(Stumbling(set(bad)), Value(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
+    found, loop = critic.Critic(Uneven(bad), Value(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
     loop.total_steps = loop.step = 12
 
     def run() -> None:
