@@ -19,12 +19,14 @@ from megaswift.families.checkpoint_folder import ENGINE, FACTS
 from megaswift.families.step_manifest import STEP
 from megaswift.parallel.layout import Layout
 from megaswift.trainers.commit import Store
+from megaswift.trainers.run_lock import RunLock
 
 HEAD = ("step", "saved", "size", "files", "SHA-256", "engine", "trains", "layout", "")
 USAGE = """\
 megaswift checkpoint ls OUT [--verify]        the saved steps of a run
 megaswift checkpoint verify PATH [PATH ...]   compare files with their SHA-256; exit code 2 where one differs
-megaswift checkpoint rm STEP [STEP ...]       delete steps; never the last intact one without --force
+megaswift checkpoint rm STEP [STEP ...]       delete steps; never the last intact one without --force,
+                                              and none while a run writes to the folder
 """
 
 
@@ -132,9 +134,16 @@ def _remove(argv: list[str]) -> int:
         problems = [p for root, gone in by_store.items() if (p := _leaves_none(Store(root), gone)) is not None]
         if problems:
             raise CheckpointError(problems)
-    for root, gone in by_store.items():
-        for step in Store(root).remove(gone):
-            print(f"removed {step}")
+    locks = [lock for root in by_store if (lock := RunLock(root.parent)).path.is_file()]
+    try:
+        for lock in locks:
+            lock.take(fix="wait until it ends, or end it")
+        for root, gone in by_store.items():
+            for step in Store(root).remove(gone):
+                print(f"removed {step}")
+    finally:
+        for lock in locks:
+            lock.release()
     return 0
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 EXIT_USER_ERROR = 2
 EXIT_NO_PROGRESS = 3
 """Training ran and its last steps were skipped: docs/training.md says when."""
+EXPLAINED = (EXIT_USER_ERROR, EXIT_NO_PROGRESS)
+"""Exit codes of processes that have printed a message of their own."""
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaswift.errors import EXIT_NO_PROGRESS, EXIT_USER_ERROR
+from megaswift.errors import EXPLAINED
 from megaswift.launchers.parent import PARENT, end_with_parent
-
-EXPLAINED = (EXIT_USER_ERROR, EXIT_NO_PROGRESS)
-"""Exit codes of processes that have printed a message of their own."""
 
 
 @dataclass(frozen=True)

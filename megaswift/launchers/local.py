@@ -15,7 +15,7 @@ from types import FrameType
 from megaswift import log
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.worker import RESTARTS
-from megaswift.errors import EXIT_NO_PROGRESS, EXIT_USER_ERROR, Problem
+from megaswift.errors import EXPLAINED, Problem
 from megaswift.launchers.parent import as_parent
 
 DEFAULT_PORT = 29500
@@ -108,7 +108,7 @@ def start(words: Sequence[str], environ: Mapping[str, str], restarts: int = 0) -
     while True:
         again = {**environ, RESTARTS: str(attempt)} if attempt else environ
         code, received = _once(words, again)
-        if received or code in (0, EXIT_USER_ERROR, EXIT_NO_PROGRESS) or attempt == restarts:
+        if received or code in (0, *EXPLAINED) or attempt == restarts:
             return code
         attempt += 1
         log.info(f"restart {attempt} of {restarts}, from the last complete checkpoint")

@@ -25,7 +25,7 @@ from typing import Any
 
 from megaswift import log
 from megaswift.config.launch import LaunchConfig
-from megaswift.errors import ConfigError, Problem, first_line
+from megaswift.errors import EXPLAINED, ConfigError, Problem, first_line
 from megaswift.launchers import local, ray_worker
 from megaswift.launchers.ray_exchange import Exchange
 
@@ -254,6 +254,8 @@ class _Run:
     def _ended(self, failed: Mapping[int, int]) -> int:
         if failed:
             rank, code = next(iter(failed.items()))
+            if code in EXPLAINED:  # as of processes that torchrun starts: the message is above
+                return code
             log.info(f"rank {rank} failed with exit code {code}; its messages are above")
         elif self.error is not None:
             causes = getattr(self.error, "worker_failures", None) or {0: self.error}

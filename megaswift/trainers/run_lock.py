@@ -17,6 +17,7 @@ from megaswift import log
 from megaswift.errors import CheckpointError, Problem
 
 NAME = "run.lock"
+FIX = "wait until it ends, end it, or another --output_dir"
 
 
 class RunLock:
@@ -26,14 +27,14 @@ class RunLock:
         self.folder, self.path = folder, folder / NAME
         self._file = -1
 
-    def take(self) -> None:
+    def take(self, fix: str = FIX) -> None:
         """Locks the folder; CheckpointError when another run has it."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            raise CheckpointError(self.taken()) from None
+            raise CheckpointError(self.taken(fix)) from None
         except OSError as error:
             os.close(descriptor)
             log.warn(f"{self.path} cannot be locked ({error.strerror}): do not start a second run in this folder")
@@ -50,7 +51,7 @@ class RunLock:
             os.close(self._file)
             self._file = -1
 
-    def taken(self) -> Problem:
+    def taken(self, fix: str = FIX) -> Problem:
         """The message about the run that has the lock."""
         try:
             holder = json.loads(self.path.read_text(encoding="utf-8"))
@@ -60,7 +61,7 @@ class RunLock:
         return Problem(
             f"--output_dir {self.folder}",
             f"a run is writing to this folder: {who}",
-            "wait until it ends, end it, or another --output_dir",
+            fix,
         )
 
     def problems(self) -> list[Problem]:

@@ -71,7 +71,7 @@ def rows(cfg: SwiftConfig, facts: Facts) -> Rows:
             f"{bytes_text(p.optimizer_bytes)} = {bytes_text(state)} on the largest rank, activations not counted{host}",
         ),
         ("layout", layout),
-        ("kernels", facts.kernels),
+        ("kernels", facts.kernels + (", deterministic" if train.deterministic else "")),
         ("data", facts.data),
         *facts.more,
         (
@@ -164,3 +164,9 @@ def data_text(stats: Mapping[str, Any], held: int = 0, scored: bool = False) -> 
         elif name == "documents" and value != stats.get("rows"):
             words.append(amount(int(value), "document"))
     return (", ".join(words) or "read as it comes") + (f"; {amount(held, 'row')} for evaluation" if held else "")
+
+
+def read_text(stats: Mapping[str, float]) -> str:
+    """At the end of a stream: how many rows were read, and what happened to some; empty where all were used."""
+    counted = worded({name: count for name, count in stats.items() if name != "rows_read"})
+    return f"of {amount(int(stats['rows_read']), 'row')} read: {', '.join(counted)}" if counted else ""

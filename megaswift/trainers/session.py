@@ -14,6 +14,7 @@ from megaswift.config.absolute_paths import absolute
 from megaswift.config.batch import batch_plan
 from megaswift.config.data import RL
 from megaswift.data.loader import StoredSource
+from megaswift.data.stream import StreamSource
 from megaswift.engine.determinism import prevented
 from megaswift.errors import UserError, first_line
 from megaswift.families.model_source import short_name
@@ -171,6 +172,7 @@ class Session:
                 loop.run()
         finally:
             self.status = f"failed after step {loop.step}"
+            self.tell_rows(loop.source)
         if loop.interrupted:
             self.status = (
                 f"interrupted after step {loop.step} of {loop.total_steps}"
@@ -200,6 +202,12 @@ class Session:
             if not memory.is_out_of_memory(error):
                 raise
             raise memory.out_of_memory(self.cfg, self.spec.experts, error) from None
+
+    def tell_rows(self, source: object) -> None:
+        """What was left out of a stream since this start, on the screen and in the report."""
+        if isinstance(source, StreamSource) and (text := screen.read_text(source.stats)) and agree.rank() == 0:
+            self.rows.append(("rows", text))
+            log.warn(f"{', '.join(s.name for s in source.sources)}: {text}")
 
     def tell_story(self) -> None:
         """loss.png and report.html from what is on disk. Rank 0. What fails here hides no error of the run itself."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megaswift.engine.protocol import Part
+from megaswift.engine.protocol import Part, StepResult
 from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
 from megaswift.log import amount
 from megaswift.trainers import agree
@@ -46,17 +46,16 @@ class Diverged(UserError):
 class Watch(Hook):
     """Counts skipped steps, remembers losses."""
 
-    def __init__(self, most: int = MOST_IN_A_ROW) -> None:
-        self.most = most
-        self.in_a_row = self.skipped = self.steps = 0
+    def __init__(self, most: int = MOST_IN_A_ROW, of: str = "") -> None:
+        self.most, self.of = most, of
+        self.in_a_row = self.at_the_end = self.skipped = self.steps = 0
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def on_step(self, loop: Loop, step: Step) -> None:
         """Warns of a skipped step or a spike; `Diverged` after the last skipped step that is borne."""
         self.steps += 1
         loss = step.result.loss
-        if not step.result.skipped:
-            self.in_a_row = 0
+        if not self.skips(step.number, step.result):
             if is_spike(loss, self.losses):  # the same on every rank, as rows_text needs
                 warn(
                     f"step {step.number}: loss {loss:.4g} is far above the median {statistics.median(self.losses):.4g} "
@@ -64,24 +63,32 @@ class Watch(Hook):
                 )
             if math.isfinite(loss):
                 self.losses.append(loss)
-            return
-        if step.result.loss_scale_falling:
-            warn(f"step {step.number} was skipped: a gradient overflows float16; the loss scale is lowered")
-            return
-        self.in_a_row += 1
+
+    def skips(self, number: int, result: StepResult) -> bool:
+        """Whether the step was skipped; warns then. `Diverged` after the last one that is borne."""
+        if not result.skipped:
+            self.in_a_row = self.at_the_end = 0
+            return False
+        self.at_the_end += 1
         self.skipped += 1
+        step = f"step {number}{self.of}"
+        if result.loss_scale_falling:  # not towards MOST_IN_A_ROW: a lower scale may do
+            warn(f"{step} was skipped: a gradient overflows float16; the loss scale is lowered")
+            return True
+        self.in_a_row += 1
         warn(
-            f"step {step.number} was skipped: its gradient is not finite (loss {loss:.4g}); {self.in_a_row} in a row"
-            f"{rows_text(step.result.parts)}"
+            f"{step} was skipped: its gradient is not finite (loss {result.loss:.4g}); {self.in_a_row} in a row"
+            f"{rows_text(result.parts)}"
         )
         if self.in_a_row >= self.most:
             raise Diverged(
                 Problem(
-                    f"step {step.number}",
+                    step,
                     f"{self.in_a_row} steps in a row had a gradient that is not finite",
                     f"go on from a checkpoint before it (--resume_from_checkpoint) with {FIX}",
                 )
             )
+        return True
 
     def on_end(self, loop: Loop) -> None:
         """Before the last checkpoint: a run that has learned nothing keeps the ones it has."""
@@ -90,18 +97,19 @@ class Watch(Hook):
 
     def judge(self, loop: Loop) -> None:
         """At the end of a run: `Diverged` where nothing was learned, a warning where steps were skipped."""
-        if self.in_a_row >= LAST_IN_A_ROW or (self.in_a_row and self.in_a_row == self.skipped == loop.step):
-            what = "every step" if self.in_a_row == loop.step else f"the last {amount(self.in_a_row, 'step')}"
+        last = self.at_the_end
+        if last >= LAST_IN_A_ROW or (last and last == self.skipped == loop.step):
+            what = "every step" if last == loop.step else f"the last {amount(last, 'step')}"
             raise Diverged(
                 Problem(
-                    f"step {loop.step}",
+                    f"step {loop.step}{self.of}",
                     f"{self.skipped} of {amount(loop.step, 'step')} were skipped, among them {what}: the gradient was "
                     "not finite, so the weights did not change. Nothing was exported",
                     FIX,
                 )
             )
         if self.skipped:
-            warn(f"{self.skipped} of {amount(loop.step, 'step')} were skipped: the gradient was not finite")
+            warn(f"{self.skipped} of {amount(loop.step, 'step')}{self.of} were skipped: the gradient was not finite")
 
     def summary(self) -> str:
         """For the status of the report; empty where no step was skipped."""
@@ -109,11 +117,17 @@ class Watch(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Skipped steps and the last losses."""
-        return {"in_a_row": self.in_a_row, "skipped": self.skipped, "losses": list(self.losses)}
+        return {
+            "in_a_row": self.in_a_row,
+            "at_the_end": self.at_the_end,
+            "skipped": self.skipped,
+            "losses": list(self.losses),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse; older checkpoints count only the steps in a row."""
         self.in_a_row = int(state["in_a_row"])
+        self.at_the_end = int(state.get("at_the_end", self.in_a_row))
         self.skipped = int(state.get("skipped", self.in_a_row))
         self.losses = deque(state.get("losses", ()), maxlen=WINDOW)
 

@@ -51,7 +51,10 @@ def test_their_side_of_the_table_by_the_installed_packages() -> None:
     import trl
 
     made = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "kto": trl.KTOConfig, "grpo": trl.GRPOConfig}
-    names = {"recompute_granularity": "gradient_checkpointing"}
+    names = {
+        "recompute_granularity": "gradient_checkpointing",
+        "importance_sampling_mode": "vllm_importance_sampling_mode",
+    }
     for row in CHANGED:
         if row.toolkit != TRL or row.option in ("packing", "report_to"):
             continue
@@ -87,6 +90,10 @@ def test_the_notice() -> None:
     assert all(
         part in line for part in ("beta 0: no reference model (0.04)", "loss_type dapo (grpo)", "temperature 1 (0.9)")
     )
+    (line,) = told("--model_name_or_path", "m", "--use_vllm", "true", task="grpo")
+    assert "TRL" in line and "importance_sampling_mode token_truncate (sequence_mask)" in line
+    (line,) = told("--model_name_or_path", "m", task="grpo")
+    assert "importance_sampling_mode" not in line, "the sampler is the trainer's own: nothing is weighed"
     (line,) = told("--model_name_or_path", "m", task="dpo")
     assert "TRL" in line and "learning_rate 1e-05 (1e-06)" in line
     assert told("--model", "m", "--lr", "1e-4", "--tp", "2", "--train_type", "lora") == []

@@ -31,6 +31,64 @@ def scaler(megatron: ModuleType) -> Any:
         return DynamicGradScaler(o.initial_loss_scale, o.min_loss_scale, 2.0, 0.5, o.loss_scale_window, o.hysteresis)
 
 
+def parts_of(megatron: ModuleType) -> tuple[Any, list[torch.Tensor]]:
+    """Megatron-Core's chained optimizer over a dense and an expert weight, each part with its own real scaler."""
+    import megatron.core.optimizer.optimizer as core
+
+    class Part(core.MixedPrecisionOptimizer):
+        """The parent's unscaling, check and update on one weight; the step itself is plain SGD."""
+
+        def __init__(self) -> None:
+            self.weight, self.grad_scaler, self.is_stub_optimizer = torch.zeros(3), scaler(megatron), False
+            self.config = SimpleNamespace(timers=None, overlap_param_gather_with_optimizer_step=False)
+            self.found_inf, self.grad = torch.zeros(1), torch.zeros(3)
+
+        optimizer, param_groups = None, []
+
+        def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
+            return [self.grad]
+
+        def _copy_model_grads_to_main_grads(self) -> None: ...
+
+        def get_grad_stats_parallel_group(self) -> None: ...
+
+        def get_grad_norm(self) -> float:
+            return float(self.grad.norm())
+
+        def step_with_ready_grads(self) -> bool:
+            self.weight -= self.grad
+            return True
+
+        _copy_main_params_to_model_params = _copy_model_params_to_main_params = zero_grad = None
+        state_dict = load_state_dict = reload_model_params = sharded_state_dict = None
+
+    Part.__abstractmethods__ = frozenset()
+    parts = [Part(), Part()]
+    chained = object.__new__(core.ChainedOptimizer)
+    chained.chained_optimizers, chained.config = parts, parts[0].config
+    return chained, [part.weight for part in parts]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_dense_and_expert_gradients_are_unscaled_by_the_scale_of_the_loss(megatron: ModuleType, bad: int) -> None:
+    """Only one part's gradients overflow; afterwards both parts' true gradients (1) are what the step takes."""
+    chained, weights = parts_of(megatron)
+    optim.share_scale(chained)
+    taken = []
+    with patch.object(torch.distributed, "all_reduce"):
+        for number in range(5):
+            for index, part in enumerate(chained.chained_optimizers):
+                part.grad = torch.ones(3) * float(chained.get_loss_scale())
+                if number in (1, 2) and index == bad:
+                    part.grad[0] = torch.inf
+            taken.append(optim.step(chained, 0.0)[1])
+    assert taken == [True, False, False, True, True]
+    scales = [part.grad_scaler for part in chained.chained_optimizers]
+    assert [float(s.scale) for s in scales] == [2**15, 2**15], "the second of two overflows lowers it (hysteresis 2)"
+    assert [s.state_dict()["growth_tracker"] for s in scales] == [2, 2], "one update a step"
+    assert all(torch.equal(w, torch.full((3,), -3.0)) for w in weights)
+
+
 def run(made: Any, fits: float, steps: int) -> tuple[Watch, list[int]]:
     """Steps of which those with a loss scale above `fits` overflow; which were skipped."""
     watch, skipped = Watch(), []

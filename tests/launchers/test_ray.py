@@ -16,7 +16,7 @@ import pytest
 from megaswift import entry
 from megaswift.config import load
 from megaswift.launchers.ray_exchange import Exchange, News
-from megaswift.launchers.ray_train import missing
+from megaswift.launchers.ray_train import _Run, missing
 from megaswift.trainers.commit import Store
 from megaswift.trainers.metrics import read_lines
 from tests.launchers.test_other_launchers import SCRIPT, SFT, environment, file, start  # noqa: F401 (a fixture)
@@ -86,7 +86,7 @@ def test_a_mistake_that_a_worker_finds_is_told_once(file: str, tmp_path: Path, r
     ]
     code, text = start(words, tmp_path, **ray_folder)
     assert (
-        code == 1 and text.count("bad.jsonl") == 1 and "failed with exit code 2" in text and "Traceback" not in text
+        code == 2 and text.count("bad.jsonl") == 1 and "failed with exit code" not in text and "Traceback" not in text
     ), text
 
 
@@ -190,3 +190,22 @@ def test_what_is_said_and_when() -> None:
     exchange.end(0, 0)
     exchange.end(1, 2)
     assert exchange.news().failed == {1: 2}
+
+
+@pytest.mark.parametrize(
+    "failed, code, line",
+    [
+        ({1: 2, 0: 1}, 2, ""),
+        ({0: 3}, 3, ""),
+        ({1: -9, 0: 2}, 1, "rank 1 failed with exit code -9"),
+        ({0: 1}, 1, "rank 0 failed with exit code 1"),
+        ({}, 0, ""),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(
+    failed: dict[int, int], code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _Run(None, None)
+    assert run._ended(failed) == code
+    err = capsys.readouterr().err
+    assert line in err and bool(err) == bool(line)

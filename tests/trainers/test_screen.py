@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.size import bytes_text
+from megaswift.data.cursor import Cursor
+from megaswift.data.stream import StreamSource, Tally
 from megaswift.engine.protocol import ParameterReport
+from megaswift.errors import Problem
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.picture import picture
 from megaswift.trainers.screen import Facts, data_text, engine_text, optimizer_text, render, rows
+from megaswift.trainers.session import Session
 
 GOLDEN = """\
 supervised fine-tuning
@@ -143,3 +149,29 @@ def test_the_course_of_the_learning_rate_is_told_as_it_is() -> None:
 def test_bytes() -> None:
     texts = [bytes_text(n) for n in (0, 1023, 1024, 1536, 3 * 2**30, 5 * 2**40)]
     assert texts == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "3.0 GiB", "5.00 TiB"]
+
+
+def test_a_deterministic_run_says_so() -> None:
+    facts = Facts("t", "m", ParameterReport(1, 1, 1, 1, 1, 1), "DP1", "", "torch, float32", "d", 1, 1, 1, None)
+    for wanted, text in ((True, "torch, float32, deterministic"), (False, "torch, float32")):
+        cfg = SwiftConfig(task="sft", model="m", dataset="d.jsonl", deterministic=wanted)
+        assert dict(rows(cfg, facts))["kernels"] == text
+
+
+def test_a_stream_ends_with_the_counts_of_what_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    source = object.__new__(StreamSource)
+    tally = Tally(quiet=True)
+    source.sources, source._after = [SimpleNamespace(name="d.jsonl")], Cursor(rows=1234)
+    source.contents = SimpleNamespace(tally=tally)
+    session = object.__new__(Session)
+    session.rows = []
+    session.tell_rows(source)
+    session.tell_rows(object())
+    assert capsys.readouterr().err == "" and session.rows == [], "nothing was left out"
+    for _ in range(3):
+        tally.malformed(Problem("d.jsonl:7", "is not JSON"))
+    tally.long("deleted", 8, 100)
+    tally.note(["empty_answers"])
+    session.tell_rows(source)
+    text = "of 1,234 rows read: 3 malformed and skipped, 1 deleted (longer than --max_length), 1 with an empty answer"
+    assert f"d.jsonl: {text}" in capsys.readouterr().err and session.rows == [("rows", text)]

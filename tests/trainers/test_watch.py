@@ -43,7 +43,7 @@ def test_a_run_that_recovered_ends_with_a_warning(
 def test_the_count_goes_on_after_a_resume() -> None:
     """A checkpoint between skipped steps hides none of them: at the last step already, the run has failed too."""
     watch, resumed = Watch(), Watch()
-    watch.in_a_row, watch.skipped = 4, 5
+    watch.in_a_row, watch.at_the_end, watch.skipped = 4, 4, 5
     resumed.load_state_dict(watch.state_dict())
     loop = tiny_loop(12, resumed)
     loop.step = 12
@@ -51,6 +51,29 @@ def test_the_count_goes_on_after_a_resume() -> None:
         resumed.judge(loop)
     resumed.load_state_dict({"in_a_row": 3})  # as older checkpoints have it
     assert resumed.skipped == 3
+
+
+@pytest.mark.parametrize("steps, first, failed", [(9, 1, True), (12, 9, True), (12, 11, False), (1, 1, True)])
+def test_steps_skipped_while_the_loss_scale_falls_are_no_success(
+    steps: int, first: int, failed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """float16: every gradient from step `first` on is NaN, and the run ends before the scale is at its minimum."""
+    watch, loop = Watch(), tiny_loop(steps)
+    for number in range(1, steps + 1):
+        bad = number >= first
+        result = StepResult(math.nan if bad else 1.0, skipped=bad, loss_scale_falling=bad)
+        watch.on_step(loop, Step(number, 0.0, 0.1, result, 1.0, 0.0, 0))
+    resumed = Watch()
+    resumed.load_state_dict(watch.state_dict())
+    loop.step, count = steps, steps + 1 - first
+    for one in (watch, resumed):
+        if failed:
+            with pytest.raises(Diverged, match=f"{count} of {steps} steps? were skipped") as error:
+                one.judge(loop)
+            assert error.value.exit_code == 3
+        else:
+            one.judge(loop)
+            assert f"{count} of {steps} steps were skipped" in capsys.readouterr().err
 
 
 def test_the_rows_of_a_loss_that_is_not_finite_are_named() -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -58,6 +61,7 @@ def build(chunks: list[DistributedDataParallel], config: TransformerConfig, cfg:
             part.optimizer, part.init_state_fn = HostAdam.instead_of(part.optimizer), init_state
         else:
             _fuse(part)
+    share_scale(optimizer)
     return optimizer
 
 
@@ -78,8 +82,11 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> N
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers that a chained one is made of (dense and expert parameters), without empty stubs."""
-    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [o for o in chained if not getattr(o, "is_stub_optimizer", False)]
+    return [o for o in _chained(optimizer) if not getattr(o, "is_stub_optimizer", False)]
+
+
+def _chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def holds_main_weights(part: MegatronOptimizer) -> bool:
@@ -93,10 +100,48 @@ def scale_can_fall(optimizer: MegatronOptimizer) -> bool:
     return any(float(s.scale) > float(getattr(s, "min_scale", s.scale)) for s in scalers)
 
 
+class SharedScaler:
+    """One loss scale for all parts of an optimizer.
+
+    Megatron-Core gives dense and expert parameters a scaler each, lowers only the one whose gradients overflowed, and
+    scales the loss by the first: the other part's gradients would then be divided by a scale that they do not have.
+    """
+
+    def __init__(self, scaler: MegatronGradScaler) -> None:
+        self.scaler = scaler
+
+    def __getattr__(self, name: str) -> Any:
+        """Scale, bounds and state are the scaler's."""
+        return getattr(self.scaler, name)
+
+    def update(self, found_inf: bool) -> None:
+        """Nothing: each part calls this for itself, while other parts still need the scale of this step."""
+
+    def decide(self, overflow: bool) -> bool:
+        """Whether a part of any rank overflowed; updates the scale, once. Collective."""
+        found = torch.tensor([float(overflow)], device=self.scaler.scale.device)
+        if dist.is_initialized():  # a pipeline stage without experts does not see theirs
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        self.scaler.update(bool(found.item()))
+        return bool(found.item())
+
+
+def share_scale(optimizer: MegatronOptimizer) -> None:
+    """Gives all parts the first one's scaler (float16)."""
+    scaled = [o for o in _chained(optimizer) if getattr(o, "grad_scaler", None) is not None]
+    if scaled:
+        shared = SharedScaler(scaled[0].grad_scaler)
+        for part in scaled:
+            part.grad_scaler = shared
+
+
 @torch.no_grad()
 def step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bool]:
     """(gradient norm before clipping, whether the step was taken). Not taken where a gradient is not finite."""
     overflow = optimizer.prepare_grads()
+    shared = next((s for o in _chained(optimizer) if (s := getattr(o, "grad_scaler", None)) is not None), None)
+    if shared is not None:
+        overflow = shared.decide(overflow)
     norm = float(optimizer.get_grad_norm()) if not overflow else math.nan
     if not math.isfinite(norm):
         return norm, False

@@ -21,6 +21,7 @@ from megaswift.losses.contract import Batch
 from megaswift.losses.value import PARTS, Value, explained_variance
 from megaswift.trainers.engines import Context, make_engine
 from megaswift.trainers.reference import Preparation
+from megaswift.trainers.watch import Watch
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -32,6 +33,7 @@ class Critic(Preparation):
     def __init__(self, engine: Engine, loss: Value, learning_rate: Callable[[int], float]) -> None:
         self.engine, self.loss, self.learning_rate = engine, loss, learning_rate
         self.steps = 0
+        self.watch = Watch(of=" of the critic")
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
 
@@ -39,11 +41,16 @@ class Critic(Preparation):
         """Goes on with the schedule where the run does."""
         self.steps = loop.step
 
+    def on_end(self, loop: Loop) -> None:
+        """As of the policy: a critic that has learned nothing fails the run."""
+        self.watch.on_end(loop)
+
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches as they are, learnt from."""
         began = time.perf_counter()
         result = self.engine.train_batch(batches, self.loss, self.learning_rate(self.steps))
         self.steps += 1
+        self.watch.skips(self.steps, result)
         explained = explained_variance(result.metrics)
         self.metrics = {name: value for name, value in result.metrics.items() if name not in PARTS}
         self.metrics |= {"value/grad_norm": result.grad_norm or 0.0}

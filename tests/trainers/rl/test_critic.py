@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import pytest
 
 from megaswift.bridge.new_head import new_head
 from megaswift.config import SwiftConfig
+from megaswift.engine.protocol import StepResult
 from megaswift.families import load_spec
 from megaswift.families.scalar_head import with_score
 from megaswift.families.spec import ModelSpec
+from megaswift.losses.value import Value
 from megaswift.trainers.rl import critic
+from megaswift.trainers.watch import Diverged
 from tests.test_cli import model_folder
+from tests.trainers.tiny import tiny_loop
 
 
 def test_a_new_head_says_next_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +48,41 @@ def test_a_new_head_says_next_to_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     usual = new_head(with_score(spec), 1)
     assert float(new_head(asked[0], 1).norm()) == pytest.approx(1 / 64, rel=0.1) and float(usual.norm()) > 1
     assert asked[0].scored and not spec.scored
+
+
+class Uneven:
+    """An engine whose steps of these numbers are skipped."""
+
+    def __init__(self, bad: Iterable[int]) -> None:
+        self.bad, self.number = set(bad), 0
+
+    def train_batch(self, microbatches: Any, loss: Any, lr: float) -> StepResult:
+        self.number += 1
+        return StepResult(1.0, skipped=self.number in self.bad)
+
+
+@pytest.mark.parametrize(
+    "bad, code", [(range(1, 13), "critic: 10 steps"), (range(8, 13), "critic: 5 of 12"), ([3], "")]
+)
+def test_a_critic_that_learns_nothing_fails_the_run(
+    bad: Iterable[int], code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its gradients are not finite in steps in which the policy's are."""
+    found, loop = critic.Critic(Uneven(bad), Value(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
+    loop.total_steps = loop.step = 12
+
+    def run() -> None:
+        for _ in range(12):
+            found.prepare(found.engine, [], True)
+        found.on_end(loop)
+
+    if code:
+        with pytest.raises(Diverged, match=f"of the {code}") as error:
+            run()
+        assert error.value.exit_code == 3
+    else:
+        run()
+    err = capsys.readouterr().err
+    assert ("step 3 of the critic was skipped" in err) == (3 in bad) and ("steps of the critic were" in err) == (
+        not code
+    )
