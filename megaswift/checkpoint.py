@@ -19,6 +19,7 @@ from megaswift.families.checkpoint_folder import ENGINE, FACTS
 from megaswift.families.step_manifest import STEP
 from megaswift.parallel.layout import Layout
 from megaswift.trainers.commit import Store
+from megaswift.trainers.run_lock import RunLock
 
 HEAD = ("step", "saved", "size", "files", "SHA-256", "engine", "trains", "layout", "")
 USAGE = """\
@@ -128,6 +129,11 @@ def _remove(argv: list[str]) -> int:
             rule = "is not the folder of a step" if path.exists() else "does not exist"
             raise CheckpointError(Problem(str(path), rule, "OUT/checkpoints/step-N; megaswift checkpoint ls OUT"))
         by_store.setdefault(step.parent, []).append(step)
+    if running := [p for root in by_store for p in RunLock(root.parent).problems()]:
+        names = ", ".join(str(step) for step in given.steps)
+        raise CheckpointError(
+            Problem(names, running[0].rule, "wait until it ends; --save_total_limit N keeps the last N")
+        )
     if not given.force:
         problems = [p for root, gone in by_store.items() if (p := _leaves_none(Store(root), gone)) is not None]
         if problems:

@@ -10,6 +10,7 @@ import pytest
 from megaswift.cli import main
 from megaswift.trainers import commit
 from megaswift.trainers.commit import Store
+from megaswift.trainers.run_lock import RunLock
 
 LAYOUT = {"world_size": 2, "tp": 2}
 
@@ -97,3 +98,14 @@ def test_rm_takes_steps_only(out: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert ran(capsys, "rm")[0] == 2 and ran(capsys, "prune", out)[0] == 2
     assert ran(capsys, "--help")[0] == 0 and ran(capsys)[0] == 2
     assert step(out, 6).is_dir()
+
+
+def test_rm_leaves_a_folder_alone_that_a_run_writes_to(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = RunLock(out)
+    lock.take()
+    try:
+        code, _, error = ran(capsys, "rm", step(out, 2), "--force")
+    finally:
+        lock.release()
+    assert code == 2 and "a run is writing to this folder: process" in error and step(out, 2).is_dir()
+    assert ran(capsys, "rm", step(out, 2))[0] == 0

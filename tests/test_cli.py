@@ -367,7 +367,6 @@ def test_only_commands_that_exist_are_listed() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["sft", "--dataset", "d.jsonl", "--model"],
         ["infer", "--model"],
         ["checkpoint", "ls"],
         ["checkpoint", "verify"],

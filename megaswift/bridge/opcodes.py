@@ -7,7 +7,6 @@ classes may be named is the Unpickler's business.
 
 from __future__ import annotations
 
-import pickle
 import pickletools
 import struct
 
@@ -29,7 +28,7 @@ _LONG_PUT, _GLOBAL, _FRAME, _STOP = ord("r"), ord("c"), 0x95, ord(".")
 
 
 def scan(data: bytes) -> None:
-    """UnpicklingError for an opcode that neither kind needs, or whose argument asks for more than the file holds."""
+    """ValueError for an opcode that neither kind needs, or whose argument asks for more than the file holds."""
     at, end, count = 0, len(data), 0
     while at < end:
         code, at, count = data[at], at + 1, count + 1
@@ -42,15 +41,15 @@ def scan(data: bytes) -> None:
             at += size + struct.unpack_from(_COUNTED[code], data, at)[0]
         elif code == _LONG_PUT:
             if struct.unpack_from("<I", data, at)[0] > count:
-                raise pickle.UnpicklingError("a place in the memo beyond what the file can fill")
+                raise ValueError("a place in the memo beyond what the file can fill")
             at += 4
         elif code == _FRAME:
             at += 8
             if struct.unpack_from("<Q", data, at - 8)[0] > end - at:
-                raise pickle.UnpicklingError("it is truncated")
+                raise ValueError("it is truncated")
         elif code == _GLOBAL:
             at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
         else:
             name = next((op.name for op in pickletools.opcodes if ord(op.code) == code), hex(code))
-            raise pickle.UnpicklingError(f"opcode {name} at byte {at - 1} has no place in a checkpoint")
-    raise pickle.UnpicklingError("it is truncated")
+            raise ValueError(f"opcode {name} at byte {at - 1} has no place in a checkpoint")
+    raise ValueError("it is truncated")
