@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from megaswift.commands import HELP, no_command
 from megaswift.config.sections import TASKS
-from megaswift.errors import UserError
+from megaswift.errors import UserError, storage_error
 from megaswift.refusal import refuse
 from megaswift.stdout import reader_may_leave
 from megaswift.version import __version__
@@ -153,3 +153,7 @@ def _run(words: list[str]) -> int:
         return COMMANDS[words[0]][1](words[1:])
     except UserError as error:
         return refuse(error, os.environ)
+    except OSError as error:
+        if (refused := storage_error(error)) is None:
+            raise
+        return refuse(refused, os.environ)

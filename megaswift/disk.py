@@ -4,7 +4,14 @@ renamed."""
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
 def sync(path: Path) -> None:
@@ -21,3 +28,15 @@ def sync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
         sync(path)
     sync(folder)
+
+
+@contextmanager
+def safetensors_to(path: Path) -> Iterator[None]:
+    """Writing with safetensors, which reports a full disk as an error of its own: an OSError with the path here."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = _NUMBER.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None

@@ -7,6 +7,7 @@ Owns the exception classes and how several mistakes are told together. Printing 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,10 @@ class RewardError(UserError):
     title = "the rewards cannot be used"
 
 
-STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM})
+NO_PATH = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
+STORAGE = NO_PATH | {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+LONGEST_SHOWN = 80
+"""Characters of a path that is too long."""
 ROOM = "free space on this file system, or another folder (--output_dir, --dataset_cache_dir)"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -113,10 +117,13 @@ def storage_error(error: OSError, path: Path | None = None) -> StorageError | No
         return None
     named = Path(str(error.filename)) if error.filename is not None else path
     what = str(named) if named is not None else "writing the output"
-    if error.errno in FULL:
+    if error.errno in NO_PATH:
+        what = what if len(what) <= LONGEST_SHOWN else f"{what[:LONGEST_SHOWN]}... ({len(what):,} characters)"
+        fix = "a path that the file system can have"
+    elif error.errno in FULL:
         fix = ROOM
-    elif named is not None and not named.exists():
-        fix = f"another folder, or write access to {next(p for p in named.absolute().parents if p.exists())}"
+    elif named is not None and not os.path.exists(named):
+        fix = f"another folder, or write access to {next(p for p in named.absolute().parents if os.path.exists(p))}"
     else:
         fix = "read and write access for this user, or another path"
     return StorageError(Problem(what, error.strerror or str(error), fix))

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from megaswift.cli import COMMANDS, main, usage
 from megaswift.config import load
+from megaswift.errors import StorageError
 from megaswift.trainers.outputs import check
 from tests.trainers.inputs import write_inputs
 
@@ -360,3 +362,28 @@ def test_only_commands_that_exist_are_listed() -> None:
     assert max(map(len, page.splitlines())) <= 80
     for later in ("plan", "submit"):
         assert later not in page
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["infer", "--model"],
+        ["checkpoint", "ls"],
+        ["checkpoint", "verify"],
+        ["convert", "hf-to-megatron"],
+        ["data", "show"],
+        ["export", "--quantization_bit", "8", "--output_dir", "e", "--model"],
+    ],
+)
+def test_a_path_that_no_file_system_can_have(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    more = {"hf-to-megatron": [str(tmp_path / "to")], "show": ["--model", str(tmp_path)]}.get(words[1], [])
+    assert main([*words, "x" * 5000, *more]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "File name too long" in said and re.search(r"x{60,80}\.\.\. \(5,0\d\d characters\)", said) and len(said) < 400
+    )
+
+
+def test_a_path_that_no_file_system_can_have_from_python() -> None:
+    with pytest.raises(StorageError, match="File name too long"):
+        load("sft", ["--model", "x" * 5000, "--dataset", "d.jsonl"], environ={})

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import pickletools
 import struct
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megaswift.bridge.opcodes import scan
 from megaswift.errors import Problem
 from megaswift.families.checkpoint_folder import TABLES as INDEX
 
@@ -62,21 +62,6 @@ _BROKEN = (
     RuntimeError,
     struct.error,
 )
-_ARGUMENTS: dict[int, int] = {
-    ord(name): length
-    for names, length in (
-        ("(012N)]}tlaeubsR\x81\x85\x86\x87\x88\x89\x93\x94\x8f\x90\x91", 0),
-        ("Kqh\x80", 1),
-        ("M", 2),
-        ("Jj", 4),
-        ("G", 8),
-    )
-    for name in names
-}
-"""Opcode -> bytes of its argument."""
-_COUNTED = {ord("\x8c"): "<B", ord("U"): "<B", ord("C"): "<B", ord("\x8a"): "<B", ord("X"): "<I", ord("B"): "<I"}
-"""Opcode -> how the length of its argument is written."""
-_LONG_PUT, _GLOBAL, _FRAME, _STOP = ord("r"), ord("c"), 0x95, ord(".")
 
 
 class _Tables(pickle.Unpickler):
@@ -93,7 +78,7 @@ def read_index(directory: Path) -> Metadata | Problem:
     path = directory / INDEX
     try:
         data = path.read_bytes()
-        _scan(data)
+        scan(data)
         found = _Tables(io.BytesIO(data)).load()
     except FileNotFoundError:
         return Problem(str(path), "is missing")
@@ -106,34 +91,6 @@ def read_index(directory: Path) -> Metadata | Problem:
     except _BROKEN as error:
         wrong = f"a value of another type ({error or type(error).__name__})"
     return Problem(str(path), f"is damaged: it has {wrong}") if wrong else found
-
-
-def _scan(data: bytes) -> None:
-    """UnpicklingError for an opcode that tables do not need, or whose argument asks for more than the file holds."""
-    at, end, count = 0, len(data), 0
-    while at < end:
-        code, at, count = data[at], at + 1, count + 1
-        if code == _STOP:
-            return
-        if code in _ARGUMENTS:
-            at += _ARGUMENTS[code]
-        elif code in _COUNTED:
-            size = struct.calcsize(_COUNTED[code])
-            at += size + struct.unpack_from(_COUNTED[code], data, at)[0]
-        elif code == _LONG_PUT:
-            if struct.unpack_from("<I", data, at)[0] > count:
-                raise pickle.UnpicklingError("a place in the memo beyond what the file can fill")
-            at += 4
-        elif code == _FRAME:
-            at += 8
-            if struct.unpack_from("<Q", data, at - 8)[0] > end - at:
-                raise pickle.UnpicklingError("it is truncated")
-        elif code == _GLOBAL:
-            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
-        else:
-            name = next((op.name for op in pickletools.opcodes if ord(op.code) == code), hex(code))
-            raise pickle.UnpicklingError(f"opcode {name} at byte {at - 1} has no place in tables")
-    raise pickle.UnpicklingError("it is truncated")
 
 
 def _wrong(index: Metadata) -> str:

@@ -24,6 +24,7 @@ from megaswift.bridge.expert_stacks import Read, parameter_of, stacks, taken_apa
 from megaswift.bridge.file_tensor import FileTensor, mapped
 from megaswift.bridge.plan import SHOWN, WeightPlan
 from megaswift.bridge.safetensors_header import DTYPES, Damaged, Stored, read_header
+from megaswift.disk import safetensors_to
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, LANGUAGE_TASK
 from megaswift.families.projections import WEIGHT, Projection, end_of, in_part, projections, without_dora
@@ -277,7 +278,8 @@ def write_adapter(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[st
     assert found.keys() == wanted, f"adapter tensors differ from the plan: {sorted(found.keys() ^ wanted)[:4]}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(found, directory / f".{TENSORS}.writing", metadata={"format": "pt"})
+        with safetensors_to(directory / TENSORS):
+            save_file(found, directory / f".{TENSORS}.writing", metadata={"format": "pt"})
         text = json.dumps(config_of(plan, base), indent=2, sort_keys=True) + "\n"
         (directory / f".{CONFIG}.writing").write_text(text, encoding="utf-8")
         for name in (TENSORS, CONFIG):

@@ -3,7 +3,7 @@
 Owns the frame around these bytes, so that they can be written and read without the archive in memory. Written are the
 records that `torch.load` asks for; the tensor's checksum is left zero (torch never checks it, and may be told to write
 none: `torch.serialization.set_crc32_options`).
-Reading unpickles the tensor's description only, by an Unpickler that calls nothing.
+Reading unpickles the tensor's description only, by an Unpickler that calls nothing, after a look at its opcodes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch.storage import UntypedStorage
 
 from megaswift.bridge.file_tensor import FileTensor
+from megaswift.bridge.opcodes import scan
 
 ALIGNMENT = 64
 """Of the tensor's bytes within an item, as torch aligns them."""
@@ -189,7 +190,9 @@ def locate(path: Path, start: int, length: int) -> FileTensor:
             if any(info.compress_type != zipfile.ZIP_STORED for info in (record, named["data.pkl"])):
                 raise ValueError("is compressed")
             file.seek(_content(file, start + named["data.pkl"].header_offset))
-            storage, offset, shape, strides, dtype = _Facts(io.BytesIO(file.read(named["data.pkl"].file_size))).load()
+            description = file.read(min(named["data.pkl"].file_size, length))
+            scan(description)
+            storage, offset, shape, strides, dtype = _Facts(io.BytesIO(description)).load()
             first = _content(file, start + record.header_offset)
         kind = next((k for k, v in _TYPED.items() if v is storage[1]), dtype)
         _check_description(kind, shape, strides, offset)

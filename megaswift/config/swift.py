@@ -15,7 +15,7 @@ from megaswift.config.rules import ignored_names
 from megaswift.config.sections import OPTIONS, SECTIONS, Sections
 from megaswift.config.source import Source, from_environment, from_mapping, read_command_line, read_file
 from megaswift.config.worker import is_worker
-from megaswift.errors import Problem
+from megaswift.errors import Problem, storage_error
 
 
 @dataclass(frozen=True, init=False)
@@ -109,8 +109,11 @@ def load(
     """
     environ = os.environ if environ is None else environ
     line = read_command_line(list(argv))
-    sources = [from_accelerate(environ), *(read_file(f) for f in line.files)]
-    if not is_worker(environ):
-        sources.append(from_environment(environ))
-    sources.append(Source(tuple(line.givens), tuple(line.problems)))
-    return SwiftConfig.from_sources(task, sources, complete, beyond)
+    try:
+        sources = [from_accelerate(environ), *(read_file(f) for f in line.files)]
+        if not is_worker(environ):
+            sources.append(from_environment(environ))
+        sources.append(Source(tuple(line.givens), tuple(line.problems)))
+        return SwiftConfig.from_sources(task, sources, complete, beyond)
+    except OSError as error:  # a value that is no path: the rules ask whether some of them exist
+        raise storage_error(error) or error from None

@@ -75,6 +75,13 @@ class Reading:
             return None
         return float(value) if kind is float else value
 
+    def layers(self) -> int | None:
+        """`num_hidden_layers` for rows that list layers; None where it is no number that a model can have, which its
+        own row reports."""
+        layers = self.raw.get("num_hidden_layers")
+        valid = isinstance(layers, int) and not isinstance(layers, bool) and 0 < layers <= MOST["num_hidden_layers"]
+        return layers if valid else None
+
 
 class ConfigRow(ABC):
     """One entry of a family's configuration table."""

@@ -29,12 +29,12 @@ def alternating(
     """
 
     def read(reading: Reading) -> None:
-        layers = reading.raw.get("num_hidden_layers")
+        layers = reading.layers()
         off = switched and not reading.get("use_sliding_window", bool, False)
         width = (
             None if off else reading.get("sliding_window", int, None if "sliding_window" in reading.raw else default, 0)
         )
-        if not isinstance(layers, int):
+        if layers is None:
             return
         kinds = reading.raw.get("layer_types")
         if kinds is None:

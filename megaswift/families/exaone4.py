@@ -21,8 +21,8 @@ def _exaone_layers(reading: Reading) -> None:
         reading.problem("sliding_window_pattern", "should be a number, or layer_types be given")
         return
     alternating(lambda _, layer: windows and bool((layer + 1) % every if every else True), 4096).read(reading)
-    layers = reading.raw.get("num_hidden_layers")
-    if windows and isinstance(layers, int):
+    layers = reading.layers()
+    if windows and layers is not None:
         ones = reading.values.get("window_attn_skip_freq") or [int("window_size" in reading.values)] * layers
         if not all(ones):
             reading.values["no_rope_freq"] = [1 - one for one in ones]

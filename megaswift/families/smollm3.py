@@ -12,8 +12,8 @@ from megaswift.families.family import FAMILIES, Family
 def _without_rotation(reading: Reading) -> None:
     """`no_rope_layers` (1 for a layer with rotary embedding, as transformers has it), else every
     `no_rope_layer_interval`-th without."""
-    layers, every = reading.raw.get("num_hidden_layers"), reading.get("no_rope_layer_interval", int, 4, 1)
-    if not isinstance(layers, int) or every is None:
+    layers, every = reading.layers(), reading.get("no_rope_layer_interval", int, 4, 1)
+    if layers is None or every is None:
         return
     given = reading.raw.get("no_rope_layers")
     rotated = [int((i + 1) % every != 0) for i in range(layers)] if given is None else given

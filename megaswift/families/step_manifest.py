@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -178,7 +180,7 @@ def known(path: Path, expected: Mapping[str, Any]) -> bool | None:
     """Whether the file is what was saved, if that was found out already and it has not changed since."""
     try:
         facts = path.stat()
-    except OSError:
+    except (OSError, ValueError):
         return None
     return _KNOWN.get((str(path), facts.st_size, facts.st_mtime_ns, expected["sha256"]))
 
@@ -196,14 +198,20 @@ def known_damaged(step: Path) -> bool:
     """Whether this process has found a file of the step missing or changed. Reads none."""
     manifest = read_manifest(step)
     files = {} if manifest is None else manifest["files"]
-    return any(known(step / name, entry) is False or not (step / name).is_file() for name, entry in files.items())
+    return any(known(step / name, entry) is False or not os.path.isfile(step / name) for name, entry in files.items())
 
 
 def file_problem(path: Path, expected: Mapping[str, Any]) -> Problem | None:
     """How a file differs from what was saved. Reads it unless the answer is known."""
-    if not path.is_file():
+    try:
+        facts = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
         return Problem(str(path), "is missing")
-    size = path.stat().st_size
+    except (OSError, ValueError) as error:
+        return Problem(str(path), f"cannot be read ({getattr(error, 'strerror', None) or error})")
+    if not stat.S_ISREG(facts.st_mode):
+        return Problem(str(path), "is not a file")
+    size = facts.st_size
     if size != expected["bytes"]:
         return Problem(str(path), f"has {size} bytes, the manifest says {expected['bytes']}")
     intact = known(path, expected)

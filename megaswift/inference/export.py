@@ -9,6 +9,7 @@ from typing import Any
 
 from megaswift.bridge.model_folder import copy_side_files
 from megaswift.config.inference import PlacementOptions, WeightsOptions
+from megaswift.disk import safetensors_to
 from megaswift.errors import CheckpointError, ConfigError, Problem, first_line
 from megaswift.inference.load import load, prepare
 
@@ -25,7 +26,7 @@ def quantise(weights: WeightsOptions, bits: int, target: Path, max_shard_size: s
         stage.rename(target)
     except OSError as error:
         raise CheckpointError(
-            Problem(str(target), f"cannot be written: {error}", "free space, or another --output_dir")
+            Problem(str(target), f"cannot be written: {first_line(error)}", "free space, or another --output_dir")
         ) from None
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -34,7 +35,8 @@ def quantise(weights: WeightsOptions, bits: int, target: Path, max_shard_size: s
 
 def _save(model: Any, bits: int, stage: Path, max_shard_size: str) -> None:
     try:
-        model.save_pretrained(stage, max_shard_size=max_shard_size)
+        with safetensors_to(stage):
+            model.save_pretrained(stage, max_shard_size=max_shard_size)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(
             Problem(

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megaswift.disk import safetensors_to
 from megaswift.errors import Problem, UserError, first_line
 
 SHARD_BYTES = 1 << 30
@@ -86,7 +87,8 @@ class WeightFolder(Rounds):
 
         def close() -> None:
             name = f"model-{number:05d}.safetensors"
-            save_file(shard, folder / name, metadata={"format": "pt"})
+            with safetensors_to(folder / name):
+                save_file(shard, folder / name, metadata={"format": "pt"})
             where.update(dict.fromkeys(shard, name))
             shard.clear()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,15 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
     for corner, extent in (([0], [1000]), ([900], [50])):
         with pytest.raises(OSError, match="ends at byte"):
             OpenFiles().region(found, corner, extent)
+
+
+def test_a_damaged_description_takes_no_time_and_memory(tmp_path: Path) -> None:
+    """Opcode LONG_BINPUT with a place of 2^31 makes pickle's memo as large as that."""
+    part = frame(torch.float32, (2, 3))
+    data = part.head + bytes(24) + part.tail
+    at = data.index(b"q", data.index(b"_rebuild_tensor_v2"))
+    (tmp_path / "x").write_bytes(data[:at] + b"r\xff\xff\xff\x7f" + data[at + 5 :])
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match="a place in the memo beyond"):
+        locate(tmp_path / "x", 0, len(data))
+    assert time.perf_counter() - began < 1

@@ -8,6 +8,7 @@ import pytest
 
 from megaswift.errors import WeightsError
 from megaswift.families import FAMILIES, family_of, load_spec
+from megaswift.families.config_rows import Reading
 from megaswift.families.scalar_head import with_score
 from tests.families.published import (
     LLAMA_2_7B,
@@ -233,3 +234,14 @@ def test_code_of_the_authors_where_transformers_has_the_model() -> None:
 def test_an_architecture_that_is_no_list() -> None:
     with pytest.raises(WeightsError, match="architectures"):
         family_of(LLAMA_3_1_8B).spec({**LLAMA_3_1_8B, "architectures": 3})
+
+
+@pytest.mark.parametrize("layers", [2**31, 2**70, -1, True])
+@pytest.mark.parametrize("family", ["qwen3", "smollm3", "exaone4", "gemma2"])
+def test_a_number_of_layers_that_no_model_has_ends_at_once(family: str, layers: int) -> None:
+    """Rows of windows list the layers before the number is refused."""
+    reading = Reading(family, {"num_hidden_layers": layers, "sliding_window": 8})
+    for row in FAMILIES.get(family).config:
+        if {"sliding_window", "layer_types", "no_rope_layers"} & {*row.keys}:
+            row.read(reading)
+    assert reading.layers() is None and "window_attn_skip_freq" not in reading.values

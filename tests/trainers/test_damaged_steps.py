@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megaswift.cli import main
 from megaswift.config import load
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import CheckpointError
+from megaswift.families import step_manifest
 from megaswift.families.model_source import locate
 from megaswift.inference.first_look import found
 from megaswift.trainers import commit, outputs
@@ -162,3 +164,14 @@ def test_a_run_goes_on_from_the_step_before_a_damaged_one(tmp_path: Path) -> Non
     with pytest.raises(RankError):
         run(words, out, "--max_steps", 8, "--resume_from_checkpoint", "latest")
     assert (out / "metrics.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize("name", ["engine/" + "x" * 300, "engine/a\ud83d", "engine", FILE + "/x"])
+def test_a_manifest_with_names_that_no_file_has(out: Path, name: str) -> None:
+    step = out / "checkpoints" / "step-8"
+    manifest = step_manifest.load_manifest(step)
+    assert isinstance(manifest, dict)
+    manifest["files"][name] = manifest["files"][FILE]
+    (step / step_manifest.MARKER).write_text(json.dumps(manifest | {"sha256": step_manifest.seal(manifest)}))
+    assert [p.what for p in step_manifest.step_problems(step)] == [str(step / name)]
+    assert step_manifest.known_damaged(step)

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megaswift import entry
+from megaswift.disk import safetensors_to
 from megaswift.errors import CheckpointError, StorageError, storage_error
 from megaswift.trainers import checkpoint
 from megaswift.trainers.metrics import Lines
@@ -24,7 +27,12 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.mark.parametrize(
     "number, words",
-    [(errno.ENOSPC, "free space"), (errno.EDQUOT, "free space"), (errno.EACCES, "read and write access")],
+    [
+        (errno.ENOSPC, "free space"),
+        (errno.EDQUOT, "free space"),
+        (errno.EACCES, "read and write access"),
+        (errno.ELOOP, "a path that the file system can have"),
+    ],
 )
 def test_errors_of_the_system_become_a_message(number: int, words: str, tmp_path: Path) -> None:
     found = storage_error(OSError(number, os.strerror(number), str(tmp_path)))
@@ -35,6 +43,34 @@ def test_errors_of_the_system_become_a_message(number: int, words: str, tmp_path
 @pytest.mark.parametrize("error", [ConnectionResetError(errno.ECONNRESET, "x"), FileNotFoundError(errno.ENOENT, "x")])
 def test_others_stay_what_they_are(error: OSError) -> None:
     assert storage_error(error) is None
+
+
+def test_a_file_in_a_folder_that_may_not_be_searched(tmp_path: Path) -> None:
+    """Even whether the file exists cannot be asked there."""
+    folder, user = tmp_path / "closed", os.geteuid()
+    folder.mkdir()
+    folder.chmod(0)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        found = storage_error(PermissionError(errno.EACCES, "Permission denied", str(folder / "config.json")))
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o700)
+    assert found is not None and "config.json: Permission denied" in found.message()
+
+
+def test_a_full_disk_under_safetensors(tmp_path: Path) -> None:
+    """Its own error names neither the file nor a kind that is known as the disk's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(OSError) as raised, safetensors_to(tmp_path / "x"):
+            save_file({"a": torch.zeros(5000)}, tmp_path / "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    found = storage_error(raised.value)
+    assert found is not None and f"{tmp_path / 'x'}: File too large" in found.message()
 
 
 def test_a_full_disk_under_metrics(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megaswift.disk import safetensors_to
+
 PREFIX = "model."
 """Of the transformers model within the module that is wrapped."""
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
@@ -42,11 +44,9 @@ def write(model: Any, state: dict[str, Tensor], folder: Path, base_name: str) ->
     shared = {id(p): named[name] for name, p in model.named_parameters() if name in named}
     named |= {name: shared[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in shared}
     tensors = get_peft_model_state_dict(model, state_dict=named)
-    save_file(
-        {name: t.clone() for name, t in tensors.items()},
-        folder / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
+    file = folder / "adapter_model.safetensors"
+    with safetensors_to(file):
+        save_file({name: t.clone() for name, t in tensors.items()}, file, metadata={"format": "pt"})
     config = copy.copy(model.peft_config["default"])
     config.base_model_name_or_path, config.inference_mode = base_name, True
     config.save_pretrained(folder)

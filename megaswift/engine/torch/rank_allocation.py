@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megaswift.disk import sync
+from megaswift.disk import safetensors_to, sync
 
 FILE = "ranks.safetensors"
 AVERAGES = ("exp_avg_ipt", "exp_avg_unc")
@@ -60,7 +60,8 @@ class RankAllocation:
         }
         pattern = {self._full(name): kept for name, kept in (self.settings.rank_pattern or {}).items()}
         found |= {f"{_MASK}.{name}": torch.tensor(kept, dtype=torch.bool) for name, kept in pattern.items()}
-        save_file(found, directory / FILE)
+        with safetensors_to(directory / FILE):
+            save_file(found, directory / FILE)
         sync(directory / FILE)
 
     def _full(self, name: str) -> str:
