@@ -24,7 +24,7 @@ ELSEWHERE = {
     "merge-lora": "megaswift export --merge_lora true",
     "merge_lora": "megaswift export --merge_lora true",
     "eval": "megaswift infer --result_path FILE for answers; the loss: --val_dataset FILE in training",
-    "web-ui": "megaswift --help: commands only, megaswift has no web interface",
+    "web-ui": "megaswift --help lists the commands; there is no web interface",
     "app": "megaswift deploy, and a chat interface for OpenAI's API",
     "list": "megaswift checkpoint ls OUT",
 }
