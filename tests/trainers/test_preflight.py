@@ -106,7 +106,7 @@ def test_adapters_that_have_no_place_are_named_before_anything_starts(model: Pat
     for part in (
         "--target_modules k_porj: matches no linear layer",
         "did you mean k_proj?",
-        "--target_modules q_proj,v_proj: matches no linear layer of this model\n    try: --target_modules q_proj v_proj",
+        "of this model\n    try: --target_modules q_proj v_proj;",
         "--target_modules embed_tokens: is no projection",
         "--target_modules (v_proj: is no regular expression",
         "--modules_to_save lm_heads: matches no module",
