@@ -12,6 +12,23 @@ from megaswift.confidential import masked_text
 from megaswift.errors import ConfigError, Problem, UserError, nearest
 
 HELP = ("-h", "--help")
+ELSEWHERE = {
+    "train": "megaswift sft",
+    "finetune": "megaswift sft",
+    "pretrain": "megaswift pt",
+    "chat": "megaswift infer",
+    "generate": "megaswift infer",
+    "serve": "megaswift deploy",
+    "server": "megaswift deploy",
+    "rollout": "vllm serve, then megaswift grpo --rollout_backend vllm_server (docs/samplers.md)",
+    "merge-lora": "megaswift export --merge_lora true",
+    "merge_lora": "megaswift export --merge_lora true",
+    "eval": "megaswift infer --result_path FILE for answers; the loss: --val_dataset FILE in training",
+    "web-ui": "megaswift --help lists the commands; there is no web interface",
+    "app": "megaswift deploy, and a chat interface for OpenAI's API",
+    "list": "megaswift checkpoint ls OUT",
+}
+"""Commands of other toolkits, and what takes their place."""
 
 
 def no_command(program: str, word: str, commands: Iterable[str]) -> UserError:
@@ -21,7 +38,9 @@ def no_command(program: str, word: str, commands: Iterable[str]) -> UserError:
         Problem(
             f"{program} {word}",
             f"is no command; commands are {', '.join(known)}",
-            nearest(word, known) or f"{program} --help",
+            (ELSEWHERE.get(word.lower(), "") if program == "megaswift" else "")
+            or nearest(word, known)
+            or f"{program} --help",
         )
     )
 

@@ -10,11 +10,11 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from megaswift.config.values import FALSE
+from megaswift.config.values import FALSE, show
 
 _GONE = "leave it out: "
-_NOT_SERVED = "leave it out: megaswift does not serve "
-_OF_MODEL = "leave it out: the model's config.json (--model DIR) says it"
+_NOT_SERVED = "leave it out: megaswift does not support "
+_OF_MODEL = "leave it out: the model's config.json (--model DIR) sets it"
 _CUT = "--max_length, which counts prompt and completion"
 _SERVER = "--rollout_server_url http://HOST:PORT"
 _SYNC = "--rollout_sync_folder DIR"
@@ -104,7 +104,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
     "epochs": "--num_train_epochs",
     "lr_decay_iters": _GONE + "the schedule ends with the run (--max_steps)",
-    "lr_wsd_decay_iters": "--wsd_decay_ratio",
+    "lr_wsd_decay_iters": "--wsd_decay_ratio SHARE, of all steps",
     "lr_wsd_decay_style": _GONE + "the wsd schedule decays linearly",
     "lr_warmup_init": _GONE + "warm-up starts at 0",
     "lr_scheduler_kwargs": "--min_lr and --wsd_decay_ratio",
@@ -153,7 +153,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "max_pixels": "max_pixels in the model's preprocessor_config.json",
     "num_workers_per_gpu": "--dataloader_num_workers",
     "stream": _STREAMS,
-    "split": "--split_dataset_ratio",
+    "split": "--split_dataset_ratio 0.01, the share of validation rows",
     # parallel layout and engines
     "sequence_parallel_size": "--context_parallel_size",
     "virtual_pipeline_size": "--virtual_pipeline_parallel_size",
@@ -161,6 +161,8 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "world_size": "--nproc_per_node",
     "num_processes": "--nproc_per_node on each machine",
     "num_gpus": "--nproc_per_node",
+    "gpus": "--nproc_per_node",
+    "num_nodes": "--nnodes",
     "num_machines": "--nnodes",
     "machine_rank": "--node_rank",
     "main_process_ip": "--master_addr",
@@ -188,8 +190,8 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "ddp_broadcast_buffers": _GONE + "buffers are not broadcast; every rank loads the same",
     "use_ray": "--launcher ray",
     "moe_router_dtype": _GONE + "routers compute in float32",
-    "moe_router_load_balancing_type": "--moe_aux_loss_coeff",
-    "moe_router_load_balancing": "--moe_aux_loss_coeff",
+    "moe_router_load_balancing_type": "--moe_aux_loss_coeff 0.001; 0 switches it off",
+    "moe_router_load_balancing": "--moe_aux_loss_coeff 0.001; 0 switches it off",
     "moe_permute_fusion": _FUSED,
     "moe_shared_expert_overlap": _NOT_SERVED + "overlap of shared experts with the exchange of tokens",
     "moe_expert_capacity_factor": _NOT_SERVED + "a capacity of experts; no token is dropped",
@@ -254,7 +256,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "reward_model_plugin": "--reward_funcs FILE.py:function",
     "reward_model_type": "--reward_model DIR",
     "ref_model_type": "--ref_model DIR",
-    "num_mini_batches": "--generation_batch_size",
+    "num_mini_batches": "--generation_batch_size N, completions of a generation",
     "num_sample_generations": _GONE + "completions are written to OUT/completions.jsonl",
     "num_generations_eval": _GONE + "evaluation draws --num_generations completions too",
     "max_prompt_length": _CUT,
@@ -268,10 +270,12 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "vllm_max_lora_rank": _GONE + "samplers make room for --lora_rank",
     "vllm_tensor_parallel_size": _GONE + "vLLM in the training process is not split over GPUs; a server may be: "
     "--rollout_backend vllm_server",
-    "vllm_enable_prefix_caching": _GONE + "vLLM decides it itself",
+    "vllm_enable_prefix_caching": _GONE + "vLLM chooses it itself",
     "ds3_gather_for_generation": _GONE + "weights are gathered for the sampler tensor by tensor",
     "offload_teacher_model": _TEACHER,
     "lambda": "--lam",
+    "kl_penalty": "--kl_estimator k1, k2 or k3",
+    "num_infer_workers": "--rollout_backend vllm_server with --rollout_server_url URL...",
     "infer_backend": "--rollout_backend for reinforcement learning; otherwise an option of megaswift infer and deploy",
     "to_hf": "megaswift convert megatron-to-hf SRC DST",
     "to_mcore": "megaswift convert hf-to-megatron SRC DST",
@@ -314,19 +318,27 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("fsdp", "no_shard"): "--engine ddp, where every rank keeps the whole model",
     ("fsdp", "hybrid_shard_zero2"): "--fsdp shard_grad_op, which shards gradients and optimizer over all ranks",
     ("fsdp", "fsdp2"): "--engine fsdp2",
-    ("rlhf_type", "gkd"): "megaswift sft on a teacher's answers: distillation (GKD) is not served",
+    ("rlhf_type", "gkd"): "megaswift sft on a teacher's answers: distillation (GKD) is not supported",
     ("rlhf_type", "ppo_v2"): "megaswift ppo",
-    ("report_to", "swanlab"): "--report_to tensorboard or wandb: SwanLab is not served",
+    ("report_to", "swanlab"): "--report_to tensorboard or wandb: SwanLab is not supported",
     ("report_to", "all"): "--report_to tensorboard wandb",
     ("attn_impl", "local"): "--attn_impl sdpa",
-    ("optimizer", "muon"): "--optimizer adam: Muon is not served",
-    ("optimizer", "dist_muon"): "--optimizer adam: Muon is not served",
+    ("optimizer", "muon"): "--optimizer adam: Muon is not supported",
+    ("optimizer", "dist_muon"): "--optimizer adam: Muon is not supported",
     ("cp_comm_type", "a2a+p2p"): "--cp_comm_type p2p",
     ("moe_token_dispatcher_type", "flex"): "--moe_token_dispatcher_type alltoall",
-    ("loss_type", "fipo"): "--loss_type grpo: FIPO is not served",
-    ("loss_type", "real"): "--loss_type grpo: REAL is not served",
+    ("loss_type", "gspo"): "--importance_sampling_level sequence",
+    ("loss_type", "gspo_token"): "--importance_sampling_level sequence_token",
+    ("loss_type", "ppo"): "megaswift ppo",
+    ("loss_type", "reinforce"): "--advantage_estimator reinforce_plus_plus",
+    ("loss_type", "reinforce++"): "--advantage_estimator reinforce_plus_plus",
+    ("advantage_estimator", "reinforce"): "--advantage_estimator reinforce_plus_plus",
+    ("advantage_estimator", "reinforce++"): "--advantage_estimator reinforce_plus_plus",
+    ("advantage_estimator", "reinforce++_baseline"): "--advantage_estimator reinforce_plus_plus",
+    ("loss_type", "fipo"): "--loss_type grpo: FIPO is not supported",
+    ("loss_type", "real"): "--loss_type grpo: REAL is not supported",
     ("lr_scheduler_type", "cosine_with_min_lr"): "--lr_scheduler_type cosine --min_lr X",
-    ("lr_scheduler_type", "cosine_with_restarts"): "--lr_scheduler_type cosine: restarts are not served",
+    ("lr_scheduler_type", "cosine_with_restarts"): "--lr_scheduler_type cosine: restarts are not supported",
     ("lr_scheduler_type", "polynomial"): "--lr_scheduler_type linear",
     ("train_type", "longlora"): "--train_type lora",
     ("train_type", "bone"): "--train_type lora",
@@ -348,12 +360,15 @@ def meaning(name: str, value: Any, known: Collection[str] | None = None) -> str:
     if name in PRECISIONS:
         off = str(value).strip().lower() in FALSE
         dtype = PRECISIONS[name]
-        return f"leave it out: nothing computes in {dtype} unless --torch_dtype says so" if off else (
+        return f"leave it out: {dtype} is used only with --torch_dtype {dtype}" if off else (
             f"--torch_dtype {dtype}"
         )  # fmt: skip
     advice = NAMES_ELSEWHERE.get(name) or next((text for rule, text in PATTERNS if re.fullmatch(rule, name)), "")
     options = re.findall(r"--(\w+)", advice)
-    return "" if known is not None and any(option not in known for option in options) else advice
+    if known is not None and any(option not in known for option in options):
+        return ""
+    plain = isinstance(value, str | int | float) and re.fullmatch(r"--\w+", advice)  # the same option by another name
+    return f"{advice} {show(value)}" if plain else advice
 
 
 def value_meaning(option: str, value: str) -> str:

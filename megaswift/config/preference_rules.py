@@ -112,7 +112,12 @@ PREFERENCE_CLASHES: tuple[Clash, ...] = (
         "must be > 0: without it this objective is none",
         "--beta 0.1",
     ),
-    Clash(_TYPE, _foreign, "is of another task", "megaswift TASK --help lists those of a task"),
+    Clash(
+        _TYPE,
+        _foreign,
+        "is of another task",
+        "a loss of this task (docs/preference.md), or the command of that loss: megaswift simpo, megaswift grpo, ...",
+    ),
     Clash(_TYPE, _single, "takes one type in this task", "one of them"),
     Clash(
         ("loss_weights", "loss_type"),

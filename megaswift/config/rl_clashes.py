@@ -137,7 +137,8 @@ RL_CLASHES: tuple[Clash, ...] = (
         Clash(
             (option, "allow_biased_sampling"),
             _biased(option),
-            "draws from another distribution than the policy's, and no ratio mends that: the gradient is biased",
+            "draws from another distribution than the policy's, which no importance ratio "
+            "corrects: the gradient is biased",
             f"--{option} {value}, or --allow_biased_sampling true to accept the bias",
         )
         for option, value in _NEUTRAL.items()

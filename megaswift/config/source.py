@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -258,16 +258,30 @@ def _stray(word: str, rule: str, fix: str) -> Problem:
     return Problem(word, rule, f"--dataset {word}" if Path(word).suffix.lower() in DATA_SUFFIXES else fix)
 
 
+def _one_dash(word: str, table: Table) -> bool:
+    """`-lr`: an option that lacks a dash."""
+    return word[:1] == "-" and bool(_FLAG.match(f"-{word}")) and normal(f"-{word.partition('=')[0]}") in table.names
+
+
+def _with_two_dashes(words: Sequence[str]) -> Problem:
+    typed = " ".join(words)
+    return Problem(typed, "is not an option: names of options begin with two dashes", f"-{typed}")
+
+
 def read_command_line(argv: list[str], table: Table = TRAINING) -> CommandLine:
     """A first word that is no flag, and --config, name files; the rest are `--name value...`, `--name=value`,
     `--switch`."""
     line = CommandLine()
     words = list(argv)
-    if words and not _FLAG.match(words[0]):
+    if words and not _FLAG.match(words[0]) and not _one_dash(words[0], table):
         line.files.append(words.pop(0))
     while words:
         word = words.pop(0)
         if not _FLAG.match(word):
+            if _one_dash(word, table):
+                values = [] if not words or _FLAG.match(words[0]) else [words.pop(0)]
+                line.problems.append(_with_two_dashes([word, *values]))
+                continue
             line.problems.append(
                 _stray(
                     word, "belongs to no option", "--name value; the configuration file comes first or after --config"
@@ -276,7 +290,7 @@ def read_command_line(argv: list[str], table: Table = TRAINING) -> CommandLine:
             continue
         flag, equals, text = word.partition("=")
         values = [text] if equals else []
-        while not equals and words and not _FLAG.match(words[0]):
+        while not equals and words and not _FLAG.match(words[0]) and not _one_dash(words[0], table):
             values.append(words.pop(0))
         _take(line, flag, values, table)
     if len(line.files) > 1:

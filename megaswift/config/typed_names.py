@@ -15,6 +15,8 @@ from megaswift.errors import Problem, UserError
 
 _FLAG = re.compile(r"--([A-Za-z]\w*)( ?)")
 
+_VALUE = re.compile(r"--([A-Za-z]\w*) [\w.+]+")
+
 
 @dataclass(frozen=True)
 class Typed:
@@ -42,9 +44,19 @@ def named_as_typed(typed: Mapping[str, Typed], names: Mapping[str, str]) -> Iter
         raise
 
 
+def _one_word(own: Typed) -> bool:
+    """Whether the value is one word that is no path: a spelling such as `--vllm_mode colocate`, where a check knows
+    `vllm`."""
+    value = own.label.removeprefix(own.spelling).strip()
+    return bool(own.spelling) and re.fullmatch(r"[\w+]+", value) is not None
+
+
 def _renamed(what: str, typed: Mapping[str, Typed], names: Mapping[str, str]) -> str:
     if not what.startswith("--") or what in {t.label for t in typed.values()}:
         return what
+    whole = _VALUE.fullmatch(what)
+    if whole and (own := typed.get(names.get(whole[1], ""))) and _one_word(own):
+        return own.label
     several = len(_FLAG.findall(what)) > 1
 
     def written(found: re.Match[str]) -> str:

@@ -59,7 +59,8 @@ def _differences(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[Probl
     if found:
         return [Problem(WHAT, rule, FIX) for rule in found]
     rule = (
-        f"the data set is the same, but other rows of it are taken, or they are cut otherwise: {state['documents']:,} "
+        f"the data set is the same, but other rows of it are taken, or they are cut differently: "
+        f"{state['documents']:,} "
         f"documents in the checkpoint, now {now['documents']:,} (max_length, or another option that selects rows)"
     )
     return [Problem(WHAT, rule, f"the same {CHOICE}, or a new run from the exported weights")]

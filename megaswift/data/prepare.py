@@ -175,7 +175,7 @@ def _malformed(reports: list[PieceReport]) -> DataError:
     told = _alike(reports[first].problems[:SHOWN])
     if bad > SHOWN:
         told.append(Problem(f"and {bad - SHOWN} more rows", "malformed too"))
-    fix = "mend the row, or --strict false to skip such rows and count them"
+    fix = "correct the row, or --strict false to skip such rows and count them"
     if bad > 1 and not any(r.rows or r.causes for r in read):
         other = "other data, another task, or --columns FROM=TO where columns have other names"
         fix = f"no row so far could be read: {next((p.fix for p in told if p.fix), other)}"

@@ -31,7 +31,7 @@ BLOCK = 2048
 AHEAD = 32
 """Rows that are tokenised at a time while a first one of use is looked for."""
 GO_ON = (
-    "mend the row, or --strict false to skip such rows; a run that has begun goes on with "
+    "correct the row, or --strict false to skip such rows; a run that has begun goes on with "
     "--resume_from_checkpoint latest"
 )
 Row = tuple[str, Located, int]

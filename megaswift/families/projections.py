@@ -187,6 +187,8 @@ def _no_target(name: str, known: Sequence[Projection], family: Family, spec: Mod
                 f"--modules_to_save {name} to train it fully, or one of {', '.join(leaves)}",
             )
     close = nearest(name.rsplit(".", 1)[-1], leaves)
+    if "," in name:
+        close = f"--target_modules {' '.join(name.replace(',', ' ').split())}"
     return Problem(
         f"--target_modules {name}",
         "matches no linear layer of this model",

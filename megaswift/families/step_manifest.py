@@ -147,7 +147,7 @@ def lost_history(store: Path) -> Problem | None:
     if damaged := damaged_steps(store):
         names = ", ".join(p.name for p in damaged)
         return Problem(str(store), f"has no usable step: {MARKER} is damaged or missing in {names}", fix)
-    return Problem(str(store), f"has no step, but {POINTER} says that one was saved", fix) if points else None
+    return Problem(str(store), f"has no step, but {POINTER} names one that was saved", fix) if points else None
 
 
 def step_of(path: Path) -> Path | None:

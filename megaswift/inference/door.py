@@ -127,9 +127,7 @@ class Door:
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """All of it, if it is JSON, small enough and comes in time."""
         if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != JSON_TYPE:
-            raise _Refused(
-                415, "send JSON and say so: Content-Type: application/json (curl --json, or -H with this header)"
-            )
+            raise _Refused(415, "send JSON with the header Content-Type: application/json (curl --json adds it)")
         declared = headers.get(b"content-length", b"0")
         most = self.rules.body + DRAINED_BYTES
         body, size = bytearray(), 0

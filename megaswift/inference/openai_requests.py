@@ -247,7 +247,7 @@ def parsed(kind: type[Kind], body: bytes) -> Kind:
         raise _unreadable(error) from None
     count = len(found.prompts()) if isinstance(found, CompletionRequest) else 1
     if count * (found.n or 1) > MOST_ANSWERS:
-        raise Unreadable(f"{count} prompts times n {found.n}: a request may ask for {MOST_ANSWERS} answers", "n")
+        raise Unreadable(f"{count} prompts times n {found.n}: a request may have at most {MOST_ANSWERS} answers", "n")
     return found
 
 

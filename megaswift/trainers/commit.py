@@ -179,7 +179,7 @@ def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
     path = path.parent if named_latest else path
     if not path.is_dir():
         newest = "--resume_from_checkpoint latest, the newest of --output_dir" if named_latest else ""
-        fix = newest or nearest(wanted, ["latest"]) or _others(output)
+        fix = newest or nearest(wanted, ["latest"]) or _others(output, path)
         raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", "is not a folder", fix))
     for root in (path, path / "checkpoints"):
         if not STEP.fullmatch(root.name) and (steps := _steps(root)):
@@ -189,7 +189,7 @@ def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
         rule = f"has no complete {MARKER}: not a checkpoint of ours, or an interrupted save"
         if (path / MARKER).exists():
             rule = f"has no complete {MARKER}: it {manifest.rule}"
-        raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", rule, _others(output)))
+        raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", rule, _others(output, path)))
     return [path], []
 
 
@@ -205,8 +205,9 @@ def _notice(path: Path) -> str:
     return f"ignoring {path}: it has no complete manifest (an interrupted save)"
 
 
-def _others(output: Path) -> str:
-    whole = Store(output / "checkpoints").complete()
+def _others(output: Path, typed: Path) -> str:
+    """The steps of the run that `typed` is of, else of `output`."""
+    whole = Store(typed.parent).complete() or Store(output / "checkpoints").complete()
     return (
         "one of " + ", ".join(str(s.path) for s in whole)
         if whole

@@ -10,6 +10,7 @@ import pytest
 
 from megaswift import deploy, export, infer
 from megaswift.cli import COMMANDS
+from megaswift.commands import ELSEWHERE, no_command
 from megaswift.confidential import is_secret
 from megaswift.config import load
 from megaswift.config.other_names import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, meaning, unknown_options
@@ -71,12 +72,16 @@ def test_a_neighbour_of_a_file(tmp_path: Path) -> None:
 
 ANSWERS = [
     ("--no_save_rng true", "leave it out: random states"),
-    ("--lmbda 0.5", "leave it out: megaswift does not serve distillation"),
+    ("--lmbda 0.5", "leave it out: megaswift does not support distillation"),
     ("--plot_loss true", "leave it out: the curves are always drawn"),
     ("--save_only_model true", "checkpoints without the optimizer"),
     ("--use_ray true", "--launcher ray"),
     ("--vllm_tensor_parallel_size 2", "a server may be: --rollout_backend vllm_server"),
-    ("--sft_type lora", "--train_type"),
+    ("--sft_type lora", "--train_type lora"),
+    ("--num_nodes 2", "--nnodes 2"),
+    ("--gpus 8", "--nproc_per_node 8"),
+    ("--split 949,50,1", "--split_dataset_ratio 0.01, the share"),
+    ("-lr 1e-4", "--lr 1e-4"),
     ("--model_type qwen2", "leave it out: the family is read from the model's config.json"),
     ("--training_task grpo", "the command's name: megaswift sft, megaswift grpo"),
     ("--lora_dtype bf16", "leave it out: adapters have the precision of --torch_dtype"),
@@ -84,14 +89,14 @@ ANSWERS = [
     ("--vit_lr 1e-5", "leave it out: all parts train at --learning_rate"),
     ("--bf16 true", "--torch_dtype bfloat16"),
     ("--fp16", "--torch_dtype float16"),
-    ("--fp16 false", "leave it out: nothing computes in float16 unless --torch_dtype says so"),
-    ("--bf16=False", "leave it out: nothing computes in bfloat16"),
-    ("--hidden_size 4096", "leave it out: the model's config.json (--model DIR) says it"),
-    ("--swanlab_project x", "does not serve SwanLab"),
+    ("--fp16 false", "leave it out: float16 is used only with --torch_dtype float16"),
+    ("--bf16=False", "leave it out: bfloat16 is used only with"),
+    ("--hidden_size 4096", "leave it out: the model's config.json (--model DIR) sets it"),
+    ("--swanlab_project x", "does not support SwanLab"),
     ("--no_bias_dropout_fusion true", "leave it out: fused kernels are chosen by the device"),
     ("--no_shuffle", "--shuffle false"),
     ("--fsdp no_shard", "--engine ddp, where every rank keeps the whole model"),
-    ("--report_to swanlab", "SwanLab is not served"),
+    ("--report_to swanlab", "SwanLab is not supported"),
     ("--attn_impl flash_attn2", "did you mean flash_attn?"),
     ("--nothing_like_it 1", "megaswift sft --help lists them all"),
 ]
@@ -106,7 +111,7 @@ def test_what_other_toolkits_mean(words: str, answer: str) -> None:
 def test_a_file_says_no_precision_too(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("fp16: false\nbf16: true\n")
     assert fixes(str(tmp_path / "run.yaml")) == [
-        "leave it out: nothing computes in float16 unless --torch_dtype says so",
+        "leave it out: float16 is used only with --torch_dtype float16",
         "--torch_dtype bfloat16",
     ]
 
@@ -132,7 +137,7 @@ def test_a_task_that_is_not_there_hides_nothing_else() -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, words.split(), environ={})
     first, second = caught.value.problems
-    assert first.what == "--rlhf_type gkd" and "distillation (GKD) is not served" in first.fix
+    assert first.what == "--rlhf_type gkd" and "distillation (GKD) is not supported" in first.fix
     assert second.what == "--lmbda 1"
     assert fixes("--rlhf_type", "dp0", task=None) == ["did you mean dpo?"]
     (fix,) = fixes("--rlhf_type", "whatever", task=None)
@@ -187,3 +192,38 @@ def test_no_guess_misleads_among_ms_swift_s_names() -> None:
     assert {name: text for name, text in guessed.items() if text} == {}
     answered = [name for name in unknown if meaning(name, "1", NAMES)]
     assert len(answered) > 200
+
+
+@pytest.mark.parametrize(
+    "words, answer",
+    [
+        ("--loss_type gspo", "--importance_sampling_level sequence"),
+        ("--loss_type ppo", "megaswift ppo"),
+        ("--advantage_estimator reinforce++", "--advantage_estimator reinforce_plus_plus"),
+        ("--kl_penalty kl", "--kl_estimator k1, k2 or k3"),
+    ],
+)
+def test_what_algorithms_are_called_here(words: str, answer: str) -> None:
+    assert fixes("--model", "m", "--dataset", "d", "--reward_funcs", "format", *words.split(), task="grpo") == [answer]
+
+
+def test_a_missing_dash_leaves_no_stray_words() -> None:
+    assert fixes("--max_steps", "2", "-lr", "1e-4", "-tp", "2", "--model", "m", "--dataset", "d") == [
+        "--lr 1e-4",
+        "--tp 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "word, answer", [("train", "megaswift sft"), ("merge-lora", "megaswift export"), ("sfft", "did you mean sft?")]
+)
+def test_commands_of_other_toolkits(word: str, answer: str) -> None:
+    assert no_command("megaswift", word, COMMANDS).problems[0].fix.startswith(answer)
+    assert no_command("megaswift data", "train", ("show",)).problems[0].fix == "megaswift data --help"
+
+
+@pytest.mark.parametrize("words", [answer for answer in ELSEWHERE.values()])
+def test_what_takes_the_place_of_a_command_exists(words: str) -> None:
+    for command in re.findall(r"megaswift ([a-z]+)", words):
+        assert command in COMMANDS
+    assert not unknown_options([words], [*NAMES, "help", "merge_lora", "result_path"])

@@ -126,3 +126,13 @@ def test_later_checks_of_other_commands(module: object, tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as caught:
         command.run(words, work)
     assert f"--model_id_or_path {tmp_path / 'nowhere'}: no such folder" in str(caught.value)
+
+
+def test_a_value_is_named_as_typed_too() -> None:
+    typed = {
+        "rollout_backend": Typed("--vllm_mode", "--vllm_mode colocate"),
+        "dataset": Typed("--dataset", "--dataset folder"),
+    }
+    names = {"rollout_backend": "rollout_backend", "dataset": "dataset"}
+    problems = [Problem("--rollout_backend vllm", "r"), Problem("--dataset folder/x.jsonl", "r")]
+    assert [p.what for p in as_typed(problems, typed, names)] == ["--vllm_mode colocate", "--dataset folder/x.jsonl"]

@@ -173,7 +173,7 @@ def test_at_most_ten_are_shown(tmp_path: Path) -> None:
         texts(tmp_path, path)
     assert len(e.value.problems) == 11 and "try: no row so far could be read" in str(e.value)
     jsonl(tmp_path / "d.jsonl", [ROWS[0], *({"query": "x", "response": i} for i in range(25))])
-    with pytest.raises(DataError, match="and 15 more rows(.|\n)*try: mend the row, or --strict false"):
+    with pytest.raises(DataError, match="and 15 more rows(.|\n)*try: correct the row, or --strict false"):
         texts(tmp_path, path)
 
 

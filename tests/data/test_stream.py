@@ -94,7 +94,7 @@ def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(
     assert [ids_of(s.next()) for _ in range(2)] == [[0, 1], [2, 3]]
     state = s.state_dict()
     with pytest.raises(
-        DataError, match=r"d.jsonl:6: column messages(.|\n)*try: mend the row, or --strict false(.|\n)*latest"
+        DataError, match=r"d.jsonl:6: column messages(.|\n)*try: correct the row, or --strict false(.|\n)*latest"
     ):
         s.next()
     assert s.state_dict() == state

@@ -142,5 +142,7 @@ def test_an_interrupted_save_is_told(tmp_path: Path) -> None:
         commit.select(str(store.saving(5)), tmp_path)
     with pytest.raises(CheckpointError, match=r"is not a folder(.|\n)*step-3"):
         commit.select(str(tmp_path / "nowhere"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"is not a folder(.|\n)*one of .*step-3"):  # of the run that was named
+        commit.select(str(tmp_path / "checkpoints/step-2"), tmp_path / "new")
     with pytest.raises(CheckpointError, match=r"did you mean latest\?"):
         commit.select("lastest", tmp_path)

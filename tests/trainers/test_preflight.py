@@ -99,13 +99,14 @@ def test_adapters_that_have_no_place_are_named_before_anything_starts(model: Pat
         dataset="d",
         output_dir=str(tmp_path / "out"),
         train_type="lora",
-        target_modules=["q_proj", "k_porj", "embed_tokens", "(v_proj"],
+        target_modules=["q_proj", "k_porj", "q_proj,v_proj", "embed_tokens", "(v_proj"],
         modules_to_save=["lm_heads", "output_layer"],
     )
     text = "\n".join(problems(cfg, 1))
     for part in (
         "--target_modules k_porj: matches no linear layer",
         "did you mean k_proj?",
+        "of this model\n    try: --target_modules q_proj v_proj;",
         "--target_modules embed_tokens: is no projection",
         "--target_modules (v_proj: is no regular expression",
         "--modules_to_save lm_heads: matches no module",

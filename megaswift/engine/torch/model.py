@@ -115,7 +115,11 @@ def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
                 if cfg.model.train_type in ("lora", "qlora")
                 else f"--train_type {cfg.model.train_type}"
             )
-            raise ConfigError(Problem(label, str(error).splitlines()[0])) from None
+            commas = [word for word in lora.target_modules if "," in word]
+            fix = f"--target_modules {' '.join(commas).replace(',', ' ')}" if commas else "--target_modules all-linear"
+            raise ConfigError(
+                Problem(label, str(error).splitlines()[0], fix if label.startswith("--target_modules") else "")
+            ) from None
     if lora.target_parameters and not made.base_model.targeted_parameter_names:
         raise ConfigError(
             Problem(f"--target_parameters {' '.join(lora.target_parameters)}", "matches no parameter of this model")

@@ -114,7 +114,7 @@ def told(say: Callable[[str], UserError]) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and call sys.exit
         raise say(trace(error)) from error
 
 

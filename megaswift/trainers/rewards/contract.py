@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from megaswift.errors import Problem
+from megaswift.errors import Problem, nearest
 from megaswift.trainers.rewards.checked import Value, checked, failed, told
 
 Message = Mapping[str, Any]
@@ -112,6 +112,11 @@ class RewardOptions:
     """Run programs where the system offers no sandbox."""
 
 
+ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "completion_mask")
+"""What a user's function gets beside the columns; `completion_ids` as TRL has it, and which of them the model wrote: 1,
+or 0 for what tools wrote."""
+
+
 @dataclass(frozen=True)
 class Rewards:
     """Of samples in their order."""
@@ -129,10 +134,20 @@ def missing_columns(functions: Sequence[RewardFunction], columns: frozenset[str]
     has = f"the data has {', '.join(sorted(columns))}" if columns else "the data has no further columns"
     yours = next(iter(columns)) if len(columns) == 1 else "YOURS"
     return [
-        Problem(f"--reward_funcs {f.name}", f"needs the column {name}; {has}", f"--columns {yours}={name}")
+        Problem(
+            f"--reward_funcs {f.name}",
+            f"needs the column {name}; {has}",
+            _parameter(f, name) or f"--columns {yours}={name}",
+        )
         for f in functions
         for name in sorted(f.columns - columns)
     ]
+
+
+def _parameter(function: RewardFunction, name: str) -> str:
+    """What a mistyped parameter of a user's function should be called; the empty string where it looks like none."""
+    guess = nearest(name, ALWAYS_PASSED) if hasattr(function, "takes") else ""
+    return f"{guess} ({', '.join(ALWAYS_PASSED)} are passed without a column)" if guess else ""
 
 
 @functools.cache

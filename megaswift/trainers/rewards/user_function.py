@@ -15,11 +15,7 @@ from typing import Any
 
 from megaswift.errors import ConfigError, Problem, beside, nearest
 from megaswift.trainers.rewards.checked import told
-from megaswift.trainers.rewards.contract import Judged
-
-OURS = ("prompts", "completions", "completion_ids", "completion_mask")
-"""What is passed beside the columns; `completion_ids` as TRL has it, and which of them the model wrote: 1, or 0 for
-what tools wrote."""
+from megaswift.trainers.rewards.contract import ALWAYS_PASSED, Judged
 
 
 @dataclass(frozen=True)
@@ -114,6 +110,6 @@ def _described(name: str, function: Callable[..., Any], flag: str) -> UserFuncti
         )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in named)
-    needed = frozenset(p.name for p in named if p.default is p.empty) - set(OURS)
+    needed = frozenset(p.name for p in named if p.default is p.empty) - set(ALWAYS_PASSED)
     waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
     return (AsyncUserFunction if waits else UserFunction)(name, function, takes, needed)

@@ -44,13 +44,13 @@ class Alarms(Hook):
         whose = "all completions have" if settings.group == 1 else "all completions of a prompt have"
         apart = step.result.metrics.get("sampling/token_mult_prob_error", 1.0)
         return {
-            "spread": f"{whose} the same reward (mean {found.get('reward', math.nan):.4g}), which teaches nothing. "
+            "spread": f"{whose} the same reward (mean {found.get('reward', math.nan):.4g}), so their advantages are 0. "
             f"completions.jsonl shows them: are the "
             "rewards what they should be, the prompts neither too hard nor too easy?"
             if same
             else "",
             "unscored": f"every reward function returned None for {unscored} of {len(self.source.fresh)} completions, "
-            "from which nothing is learnt"
+            "which have no effect on the loss"
             if unscored
             else "",
             "length": "every completion was cut off at --max_completion_length: the model may need more tokens, or "
@@ -59,8 +59,8 @@ class Alarms(Hook):
             if found["completions/clipped_ratio"] == 1
             else "",
             "sampler": "the sampler's log-probabilities are not the trainer's (sampling/token_mult_prob_error "
-            f"{apart:.3g}, 1 is none): the same dtype on both sides? --importance_sampling_correction true bounds "
-            f"the harm"
+            f"{apart:.3g}, 1 is none): the same dtype on both sides? --importance_sampling_correction true limits "
+            "the effect"
             if apart > APART and "sampling/staleness" not in found
             else "",
         }

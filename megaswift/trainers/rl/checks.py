@@ -82,7 +82,7 @@ def undefined(flag: str, file: Path, name: str) -> Iterator[Problem]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError) as error:
         where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else first_line(error)
-        yield Problem(flag, f"{file} cannot be read as Python: {where}", "mend the file")
+        yield Problem(flag, f"{file} cannot be read as Python: {where}", "correct the syntax")
         return
     names = set(_bound(tree.body))
     dynamic = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & {"globals", "exec", "setattr"}

@@ -221,3 +221,17 @@ def test_the_text_is_what_the_model_said_last() -> None:
     assert (
         Judged([], [call], (), True).text == "" == Judged([], [{"role": "assistant", "content": None}], (), True).text
     )
+
+
+def test_a_mistyped_parameter_is_no_column() -> None:
+    typo = UserFunction("f", len, frozenset({"completion"}), frozenset({"completion"}))
+    (problem,) = missing_columns([typo], frozenset({"solution"}))
+    assert problem.fix.startswith("did you mean completions?")
+
+
+def test_a_function_that_leaves_the_program_is_an_error() -> None:
+    def leaves(completions: list[str]) -> list[float]:
+        raise SystemExit(5)
+
+    with pytest.raises(RewardError, match="SystemExit: 5"):
+        score(UserFunction("leaves", leaves, frozenset({"completions"}), frozenset()))
