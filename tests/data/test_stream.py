@@ -100,7 +100,7 @@ def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(
     assert s.state_dict() == state
     jsonl(path, [chat("q", "a") | {"messages": [chat("q", "a")["messages"][0]]}, {"messages": 3}, chat("x", "y")])
     # before a row of use: at once
-    with pytest.raises(DataError, match=r"(?s)d.jsonl:2: column messages.*mend the row, or --strict"):
+    with pytest.raises(DataError, match=r"(?s)d.jsonl:2: column messages.*correct the row, or --strict"):
         source(tmp_path, 0, LoaderGeometry(), streaming=True)
     jsonl(path, [chat(str(i), "a") for i in range(5)] + [{"messages": 3}] + [chat("x", "y")] * 3)
     lenient = source(tmp_path, 0, LoaderGeometry(per_device=2), streaming=True, shuffle=False, strict=False)[0]

@@ -155,7 +155,7 @@ def test_a_body_says_that_it_is_json(server: Server) -> None:
         (text(stop=["a", ""]), "stop: Value error, takes texts of 1 to 256"),
         (text(stop=[1] * 99999), "stop: Value error, takes a text"),
         (text(["a"] * 20000, n=16), "prompt: Value error, holds 20000 prompts, and a request may have 128"),
-        (text(["a"] * 9, n=16), "9 prompts times n 16: a request may ask for 128 answers"),
+        (text(["a"] * 9, n=16), "9 prompts times n 16: a request may have at most 128 answers"),
         (text([[1]] * 129), "prompt: Value error, holds 129 prompts"),
         (text([1, "a", 2.5]), "prompt: Value error, takes a text, a list of tokens"),
         (text([]), "prompt: Value error, takes a text, a list of tokens"),
