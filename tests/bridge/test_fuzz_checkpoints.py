@@ -84,7 +84,7 @@ def test_dangerous_tables_are_refused(data: bytes, said: str, tmp_path: Path) ->
     (tmp_path / ".metadata").write_bytes(data)
     began = time.perf_counter()
     found = read_index(tmp_path)
-    assert isinstance(found, Problem) and said in found.rule and time.perf_counter() - began < 1
+    assert isinstance(found, Problem) and said in found.rule and time.perf_counter() - began < 5
 
 
 @pytest.mark.parametrize(
