@@ -20,7 +20,7 @@ from megaswift.data.identity import FIX, WHAT, identity, same_data
 from megaswift.data.order import Order
 from megaswift.data.packing import Packing, padded
 from megaswift.data.processor import Processor
-from megaswift.data.repacked import PackShape, Rest, Stage, rest_of, stages_of
+from megaswift.data.repacked import LayoutSpan, PackShape, Rest, rest_of, stages_of
 from megaswift.data.towers import Towers
 from megaswift.errors import DataError, Problem
 from megaswift.log import info
@@ -274,7 +274,7 @@ class StoredSource:
         """In the middle of an epoch, with the documents that rows of another packing have left."""
         was, rows = PackShape(**state["packing"]), int(state["rows"])
         epoch, taken = divmod(self._taken, rows)
-        stages: tuple[Stage, ...] = ()
+        stages: tuple[LayoutSpan, ...] = ()
         if "rest" in state:
             epoch, stages = int(state["rest"]["epoch"]), stages_of(state["rest"])
             left = rest_of(data.docs.length, stages, was, epoch, self.order)
@@ -282,7 +282,7 @@ class StoredSource:
         if was != data.pack_shape:
             if len(was.pack(data.docs.length)) != rows:
                 raise DataError(Problem(WHAT, "the rows of the checkpoint cannot be packed again", FIX))
-            stages = (*stages, Stage(was, taken)) if taken or stages else ()
+            stages = (*stages, LayoutSpan(was, taken)) if taken or stages else ()
         if not stages:
             self._taken = epoch * self.rows + taken
             return

@@ -3,7 +3,7 @@
 Packing depends on the layout: with context parallelism each document is padded. When a run goes on with other padding,
 rows are other rows, and a position in the old ones says nothing about the new. So the old rows are packed again, which
 is deterministic, the documents of those already taken are left out, and the others are packed for the layout of now.
-The next epoch has the rows of now. `Stage` is one such change; an epoch may have several.
+The next epoch has the rows of now. `LayoutSpan` is one such change; an epoch may have several.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PackShape:
 
 
 @dataclass(frozen=True)
-class Stage:
+class LayoutSpan:
     """The rows that an epoch's documents had for a while, and how many of them were taken."""
 
     shape: PackShape
@@ -47,7 +47,7 @@ class Rest:
     """The rows that an epoch still has."""
 
     epoch: int
-    stages: tuple[Stage, ...]
+    stages: tuple[LayoutSpan, ...]
     """Before now."""
     packing: Packing
     """Of the documents that no stage took; numbers of all documents."""
@@ -66,12 +66,12 @@ class Rest:
         return {"epoch": self.epoch, "stages": [asdict(stage) for stage in self.stages]}
 
 
-def stages_of(state: Mapping[str, Any]) -> tuple[Stage, ...]:
+def stages_of(state: Mapping[str, Any]) -> tuple[LayoutSpan, ...]:
     """The inverse of `Rest.state`."""
-    return tuple(Stage(PackShape(**one["shape"]), int(one["taken"])) for one in state["stages"])
+    return tuple(LayoutSpan(PackShape(**one["shape"]), int(one["taken"])) for one in state["stages"])
 
 
-def rest_of(lengths: np.ndarray, stages: Sequence[Stage], now: PackShape, epoch: int, order: Order) -> Rest:
+def rest_of(lengths: np.ndarray, stages: Sequence[LayoutSpan], now: PackShape, epoch: int, order: Order) -> Rest:
     """What `stages` left of an epoch, in rows of now."""
     left = np.arange(len(lengths))
     for number, stage in enumerate(stages):

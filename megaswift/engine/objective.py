@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaswift.engine.protocol import Part
+from megaswift.engine.protocol import MicrobatchLoss
 from megaswift.losses.contract import Batch, Difference, Loss, Max, Mean, Metric, Min, Needs, Outputs, Sum
 from megaswift.parallel.layout import Coordinates, Layout
 
@@ -83,11 +83,11 @@ class Objective:
         self.samples.append(batch.sample_ids)
         return total
 
-    def local(self) -> tuple[Part, ...]:
+    def local(self) -> tuple[MicrobatchLoss, ...]:
         """Each micro-batch's share of the objective with its samples, for `StepResult.parts`."""
         shares = [sum(float(value) for value in found.values()) for found, _ in self.parts]
         rows = [() if ids is None else tuple(i for i in ids.tolist() if i >= 0) for ids in self.samples]
-        return tuple(Part(share, ids) for share, ids in zip(shares, rows, strict=True))
+        return tuple(MicrobatchLoss(share, ids) for share, ids in zip(shares, rows, strict=True))
 
 
 def _local_sums(objective: Objective) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:

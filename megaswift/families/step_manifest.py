@@ -120,6 +120,8 @@ def damaged_steps(store: Path) -> list[Path]:
 
 def pointed(store: Path) -> Path | None:
     """The step that latest.json names, if its manifest is valid."""
+    if not (store / POINTER).is_file():  # a pipe in its place would never end
+        return None
     try:
         name = json.loads((store / POINTER).read_text(encoding="utf-8"))["directory"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

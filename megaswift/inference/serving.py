@@ -95,7 +95,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A request that was understood."""
 
     request: ChatRequest | CompletionRequest
@@ -136,20 +136,22 @@ def app_of(served: Served) -> FastAPI:
     return app
 
 
-def _chat(served: Served, body: bytes) -> Asked:
+def _chat(served: Served, body: bytes) -> ParsedRequest:
     asked = parsed(ChatRequest, body)
     _same_model(served, asked.model)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise Refused(400, "top_logprobs needs logprobs: true", "top_logprobs")
     prompt = _prompt(served, served.prompts.of_chat, asked.messages, "messages")
-    return Asked(asked, [prompt], asked.told(), Chat(served.name, served.tokenizer, bool(asked.logprobs)))
+    return ParsedRequest(asked, [prompt], asked.told(), Chat(served.name, served.tokenizer, bool(asked.logprobs)))
 
 
-def _text(served: Served, body: bytes) -> Asked:
+def _text(served: Served, body: bytes) -> ParsedRequest:
     asked = parsed(CompletionRequest, body)
     _same_model(served, asked.model)
     prompts = [_prompt(served, served.prompts.of_any, p, "prompt") for p in asked.prompts()]
-    return Asked(asked, prompts, asked.logprobs, Text(served.name, served.tokenizer, asked.logprobs is not None))
+    return ParsedRequest(
+        asked, prompts, asked.logprobs, Text(served.name, served.tokenizer, asked.logprobs is not None)
+    )
 
 
 def _same_model(served: Served, name: str) -> None:
@@ -180,7 +182,7 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-async def _answer(served: Served, request: Request, asked: Asked) -> Any:
+async def _answer(served: Served, request: Request, asked: ParsedRequest) -> Any:
     """Waits for the answers of a request, or streams them."""
     wish, prompts, form = asked.request, asked.prompts, asked.form
     try:

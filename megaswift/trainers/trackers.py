@@ -6,6 +6,7 @@ A tracker that is asked for and not installed is refused by `preflight`, never l
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ from megaswift.trainers.hook import Hook, Line
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
+WRITER_THREAD = "_AsyncWriterThread"
+"""tensorboard 2.x, summary/writer/event_file_writer.py."""
+
 
 def numbers(prefix: str, line: Line) -> dict[str, float]:
     """The figures of a line under `prefix/name`; the step itself is the axis."""
@@ -24,6 +28,13 @@ def numbers(prefix: str, line: Line) -> dict[str, float]:
         for k, v in line.items()
         if k != "step" and isinstance(v, (int, float)) and not isinstance(v, bool)
     }
+
+
+def _thread_error(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writer thread raises what it also hands to the next write, where it ends the run with a message:
+    the thread's own traceback is not printed."""
+    if not (type(args.thread).__name__ == WRITER_THREAD and isinstance(args.exc_value, OSError)):
+        threading.__excepthook__(args)
 
 
 class TensorBoard(Hook):
@@ -38,6 +49,7 @@ class TensorBoard(Hook):
         if agree.rank() == 0:
             from torch.utils.tensorboard import SummaryWriter
 
+            threading.excepthook = _thread_error
             self.writer = SummaryWriter(str(self.directory), purge_step=loop.step + 1)
 
     def on_log(self, loop: Loop, line: Line) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megaswift.engine.protocol import Part, StepResult
+from megaswift.engine.protocol import MicrobatchLoss, StepResult
 from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
 from megaswift.log import amount
 from megaswift.trainers import agree
@@ -142,7 +142,7 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
     return not loss <= median + max(SPREADS * deviation, SHARE * abs(median), LEAST)
 
 
-def rows_text(parts: Sequence[Part]) -> str:
+def rows_text(parts: Sequence[MicrobatchLoss]) -> str:
     """`; rank 1, rows 7, 12`: micro-batches whose loss is not finite, else the one with the largest. Collective."""
     found = worst([(rank, part) for rank, own in enumerate(agree.gather(list(parts))) for part in own])
     return "".join(
@@ -152,7 +152,7 @@ def rows_text(parts: Sequence[Part]) -> str:
     )
 
 
-def worst(parts: Sequence[tuple[int, Part]]) -> list[tuple[int, Part]]:
+def worst(parts: Sequence[tuple[int, MicrobatchLoss]]) -> list[tuple[int, MicrobatchLoss]]:
     """Micro-batches by the rank that has them: all with a loss that is not finite, else the one with the largest. Ranks
     that share their data are named once."""
     once = {part.samples: (rank, part) for rank, part in reversed(parts)}.values()

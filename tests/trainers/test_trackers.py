@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.metrics import Metrics, Speed, read_lines
-from megaswift.trainers.trackers import TensorBoard, numbers, trackers
+from megaswift.trainers.trackers import WRITER_THREAD, TensorBoard, numbers, trackers
 from tests.sources import ROOT
 from tests.trainers.tiny import tiny_loop
 
@@ -111,3 +112,21 @@ def test_steps_that_a_resumed_run_repeats_arrive_in_weights_and_biases(tmp_path:
         (s, 10.0 * s) for s in (1, 2, 3, 4, 3, 4, 5)
     ]
     assert [(r["step"], r["eval/loss"]) for r in found if "eval/loss" in r] == [(5, 7.0)]
+
+
+def test_a_full_disk_under_the_writer_thread_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The thread's OSError ends the run through the next write or the close, and prints no traceback of its own."""
+    board = TensorBoard(tmp_path)
+    board.on_start(SimpleNamespace(step=0))
+    thread = board.writer._get_file_writer().event_writer._async_writer._worker
+    assert type(thread).__name__ == WRITER_THREAD
+
+    def full(data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    thread._record_writer.write = full
+    with pytest.raises(OSError, match="No space"):
+        board.on_log(SimpleNamespace(), {"step": 1, "loss": 1.0})
+        thread.join(10)
+        board.on_log(SimpleNamespace(), {"step": 2, "loss": 1.0})
+    assert "Traceback" not in capsys.readouterr().err

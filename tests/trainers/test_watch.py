@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.engine.protocol import Part, StepResult
+from megaswift.engine.protocol import MicrobatchLoss, StepResult
 from megaswift.trainers.hook import Step
 from megaswift.trainers.watch import Diverged, Watch, is_spike, rows_text, worst
 from tests.trainers.test_loop import Stumbling
@@ -77,16 +77,18 @@ def test_steps_skipped_while_the_loss_scale_falls_are_no_success(
 
 
 def test_the_rows_of_a_loss_that_is_not_finite_are_named() -> None:
-    parts = [Part(0.3, (0, 1)), Part(math.nan, (6, 11)), Part(0.9, (2, 3))]
+    parts = [MicrobatchLoss(0.3, (0, 1)), MicrobatchLoss(math.nan, (6, 11)), MicrobatchLoss(0.9, (2, 3))]
     assert rows_text(parts) == "; rank 0, rows 7, 12"
     assert rows_text([parts[0], parts[2]]) == "; rank 0, rows 3, 4", "else those of the largest loss"
-    assert rows_text([Part(math.inf, tuple(range(20)))]) == "; rank 0, rows 1, 2, 3, 4, 5, 6, 7, 8 and 12 more"
-    assert rows_text([]) == rows_text([Part(math.nan, ())]) == ""
+    assert (
+        rows_text([MicrobatchLoss(math.inf, tuple(range(20)))]) == "; rank 0, rows 1, 2, 3, 4, 5, 6, 7, 8 and 12 more"
+    )
+    assert rows_text([]) == rows_text([MicrobatchLoss(math.nan, ())]) == ""
     assert worst([(0, parts[1]), (1, parts[1]), (2, parts[2])]) == [(0, parts[1])], "tensor-parallel ranks share rows"
 
 
 def step(number: int, loss: float, skipped: bool = False) -> Step:
-    result = StepResult(loss, skipped=skipped, parts=(Part(loss, (number,)),))
+    result = StepResult(loss, skipped=skipped, parts=(MicrobatchLoss(loss, (number,)),))
     return Step(number, 0.0, 0.1, result, 1.0, 0.0, 0)
 
 
@@ -142,4 +144,4 @@ def test_engines_name_the_samples_of_their_parts() -> None:
     fields = [torch.full((len(CrossEntropy().needs.names), 2, 3), -value) for value in (1.0, 3.0)]
     for batch, field in zip(batches, fields, strict=True):
         objective(batch, field)
-    assert objective.local() == (Part(0.5, (4, 9)), Part(1.5, (7,)))
+    assert objective.local() == (MicrobatchLoss(0.5, (4, 9)), MicrobatchLoss(1.5, (7,)))

@@ -34,7 +34,7 @@ MESSAGE = 4096
 
 
 @dataclass(frozen=True)
-class Order:
+class ChildLimits:
     """One child: its limits, and nothing of its job."""
 
     number: int
@@ -73,7 +73,7 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Callable[[], None]], int]] = {
 }
 
 
-def _child(order: Order, files: list[int], kind: str, runner: int) -> int:
+def _child(order: ChildLimits, files: list[int], kind: str, runner: int) -> int:
     """In the child, from fork to exit code."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -98,7 +98,7 @@ def _child(order: Order, files: list[int], kind: str, runner: int) -> int:
     return KINDS[kind](job, locked)
 
 
-def _fork(order: Order, files: list[int], kind: str) -> int:
+def _fork(order: ChildLimits, files: list[int], kind: str) -> int:
     """The child's process id. Its files are closed here."""
     runner = os.getpid()
     pid = os.fork()
@@ -158,7 +158,7 @@ def serve(control: socket.socket, kind: str, workers: int) -> None:
             return
         if asked:
             message, files, _, _ = socket.recv_fds(control, MESSAGE, FILES)
-            order = Order(**json.loads(message))
+            order = ChildLimits(**json.loads(message))
             deadline = time.monotonic() + order.clock
             running[_fork(order, files, kind)] = Child(order.number, deadline)
         if ended in ready:
