@@ -114,6 +114,7 @@ def test_steps_that_a_resumed_run_repeats_arrive_in_weights_and_biases(tmp_path:
     assert [(r["step"], r["eval/loss"]) for r in found if "eval/loss" in r] == [(5, 7.0)]
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_under_the_writer_thread_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The thread's OSError ends the run through the next write or the close, and prints no traceback of its own."""
     board = TensorBoard(tmp_path)
