@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megaswift.data.documents import Documents
+from megaswift.data.tokenizer import largest_token
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 
@@ -27,7 +28,7 @@ FIX = (
 def exceeds(tokenizer: Any, rows: int) -> bool:
     """Whether the tokenizer has a token that an embedding of so many rows (0: not known) lacks. Few have; only then
     data are looked at."""
-    return rows > 0 and max(tokenizer.get_vocab().values(), default=0) >= rows
+    return rows > 0 and largest_token(tokenizer) >= rows
 
 
 def check(data: Sequence[Documents], tokenizer: Any, rows: int) -> None:
