@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import struct
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megaswift.bridge.opcodes import scan
+from megaswift.bridge.opcodes import BROKEN, scan
 from megaswift.errors import Problem
 from megaswift.families.checkpoint_folder import TABLES as INDEX
 
@@ -48,20 +47,7 @@ _CLASSES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }
-_BROKEN = (
-    pickle.UnpicklingError,
-    EOFError,
-    OSError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    OverflowError,
-    MemoryError,
-    RuntimeError,
-    struct.error,
-)
+_BROKEN = (*BROKEN, pickle.UnpicklingError)
 
 
 class _Tables(pickle.Unpickler):

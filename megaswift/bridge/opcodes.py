@@ -10,6 +10,20 @@ from __future__ import annotations
 import pickletools
 import struct
 
+BROKEN = (
+    EOFError,
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    OverflowError,
+    MemoryError,
+    RuntimeError,
+    struct.error,
+)
+"""What unpickling damaged bytes raises beside `UnpicklingError`."""
+
 _ARGUMENTS: dict[int, int] = {
     ord(name): length
     for names, length in (
