@@ -15,19 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaswift.config.rl import MODES
 from megaswift.losses.advantages import LARGEST_LOG_RATIO
 from megaswift.losses.contract import Batch, Max, Mean, Metric, Min
 from megaswift.losses.pairs import token_mean
 from megaswift.losses.policy_metrics import per_completion, reported_mean
-
-MODES = (
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-    "geometric_truncate",
-    "geometric_mask",
-)
 
 
 @dataclass(frozen=True)

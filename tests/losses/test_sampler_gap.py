@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megaswift.config import load
-from megaswift.losses.sampler_gap import MODES, Correction, gap_metrics, ratio_metrics
+from megaswift.config.rl import MODES
+from megaswift.losses.sampler_gap import Correction, gap_metrics, ratio_metrics
 from tests.losses import trainers
 from tests.losses.bigram import reduced
 from tests.losses.rollouts import Rollouts, label_fields, models, right, rollouts
