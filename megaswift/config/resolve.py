@@ -30,6 +30,7 @@ TASK_NAMES = (*TASKS, "rlhf")
 """Values of `train_type` that name a task; those of TASKS exist here."""
 
 LISTS_ALL = "megaswift {task} --help lists them all"
+"""The fix of an unknown option; the task is filled in once all sources are read, because a later one may name it."""
 KEPT = frozenset({"train_type", "model", "dataset", "output_dir", "resume_from_checkpoint"})
 """Options of a file that the command line replaces by their own name only: without one the run would be another."""
 
@@ -63,9 +64,23 @@ class State:
         self.ambient.discard(name)
         self.wrong.discard(name)
 
+    def without(self, name: str, notice: str) -> State:
+        """A copy that has forgotten an option, with a notice that says so."""
+        rest = replace(
+            self,
+            values=dict(self.values),
+            typed=dict(self.typed),
+            weights=dict(self.weights),
+            ambient=set(self.ambient),
+            wrong=set(self.wrong),
+            notices=[*self.notices, notice],
+        )
+        rest.forget(name)
+        return rest
+
 
 Beyond = Callable[[Sections], Iterable[Problem]]
-"""What else is wrong with these sections, beyond what they say together."""
+"""Further checks of sections, which the options alone do not decide."""
 
 
 def resolve(
@@ -74,34 +89,44 @@ def resolve(
     """The checked sections of `task` (None: what the sources say, else sft). `complete`: model and dataset must be
     there.
 
-    `beyond` is asked only where the sections are refused although every value in them was understood: what it finds is
-    told with the rest.
+    `beyond` runs only if the sections are refused although each value is valid; its problems are reported with the
+    others.
     """
     state = State(task=task)
     for weight, source in enumerate(in_our_terms(list(sources))):
-        state.problems += source.problems
-        state.secrets += secrets_of(source.givens)
         _take(state, source, weight)
-    sections = _later_wins(state, _sections(state))
-    problems = [*state.problems, *_check(sections, state)]
-    problems += [p for p in _missing(sections, state) if complete]
-    if problems:
-        if beyond and not state.problems:
-            told = {p.what for p in problems}
-            problems += [p for p in as_typed(beyond(sections), state.typed, NAMES) if p.what not in told]
-        some = f"TASK --help lists them all (TASK: {', '.join(TASKS)})"
-        help_line = LISTS_ALL.format(task=state.task) if state.task else f"megaswift {some}"
-        told_all = [replace(p, fix=help_line) if p.fix == LISTS_ALL else p for p in problems]
-        # one given value may set several options
-        raise ConfigError(list(dict.fromkeys(masked(told_all, state.secrets))))
-    other = changed_defaults(sections, state.foreign, ignored_names(sections))
+    state, sections = _later_wins(state)
+    problems = [*state.problems, *_check(sections, state), *(_missing(sections, state) if complete else ())]
+    if not problems:
+        return replace(sections, notices=_notices(sections, state))
+    if beyond and not state.problems:
+        reported = {p.what for p in problems}
+        problems += [p for p in as_typed(beyond(sections), state.typed, NAMES) if p.what not in reported]
+    raise _refused(problems, state)
+
+
+def _refused(problems: Iterable[Problem], state: State) -> ConfigError:
+    """All problems, each once: one given value may set several options. Without secrets."""
+    some = f"TASK --help lists them all (TASK: {', '.join(TASKS)})"
+    help_line = LISTS_ALL.format(task=state.task) if state.task else f"megaswift {some}"
+    complete = [replace(p, fix=help_line) if p.fix == LISTS_ALL else p for p in problems]
+    return ConfigError(list(dict.fromkeys(masked(complete, state.secrets))))
+
+
+def _notices(sections: Sections, state: State) -> tuple[str, ...]:
+    """What was taken otherwise than written, then defaults that depend on other options, then other toolkits'."""
     passes = _passes(state)
-    own = (*_learning_rate(sections), *((passes.text,) if passes else ()))
-    return replace(sections, notices=(*state.notices, *own, *other))
+    others = changed_defaults(sections, state.foreign, ignored_names(sections))
+    return (*state.notices, *_learning_rate(sections), *((passes.text,) if passes else ()), *others)
+
+
+def _values(state: State) -> dict[str, Any]:
+    """The given values over those defaults that depend on `train_type`."""
+    return {**defaults(state.values.get("train_type")), **state.values}
 
 
 def _sections(state: State) -> Sections:
-    values = {**defaults(state.values.get("train_type")), **state.values}
+    values = _values(state)
     given = frozenset(name for name in state.typed if values.get(name) is not None and name not in state.ambient)
     if values.get("packing") is None:
         values["packing"] = state.task in ALIGNMENT
@@ -117,7 +142,7 @@ def _passes(state: State) -> DefaultPasses | None:
     """Forward passes of a step of reinforcement learning where no batch size was given."""
     if state.wrong & {"num_generations", *BATCH_OPTIONS}:
         return None
-    return default_passes(state.task, {**defaults(state.values.get("train_type")), **state.values})
+    return default_passes(state.task, _values(state))
 
 
 def _learning_rate(c: Sections) -> Iterator[str]:
@@ -134,35 +159,35 @@ def _check(sections: Sections, state: State) -> list[Problem]:
     return [] if "task" in state.wrong else list(check(sections, state.labels, frozenset(state.wrong)))
 
 
-def _later_wins(state: State, sections: Sections) -> Sections:
-    """The sections without those options of earlier sources that contradict later ones, each dropped with a notice."""
+def _later_wins(state: State) -> tuple[State, Sections]:
+    """State and sections without those options of earlier sources that contradict later ones; each is dropped with a
+    notice."""
+    sections = _sections(state)
     if "task" in state.wrong or len(set(state.weights.values())) < 2:
-        return sections
-    while True:
-        count = len(_check(sections, state))
-        for old, new in contradicted(sections, state.weights, frozenset(state.wrong) | state.ambient):
-            if old in KEPT or not state.typed[old].spelling:  # accelerate's settings: its launcher follows them too
-                continue
-            rest = replace(
-                state,
-                values=dict(state.values),
-                typed=dict(state.typed),
-                weights=dict(state.weights),
-                ambient=set(state.ambient),
-                notices=[*state.notices, f"{state.typed[old].label}: not used, because of {state.typed[new].label}"],
-            )
-            rest.forget(old)
-            fewer = _sections(rest)
-            same_thing = {old, new} == {BATCH[0], *BATCH[1]}
-            if len(_check(fewer, rest)) < count + same_thing:
-                state.__dict__.update(rest.__dict__)
-                sections = fewer
-                break
-        else:
-            return sections
+        return state, sections
+    while (fewer := _with_one_dropped(state, sections)) is not None:
+        state, sections = fewer
+    return state, sections
+
+
+def _with_one_dropped(state: State, sections: Sections) -> tuple[State, Sections] | None:
+    """State and sections without the first contradicted option whose absence leaves fewer problems; None where there
+    is none. Where both options say the same thing, as many problems are few enough."""
+    count = len(_check(sections, state))
+    for old, new in contradicted(sections, state.weights, frozenset(state.wrong) | state.ambient):
+        if old in KEPT or not state.typed[old].spelling:  # accelerate's settings: its launcher follows them too
+            continue
+        rest = state.without(old, f"{state.typed[old].label}: not used, because of {state.typed[new].label}")
+        fewer = _sections(rest)
+        same_thing = {old, new} == {BATCH[0], *BATCH[1]}
+        if len(_check(fewer, rest)) < count + same_thing:
+            return rest, fewer
+    return None
 
 
 def _take(state: State, source: Source, weight: int) -> None:
+    state.problems += source.problems
+    state.secrets += secrets_of(source.givens)
     first: dict[str, Given] = {}
     for given in _spelled_out(source.givens):
         if given.name in ("task", "rlhf_type") or (
@@ -209,7 +234,7 @@ def take_value(state: State, option: Option, given: Given, earlier: Given | None
     try:
         value = parse(option, given.value)
     except Invalid:
-        error = refusal(option.of_task(state.task), given.value)
+        error = _refusal(option.of_task(state.task), given.value)
         words = given.value if isinstance(given.value, list | tuple) else [given.value]
         fix = next((text for word in words if (text := value_meaning(option.name, str(word)))), error.fix)
         state.problems.append(Problem(given.label, error.rule, fix))
@@ -224,7 +249,7 @@ def take_value(state: State, option: Option, given: Given, earlier: Given | None
     state.wrong.discard(option.name)
 
 
-def refusal(option: Option, raw: Any) -> Invalid:
+def _refusal(option: Option, raw: Any) -> Invalid:
     """What is wrong with a value that does not parse."""
     try:
         parse(option, raw)
