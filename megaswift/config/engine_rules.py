@@ -88,6 +88,10 @@ _TORCH: Test = lambda c: engine_of(c) not in (NATIVE, AUTO)  # noqa: E731
 _NO_FSDP: Test = lambda c: engine_of(c) != "fsdp2"  # noqa: E731
 _PARTS = ("freeze_vit", "freeze_aligner", "freeze_llm")
 
+_FSDP_MISSING: tuple[tuple[Test, str], ...] = (
+    (lambda c: _NO_FSDP(c) and c.engine.deepspeed is None, "--engine fsdp2"),
+    (lambda c: _NO_FSDP(c) and c.engine.deepspeed is not None, "--engine fsdp2 in place of --deepspeed"),
+)
 ENGINE_IGNORED: tuple[Ignored, ...] = (
     *(
         Ignored(
@@ -112,23 +116,8 @@ ENGINE_IGNORED: tuple[Ignored, ...] = (
         for name in _PARTS
     ),
     *(
-        Ignored(
-            name,
-            READS,
-            lambda c: _NO_FSDP(c) and c.engine.deepspeed is None,
-            "belongs to the engine fsdp2 (engine is {engine})",
-            "--engine fsdp2",
-        )
-        for name in FSDP_ONLY
-    ),
-    *(
-        Ignored(
-            name,
-            READS,
-            lambda c: _NO_FSDP(c) and c.engine.deepspeed is not None,
-            "belongs to the engine fsdp2 (engine is {engine})",
-            "--engine fsdp2 in place of --deepspeed",
-        )
+        Ignored(name, READS, when, "belongs to the engine fsdp2 (engine is {engine})", fix)
+        for when, fix in _FSDP_MISSING
         for name in FSDP_ONLY
     ),
 )

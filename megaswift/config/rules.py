@@ -286,10 +286,11 @@ BATCH = ("global_batch_size", ("gradient_accumulation_steps",))
 """Where one is given, the other follows from it."""
 
 
-def contradicted(c: Sections, weights: Mapping[str, int], wrong: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+def contradicted(c: Sections, weights: Mapping[str, int], wrong: Collection[str]) -> Iterator[tuple[str, str]]:
     """Options of earlier sources that contradict one of a later source, or are idle because of one, each with that one.
 
-    `weights`: which source an option is from. An option of a later source that needs another is no contradiction.
+    `weights`: which source an option is from; `wrong`: options to leave out. An option of a later source that needs
+    another is no contradiction.
     """
 
     def pairs(option: str, others: Iterable[str], both: bool) -> Iterator[tuple[str, str]]:
@@ -302,8 +303,7 @@ def contradicted(c: Sections, weights: Mapping[str, int], wrong: Collection[str]
                 yield other, option
 
     for r in IGNORED:
-        mine = r.option in c.given and OPTIONS[r.option].belongs_to(c.task)
-        if mine and c.value(r.option) not in r.neutral and r.when(c):
+        if _would_ignore(r, c):
             yield from pairs(r.option, r.reads, r.fix == ONE_OF)
     for rule in CLASHES:
         if rule.when(c):
@@ -312,10 +312,15 @@ def contradicted(c: Sections, weights: Mapping[str, int], wrong: Collection[str]
     yield from pairs(*BATCH, True)
 
 
+def _would_ignore(rule: Ignored, c: Sections) -> bool:
+    """Whether the user gave the rule's option a value that would have no effect."""
+    mine = rule.option in c.given and OPTIONS[rule.option].belongs_to(c.task)
+    return mine and c.value(rule.option) not in rule.neutral and bool(rule.when(c))
+
+
 def _ignored(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> Iterator[Problem]:
     for r in IGNORED:
-        mine = r.option in c.given and OPTIONS[r.option].belongs_to(c.task)
-        if mine and not wrong & {r.option, *r.reads} and c.value(r.option) not in r.neutral and r.when(c):
+        if not wrong & {r.option, *r.reads} and _would_ignore(r, c):
             yield Problem(
                 labels[r.option], f"would be ignored: {_fill(r.why, c)}", _fill(r.fix, c) + ", or leave it out"
             )
