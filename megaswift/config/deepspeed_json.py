@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config.batch import accumulation
+from megaswift.config.json_object import read_object
 from megaswift.config.sections import Sections
-from megaswift.errors import ConfigError, Problem, nearest
+from megaswift.errors import Problem, nearest
 
 KINDS = {
     "zero0": (0, False, False),
@@ -176,18 +177,8 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
 
 def read(path: Path) -> dict[str, Any]:
     """The JSON object of a file; ConfigError where there is none."""
-    what = f"--deepspeed {path}"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            Problem(what, f"cannot be read: {error.strerror}", f"one of {', '.join(KINDS)}, or a JSON file")
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(Problem(what, f"is not JSON: {error}", "configs/deepspeed/zero2.json is one")) from error
-    if not isinstance(found, dict):
-        raise ConfigError(Problem(what, "holds no JSON object", "configs/deepspeed/zero2.json holds one"))
-    return found
+    fix = f"one of {', '.join(KINDS)}, or a JSON file such as configs/deepspeed/zero2.json"
+    return read_object(path, f"--deepspeed {path}", fix)
 
 
 def missing(kind: str) -> list[Problem]:

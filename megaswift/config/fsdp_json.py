@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaswift.config.json_object import read_object
 from megaswift.config.sections import Sections
 from megaswift.errors import ConfigError, Problem, nearest
 
@@ -69,16 +70,7 @@ class Taken:
 
 def read(path: Path) -> dict[str, Any]:
     """The JSON object of a file; ConfigError where there is none."""
-    what, fix = f"--fsdp_config {path}", 'a file like {"reshard_after_forward": true}'
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(Problem(what, f"cannot be read: {error.strerror}", fix)) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(Problem(what, f"is not JSON: {error}", fix)) from error
-    if not isinstance(found, dict):
-        raise ConfigError(Problem(what, "holds no JSON object", fix))
-    return found
+    return read_object(path, f"--fsdp_config {path}", 'a file like {"reshard_after_forward": true}')
 
 
 def take(given: Mapping[str, Any], label: str) -> Taken:

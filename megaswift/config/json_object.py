@@ -1,0 +1,22 @@
+"""The JSON object in a file that an option names, or one message that says why there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megaswift.errors import ConfigError, Problem
+
+
+def read_object(path: Path, what: str, fix: str) -> dict[str, Any]:
+    """The object; ConfigError with `what` as the option and its value, and `fix`, where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(Problem(what, f"cannot be read: {error.strerror}", fix)) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(Problem(what, f"is not JSON: {error}", fix)) from error
+    if not isinstance(found, dict):
+        raise ConfigError(Problem(what, "holds no JSON object", fix))
+    return found
