@@ -27,11 +27,8 @@ megaswift deploy: a server for OpenAI's API (chat, completions, models) over tra
   megaswift deploy --model DIR                                    http://127.0.0.1:8000/v1, for this machine only
   MEGASWIFT_API_KEY=... megaswift deploy --model DIR --host 0.0.0.0"""
 HINTS = {
-    "tp": "--tensor_parallel_size with --infer_backend vllm",
     "max_num_seqs": "--max_batch_size",
     "api_keys": "--api_key",
-    "bf16": "--torch_dtype bfloat16",
-    "load_in_4bit": "--quantization_bit 4",
     "backend": "--infer_backend",
 }
 TEXT_BODY, IMAGES_BODY = 8 << 20, 32 << 20

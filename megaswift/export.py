@@ -20,13 +20,8 @@ megaswift export: a model's folder from another
   megaswift export --model DIR --quantization_bit 4 --output_dir SMALL
   megaswift export --model DIR --adapters OUT/adapter --merge_lora true --quantization_bit 4 --output_dir SMALL"""
 HINTS = {
-    "to_hf": "megaswift convert megatron-to-hf SRC DST",
-    "to_mcore": "megaswift convert hf-to-megatron SRC DST",
     "merge_adapters": "--merge_lora true",
     "ckpt_dir": "--adapters",
-    "load_in_4bit": "--quantization_bit 4",
-    "load_in_8bit": "--quantization_bit 8",
-    "quant_method": "--quantization_bit: bitsandbytes it is",
 }
 COMMAND = Command("export", USAGE, ExportConfig, check_export, HINTS)
 

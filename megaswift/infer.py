@@ -18,10 +18,6 @@ megaswift infer: a conversation in the terminal, or the answers to a file of pro
   megaswift infer --model DIR --dataset q.jsonl --result_path a.jsonl  a file
   megaswift infer --model DIR --adapters OUT/adapter --max_memory 0:20GiB,cpu:64GiB --offload_folder /disk/tmp"""
 HINTS = {
-    "bf16": "--torch_dtype bfloat16",
-    "fp16": "--torch_dtype float16",
-    "load_in_4bit": "--quantization_bit 4",
-    "load_in_8bit": "--quantization_bit 8",
     "do_sample": "--temperature: above 0 draws, 0 does not",
     "stream": "answers are streamed anyway",
     "merge_lora": "--merge_adapters, or megaswift export --merge_lora true",
