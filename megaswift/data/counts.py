@@ -17,7 +17,7 @@ NOTES = {
     UNUSED_SYSTEM: "with a system message that the chat template leaves out",
 }
 """Of rows that are kept."""
-WORDS = {
+WORDS = NOTES | {
     MALFORMED: "malformed and skipped",
     "deleted": "deleted (longer than --max_length)",
     "truncated": "cut to --max_length",
@@ -25,9 +25,8 @@ WORDS = {
     "empty": "without tokens",
     WITHOUT_LABELS: "without label tokens",
     EMPTY_ANSWERS: "with an empty answer",
-    UNUSED_TOOLS: "with tools that the chat template does not use",
-    UNUSED_SYSTEM: "with a system message that the chat template leaves out",
 }
+"""Of all rows, as short as the first screen and the report need them."""
 
 
 def skipped(cause: str) -> str:
