@@ -30,7 +30,7 @@ FILES = 6
 """Descriptors of an order: input, output, errors, result, job, state. They become the child's descriptors 0 to 5."""
 LOOK_SECONDS = 1.0
 MESSAGE = 4096
-"""Most bytes of an order or a report."""
+"""Most bytes of an order, of a report, and of what a child writes about its lock."""
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaswift.errors import ConfigError, Problem, RewardError
 from megaswift.trainers.rewards import jail
+from megaswift.trainers.rewards.runner import MESSAGE, ChildLimits
 
 ROOT = str(Path(__file__).resolve().parents[3])
 SLACK = 60.0
 """Seconds beyond a job's own before the runner itself counts as stuck."""
-MESSAGE = 4096
-"""Most bytes of the runner's reports, and of what a child says of its lock."""
 AHEAD = 2
 """Jobs that are sent before there is a worker for them."""
 TAIL = 2000
@@ -205,9 +204,8 @@ class Sandbox:
         while len(found) < len(jobs):
             for number in itertools.islice(waiting, sent - len(files)):
                 files[number] = _files(jobs[number])
-                order = {"number": number, "locked": self.locked, "clock": limits.clock, "cpu": limits.cpu}
-                order |= {"memory": limits.memory, "output": limits.output}
-                socket.send_fds(control, [json.dumps(order).encode()], files[number])
+                order = ChildLimits(number, limits.cpu, limits.clock, limits.memory, limits.output, self.locked)
+                socket.send_fds(control, [json.dumps(asdict(order)).encode()], files[number])
             message = control.recv(MESSAGE)
             if not message:
                 raise ConnectionResetError("it closed its socket")
