@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from megaswift.data.chat import ChatRenderer, templates_of
 from megaswift.data.images import Home, Source, open_image, placed
 from megaswift.data.processor import Processor
 from megaswift.data.sample import RowError, Sample, conversation
 from megaswift.data.template import read_system
-from megaswift.errors import ConfigError, Problem
+from megaswift.data.template_limits import REFUSED
+from megaswift.errors import ConfigError, Problem, first_line
 from megaswift.inference.generator import Listener, Pictures, Request
 from megaswift.inference.load import Prepared
 
@@ -89,9 +88,8 @@ class Prompts:
             ids = self.tokenizer.apply_chat_template(
                 turns, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=True, return_dict=True
             )["input_ids"]
-        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
-            # whatever a template's expressions raise
-            raise PromptError(f"the chat template refuses this conversation ({error})") from None
+        except REFUSED as error:
+            raise PromptError(f"the chat template refuses this conversation ({first_line(error)})") from None
         return Prompt(self._checked(ids))
 
     def _text(self, parts: Sequence[Any]) -> str:

@@ -12,9 +12,9 @@ from os.path import commonprefix
 from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 
 from megaswift.data.prompts import Prompt
+from megaswift.data.template_limits import REFUSED
 from megaswift.errors import Problem, RewardError, first_line
 from megaswift.inference.rollout import Completion, Sampler, Sampling
 from megaswift.trainers.rl.environment import Checked, Message
@@ -105,8 +105,7 @@ class Talk:
 
         try:
             tail, rest, stop = after(DUMMY, False), after([*DUMMY, *answers], True), self.tokenizer.eos_token or ""
-        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
-            # whatever a template's expressions raise
+        except REFUSED as error:
             roles = " and ".join(dict.fromkeys(str(m["role"]) for m in answers))
             raise RewardError(
                 Problem(
