@@ -5,7 +5,7 @@
 
 An execution is good when the code returns or raises one of our own errors (`errors.py`) within the bounds of time and
 memory. Anything else is a finding: its input is saved below --out, under the target's name and the seed, and the exit
-code is 1. The targets are tables: tests/fuzz_targets.py and, where it exists, tests/fuzz_checkpoints.py.
+code is 1. The targets are tables: tests/fuzz_targets.py and tests/fuzz_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-import importlib.util
 import json
 import random
 import resource
@@ -46,25 +45,10 @@ VALUES: tuple[Any, ...] = (
 )
 """What takes a value's place."""
 BYTES = (
-    b"",
-    b"\0",
-    b"\xff",
-    b'"',
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b",",
-    b":",
-    b"\n",
-    b"\\ud83d",
-    b"{{",
-    b"}}",
-    b"{%",
-    b"%}",
-    b"&a",
-    b"*a",
+    *(b"", b"\0", b"\xff", b'"', b"{", b"}", b"[", b"]", b",", b":", b"\n", b"\\ud83d"),
+    *(b"{{", b"}}", b"{%", b"%}", b"&a", b"*a"),
 )
+"""What is put between other bytes."""
 
 
 class Slow(BaseException):
@@ -81,15 +65,14 @@ class Finding:
 
 
 def tables() -> tuple[dict[str, Callable[[bytes], None]], dict[str, Sequence[bytes]]]:
-    """(targets, seeds) of all modules that are there."""
+    """(targets, seeds) of all modules."""
     targets: dict[str, Callable[[bytes], None]] = {}
     seeds: dict[str, Sequence[bytes]] = {}
     for name in MODULES:
-        if importlib.util.find_spec(name) is not None:
-            module = importlib.import_module(name)
-            targets |= dict(module.TARGETS)
-            given: dict[str, bytes | Sequence[bytes]] = getattr(module, "SEEDS", {})
-            seeds |= {name: [some] if isinstance(some, bytes) else some for name, some in given.items()}
+        module = importlib.import_module(name)
+        targets |= dict(module.TARGETS)
+        given: dict[str, bytes | Sequence[bytes]] = module.SEEDS
+        seeds |= {target: [some] if isinstance(some, bytes) else some for target, some in given.items()}
     return targets, seeds
 
 
