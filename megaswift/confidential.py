@@ -1,4 +1,4 @@
-"""Values that no message may repeat: tokens, keys and passwords, told by the name of the option, known or not."""
+"""Values that no message may repeat: tokens, keys and passwords. An option's name decides, known or not."""
 
 from __future__ import annotations
 

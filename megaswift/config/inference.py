@@ -175,7 +175,7 @@ class ServerOptions:
         "transformers", "What runs the model", choices=("transformers", "vllm"), spellings={"pt": "transformers"}
     )
     max_batch_size: int = option(8, "Answers that are generated together", minimum=1, unit="answers")
-    max_waiting: int = option(64, "Answers that may wait; more are told to come again (429)", minimum=0, unit="answers")
+    max_waiting: int = option(64, "Answers that may wait; further requests get status 429", minimum=0, unit="answers")
     max_body_size: str | None = option(
         None, "Largest request; unset: 8MiB, or 32MiB where the model reads images", metavar="SIZE"
     )

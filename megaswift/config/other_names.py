@@ -7,7 +7,7 @@ Owns the tables. A name that stands in none of them gets a guess only where it l
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from megaswift.config.values import FALSE, show
@@ -111,7 +111,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "warmup_min_lr": _GONE + "warm-up starts at 0",
     "optim_args": "--galore_rank and the like",
     "optimizer_offload_fraction": _GONE + "--optimizer_cpu_offload true moves all of Adam's moments",
-    "gradient_checkpointing_kwargs": _GONE + "layers are recomputed without re-entrance",
+    "gradient_checkpointing_kwargs": _GONE + "layers are recomputed by non-reentrant checkpointing",
     "activation_checkpointing": "--gradient_checkpointing true",
     "calculate_per_token_loss": _GONE + "the loss is a mean over the label tokens of the global batch",
     "average_tokens_across_devices": _GONE + "the loss is a mean over the label tokens of the global batch",
@@ -200,7 +200,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "moe_enable_deepep": _NOT_SERVED + "DeepEP; --moe_token_dispatcher_type alltoall or allgather",
     "use_cpu_initialization": _GONE + "every rank reads its own part of the weights",
     "perform_initialization": _GONE + "weights are read from --model DIR; --random_init true draws them",
-    "manual_gc": _GONE + "garbage is collected as Python decides",
+    "manual_gc": _GONE + "Python's automatic garbage collection stays on",
     "cross_entropy_loss_fusion": _GONE + "the loss is computed over the tensor-parallel parts of the vocabulary anyway",
     "cross_entropy_fusion_impl": _GONE + "the loss is computed over the tensor-parallel parts of the vocabulary anyway",
     "gradient_accumulation_fusion": _FUSED,
@@ -267,10 +267,10 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "vllm_server_port": _SERVER,
     "vllm_group_port": _SYNC,
     "vllm_server_group_port": _SYNC,
-    "vllm_max_lora_rank": _GONE + "samplers make room for --lora_rank",
+    "vllm_max_lora_rank": _GONE + "samplers are started with the run's --lora_rank",
     "vllm_tensor_parallel_size": _GONE + "vLLM in the training process is not split over GPUs; a server may be: "
     "--rollout_backend vllm_server",
-    "vllm_enable_prefix_caching": _GONE + "vLLM chooses it itself",
+    "vllm_enable_prefix_caching": _GONE + "vLLM decides whether prefixes are cached",
     "ds3_gather_for_generation": _GONE + "weights are gathered for the sampler tensor by tensor",
     "offload_teacher_model": _TEACHER,
     "lambda": "--lam",
@@ -352,7 +352,7 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
 """What to say in place of another toolkit's value of an option."""
 
 
-def meaning(name: str, value: Any, known: Collection[str] | None = None) -> str:
+def meaning(name: str, value: Any, known: Collection[str]) -> str:
     """What to do in place of another toolkit's option with this value; the empty string where it is none.
 
     `known`: the names that the command has; an advice that names others is of no use to it.
@@ -365,7 +365,7 @@ def meaning(name: str, value: Any, known: Collection[str] | None = None) -> str:
         )  # fmt: skip
     advice = NAMES_ELSEWHERE.get(name) or next((text for rule, text in PATTERNS if re.fullmatch(rule, name)), "")
     options = re.findall(r"--(\w+)", advice)
-    if known is not None and any(option not in known for option in options):
+    if any(option not in known for option in options):
         return ""
     plain = isinstance(value, str | int | float) and re.fullmatch(r"--\w+", advice)  # the same option by another name
     return f"{advice} {show(value)}" if plain else advice
@@ -374,8 +374,3 @@ def meaning(name: str, value: Any, known: Collection[str] | None = None) -> str:
 def value_meaning(option: str, value: str) -> str:
     """What to say in place of another toolkit's value of an option; the empty string where it is none."""
     return VALUES_ELSEWHERE.get((option, value.strip().lower()), "")
-
-
-def unknown_options(texts: Iterable[str], known: Collection[str]) -> list[str]:
-    """Options that these texts advise and that do not exist; for the tests."""
-    return [name for text in texts for name in re.findall(r"--(\w+)", text) if name not in known]

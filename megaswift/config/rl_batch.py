@@ -81,7 +81,7 @@ def default_passes(task: str | None, values: Mapping[str, Any]) -> DefaultPasses
 
 
 def generation_problems(c: Sections, labels: Mapping[str, str]) -> Iterator[Problem]:
-    """What does not fit, as far as it can be told before the number of ranks is known."""
+    """Problems that can be found before the number of ranks is known."""
     train, dp = c.train, c.parallel.data_parallel_size
     passes, wide = train.gradient_accumulation_steps, train.per_device_train_batch_size * dp if dp else None
     batch = train.global_batch_size or (wide * (passes or 1) if wide else None)

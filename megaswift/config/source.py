@@ -184,7 +184,7 @@ def _yaml_pairs(text: str) -> Iterator[_Pair]:
         yield from _walk(loader, root, "")
     except RecursionError:
         raise _Malformed("is nested too deeply") from None
-    except ValueError as error:  # numbers and dates that Python has not
+    except ValueError as error:  # of a number or date that Python cannot represent
         raise _Malformed(f"holds a value that cannot be read: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

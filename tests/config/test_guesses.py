@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from megaswift.cli import COMMANDS
 from megaswift.commands import ELSEWHERE, no_command
 from megaswift.confidential import is_secret
 from megaswift.config import load
-from megaswift.config.other_names import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, meaning, unknown_options
+from megaswift.config.other_names import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, meaning
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.errors import ConfigError, beside, distance, nearest
 
@@ -167,6 +168,11 @@ def test_other_commands_advise_their_own_options(module: object) -> None:
         (fix,) = [p.fix for p in caught.value.problems if p.what == f"--{name} 1"]
         named = re.findall(r"--(\w+)", fix)
         assert name in command.hints or set(named) <= {*command.table.names, "help"}, (name, fix)
+
+
+def unknown_options(texts: Iterable[str], known: Collection[str]) -> list[str]:
+    """Options that these texts advise and that do not exist."""
+    return [name for text in texts for name in re.findall(r"--(\w+)", text) if name not in known]
 
 
 def test_the_tables_name_what_exists() -> None:

@@ -61,7 +61,7 @@ def test_gradient_checkpointing_is_a_switch(words: str, value: str) -> None:
 
 
 def test_names_of_other_toolkits_get_a_hint() -> None:
-    with pytest.raises(Exception, match="without re-entrance"):
+    with pytest.raises(Exception, match="non-reentrant"):
         load("sft", ["--gradient_checkpointing_kwargs", "x"], environ={})
     with pytest.raises(Exception, match="--galore_rank"):
         load("sft", ["--optim_args", "rank=64"], environ={})
