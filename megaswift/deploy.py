@@ -19,7 +19,7 @@ from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_source import short_name
 
 if TYPE_CHECKING:
-    from megaswift.inference.door import Rules
+    from megaswift.inference.middleware import AccessRules
 
 USAGE = """\
 megaswift deploy: a server for OpenAI's API (chat, completions, models) over transformers or vLLM
@@ -57,12 +57,12 @@ def _also(cfg: DeployConfig) -> tuple[str, ...]:
     return () if cfg.server.served_model_name is not None else (str(cfg.weights.model),)
 
 
-def _rules(cfg: DeployConfig, secret: str | None, blind: bool) -> Rules:
-    from megaswift.inference.door import Rules
+def _rules(cfg: DeployConfig, secret: str | None, blind: bool) -> AccessRules:
+    from megaswift.inference.middleware import AccessRules
 
     size = parse_size(cfg.server.max_body_size) if cfg.server.max_body_size is not None else None
     body = size if size is not None else TEXT_BODY if blind else IMAGES_BODY
-    return Rules(secret, body, cfg.server.host, log=cfg.server.log_requests)
+    return AccessRules(secret, body, cfg.server.host, log=cfg.server.log_requests)
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -106,7 +106,7 @@ def _transformers(cfg: DeployConfig) -> int:
     generator = Generator(model, copy.deepcopy(prepared.tokenizer), device)
     import uvicorn
 
-    from megaswift.inference.door import Door, protocol
+    from megaswift.inference.middleware import AccessMiddleware, protocol
     from megaswift.inference.queueing import Line
     from megaswift.inference.serving import Served, app_of
 
@@ -115,14 +115,14 @@ def _transformers(cfg: DeployConfig) -> int:
     writer = copy.deepcopy(prepared.tokenizer)
     served = Served(name, prompts, line, cfg.generation, prepared.generation, int(time.time()), writer, _also(cfg))
     secret = token(cfg.server)
-    door = Door(app_of(served), _rules(cfg, secret, bool(prompts.blind)))
+    application = AccessMiddleware(app_of(served), _rules(cfg, secret, bool(prompts.blind)))
     host, port = listener.getsockname()[:2]
     log.info(
         f"serving {served.name} at {_address(host, port)}"
         f" ({'with a token' if secret else 'without a token, for this machine only'})"
     )
     try:
-        settings = uvicorn.Config(door, http=protocol(), ws="none", log_level="warning", access_log=False)
+        settings = uvicorn.Config(application, http=protocol(), ws="none", log_level="warning", access_log=False)
         uvicorn.Server(settings).run(sockets=[listener])
     except KeyboardInterrupt:  # how a server is ended
         log.info("stopped")

@@ -1,9 +1,9 @@
 """The HTTP application of `megaswift deploy`: OpenAI's chat, completions and models, over one waiting line before one
 model.
 
-Owns routes and what errors look like. Who may come in with how much is decided before, by `door`; fields are checked by
-`openai_requests`, answers written by `openai_answers`. The event loop does none of it: parsing, tokenising, opening
-images and writing answers happen in two threads, so that /health answers at once.
+Owns routes and what errors look like. Access and the size of requests are checked before, by `middleware`; fields are
+checked by `openai_requests`, answers written by `openai_answers`. The event loop does none of it: parsing, tokenising,
+opening images and writing answers happen in two threads, so that /health answers at once.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ParsedRequest:
 
 
 def app_of(served: Served) -> FastAPI:
-    """The application; `door.Door` goes around it."""
+    """The application; `middleware.AccessMiddleware` wraps it."""
     app = FastAPI(title="megaswift", docs_url=None, redoc_url=None, openapi_url=None)
     _errors(app)
 

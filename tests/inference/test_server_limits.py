@@ -19,16 +19,16 @@ import uvicorn
 
 from megaswift.config.inference import GenerationOptions, WeightsOptions
 from megaswift.inference import serving
-from megaswift.inference.door import Door, Rules, protocol
 from megaswift.inference.generator import Completion, Request, Sampling
 from megaswift.inference.load import prepare
+from megaswift.inference.middleware import AccessMiddleware, AccessRules, protocol
 from megaswift.inference.prompts import Prompts
 from megaswift.inference.queueing import Line
 from megaswift.inference.serving import Served, app_of
 from tests.trainers.inputs import write_model
 
 BODY = 2 << 20
-RULES = Rules(None, BODY, seconds=0.6, log=True)
+RULES = AccessRules(None, BODY, seconds=0.6, log=True)
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -56,7 +56,7 @@ def until(there: Callable[[], bool]) -> None:
 class Server:
     """One on a port of its own, in a thread."""
 
-    def __init__(self, folder: Path, rules: Rules, most: int = 50) -> None:
+    def __init__(self, folder: Path, rules: AccessRules, most: int = 50) -> None:
         prepared = prepare(WeightsOptions(model=str(folder)), None)
         self.model, self.prompts = Model(), Prompts(prepared, None)
         line = Line(self.model.generate, 8, 40)
@@ -67,7 +67,10 @@ class Server:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=300)
         self.port = self.listener.getsockname()[1]
         settings = uvicorn.Config(
-            Door(app_of(self.served), rules), http=protocol(rules.seconds, most), log_level="warning", access_log=False
+            AccessMiddleware(app_of(self.served), rules),
+            http=protocol(rules.seconds, most),
+            log_level="warning",
+            access_log=False,
         )
         self.uvicorn = uvicorn.Server(settings)
         self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.listener]}, daemon=True)
@@ -103,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def opened(folder: Path, rules: Rules = RULES, most: int = 50) -> Iterator[Server]:
+def opened(folder: Path, rules: AccessRules = RULES, most: int = 50) -> Iterator[Server]:
     server = Server(folder, rules, most)
     try:
         yield server

@@ -1,5 +1,5 @@
-"""What stands before the routes of `megaswift deploy`: who may come in, how large a request may be and how long it may
-take to arrive, and the line that each request leaves in the log.
+"""Checks before the routes of `megaswift deploy`: access, the size of a request and the time it may take to arrive;
+and the line that each request leaves in the log.
 
 An ASGI application around another, and the protocol class for uvicorn that bounds what comes before a request is
 complete. Bodies are read here as a whole, so that no route waits for a client.
@@ -38,11 +38,11 @@ Receive = Callable[[], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
-class Rules:
-    """Who may come in with what."""
+class AccessRules:
+    """Who may send which requests."""
 
     token: str | None
-    """None: everyone may who names this machine as the host."""
+    """None: requests need no token, but must name this machine as the host."""
     body: int
     """Most bytes of a request."""
     host: str = "127.0.0.1"
@@ -52,7 +52,7 @@ class Rules:
 
 
 class _Refused(Exception):
-    """A request that gets no further."""
+    """A request that is answered with an error before any route."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -63,12 +63,12 @@ class _Left(Exception):
     """The client closed the connection before its request was complete."""
 
 
-class Door:
-    """Lets in who sends the token; /health is open. Without a token the request must name this machine, so that no web
-    page can reach the server by a name of its own (DNS rebinding), and bodies must be declared as JSON, which browsers
-    do not let another site's page send."""
+class AccessMiddleware:
+    """Passes on requests that send the token; /health needs none. Without a token the request must name this machine,
+    so that no web page can reach the server by a name of its own (DNS rebinding), and bodies must be declared as JSON,
+    which browsers do not let another site's page send."""
 
-    def __init__(self, app: Any, rules: Rules) -> None:
+    def __init__(self, app: Any, rules: AccessRules) -> None:
         self.app, self.rules = app, rules
 
     async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
@@ -151,7 +151,7 @@ class Door:
 
 
 async def _drained(receive: Receive, method: str) -> None:
-    """Takes some of a body that is refused and drops it: many clients hear nothing of an answer while they send."""
+    """Takes some of a body that is refused and drops it: many clients read no answer while they send."""
     left = DRAINED_BYTES if method == "POST" else 0
     with suppress(TimeoutError):
         async with asyncio.timeout(DRAINED_SECONDS):
@@ -185,7 +185,8 @@ def _line(scope: Any, status: int, seconds: float) -> str:
 
 
 def protocol(seconds: float = ARRIVAL_SECONDS, connections: int = MOST_CONNECTIONS) -> type[H11Protocol]:
-    """uvicorn's protocol, which alone waits for the headers of a request for ever, and for any number of clients."""
+    """A subclass of uvicorn's protocol, which by itself waits without limit for the headers of a request, and accepts
+    any number of clients."""
 
     class Bounded(H11Protocol):
         """Closes a connection whose headers are late, and where there are too many, the one that has waited longest."""
@@ -194,7 +195,7 @@ def protocol(seconds: float = ARRIVAL_SECONDS, connections: int = MOST_CONNECTIO
         _since = 0.0
 
         def connection_made(self, transport: Any) -> None:
-            """A client comes."""
+            """A client connects."""
             super().connection_made(transport)
             self._since = self.loop.time()
             self._late = self.loop.call_later(seconds, transport.close)
@@ -213,7 +214,7 @@ def protocol(seconds: float = ARRIVAL_SECONDS, connections: int = MOST_CONNECTIO
                 self._late = self.loop.call_later(seconds, self.transport.close)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """A client leaves."""
+            """A client disconnects."""
             self._in_time()
             super().connection_lost(exc)
 
