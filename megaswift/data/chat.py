@@ -80,13 +80,12 @@ def templates_of(tokenizer: Any, chat_template: str | None) -> Templates:
 def trained_turns(sample: Sample, loss_scale: str) -> list[bool]:
     """For each assistant message in order: does it carry loss?"""
     roles = [m["role"] for m in sample.messages]
-    last = max((i for i, r in enumerate(roles) if r == "assistant"), default=-1)
+    turns = [(i, flag) for i, (role, flag) in enumerate(zip(roles, sample.loss, strict=True)) if role == "assistant"]
+    if not turns or loss_scale != "last_round":
+        return [flag is not False for _, flag in turns]
+    last = turns[-1][0]
     opening = max((i for i in range(last) if roles[i] == "user"), default=-1)
-    return [
-        flag if flag is not None else loss_scale != "last_round" or opening < i <= last
-        for i, (role, flag) in enumerate(zip(roles, sample.loss, strict=True))
-        if role == "assistant"
-    ]
+    return [i > opening if flag is None else flag for i, flag in turns]
 
 
 class ChatRenderer:

@@ -112,7 +112,7 @@ def _json_rows(path: Path) -> list[Any]:
         data = data.get("data", lists[0] if len(lists) == 1 else data)
     if not isinstance(data, list):
         raise DataError(Problem(str(path), f"holds {describe(data)}", 'a list of objects, or {"data": [...]}'))
-    halves = "\\ud" in text or "\\uD" in text or json_text.SURROGATE.search(text) is not None
+    halves = json_text.has_surrogate_escape(text) or json_text.SURROGATE.search(text) is not None
     return [_json_item(row, halves) for row in data]
 
 

@@ -28,18 +28,16 @@ OTHER_NAMES = MappingProxyType(
     }
 )
 """Of ShareGPT, ms-swift and others; upper and lower case alike."""
-TURN_NAMES = OTHER_NAMES | {"observation": "tool"}
+ROLE_OF: Mapping[str, str] = {**{role: role for role in (*ROLES, TOOL_CALL)}, **OTHER_NAMES}
+"""The role of each name in lower case."""
+TURN_ROLE_OF: Mapping[str, str] = {**ROLE_OF, "observation": "tool"}
 """The same in `conversations`, where ShareGPT's `observation` is a tool's answer."""
 KNOWN = ", ".join([*ROLES, TOOL_CALL, *OTHER_NAMES])
 
 
-def role_of(name: Any, names: Mapping[str, str] = OTHER_NAMES) -> str | None:
+def role_of(name: Any, roles: Mapping[str, str] = ROLE_OF) -> str | None:
     """The role of this name; None where there is none."""
-    if not isinstance(name, str):
-        return None
-    lower = name.lower()
-    found = names.get(lower, lower)
-    return found if found in ROLES or found == TOOL_CALL else None
+    return roles.get(name.lower()) if isinstance(name, str) else None
 
 
 Checked = tuple[dict[str, Any], bool | None]

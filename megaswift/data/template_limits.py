@@ -52,21 +52,28 @@ class _Budget(threading.local):
     """What is left to the rendering of this thread."""
 
     steps = written = 0
-    look = _CLOCK_EVERY
+    """Steps up to the last look at the clock, and characters."""
+    since = 0
+    """Steps since then."""
     end = float("inf")
 
     def begin(self) -> None:
-        self.steps, self.written, self.look = 0, 0, _CLOCK_EVERY
+        self.steps = self.written = self.since = 0
         self.end = time.monotonic() + MOST_SECONDS
 
     def step(self, count: int = 1) -> None:
-        self.steps += count
-        if self.steps > self.look:
-            self.look = self.steps + _CLOCK_EVERY
-            if self.steps > MOST_STEPS:
-                raise TemplateLimit(f"more than {MOST_STEPS:,} loop iterations and calls")
-            if time.monotonic() > self.end:
-                raise TemplateLimit(f"more than {MOST_SECONDS:.0f} seconds for one conversation")
+        since = self.since + count
+        if since > _CLOCK_EVERY:
+            self._look(since)
+            since = 0
+        self.since = since
+
+    def _look(self, since: int) -> None:
+        self.steps += since
+        if self.steps > MOST_STEPS:
+            raise TemplateLimit(f"more than {MOST_STEPS:,} loop iterations and calls")
+        if time.monotonic() > self.end:
+            raise TemplateLimit(f"more than {MOST_SECONDS:.0f} seconds for one conversation")
 
 
 BUDGET = _Budget()
@@ -198,7 +205,8 @@ class LimitedTemplate(Template):
         size = 0
         for piece in super().generate(*args, **kwargs):
             size += len(piece)
-            _size(size, MOST_TEXT)
+            if size > MOST_TEXT:  # no call for each of many short pieces
+                _size(size, MOST_TEXT)
             yield piece
 
 
@@ -211,12 +219,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.globals.pop("lipsum", None)
-        plain, self.filters = (
-            self.filters,
-            _Filters(_megaswift_steps=_steps, _megaswift_kept=_kept, _megaswift_written=_written),
-        )
-        for name, value in plain.items():
-            self.filters[name] = value
+        filters = _Filters(_megaswift_steps=_steps, _megaswift_kept=_kept, _megaswift_written=_written)
+        for name, plain in self.filters.items():
+            filters[name] = plain
+        self.filters = filters
 
     def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
         """The template; TemplateLimit for one of more than a megabyte."""

@@ -88,4 +88,4 @@ class TemplateProbe:
                 if role not in ("system", "developer"):
                     raise RowError(f"messages[{i}]", f"a {role} message, which the chat template leaves out", FIX)
                 found.append(UNUSED_SYSTEM)
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(found)) if found else ()

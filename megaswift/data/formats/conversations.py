@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.roles import KNOWN, TURN_NAMES, role_of
+from megaswift.data.roles import KNOWN, TURN_ROLE_OF, role_of
 from megaswift.data.sample import RowError, Sample, conversation, decoded, describe, string
 
 
@@ -15,7 +15,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
         raise RowError(where, describe(turn), 'an object {"from": ..., "value": ...}')
     if "role" in turn and "from" not in turn:
         return turn
-    role = role_of(turn.get("from"), TURN_NAMES)
+    role = role_of(turn.get("from"), TURN_ROLE_OF)
     if role is None:
         raise RowError(f"{where}.from", describe(turn.get("from")), f"one of {KNOWN}")
     if "value" not in turn:
