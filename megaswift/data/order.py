@@ -32,6 +32,6 @@ class Order:
         while start < stop:
             number, at = divmod(start, self.rows)
             end = min(self.rows, at + stop - start)
-            pieces.append(self.epoch(number)[at:end])
+            pieces.append(self.epoch(number)[at:end] if self.shuffle else np.arange(at, end))
             start += end - at
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
