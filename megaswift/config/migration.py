@@ -95,7 +95,7 @@ CHANGED: tuple[Changed, ...] = (
     Changed("logging_steps", TRL, "10", "1"),
     Changed("report_to", TRL, "none", "tensorboard"),
 )
-"""What a command line from there says by leaving it out. LoRA's learning rate (1e-4) is ms-swift's."""
+"""Values that a command line written for that toolkit relies on. LoRA's learning rate (1e-4) is ms-swift's."""
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
     MEGATRON_SWIFT: (

@@ -57,19 +57,19 @@ SPEED_CLASHES: tuple[Clash, ...] = (
     Clash(
         ("deterministic", "rollout_backend"),
         lambda c: c.train.deterministic and c.task in RL and c.rl.rollout_backend != "transformers",
-        "cannot be had with {rollout_backend}: what it computes for a completion depends on which others it batches",
+        "is not possible with {rollout_backend}: the result for a completion depends on the others in its batch",
         "--rollout_backend transformers",
     ),
     Clash(
         ("deterministic", "async_generation"),
         lambda c: c.train.deterministic and c.task in RL and c.rl.async_generation,
-        "cannot be had: which weights a completion is drawn with depends on how fast others are",
+        "is not possible: the weights that sample a completion depend on the time that others take",
         "--async_generation false",
     ),
     Clash(
         ("deterministic", "torch_compile"),
         lambda c: c.train.deterministic and c.model.torch_compile,
-        "cannot be had: compiled kernels are chosen by how fast they ran",
+        "is not possible: compiled kernels are chosen by measured speed",
         "--torch_compile false",
     ),
 )
