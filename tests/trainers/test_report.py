@@ -193,6 +193,24 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
     assert charts.ticks(low, high, 4) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.6531, 0.6535), (9.99e-6, 1e-5), (5.0001, 5.0003), (12345, 12347), (1e6, 1.0004e6)]
+)
+def test_a_narrow_range_has_no_two_labels_alike(low: float, high: float) -> None:
+    values = charts.ticks(low, high, 4)
+    texts = charts.labels(values)
+    assert len(set(texts)) == len(values) >= 3
+    for value, text in zip(values, texts, strict=True):
+        read = float(text.rstrip("kM")) * {"k": 1e3, "M": 1e6}.get(text[-1], 1.0)
+        assert read == pytest.approx(value, abs=0.01 * (values[1] - values[0])), "a label says its value"
+
+
+def test_labels_of_a_wide_range_stay_short() -> None:
+    assert charts.labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
+    assert charts.labels([0.0, 1e-5, 2e-5]) == ["0", "1e-05", "2e-05"]
+    assert charts.labels([10000.0, 20000.0]) == ["10k", "20k"]
+
+
 def test_points_are_placed_by_their_values() -> None:
     svg = charts.line_chart("t", [charts.Series("a", [(0, 0), (10, 1)], "mean")], (0, 1), width=176, height=138)
     assert 'points="62.0,112.0 162.0,12.0"' in svg and "<title>a, step 10: 1</title>" in svg
