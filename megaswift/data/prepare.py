@@ -177,7 +177,10 @@ def _malformed(reports: list[PieceReport]) -> DataError:
         told.append(Problem(f"and {bad - SHOWN} more rows", "malformed too"))
     fix = "correct the row, or --strict false to skip such rows and count them"
     if bad > 1 and not any(r.rows or r.causes for r in read):
-        other = "other data, another task, or --columns FROM=TO where columns have other names"
+        other = (
+            "other data, another task, another template (--chat_template FILE), "
+            "or --columns FROM=TO where columns have other names"
+        )
         fix = f"no row so far could be read: {next((p.fix for p in told if p.fix), other)}"
     return DataError([*(replace(p, fix="") for p in told[:-1]), replace(told[-1], fix=fix)])
 
