@@ -11,6 +11,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -137,8 +138,8 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     speeds = sorted(v for v in column(lines, "tokens_per_second") if math.isfinite(v))
     last = lines[-1]
     found = [(f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "nan", f"training {watched}, first and last line")]
-    if evals and evals[-1][watched] is not None:
-        found.append((f"{evals[-1][watched]:.4g}", f"evaluation {watched} at step {evals[-1]['step']:,}"))
+    if evals and (value := evals[-1].get(watched)) is not None:  # no reward where all functions returned None
+        found.append((f"{value:.4g}", f"evaluation {watched} at step {evals[-1]['step']:,}"))
     for name in ("rewards/accuracies", "accuracy"):
         if (rate := (evals or lines)[-1].get(name)) is not None:
             found.append(
@@ -150,6 +151,8 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     found.append(
         (f"{last['step']:,}", f"optimizer step{'s'[: last['step'] - 1]}, {amount(last['epoch'], 'epoch', '.3g')}")
     )
+    if skipped := sum(line.get("skipped", 0) for line in lines):
+        found.append((f"{skipped:,}", "of these skipped: gradient not finite"))
     found.append(
         (
             f"{sum(line['tokens'] for line in lines):,}",
@@ -191,6 +194,7 @@ def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
         ("tokens_per_second", "tokens per second"),
         ("step_time", "seconds per step"),
         ("memory_gib", "peak memory, GiB"),
+        *_rewards(lines),
         *POLICY,
     ):
         if not any(name in line for line in lines):
@@ -203,6 +207,13 @@ def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
             head = f'<h3>{escape(title)}<span class="key">{key}</span></h3>'
             html.append(f'<div class="card">{head}{line_chart(title, series, bounds)}</div>')
     return "".join(html)
+
+
+def _rewards(lines: Sequence[Mapping[str, Any]]) -> Rows:
+    """The curves of each reward, where the reward is a sum of several: the metric, its title."""
+    of = re.compile(r"rewards/(.+)/mean")
+    found = [m for name in dict.fromkeys(name for line in lines for name in line) if (m := of.fullmatch(name))]
+    return [(m[0], f"reward {m[1]}, mean") for m in found] if len(found) > 1 else []
 
 
 def table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozenset(), style: str = "") -> str:
