@@ -181,18 +181,18 @@ def test_many_clients_get_their_own_answers(client: Any, theirs: tuple[Any, Any]
         ({"model": "other"}, "NotFoundError", "'other' is not served here; 'tiny' is"),
         ({"temperature": 3}, "BadRequestError", "temperature: Input should be less than or equal to 2"),
         ({"extra_body": {"temprature": 1}}, "BadRequestError", "temprature: Extra inputs are not permitted"),
-        ({"presence_penalty": 1}, "BadRequestError", "presence_penalty: Value error, is not supported by this server"),
+        ({"presence_penalty": 1}, "BadRequestError", "presence_penalty: is not supported by this server"),
         (
             {"tools": [{"type": "function", "function": {"name": "f"}}]},
             "BadRequestError",
-            "tools: Value error, is not supported",
+            "tools: is not supported",
         ),
         (
             {"messages": [{"role": "user", "content": "a" * 200}]},
             "BadRequestError",
             "the prompt has 203 tokens, the model takes 128",
         ),
-        ({"messages": []}, "BadRequestError", "messages: Value error, takes a list of 1 to 2048 messages"),
+        ({"messages": []}, "BadRequestError", "messages: takes a list of 1 to 2048 messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "BadRequestError",
