@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -173,6 +174,15 @@ def test_many_clients_get_their_own_answers(client: Any, theirs: tuple[Any, Any]
         found = list(pool.map(lambda q: chat(client, q).choices[0].message.content, questions))
     want = {q: greedy(theirs, f"<u>{q}<e><a>") for q in questions[:6]}
     assert found == [want[q] for q in questions]
+
+
+def test_a_port_in_use_is_refused_before_torch_is_imported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megaswift.inference.generator", None)  # its import would fail
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: cannot be listened on") as caught:
+            deploy(["--model", str(model), "--port", str(port)])
+    assert caught.value.problems[0].fix == "--port 0 takes any free port"
 
 
 @pytest.mark.parametrize(
