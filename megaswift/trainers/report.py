@@ -75,6 +75,7 @@ h1{font-size:24px;margin:0}h2{font-size:17px;margin:34px 0 10px}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px;min-width:0}
 .tile b{display:block;font-size:20px}.tile span,.card h3,.key{color:var(--soft);font-size:13px}
 .card h3{margin:0 0 4px;font-weight:600}
+.key span{white-space:nowrap}
 .key i{display:inline-block;width:14px;height:3px; margin:0 5px 3px 12px;background:var(--blue)}
 .key i.raw{background:var(--pale)}
 .key i.eval{background:var(--orange)}svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:11px}
@@ -189,12 +190,12 @@ def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
             both += [Series("evaluation", points(name, evals), "eval", marks=True)] if evals else []
             cards.append((title, both, limits(column(lines, name) + column(evals, name))))
     for name, title in (
+        *_rewards(lines),
         ("grad_norm", "gradient norm"),
         ("learning_rate", "learning rate"),
         ("tokens_per_second", "tokens per second"),
         ("step_time", "seconds per step"),
         ("memory_gib", "peak memory, GiB"),
-        *_rewards(lines),
         *POLICY,
     ):
         if not any(name in line for line in lines):
@@ -203,7 +204,8 @@ def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
     html = []
     for title, series, bounds in cards:
         if bounds is not None:
-            key = "".join(f'<i class="{s.style}"></i>{escape(s.name)}' for s in series) if len(series) > 1 else ""
+            names = [f'<span><i class="{s.style}"></i>{escape(s.name)}</span>' for s in series]
+            key = " ".join(names) if len(series) > 1 else ""
             head = f'<h3>{escape(title)}<span class="key">{key}</span></h3>'
             html.append(f'<div class="card">{head}{line_chart(title, series, bounds)}</div>')
     return "".join(html)
