@@ -42,7 +42,7 @@ def read_template(value: str) -> str:
 class _Generation(Extension):
     """transformers' own tag around what the assistant wrote."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
