@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.commands import HELP, Parser, no_command
-from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem
+from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem, beside
 from megaswift.families import step_manifest
 from megaswift.families.checkpoint_folder import ENGINE, FACTS
 from megaswift.families.step_manifest import STEP
@@ -128,7 +128,8 @@ def _remove(argv: list[str]) -> int:
         step = path.absolute()
         if not step.is_dir() or not STEP.fullmatch(step.name):
             rule = "is not the folder of a step" if path.exists() else "does not exist"
-            raise CheckpointError(Problem(str(path), rule, "OUT/checkpoints/step-N; megaswift checkpoint ls OUT"))
+            fix = "OUT/checkpoints/step-N; megaswift checkpoint ls OUT" if path.exists() else beside(step)
+            raise CheckpointError(Problem(str(path), rule, fix))
         by_store.setdefault(step.parent, []).append(step)
     if not given.force:
         problems = [p for root, gone in by_store.items() if (p := _leaves_none(Store(root), gone)) is not None]

@@ -66,7 +66,7 @@ def _rules(cfg: DeployConfig, secret: str | None, blind: bool) -> AccessRules:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """The address is taken before the model is loaded, so that a port in use costs nothing."""
+    """The address is taken before torch is imported and the model is loaded, so that a port in use costs nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -94,11 +94,11 @@ def _transformers(cfg: DeployConfig) -> int:
     for package in ("fastapi", "uvicorn"):
         need(package, "megaswift deploy")
     look(cfg)  # before what follows imports torch
+    listener = _listening(cfg.server.host, cfg.server.port)
     from megaswift.inference.generator import Generator, sampling_of
     from megaswift.inference.load import load, prepare
     from megaswift.inference.prompts import Prompts
 
-    listener = _listening(cfg.server.host, cfg.server.port)
     prepared = prepare(cfg.weights, cfg.conversation.chat_template)
     sampling_of(cfg.generation, prepared.generation)  # tells at once what would be ignored
     model, device = load(prepared, cfg.placement)

@@ -129,6 +129,17 @@ def storage_error(error: OSError, path: Path | None = None) -> StorageError | No
     return StorageError(Problem(what, error.strerror or str(error), fix))
 
 
+def alike(problems: Iterable[Problem]) -> list[Problem]:
+    """The same mistake in several places as one."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for p in problems:
+        places.setdefault((p.rule, p.fix), []).append(p.what)
+    return [
+        Problem(whats[0] + (f" and {len(whats) - 1} more like it" if len(whats) > 1 else ""), rule, fix)
+        for (rule, fix), whats in places.items()
+    ]
+
+
 def first_line(error: BaseException) -> str:
     """What a library's error says, in the one line that a `Problem` has room for; its kind where it says nothing. A
     line that ends in a colon goes on in the next."""

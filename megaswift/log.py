@@ -12,6 +12,8 @@ import warnings
 NO_KERNEL = ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward")
 """bitsandbytes 0.50 logs this wherever it is imported (peft does) on a CPU with AVX512-BF16 and no package `kernels`:
 an optional faster kernel is missing. The logger, and how the message begins."""
+NO_GPU = ("DeepSpeed", "Setting accelerator to CPU")
+"""DeepSpeed 0.19 logs this on standard output where accelerate imports it on a machine without a GPU."""
 
 
 def is_main() -> bool:
@@ -43,14 +45,15 @@ def _say(line: str) -> None:
 
 
 def _other(record: logging.LogRecord) -> bool:
-    """Whether a record is another than that of NO_KERNEL."""
-    return not str(record.msg).startswith(NO_KERNEL[1])
+    """Whether a record is another than those of NO_KERNEL and NO_GPU."""
+    return not str(record.msg).startswith((NO_KERNEL[1], NO_GPU[1]))
 
 
 def quieten() -> None:
     """Keeps the libraries' notes to developers (optional packages, renamed functions) off the user's screen; -W and
     PYTHONWARNINGS win."""
-    logging.getLogger(NO_KERNEL[0]).addFilter(_other)
+    for name, _ in (NO_KERNEL, NO_GPU):
+        logging.getLogger(name).addFilter(_other)
     if not sys.warnoptions:
         for module in ("megatron", "torch.distributed", "torch.nn.modules", "transformers", "peft"):
             warnings.filterwarnings("ignore", module=rf"{module}\..*", category=UserWarning)

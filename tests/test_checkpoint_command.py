@@ -95,6 +95,8 @@ def test_rm_takes_steps_only(out: Path, capsys: pytest.CaptureFixture[str]) -> N
     for path in (out, out / "checkpoints", step(out, 6) / "engine", out / "step-9"):
         code, _, error = ran(capsys, "rm", path)
         assert code == 2 and ("is not the folder of a step" in error or "does not exist" in error)
+    assert "look in" in ran(capsys, "rm", out / "checkpoints" / "none-of-them")[2]
+    assert "did you mean engine?" in ran(capsys, "rm", step(out, 6) / "engin")[2]
     assert ran(capsys, "rm")[0] == 2 and ran(capsys, "prune", out)[0] == 2
     assert ran(capsys, "--help")[0] == 0 and ran(capsys)[0] == 2
     assert step(out, 6).is_dir()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.log import NO_KERNEL, amount, quieten
+from megaswift.log import NO_GPU, NO_KERNEL, amount, quieten
 
 
 def test_an_amount_is_said_in_the_singular_where_it_reads_one() -> None:
@@ -38,3 +38,23 @@ def test_bitsandbytes_missing_kernel_is_not_told_and_everything_else_is(caplog: 
         logging.getLogger("bitsandbytes").warning(message, ImportError("kernels"))
     assert [r.getMessage()[:14] for r in caplog.records] == ["something else", "an object as t", "Failed to load"]
     assert len(logger.filters) == 1
+
+
+def test_deepspeed_line_about_a_machine_without_a_gpu_is_not_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's logger writes to standard output, which has results only. The release still has this record."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        pytest.skip("deepspeed is not installed")
+    folder = Path(spec.origin).parent
+    source = (folder / "accelerator" / "real_accelerator.py").read_text(encoding="utf-8")
+    assert f'accel_logger.warning(\n                    "{NO_GPU[1]}.' in source
+    assert f'create_logger(name="{NO_GPU[0]}"' in (folder / "utils" / "logging.py").read_text(encoding="utf-8")
+    quieten()
+    logger = logging.getLogger(NO_GPU[0])
+    monkeypatch.setattr(logger, "propagate", True)  # DeepSpeed switches it off
+    with caplog.at_level(logging.WARNING):
+        logger.warning(f"{NO_GPU[1]}. If you have GPU or other accelerator, we were unable to detect it.")
+        logger.warning("something else")
+    assert {r.getMessage() for r in caplog.records} == {"something else"}

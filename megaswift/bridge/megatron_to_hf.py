@@ -19,7 +19,7 @@ from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.hf_work import HfFolder
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
 from megaswift.bridge.open import open_checkpoint
-from megaswift.errors import CheckpointError, Problem
+from megaswift.errors import CheckpointError, Problem, beside
 from megaswift.families import read_config
 from megaswift.families.checkpoint_folder import TABLES, verified_checkpoint
 
@@ -45,7 +45,9 @@ def megatron_to_hf(source: Path | str, target: Path | str, options: Options = Op
             if (folder / "config.json").is_file()
             else f"holds no checkpoint (no {TABLES})"
         )
-        rule = hf if folder.is_dir() else "does not exist"
+        if not folder.exists():
+            raise CheckpointError(Problem(str(folder), "does not exist", beside(folder)))
+        rule = hf if folder.is_dir() else "is a file"
         raise CheckpointError(
             Problem(str(folder), rule, "give a converted checkpoint, OUT/checkpoints/step-N, or OUT for the latest")
         )

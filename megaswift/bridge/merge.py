@@ -24,7 +24,7 @@ from megaswift.bridge.new_head import NEW, NewHead
 from megaswift.bridge.open import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.bridge.plan import WeightPlan
-from megaswift.errors import Problem, WeightsError
+from megaswift.errors import Problem, WeightsError, beside
 from megaswift.families import family_of, load_spec
 from megaswift.families.adapter_folder import is_scored
 from megaswift.families.checkpoint_folder import verified_checkpoint
@@ -94,11 +94,9 @@ def merge_folders(
     checkpoint = verified_checkpoint(base)
     home = checkpoint.model if checkpoint is not None else base
     if not (home / "config.json").is_file():
-        raise WeightsError(
-            Problem(
-                str(base), "has no config.json" if base.is_dir() else "does not exist", "the folder of the base model"
-            )
-        )
+        if not base.exists():
+            raise WeightsError(Problem(str(base), "does not exist", beside(base)))
+        raise WeightsError(Problem(str(base), "has no config.json", "the folder of the base model"))
     if merge_by_peft.is_needed(home, adapter):
         if checkpoint is not None:
             raise WeightsError(

@@ -11,7 +11,7 @@ from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.megatron_source import MegatronSource
 from megaswift.bridge.quantized import open_hf
 from megaswift.bridge.step_source import StepSource
-from megaswift.errors import CheckpointError, Problem
+from megaswift.errors import CheckpointError, Problem, beside
 from megaswift.families.checkpoint_folder import Checkpoint, verified_checkpoint
 
 
@@ -25,14 +25,10 @@ def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSo
     checkpoint = verified_checkpoint(folder)
     if checkpoint is not None:
         return open_checkpoint(checkpoint, dtype)
+    if not folder.exists():
+        raise CheckpointError(Problem(str(path), "does not exist", beside(folder)))
     if not folder.is_dir():
-        raise CheckpointError(
-            Problem(
-                str(path),
-                "is a file" if folder.exists() else "does not exist",
-                "give a Hugging Face folder or a checkpoint",
-            )
-        )
+        raise CheckpointError(Problem(str(path), "is a file", "give a Hugging Face folder or a checkpoint"))
     assert dtype is None, "a Hugging Face folder is read as it is"
     return open_hf(folder)
 

@@ -134,6 +134,12 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "dataset_name": "--dataset",
     "dataset_dir": "--dataset DIR",
     "eval_dataset": "--val_dataset",
+    "train_dataset": "--dataset FILE",
+    "train_data": "--dataset FILE",
+    "train_file": "--dataset FILE",
+    "validation_dataset": "--val_dataset FILE",
+    "validation_file": "--val_dataset FILE",
+    "eval_data": "--val_dataset FILE",
     "val_dataset_shuffle": _GONE + "validation rows keep their order",
     "val_dataset_sample": "--val_dataset FILE#N",
     "train_dataset_sample": "--dataset FILE#N",
@@ -175,6 +181,10 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "deepspeed_config": "--deepspeed FILE.json",
     "ds_config": "--deepspeed FILE.json",
     "deepspeed_autotp_size": "--engine megatron --tensor_parallel_size N",
+    "gradient_clipping": "--max_grad_norm",
+    "gradient_clip_val": "--max_grad_norm",
+    "clip_grad_norm": "--max_grad_norm",
+    "neftune_alpha": "--neftune_noise_alpha",
     "zero_stage": "--deepspeed zero1, zero2 or zero3",
     "use_megatron_fsdp": "--use_fsdp true, which is torch's FSDP2",
     "data_parallel_sharding_strategy": "--fsdp full_shard or shard_grad_op",
@@ -348,6 +358,8 @@ VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
     ("train_type", "lora_llm"): "--train_type lora --freeze_vit true",
     ("torch_dtype", "int8"): "--quantization_bit 8",
     ("torch_dtype", "int4"): "--quantization_bit 4",
+    ("torch_dtype", "fp8"): "--torch_dtype bfloat16 --fp8_format hybrid",
+    ("torch_dtype", "float8"): "--torch_dtype bfloat16 --fp8_format hybrid",
 }
 """What to say in place of another toolkit's value of an option."""
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megaswift.data.sample import RowError, Sample
@@ -122,6 +123,14 @@ class ChatRenderer:
         except TemplateLimit as e:
             raise DataError(
                 Problem("the chat template", f"is refused: {e}", "another template (--chat_template FILE)")
+            ) from None
+        except TemplateSyntaxError as e:
+            raise DataError(
+                Problem(
+                    "the chat template",
+                    f"is not valid Jinja: line {e.lineno}: {first_line(e)}",
+                    "correct it, or another template (--chat_template FILE)",
+                )
             ) from None
         except REFUSED as e:
             raise RowError(

@@ -30,7 +30,7 @@ from megaswift.data.encode_units import encoder_for
 from megaswift.data.questions import ANSWER
 from megaswift.data.sources import Part, Source, parts_of, resolve
 from megaswift.data.store import PieceReport, TokenStore, merge, read_report, write_piece
-from megaswift.errors import DataError, Problem
+from megaswift.errors import DataError, Problem, alike
 
 WORKER_BYTES = 2 << 20
 """Input that is worth the start of another process (about a second)."""
@@ -157,27 +157,19 @@ def _store(root: Path, source: Source, spec: EncodeSpec, processes: int) -> Path
     return target
 
 
-def _alike(problems: list[Problem]) -> list[Problem]:
-    """The same mistake of several rows as one."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    for p in problems:
-        rows.setdefault((p.rule, p.fix), []).append(p.what)
-    return [
-        Problem(whats[0] + (f" and {len(whats) - 1} more like it" if len(whats) > 1 else ""), rule, fix)
-        for (rule, fix), whats in rows.items()
-    ]
-
-
 def _malformed(reports: list[PieceReport]) -> DataError:
     """What ends a strict build: the malformed rows of the first piece that has any, whoever has read others."""
     first = next(i for i, r in enumerate(reports) if r.bad)
     read, bad = reports[: first + 1], reports[first].bad
-    told = _alike(reports[first].problems[:SHOWN])
+    told = alike(reports[first].problems[:SHOWN])
     if bad > SHOWN:
         told.append(Problem(f"and {bad - SHOWN} more rows", "malformed too"))
     fix = "correct the row, or --strict false to skip such rows and count them"
     if bad > 1 and not any(r.rows or r.causes for r in read):
-        other = "other data, another task, or --columns FROM=TO where columns have other names"
+        other = (
+            "other data, another task, another template (--chat_template FILE), "
+            "or --columns FROM=TO where columns have other names"
+        )
         fix = f"no row so far could be read: {next((p.fix for p in told if p.fix), other)}"
     return DataError([*(replace(p, fix="") for p in told[:-1]), replace(told[-1], fix=fix)])
 

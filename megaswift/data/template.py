@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaswift.errors import DataError, Problem, beside
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+from megaswift.errors import DataError, Problem, beside, first_line
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
 """A system message of one word that ends so is a file's name."""
@@ -14,8 +18,10 @@ MARKS = ("{%", "{{")
 
 
 def read_template(value: str) -> str:
-    """The template that `value` is, or that the file of this name holds; DataError when neither."""
+    """The template that `value` is, or that the file of this name holds; DataError when neither, or when it is no valid
+    Jinja."""
     if _is_template(value):
+        _parse(value, "--chat_template")
         return value
     flag, fix = f"--chat_template {value}", "--chat_template FILE.jinja, or the template itself"
     try:
@@ -29,7 +35,29 @@ def read_template(value: str) -> str:
         raise DataError(Problem(flag, "is neither a file nor a template (no {{ or {% in it)", fix))
     if not _is_template(text):
         raise DataError(Problem(flag, "holds no template (no {{ or {% in it)", fix))
+    _parse(text, flag)
     return text
+
+
+class _Generation(Extension):
+    """transformers' own tag around what the assistant wrote."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _parse(text: str, flag: str) -> None:
+    """DataError on a syntax error. The tags are those that transformers' templates may use."""
+    try:
+        Environment(extensions=[_Generation, loopcontrols]).parse(text)
+    except TemplateSyntaxError as error:
+        rule = f"is not valid Jinja: line {error.lineno}: {first_line(error)}"
+        raise DataError(Problem(flag, rule, "correct it, or another template (--chat_template FILE)")) from None
+    except RecursionError:
+        raise DataError(Problem(flag, "is nested too deeply", "a simpler template")) from None
 
 
 def _is_template(text: str) -> bool:

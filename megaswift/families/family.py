@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megaswift.errors import Problem, WeightsError, first_line, nearest
+from megaswift.errors import Problem, WeightsError, beside, first_line, nearest
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
 from megaswift.families.quantization import plain_config
@@ -114,9 +114,9 @@ def read_config(directory: Path | str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"), parse_int=_int)
     except FileNotFoundError:
-        raise WeightsError(
-            Problem(str(path), "does not exist", "give a folder that holds a Hugging Face model")
-        ) from None
+        folder = path.parent
+        fix = "give a folder that holds a Hugging Face model" if folder.is_dir() else beside(folder)
+        raise WeightsError(Problem(str(path), "does not exist", fix)) from None
     except RecursionError:
         raise WeightsError(Problem(str(path), "is nested too deeply", "the model's own file")) from None
     except (OSError, ValueError) as error:

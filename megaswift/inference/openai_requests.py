@@ -252,6 +252,9 @@ def parsed(kind: type[Kind], body: bytes) -> Kind:
 
 
 def _unreadable(error: ValidationError) -> Unreadable:
-    found = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors(include_input=False)[:SHOWN_ERRORS]]
+    found = [
+        (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "))
+        for e in error.errors(include_input=False)[:SHOWN_ERRORS]
+    ]
     text = "; ".join(f"{name}: {shortened(message)}" if name else message for name, message in found)
     return Unreadable(text, found[0][0] or None)

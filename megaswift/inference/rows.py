@@ -16,7 +16,7 @@ from megaswift.data.images import has_images
 from megaswift.data.questions import answerable, unanswered
 from megaswift.data.sample import RowError, Sample
 from megaswift.data.sources import parts_of, resolve
-from megaswift.errors import DataError, Problem
+from megaswift.errors import DataError, Problem, alike
 from megaswift.inference.prompts import Prompt, PromptError, Prompts
 
 SHOWN = 10
@@ -85,7 +85,7 @@ def read(path: str, columns: Mapping[str, str], prompts: Prompts) -> list[Asked]
             if len(problems) > SHOWN
             else []
         )
-        raise DataError(problems[:SHOWN] + more)
+        raise DataError(alike(problems[:SHOWN]) + more)
     if not asked:
         raise DataError(
             Problem(f"--dataset {path}", "holds no row", 'rows like {"messages": [{"role": "user", "content": "..."}]}')

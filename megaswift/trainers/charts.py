@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 Points = list[tuple[float, float]]
 MOST_POINTS = 600
@@ -49,24 +50,31 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def number(value: float) -> str:
-    """A short label: 1.2k, 0.25, 3e-05."""
+def number(value: float, digits: int | None = None) -> str:
+    """A short label: 1.2k, 0.25, 3e-05; with that many significant digits, or as many as its size asks for."""
     if value == 0:
         return "0"
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / {'G': 1e9, 'M': 1e6, 'k': 1e3}[unit]:.4g}{unit}"
-    return f"{value:.4g}" if size >= 1 else f"{value:.3g}" if size >= 1e-3 else f"{value:.2g}"
+        if limit <= size < 1e13:
+            return f"{value / {'G': 1e9, 'M': 1e6, 'k': 1e3}[unit]:.{digits or 4}g}{unit}"
+    return f"{value:.{digits or (4 if size >= 1 else 3 if size >= 1e-3 else 2)}g}"
+
+
+def labels(values: Sequence[float]) -> list[str]:
+    """Labels of one axis: no two alike, with more digits where the range is narrow beside its values."""
+    short = [number(value) for value in values]
+    longer = ([number(value, digits) for value in values] for digits in range(3, 16))
+    return next((texts for texts in (short, *longer) if len(set(texts)) == len(values)), short)
 
 
 def line_chart(
     title: str, series: Sequence[Series], bounds: tuple[float, float], width: int = 560, height: int = 220
 ) -> str:
     """An SVG of the series over the step, `bounds` on the vertical axis; points outside are cut at the frame."""
+    steps = [x for s in series for x, _ in s.points]  # those without a finite value too: all charts have one range
     series = [Series(s.name, thin(s.points), s.style, s.marks) for s in series]
-    steps = [x for s in series for x, _ in s.points]
-    if not steps:
+    if not any(s.points for s in series):
         return ""
     x0, x1 = min(steps), max(steps)
     x0, x1 = (x0, x1) if x1 > x0 else (x0 - 1, x1 + 1)
@@ -79,12 +87,13 @@ def line_chart(
             height - BOTTOM - (inside - y0) / (y1 - y0) * (height - TOP - BOTTOM),
         )
 
-    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{title}">']
-    for value in ticks(y0, y1, 4):
+    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">']
+    values = ticks(y0, y1, 4)
+    for value, text in zip(values, labels(values), strict=True):
         _, y = place(x0, value)
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text x="{LEFT - 8}" y="{y + 3.5:.1f}" text-anchor="end">{number(value)}</text>'
+            f'<text x="{LEFT - 8}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>'
         )
     for value in ticks(x0, x1, 6):
         if value == int(value):
@@ -97,6 +106,6 @@ def line_chart(
         if s.marks or len(placed) <= 40:
             parts += [f'<circle class="{s.style}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y in placed]
         for (x, y), (step, value) in zip(placed, s.points, strict=True):
-            text = f"<title>{s.name}, step {step:g}: {value:.6g}</title>"
+            text = f"<title>{escape(s.name)}, step {step:g}: {value:.6g}</title>"
             parts.append(f'<circle class="hover" cx="{x:.1f}" cy="{y:.1f}" r="7">{text}</circle>')
     return "".join([*parts, "</svg>"])

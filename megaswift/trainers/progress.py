@@ -100,8 +100,9 @@ class Progress(Hook):
 
     def on_evaluate(self, loop: Loop, line: Line) -> None:
         """One line an evaluation."""
-        if "reward" in line:
-            tell(f"step {line['step']}: evaluation reward {line['reward']:.4f} over {line['prompts']:,} prompts")
+        if "prompts" in line:  # of a policy; without a reward where every function returned None
+            reward = "none" if line.get("reward") is None else f"{line['reward']:.4f}"
+            tell(f"step {line['step']}: evaluation reward {reward} over {line['prompts']:,} prompts")
             return
         tell(
             f"step {line['step']}: evaluation loss {line['loss']:.4f}{chosen_first(line)} over "

@@ -11,6 +11,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -74,6 +75,7 @@ h1{font-size:24px;margin:0}h2{font-size:17px;margin:34px 0 10px}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px;min-width:0}
 .tile b{display:block;font-size:20px}.tile span,.card h3,.key{color:var(--soft);font-size:13px}
 .card h3{margin:0 0 4px;font-weight:600}
+.key span{white-space:nowrap}
 .key i{display:inline-block;width:14px;height:3px; margin:0 5px 3px 12px;background:var(--blue)}
 .key i.raw{background:var(--pale)}
 .key i.eval{background:var(--orange)}svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:11px}
@@ -137,8 +139,8 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     speeds = sorted(v for v in column(lines, "tokens_per_second") if math.isfinite(v))
     last = lines[-1]
     found = [(f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "nan", f"training {watched}, first and last line")]
-    if evals and evals[-1][watched] is not None:
-        found.append((f"{evals[-1][watched]:.4g}", f"evaluation {watched} at step {evals[-1]['step']:,}"))
+    if evals and (value := evals[-1].get(watched)) is not None:  # no reward where all functions returned None
+        found.append((f"{value:.4g}", f"evaluation {watched} at step {evals[-1]['step']:,}"))
     for name in ("rewards/accuracies", "accuracy"):
         if (rate := (evals or lines)[-1].get(name)) is not None:
             found.append(
@@ -150,6 +152,8 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     found.append(
         (f"{last['step']:,}", f"optimizer step{'s'[: last['step'] - 1]}, {amount(last['epoch'], 'epoch', '.3g')}")
     )
+    if skipped := sum(line.get("skipped", 0) for line in lines):
+        found.append((f"{skipped:,}", "of these skipped: gradient not finite"))
     found.append(
         (
             f"{sum(line['tokens'] for line in lines):,}",
@@ -186,6 +190,7 @@ def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
             both += [Series("evaluation", points(name, evals), "eval", marks=True)] if evals else []
             cards.append((title, both, limits(column(lines, name) + column(evals, name))))
     for name, title in (
+        *_rewards(lines),
         ("grad_norm", "gradient norm"),
         ("learning_rate", "learning rate"),
         ("tokens_per_second", "tokens per second"),
@@ -199,10 +204,18 @@ def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
     html = []
     for title, series, bounds in cards:
         if bounds is not None:
-            key = "".join(f'<i class="{s.style}"></i>{escape(s.name)}' for s in series) if len(series) > 1 else ""
+            names = [f'<span><i class="{s.style}"></i>{escape(s.name)}</span>' for s in series]
+            key = " ".join(names) if len(series) > 1 else ""
             head = f'<h3>{escape(title)}<span class="key">{key}</span></h3>'
             html.append(f'<div class="card">{head}{line_chart(title, series, bounds)}</div>')
     return "".join(html)
+
+
+def _rewards(lines: Sequence[Mapping[str, Any]]) -> Rows:
+    """The curves of each reward, where the reward is a sum of several: the metric, its title."""
+    of = re.compile(r"rewards/(.+)/mean")
+    found = [m for name in dict.fromkeys(name for line in lines for name in line) if (m := of.fullmatch(name))]
+    return [(m[0], f"reward {m[1]}, mean") for m in found] if len(found) > 1 else []
 
 
 def table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozenset(), style: str = "") -> str:

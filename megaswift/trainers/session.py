@@ -167,11 +167,15 @@ class Session:
             watch_of(loop).judge(loop)
             return
         self.status = f"failed after step {loop.step}"
+        why = ""
         try:
             with self.memory_advice():
                 loop.run()
+        except UserError as error:
+            why = reason(error, f"step {loop.step}")
+            raise
         finally:
-            self.status = f"failed after step {loop.step}"
+            self.status = f"failed after step {loop.step}{why or watch_of(loop).summary()}"
             self.tell_rows(loop.source)
         if loop.interrupted:
             self.status = (
@@ -226,3 +230,10 @@ class Session:
 def watch_of(loop: Loop) -> Watch:
     """The hook that counts skipped steps."""
     return next(hook for hook in loop.hooks if isinstance(hook, Watch))
+
+
+def reason(error: UserError, where: str) -> str:
+    """`: OPTION: the rule`, in one line, for the status of a run that failed; `where` says it already."""
+    first = error.problems[0]
+    lines = (text.partition("\n")[0] for text in (first.what, first.rule) if text and text != where)
+    return "".join(f": {line}" for line in lines)

@@ -270,10 +270,13 @@ def test_a_full_disk_is_noticed_before(folders: Path, tmp_path: Path, monkeypatc
 def test_the_wrong_way_round(folders: Path, tmp_path: Path) -> None:
     folder = make("dense", folders)
     forth(folder, tmp_path / "m")
+    (tmp_path / "made").mkdir()
     for convert, source, told in (
         (forth, tmp_path / "m", "a Megatron checkpoint already"),
         (back, folder, "a Hugging Face folder already"),
-        (back, tmp_path / "none", "does not exist"),
+        (back, tmp_path / "none", "does not exist\n    try: look in "),
+        (back, tmp_path / "madee", "does not exist\n    try: did you mean made\\?"),
+        (forth, tmp_path / "madee", "does not exist\n    try: did you mean made\\?"),
         (back, tmp_path, "holds no checkpoint"),
     ):
         with pytest.raises(UserError, match=told):

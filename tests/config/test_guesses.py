@@ -233,3 +233,15 @@ def test_what_takes_the_place_of_a_command_exists(words: str) -> None:
     for command in re.findall(r"megaswift ([a-z]+)", words):
         assert command in COMMANDS
     assert not unknown_options([words], [*NAMES, "help", "merge_lora", "result_path"])
+
+
+@pytest.mark.parametrize("name", ["gradient_clipping", "gradient_clip_val", "clip_grad_norm"])
+def test_names_of_gradient_clipping(name: str) -> None:
+    """DeepSpeed's, Lightning's and torch's; all three mean the norm."""
+    assert fixes("--model", "DIR", "--dataset", "d", f"--{name}", "0.5")[0] == "--max_grad_norm 0.5"
+
+
+@pytest.mark.parametrize("value", ["fp8", "float8"])
+def test_fp8_is_no_dtype_and_not_a_mistyped_float(value: str) -> None:
+    found = fixes("--model", "DIR", "--dataset", "d", "--torch_dtype", value)
+    assert found == ["--torch_dtype bfloat16 --fp8_format hybrid"]

@@ -215,3 +215,10 @@ def test_unknown_columns_list_the_formats_with_theirs() -> None:
         "--columns",
     ):
         assert part in str(e.value)
+
+
+def test_columns_of_no_format_are_all_named() -> None:
+    for row, said in (({"q": "a", "a": "b"}, "columns q, a"), ({"q": "a"}, "column q")):
+        with pytest.raises(RowError) as caught:
+            recognise(row, "sft")
+        assert caught.value.where == said and caught.value.found == "no format has these columns"

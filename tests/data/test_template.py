@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,26 @@ def test_what_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: st
     Path("latin.jinja").write_bytes(TEXT.encode() + b"\xe9")
     with pytest.raises(DataError, match=words):
         read_template(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{{ 1", "line 1: unexpected end of template"),
+        ("{% for m in messages %}\n{{ m.content }\n{% endfor %}", "line 2: unexpected '}'"),
+        ("{% generation %}x", "line 1: Unexpected end of template"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply"),
+    ],
+)
+def test_a_syntax_error_is_found_without_a_row(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(text)
+    with pytest.raises(DataError, match=re.escape(said)) as caught:
+        read_template(str(tmp_path / "t.jinja"))
+    assert caught.value.problems[0].what == f"--chat_template {tmp_path / 't.jinja'}"
+    with pytest.raises(DataError, match=re.escape(said)):
+        read_template(text)
+
+
+def test_the_tags_of_transformers_templates_are_known() -> None:
+    text = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    assert read_template(text) == text

@@ -71,7 +71,6 @@ def test_steps_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 WRONG = [
     "{{ 1 / 0 }}",
     "{{ messages[9].x.y }}",
-    "{{ 1",
     "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "{{ x() }}",
     "{{ 'a' + 1 }}",
@@ -87,6 +86,16 @@ WRONG += [
 def test_a_template_that_fails_refuses_the_row(template: str) -> None:
     with pytest.raises(RowError, match="the chat template refuses this conversation"):
         rendered(template)
+
+
+@pytest.mark.parametrize(
+    ("template", "line"), [("{{ 1", 1), ("{% for m in messages %}\n{{ m.content }\n{% endfor %}", 2), ("{% foo %}", 1)]
+)
+def test_a_template_with_a_syntax_error_is_refused_itself(template: str, line: int) -> None:
+    """Not row by row: no row can be rendered, and `--strict false` must not skip them all."""
+    with pytest.raises(DataError, match=rf"the chat template: is not valid Jinja: line {line}: ") as caught:
+        rendered(template)
+    assert "--chat_template FILE" in caught.value.problems[0].fix
 
 
 SAME = [

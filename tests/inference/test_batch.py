@@ -124,6 +124,7 @@ def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loa
             {"query": "a" * 200},
             {"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]},
             {"messages": [{"role": "assistant", "content": "x"}]},
+            {"nosuch": 2},
         ],
     )
     with pytest.raises(DataError) as caught:
@@ -131,7 +132,7 @@ def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loa
     text = str(caught.value)
     for part in (
         "d.jsonl:2: character 2: not JSON",
-        "d.jsonl:3: column nosuch",
+        "d.jsonl:3 and 1 more like it: column nosuch",
         "d.jsonl:4: column messages[0].role",
         "d.jsonl:5: the prompt has 203 tokens, the model takes 128",
         "d.jsonl:6: images are not read: this model reads text only",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import pytest
@@ -65,6 +66,18 @@ def test_pairs_say_how_often_the_chosen_answer_is_first(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == (
         "megaswift: step 4: evaluation loss 0.5000  chosen first 97% over 400 label tokens\n"
         "megaswift: step 4: evaluation loss 0.5000 over 400 label tokens\n"
+    )
+
+
+def test_an_evaluation_of_prompts_with_and_without_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every function may have returned None: there is no reward then, and no label tokens either."""
+    line = {"step": 4, "epoch": 1.0, "loss": math.nan, "prompts": 10, "seconds": 1.0}
+    loop: Any = None
+    Progress(io.StringIO()).on_evaluate(loop, line)
+    Progress(io.StringIO()).on_evaluate(loop, {**line, "reward": 0.5})
+    assert capsys.readouterr().err == (
+        "megaswift: step 4: evaluation reward none over 10 prompts\n"
+        "megaswift: step 4: evaluation reward 0.5000 over 10 prompts\n"
     )
 
 

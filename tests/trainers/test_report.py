@@ -126,6 +126,17 @@ def test_preference_learning_has_its_curves_and_figures(run: tuple[Path, Path, P
     assert "evaluation, step 20: 0.96" in text and "training, step 20: 0.5" in text
 
 
+def test_each_reward_has_a_curve_where_there_are_several(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
+    one = {"reward": 0.5, "reward_std": 0.1, "rewards/exact/mean": 0.5, "rewards/exact/std": 0.1}
+    run[1].write_text("".join(to_json(line(i, **one)) + "\n" for i in range(1, 21)))
+    assert not [text for text in parsed(run)[1].texts if text.startswith("reward exact")], "it is the reward itself"
+    both = one | {"rewards/a<b/mean": 0.25}
+    run[1].write_text("".join(to_json(line(i, **(one if i < 3 else both))) + "\n" for i in range(1, 21)))
+    text, parser = parsed(run)
+    assert {"reward exact, mean", "reward a<b, mean"} <= set(parser.texts), "a reward that no first line has too"
+    assert "reward a&lt;b, mean, step 20: 0.25" in text
+
+
 def test_the_last_completions_with_their_rewards(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
     """A dozen of the last generation; conversations turn by turn; nothing of a text is markup."""
     first = {"step": 1, "prompt": "old", "completion": "gone", "reward": 0.0, "advantage": 0.0}
@@ -191,6 +202,42 @@ def test_a_long_curve_is_thinned_without_losing_its_spike() -> None:
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
     assert charts.ticks(low, high, 4) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.6531, 0.6535), (9.99e-6, 1e-5), (5.0001, 5.0003), (12345, 12347), (1e6, 1.0004e6)]
+)
+def test_a_narrow_range_has_no_two_labels_alike(low: float, high: float) -> None:
+    values = charts.ticks(low, high, 4)
+    texts = charts.labels(values)
+    assert len(set(texts)) == len(values) >= 3
+    for value, text in zip(values, texts, strict=True):
+        read = float(text.rstrip("kM")) * {"k": 1e3, "M": 1e6}.get(text[-1], 1.0)
+        assert read == pytest.approx(value, abs=0.01 * (values[1] - values[0])), "a label says its value"
+
+
+def test_labels_of_a_wide_range_stay_short() -> None:
+    assert charts.labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
+    assert charts.labels([0.0, 1e-5, 2e-5]) == ["0", "1e-05", "2e-05"]
+    assert charts.labels([10000.0, 20000.0]) == ["10k", "20k"]
+
+
+def test_a_gap_does_not_move_the_axis() -> None:
+    """Steps without a finite value: the chart has the range of steps of the others."""
+    points = [(1.0, 2.0), *((float(step), math.nan) for step in range(2, 12))]
+    svg = charts.line_chart("norm", [charts.Series("norm", points, "mean")], (1.0, 3.0))
+    assert f'cx="{charts.LEFT:.1f}"' in svg, "step 1 is at the left end"
+    assert ">10</text>" in svg and ">0</text>" not in svg
+
+
+def test_huge_numbers_have_short_labels() -> None:
+    assert charts.number(1e30) == "1e+30" and charts.number(2.5e12) == "2500G"
+
+
+def test_skipped_steps_are_a_figure(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
+    run[1].write_text("".join(to_json(line(i, **({"skipped": 2} if i > 17 else {}))) + "\n" for i in range(1, 21)))
+    texts = parsed(run)[1].texts
+    assert texts[texts.index("of these skipped: gradient not finite") - 1] == "6"
 
 
 def test_points_are_placed_by_their_values() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from megaswift.engine.protocol import MicrobatchLoss, StepResult
+from megaswift.errors import ConfigError, Problem, UserError
+from megaswift.trainers import session
 from megaswift.trainers.hook import Step
 from megaswift.trainers.watch import Diverged, Watch, is_spike, rows_text, worst
 from tests.trainers.test_loop import Stumbling
@@ -145,3 +147,18 @@ def test_engines_name_the_samples_of_their_parts() -> None:
     for batch, field in zip(batches, fields, strict=True):
         objective(batch, field)
     assert objective.local() == (MicrobatchLoss(0.5, (4, 9)), MicrobatchLoss(1.5, (7,)))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Diverged(Problem("step 7", "10 steps in a row", "a lower rate")), ": 10 steps in a row"),
+        (
+            ConfigError(Problem("--reward_funcs r.py:f", "raised ValueError\n  line 3", "")),
+            ": --reward_funcs r.py:f: raised ValueError",
+        ),
+        (ConfigError("no room"), ": no room"),
+    ],
+)
+def test_the_status_of_a_failed_run_has_its_reason_in_one_line(error: UserError, said: str) -> None:
+    assert session.reason(error, "step 7") == said

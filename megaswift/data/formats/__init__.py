@@ -110,8 +110,13 @@ class UnknownFormat(RowError):
 
     def __init__(self, row: Row, task: str) -> None:
         known = f"one of {known_formats(task)} (rename columns with --columns)"
-        super().__init__(", ".join(row) or "(none)", "these columns are of no known format", known)
+        super().__init__(", ".join(row) or "(none)", "no format has these columns", known)
         self.fix = suggestion(row, task)
+
+    @property
+    def where(self) -> str:
+        """The row's columns, for messages."""
+        return f"column{'s' * (', ' in self.column)} {self.column}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Goes from rank to rank, where its text is all that is read."""
