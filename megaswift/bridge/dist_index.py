@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import struct
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megaswift.bridge.opcodes import scan
+from megaswift.bridge.opcodes import BROKEN, scan
 from megaswift.errors import Problem
 from megaswift.families.checkpoint_folder import TABLES as INDEX
 
@@ -48,20 +47,6 @@ _CLASSES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }
-_BROKEN = (
-    pickle.UnpicklingError,
-    EOFError,
-    OSError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    OverflowError,
-    MemoryError,
-    RuntimeError,
-    struct.error,
-)
 
 
 class _Tables(pickle.Unpickler):
@@ -82,13 +67,13 @@ def read_index(directory: Path) -> Metadata | Problem:
         found = _Tables(io.BytesIO(data)).load()
     except FileNotFoundError:
         return Problem(str(path), "is missing")
-    except _BROKEN as error:
+    except BROKEN as error:
         return Problem(str(path), f"cannot be read ({error or type(error).__name__})")
     if not isinstance(found, Metadata) or not getattr(found, "storage_data", None):
         return Problem(str(path), "is not the index of a checkpoint")
     try:
         wrong = _wrong(found)
-    except _BROKEN as error:
+    except BROKEN as error:
         wrong = f"a value of another type ({error or type(error).__name__})"
     return Problem(str(path), f"is damaged: it has {wrong}") if wrong else found
 

@@ -22,7 +22,7 @@ import torch
 from torch.storage import UntypedStorage
 
 from megaswift.bridge.file_tensor import FileTensor
-from megaswift.bridge.opcodes import scan
+from megaswift.bridge.opcodes import BROKEN, scan
 
 ALIGNMENT = 64
 """Of the tensor's bytes within an item, as torch aligns them."""
@@ -40,24 +40,7 @@ _TYPED: dict[torch.dtype, type] = {
 }
 _LARGE = 0xFFFFFFFF
 """From this many bytes on a record's size stands in its 64 bit field."""
-_BROKEN = (
-    OSError,
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-    KeyError,
-    TypeError,
-    ValueError,
-    EOFError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    OverflowError,
-    MemoryError,
-    RuntimeError,
-    NotImplementedError,
-    zlib.error,
-    struct.error,
-)
+_BROKEN = (*BROKEN, zipfile.BadZipFile, zlib.error)
 
 
 class _Bytes:
