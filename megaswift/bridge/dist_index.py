@@ -47,6 +47,7 @@ _CLASSES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }
+_BROKEN = (*BROKEN, pickle.UnpicklingError)
 
 
 class _Tables(pickle.Unpickler):
@@ -67,13 +68,13 @@ def read_index(directory: Path) -> Metadata | Problem:
         found = _Tables(io.BytesIO(data)).load()
     except FileNotFoundError:
         return Problem(str(path), "is missing")
-    except BROKEN as error:
+    except _BROKEN as error:
         return Problem(str(path), f"cannot be read ({error or type(error).__name__})")
     if not isinstance(found, Metadata) or not getattr(found, "storage_data", None):
         return Problem(str(path), "is not the index of a checkpoint")
     try:
         wrong = _wrong(found)
-    except BROKEN as error:
+    except _BROKEN as error:
         wrong = f"a value of another type ({error or type(error).__name__})"
     return Problem(str(path), f"is damaged: it has {wrong}") if wrong else found
 

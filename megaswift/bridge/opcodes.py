@@ -7,12 +7,10 @@ classes may be named is the Unpickler's business.
 
 from __future__ import annotations
 
-import pickle
 import pickletools
 import struct
 
 BROKEN = (
-    pickle.UnpicklingError,
     struct.error,
     EOFError,
     OSError,
@@ -24,7 +22,7 @@ BROKEN = (
     MemoryError,
     RuntimeError,
 )
-"""What `scan`, and unpickling a damaged file, may raise."""
+"""What `scan`, and unpickling a damaged file, may raise besides UnpicklingError."""
 _ARGUMENTS: dict[int, int] = {
     ord(name): length
     for names, length in (

@@ -40,7 +40,7 @@ _TYPED: dict[torch.dtype, type] = {
 }
 _LARGE = 0xFFFFFFFF
 """From this many bytes on a record's size stands in its 64 bit field."""
-_BROKEN = (*BROKEN, zipfile.BadZipFile, zlib.error)
+_BROKEN = (*BROKEN, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error)
 
 
 class _Bytes:
