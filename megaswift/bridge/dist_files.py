@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megaswift.bridge.dist_keys import STATES
+from megaswift.bridge.saved_dtypes import dtype_problem
 from megaswift.errors import ROOM, CheckpointError, Problem
 from megaswift.families.checkpoint_folder import TABLES
 
@@ -154,24 +155,9 @@ class _Filler(dcp.DefaultLoadPlanner):
         pass
 
 
-def _other_dtype(saved: torch.dtype, wanted: torch.dtype) -> tuple[str, str]:
-    names = [str(dtype).removeprefix("torch.") for dtype in (saved, wanted)]
-    rule = f"has dtype {names[0]} in the checkpoint and {names[1]} in this run: another kind of state"
-    return rule, "the optimizer's options of the checkpoint's run, or --model STEP to start from its weights"
-
-
 def _fits(box: Box, saved: TensorStorageMetadata) -> bool:
     whole, size = tuple(box.whole), tuple(saved.size)
     return whole[1:] == size[1:] and len(whole) == len(size) if box.padded else whole == size
-
-
-def _readable(saved: torch.dtype, wanted: torch.dtype, state: bool) -> bool:
-    """Whether values of one dtype may be read as another: weights between floating dtypes, optimizer states only where
-    nothing is lost."""
-    if saved == wanted:
-        return True
-    floating = saved.is_floating_point and wanted.is_floating_point
-    return floating and (not state or torch.promote_types(saved, wanted) == wanted)
 
 
 def plan_reads(index: Metadata, boxes: Sequence[Box]) -> tuple[list[planner.ReadItem], list[Problem]]:
@@ -186,8 +172,8 @@ def plan_reads(index: Metadata, boxes: Sequence[Box]) -> tuple[list[planner.Read
             problems[box.key] = Problem(
                 box.key, f"has shape {list(saved.size)} in the checkpoint and {list(box.whole)} in this model"
             )
-        elif not _readable(saved.properties.dtype, box.data.dtype, box.key.startswith(STATES)):
-            problems[box.key] = Problem(box.key, *_other_dtype(saved.properties.dtype, box.data.dtype))
+        elif other := dtype_problem(box.key, saved.properties.dtype, box.data.dtype, box.key.startswith(STATES)):
+            problems[box.key] = other
         else:
             rows = max(0, min(box.data.shape[0], saved.size[0] - box.offset[0]))
             shape = torch.Size((rows, *box.data.shape[1:]))

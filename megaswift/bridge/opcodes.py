@@ -11,19 +11,18 @@ import pickletools
 import struct
 
 BROKEN = (
+    struct.error,
     EOFError,
     OSError,
     ValueError,
     TypeError,
     AttributeError,
     LookupError,
-    OverflowError,
+    ArithmeticError,
     MemoryError,
     RuntimeError,
-    struct.error,
 )
-"""What unpickling damaged bytes raises beside `UnpicklingError`."""
-
+"""What `scan`, and unpickling a damaged file, may raise besides UnpicklingError."""
 _ARGUMENTS: dict[int, int] = {
     ord(name): length
     for names, length in (
@@ -42,7 +41,7 @@ _LONG_PUT, _GLOBAL, _FRAME, _STOP = ord("r"), ord("c"), 0x95, ord(".")
 
 
 def scan(data: bytes) -> None:
-    """ValueError for an opcode that neither kind needs, or whose argument asks for more than the file holds."""
+    """ValueError for an opcode that neither kind needs, or whose argument is longer than the rest of the file."""
     at, end, count = 0, len(data), 0
     while at < end:
         code, at, count = data[at], at + 1, count + 1
@@ -65,5 +64,5 @@ def scan(data: bytes) -> None:
             at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
         else:
             name = next((op.name for op in pickletools.opcodes if ord(op.code) == code), hex(code))
-            raise ValueError(f"opcode {name} at byte {at - 1} has no place in a checkpoint")
+            raise ValueError(f"opcode {name} at byte {at - 1} is not allowed in a checkpoint")
     raise ValueError("it is truncated")

@@ -26,11 +26,10 @@ from megaswift.bridge.plan import SHOWN, WeightPlan
 from megaswift.bridge.safetensors_header import DTYPES, Damaged, Stored, read_header
 from megaswift.disk import safetensors_to
 from megaswift.errors import CheckpointError, Problem, WeightsError
-from megaswift.families.adapter_folder import CLASSIFIER_TASK, LANGUAGE_TASK
+from megaswift.families.adapter_folder import CLASSIFIER_TASK, CONFIG, LANGUAGE_TASK, TENSORS
 from megaswift.families.projections import WEIGHT, Projection, end_of, in_part, projections, without_dora
 from megaswift.families.step_manifest import refuse_damaged_part
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 REFUSED: Mapping[str, str] = {
     "lora_bias": "has biases",
     "fan_in_fan_out": "is for transposed layers",
@@ -185,12 +184,14 @@ def _number(value: Any, least: float) -> bool:
 
 
 def _mistyped(path: str, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Fields of the settings that are no numbers."""
-    for name, default in (("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)):
-        value = config.get(name, default)
-        whole = name != "r" or isinstance(value, int)
-        if not (_number(value, 1 if name == "r" else 0) and whole):
-            yield Problem(path, f"{name} {value!r:.60} should be {'a whole' if name == 'r' else 'a'} number")
+    """Fields of the settings whose value has another type."""
+    rank = config.get("r", 8)
+    if not (isinstance(rank, int) and _number(rank, 1)):
+        yield Problem(path, f"r {rank!r:.60} should be a whole number")
+    for name in ("lora_alpha", "lora_dropout"):
+        value = config.get(name, 0)
+        if not _number(value, 0):
+            yield Problem(path, f"{name} {value!r:.60} should be a number")
     for name in ("alpha_pattern", "rank_pattern"):
         value = config.get(name) or {}
         if not (isinstance(value, dict) and all(_number(v, 0) for v in value.values())):

@@ -6,7 +6,8 @@ the engines'.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,7 +69,6 @@ class Objective:
     def __init__(self, loss: Loss, counted: GlobalCounts) -> None:
         self.loss, self.counts = loss, counted.counts
         self.parts: list[tuple[dict[str, Tensor], dict[str, Metric]]] = []
-        self.samples: list[Tensor | None] = []
 
     def __call__(self, batch: Batch, fields: Tensor) -> Tensor:
         """The scalar to differentiate: this micro-batch's part of the global batch's objective."""
@@ -80,14 +80,39 @@ class Objective:
             found[term.name] = value.detach()
             total = total + value
         self.parts.append((found, dict(metrics)))
-        self.samples.append(batch.sample_ids)
         return total
 
-    def local(self) -> tuple[MicrobatchLoss, ...]:
-        """Each micro-batch's share of the objective with its samples, for `StepResult.parts`."""
-        shares = [sum(float(value) for value in found.values()) for found, _ in self.parts]
-        rows = [() if ids is None else tuple(i for i in ids.tolist() if i >= 0) for ids in self.samples]
-        return tuple(MicrobatchLoss(share, ids) for share, ids in zip(shares, rows, strict=True))
+    @functools.cached_property
+    def on_host(self) -> list[tuple[dict[str, float], dict[str, Metric]]]:
+        """`parts` as numbers, by one read of the device. After the last micro-batch."""
+        values = [v for terms, metrics in self.parts for v in (*terms.values(), *_operands(metrics))]
+        tensors = [v.detach().reshape(()) for v in values if isinstance(v, Tensor)]
+        same = [t.to(tensors[0].device, torch.float64) for t in tensors]
+        read = iter(torch.stack(same).tolist() if same else [])
+        numbers = iter([next(read) if isinstance(v, Tensor) else float(v) for v in values])
+        return [
+            ({name: next(numbers) for name in terms}, {name: _filled(m, numbers) for name, m in metrics.items()})
+            for terms, metrics in self.parts
+        ]
+
+    def local(self, microbatches: Sequence[Batch]) -> tuple[MicrobatchLoss, ...]:
+        """Each micro-batch's share of the objective with its samples, for `StepResult.parts`. `microbatches`: as they
+        came, in host memory."""
+        rows = [() if b.sample_ids is None else tuple(i for i in b.sample_ids.tolist() if i >= 0) for b in microbatches]
+        shares = [sum(terms.values()) for terms, _ in self.on_host]
+        return tuple(MicrobatchLoss(share, ids) for share, ids in zip(shares, rows, strict=True)) if shares else ()
+
+
+def _operands(metrics: Mapping[str, Metric]) -> Iterator[Tensor | float]:
+    """The values of metrics, in the order of their fields; a difference has none of its own."""
+    for metric in metrics.values():
+        if not isinstance(metric, Difference):
+            yield from vars(metric).values()
+
+
+def _filled(metric: Metric, numbers: Iterator[float]) -> Metric:
+    """The metric with the next numbers in place of its values."""
+    return metric if isinstance(metric, Difference) else type(metric)(*(next(numbers) for _ in vars(metric)))
 
 
 def _local_sums(objective: Objective) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
@@ -95,9 +120,9 @@ def _local_sums(objective: Objective) -> tuple[dict[str, float], dict[str, float
     add: dict[str, float] = {}
     high: dict[str, float] = {}
     low: dict[str, float] = {}
-    for terms, metrics in objective.parts:
+    for terms, metrics in objective.on_host:
         for name, value in terms.items():
-            add[f"term/{name}"] = add.get(f"term/{name}", 0.0) + float(value)
+            add[f"term/{name}"] = add.get(f"term/{name}", 0.0) + value
         for name, metric in metrics.items():
             if isinstance(metric, Mean):
                 add[f"sum/{name}"] = add.get(f"sum/{name}", 0.0) + float(metric.sum)

@@ -12,7 +12,7 @@ from megaswift.errors import Problem
 
 CONFIG = "adapter_config.json"
 """What makes a folder one."""
-WEIGHTS = "adapter_model.safetensors"
+TENSORS = "adapter_model.safetensors"
 CLASSIFIER_TASK, LANGUAGE_TASK = "SEQ_CLS", "CAUSAL_LM"
 """PEFT's names of what a model is for."""
 
@@ -43,7 +43,7 @@ def base_of(adapter: Path) -> str:
 def shapes(adapter: Path) -> Mapping[str, tuple[int, ...]]:
     """Of its tensors, by name; none where they cannot be read, which whoever loads them says."""
     try:
-        with safe_open(adapter / WEIGHTS, framework="np") as file:
+        with safe_open(adapter / TENSORS, framework="np") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):
         return {}

@@ -18,14 +18,7 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.step_manifest import (
-    damage,
-    lost_history,
-    newest_first,
-    skipped,
-    step_of,
-    step_problems,
-)
+from megaswift.families.step_manifest import damage, lost_history, newest_first, skipped, step_of, step_problems
 
 TABLES = ".metadata"
 """Which boxes of which tensors lie in which file: torch.distributed.checkpoint's name."""

@@ -14,6 +14,8 @@ from megaswift.errors import Problem
 
 BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "global_rope_theta", "local_rope_theta")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon")
+POSITIVE = {**dict.fromkeys(BASES, "10000.0"), **dict.fromkeys(EPSILONS, "1e-06")}
+"""Key -> a usual value."""
 
 
 def problems(raw: Mapping[str, Any], at: str = "") -> Iterator[Problem]:
@@ -21,10 +23,8 @@ def problems(raw: Mapping[str, Any], at: str = "") -> Iterator[Problem]:
     for key, value in raw.items():
         if isinstance(value, Mapping):
             yield from problems(value, f"{at}{key}.")
-        elif value is not None and key in BASES and not _positive(value):
-            yield Problem(f"config.json, {at}{key}: {value}", "must be a finite number above 0", "10000.0")
-        elif value is not None and key in EPSILONS and not _positive(value):
-            yield Problem(f"config.json, {at}{key}: {value}", "must be a finite number above 0", "1e-06")
+        elif value is not None and key in POSITIVE and not _positive(value):
+            yield Problem(f"config.json, {at}{key}: {value}", "must be a finite number above 0", POSITIVE[key])
 
 
 def _positive(value: Any) -> bool:

@@ -38,6 +38,8 @@ class Saved:
     path: Path
     saved_at: float
     """Unix time."""
+    files: Mapping[str, Mapping[str, Any]]
+    """By path within the step: `bytes` and `sha256`."""
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
@@ -108,7 +110,7 @@ def whole_steps(store: Path) -> list[Saved]:
     for path in store.glob("step-*"):
         match = STEP.fullmatch(path.name)
         if match and (manifest := read_manifest(path)) is not None:
-            found.append(Saved(int(match[1]), path, float(manifest["saved_at"])))
+            found.append(Saved(int(match[1]), path, float(manifest["saved_at"]), manifest["files"]))
     return sorted(found, key=lambda s: (s.saved_at, s.step))
 
 
@@ -120,21 +122,25 @@ def damaged_steps(store: Path) -> list[Path]:
 
 def pointed(store: Path) -> Path | None:
     """The step that latest.json names, if its manifest is valid."""
+    step = _named_by_pointer(store)
+    return step if step is not None and read_manifest(step) is not None else None
+
+
+def _named_by_pointer(store: Path) -> Path | None:
     if not (store / POINTER).is_file():  # a pipe in its place would never end
         return None
     try:
         name = json.loads((store / POINTER).read_text(encoding="utf-8"))["directory"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    valid = isinstance(name, str) and STEP.fullmatch(name) and read_manifest(store / name) is not None
-    return store / name if valid else None
+    return store / name if isinstance(name, str) and STEP.fullmatch(name) else None
 
 
 def newest_first(store: Path) -> list[Path]:
     """The steps in the order in which they are tried: the one pointed at, then by the time they were saved."""
     saved = [s.path for s in reversed(whole_steps(store))]
-    first = pointed(store)
-    return saved if first is None else [first, *(p for p in saved if p != first)]
+    first = _named_by_pointer(store)
+    return [first, *(p for p in saved if p != first)] if first in saved else saved
 
 
 def lost_history(store: Path) -> Problem | None:
@@ -196,11 +202,12 @@ def remember(path: Path, expected: Mapping[str, Any], intact: bool) -> None:
     _KNOWN[(str(path), facts.st_size, facts.st_mtime_ns, expected["sha256"])] = intact
 
 
-def known_damaged(step: Path) -> bool:
-    """Whether this process has found a file of the step missing or changed. Reads none."""
-    manifest = read_manifest(step)
-    files = {} if manifest is None else manifest["files"]
-    return any(known(step / name, entry) is False or not os.path.isfile(step / name) for name, entry in files.items())
+def known_damaged(saved: Saved) -> bool:
+    """Whether a file of the step is missing, or this process knows that it has changed. Reads none."""
+    return any(
+        known(saved.path / name, entry) is False or not os.path.isfile(saved.path / name)
+        for name, entry in saved.files.items()
+    )
 
 
 def file_problem(path: Path, expected: Mapping[str, Any]) -> Problem | None:
@@ -254,7 +261,7 @@ def refuse_damaged_part(folder: Path) -> None:
 
 
 def damage(step: Path, problems: list[Problem]) -> list[Problem]:
-    """The damage of a step that was asked for by name, with the other steps of its run."""
+    """The damage of a step that the user named, with the other steps of its run as the fix."""
     others = [p.name for p in newest_first(step.parent) if p != step]
     fix = f"another step of this run: {', '.join(others[:4])}" if others else "a copy of this step"
     return [*problems[:-1], Problem(problems[-1].what, problems[-1].rule, fix)]

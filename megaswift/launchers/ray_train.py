@@ -35,7 +35,6 @@ OLDEST = (2, 51)
 LOOK_SECONDS = 0.3
 PATIENCE_SECONDS = 60.0
 """Without a process in this time it is said what the run may wait for."""
-SAME_SIGNAL_SECONDS = 3.0
 KNOCK_SECONDS = 10.0
 QUIET = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -273,7 +272,7 @@ class _Run:
             if not self.signals:
                 since = time.monotonic()
                 self.signals.append(number)
-            elif time.monotonic() - since > SAME_SIGNAL_SECONDS:
+            elif time.monotonic() - since > local.SAME_SIGNAL_SECONDS:
                 raise KeyboardInterrupt
 
         before = {n: signal.signal(n, received) for n in (signal.SIGINT, signal.SIGTERM)}

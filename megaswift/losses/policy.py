@@ -20,14 +20,7 @@ from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
 from megaswift.losses.documents import document_counts, document_index, document_sums
 from megaswift.losses.pairs import token_mean
 from megaswift.losses.policy_metrics import clip_metrics, per_completion, upper_clip, vespo_metrics
-from megaswift.losses.policy_types import (
-    HIGHEST,
-    LOSS_TYPES,
-    LOWEST,
-    LossType,
-    Settings,
-    Weighed,
-)
+from megaswift.losses.policy_types import HIGHEST, LOSS_TYPES, LOWEST, LossType, Settings, Weighed
 from megaswift.losses.sampler_gap import gap_metrics, ratio_metrics
 
 LEVELS = ("token", "sequence", "sequence_token")

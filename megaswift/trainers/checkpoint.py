@@ -108,11 +108,12 @@ def restore(
     loop: Loop,
     folder: Path,
     model: Mapping[str, Any],
-    tell: Callable[[Mapping[str, Any]], object] = lambda manifest: None,
+    on_manifest: Callable[[Mapping[str, Any]], object] = lambda manifest: None,
 ) -> dict[str, Any]:
     """Everything back to where `folder` was saved, on this or another layout; returns its manifest.
 
-    `tell` gets the manifest before anything is loaded: which options differ explains what is refused afterwards.
+    `on_manifest` is called with the manifest before anything is loaded, so that a notice of changed options comes
+    before a refusal that they cause.
     """
     manifest = agree.on_main(lambda: step_manifest.load_manifest(folder))
     if isinstance(manifest, Problem):
@@ -120,7 +121,7 @@ def restore(
     problems = [*differences(manifest, model), *step_problems(folder)]
     if problems:
         raise CheckpointError(problems)
-    tell(manifest)
+    on_manifest(manifest)
     _load_states(folder, [("data", loop.source, manifest["data"])])
     for name, engine in {ENGINE: loop.engine, **loop.engines}.items():
         engine.load(folder / name)
@@ -136,7 +137,7 @@ class _Stateful(Protocol):
 
 
 def _load_states(folder: Path, states: Sequence[tuple[str, _Stateful, Any]]) -> None:
-    """States of the manifest to whom they belong; CheckpointError for one that its owner cannot read."""
+    """Loads states of the manifest into their owners; CheckpointError for one that cannot be read."""
     for name, owner, state in states:
         try:
             owner.load_state_dict(state)

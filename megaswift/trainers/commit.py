@@ -129,7 +129,7 @@ class Store:
 
         Steps that were found to be damaged are not counted, and stay.
         """
-        whole = [s for s in self.complete() if not step_manifest.known_damaged(s.path)]
+        whole = [s for s in self.complete() if not step_manifest.known_damaged(s)]
         pointed = self.pointed()
         surplus = whole[: max(len(whole) - limit, 0)] if limit else []
         gone = []
@@ -169,8 +169,8 @@ def select(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
 
 
 def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
-    """The checkpoints to go on from in the order in which they are tried, and notices. None when none was saved yet;
-    one where it is named. CheckpointError where steps were saved and none is left."""
+    """The checkpoints to resume from, in the order in which they are tried, and notices. Empty where none was saved
+    yet; a single one where `wanted` names it. CheckpointError where steps were saved and none is left."""
     if wanted == "latest":
         store = Store(output / "checkpoints")
         return _steps(store.root), [_notice(p) for p in store.incomplete()]
@@ -194,9 +194,10 @@ def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
 
 
 def _steps(root: Path) -> list[Path]:
-    if (lost := step_manifest.lost_history(root)) is not None:
+    steps = step_manifest.newest_first(root)
+    if not steps and (lost := step_manifest.lost_history(root)) is not None:
         raise CheckpointError(lost)
-    return step_manifest.newest_first(root)
+    return steps
 
 
 def _notice(path: Path) -> str:

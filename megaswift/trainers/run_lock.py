@@ -58,11 +58,7 @@ class RunLock:
             who = f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
         except (OSError, ValueError, KeyError, TypeError):  # between its lock and its line
             who = "another process"
-        return Problem(
-            f"--output_dir {self.folder}",
-            f"a run is writing to this folder: {who}",
-            fix,
-        )
+        return Problem(f"--output_dir {self.folder}", f"a run is writing to this folder: {who}", fix)
 
     def problems(self) -> list[Problem]:
         """What a look without locking finds; changes nothing."""

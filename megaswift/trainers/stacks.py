@@ -1,4 +1,4 @@
-"""What became of the other ranks when a collective fails: which are missing or have ended, and their stacks.
+"""When a collective fails: which other ranks are missing or have ended, and the stacks of all.
 
 Owns OUT/stacks/rank-N.txt and the message about a lost rank. A rank that waits in vain asks the others of its machine
 for their stacks by a signal, which Python's fault handler answers even while a rank is stuck in a library.
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megaswift.errors import Problem, UserError
 from megaswift.log import amount
+from megaswift.trainers import agree
 
 FOLDER = "stacks"
 ASK = signal.SIGUSR2
@@ -48,11 +49,11 @@ class LostRank(UserError):
 
 
 def listen(root: Path) -> None:
-    """From now on a signal, or a crash in a library, writes this rank's stacks below `root`; the others learn where it
-    runs."""
-    if not _several():
+    """From now on a signal, or a crash in a library, writes this rank's stacks below `root`. Its host and process
+    id go to the store, for the other ranks."""
+    if agree.world_size() == 1:
         return
-    rank = dist.get_rank()
+    rank = agree.rank()
     folder = root / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"rank-{rank}.txt"
@@ -68,12 +69,14 @@ def listen(root: Path) -> None:
 def is_lost(error: RuntimeError) -> bool:
     """Whether a collective failed because of another rank."""
     text = str(error)
-    return _several() and (isinstance(error, dist.DistError) or any(word in text for word in (*LOST, *LATE)))
+    return agree.world_size() > 1 and (
+        isinstance(error, dist.DistError) or any(word in text for word in (*LOST, *LATE))
+    )
 
 
 def explain(error: RuntimeError, root: Path, timeout_s: float) -> LostRank:
     """The message, after the stacks of this rank and of missing ones of this machine were written below `root`."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = agree.rank(), agree.world_size()
     if file := _files.get("stacks"):
         traceback.print_exception(error, file=file)
         file.flush()
@@ -94,10 +97,6 @@ def explain(error: RuntimeError, root: Path, timeout_s: float) -> LostRank:
     return LostRank(
         Problem(what, f"{rule}; {where}", "--resume_from_checkpoint latest goes on from the last checkpoint")
     )
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _store() -> dist.Store:

@@ -52,7 +52,7 @@ class Watch(Hook):
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def on_step(self, loop: Loop, step: Step) -> None:
-        """Warns of a skipped step or a spike; `Diverged` after the last skipped step that is borne."""
+        """Warns of a skipped step or a spike; `Diverged` after `most` skipped steps in a row."""
         self.steps += 1
         loss = step.result.loss
         if not self.skips(step.number, step.result):
@@ -65,7 +65,7 @@ class Watch(Hook):
                 self.losses.append(loss)
 
     def skips(self, number: int, result: StepResult) -> bool:
-        """Whether the step was skipped; warns then. `Diverged` after the last one that is borne."""
+        """Whether the step was skipped; warns then. `Diverged` after `most` in a row."""
         if not result.skipped:
             self.in_a_row = self.at_the_end = 0
             return False

@@ -29,6 +29,33 @@ def test_metrics_are_reduced_by_their_kind() -> None:
     assert reported(a, b) == {"mean": 3.0, "sum": 5.0, "high": 2.0, "low": -1.0}
 
 
+def noted(name: str, real: Any, calls: list[str]) -> Any:
+    def call(tensor: torch.Tensor) -> Any:
+        calls.append(name)
+        return real(tensor)
+
+    return call
+
+
+def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of several dtypes and plain numbers, terms and metrics: one `.tolist()`, no `float()` or `.item()`."""
+    part: dict[str, Metric] = {
+        "mean": Mean(torch.tensor(6.0), torch.tensor(4)),
+        "high": Max(torch.tensor([2.5], dtype=torch.bfloat16)),
+        "gap": Difference("mean", "mean"),
+        "low": Min(1.0),
+    }
+    objective = Objective(CrossEntropy(), GlobalCounts({}, 0, 0, 2))
+    objective.parts = [({"loss": torch.tensor(share)}, part) for share in (0.5, 1.5)]
+    reads: list[str] = []
+    for name in ("tolist", "__float__", "item"):
+        monkeypatch.setattr(torch.Tensor, name, noted(name, getattr(torch.Tensor, name), reads))
+    assert report(objective, ALONE) == (2.0, {"mean": 1.5, "high": 2.5, "low": 1.0, "gap": 0.0})
+    rows: Any = [SimpleNamespace(sample_ids=None)] * 2
+    assert [part.loss for part in objective.local(rows)] == [0.5, 1.5]
+    assert reads == ["tolist"]
+
+
 def test_a_difference_is_taken_of_reduced_means() -> None:
     """4 - 1 = 3; a mean of the micro-batches' differences would be 2.5, and the second one has none."""
     gap = Difference("a", "b")

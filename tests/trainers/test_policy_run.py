@@ -255,9 +255,11 @@ def test_ppo_with_adapters_on_other_layouts(
     assert alone[0]["value/mean"] != alone[2]["value/mean"] and alone[2]["objective/kl"] != 0
     for out in outs[1:]:
         assert [c["completion"] for c in completions(out)] == [c["completion"] for c in completions(outs[0])]
-        for got, want in zip(read_lines(out / "metrics.jsonl"), alone, strict=True):
+        for number, (got, want) in enumerate(zip(read_lines(out / "metrics.jsonl"), alone, strict=True)):
+            # Adam's steps are large where gradients are small, so rounding in the order of sums grows with each step
+            bound = 1e-3 if number else 2e-5
             for name in ("grad_norm", "vf_loss", "objective/kl", "value/grad_norm", "value/mean"):
-                assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+                assert got[name] == pytest.approx(want[name], rel=bound, abs=1e-6), name
 
 
 @SLOW

@@ -146,7 +146,7 @@ def test_engines_name_the_samples_of_their_parts() -> None:
     fields = [torch.full((len(CrossEntropy().needs.names), 2, 3), -value) for value in (1.0, 3.0)]
     for batch, field in zip(batches, fields, strict=True):
         objective(batch, field)
-    assert objective.local() == (MicrobatchLoss(0.5, (4, 9)), MicrobatchLoss(1.5, (7,)))
+    assert objective.local(batches) == (MicrobatchLoss(0.5, (4, 9)), MicrobatchLoss(1.5, (7,)))
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ class MegatronEngine:
         total, metrics = report(objective, self.context)
         if not settings.forward_only:
             metrics = {**metrics, **self.aux.report()}
-        numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local()
+        numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local(microbatches)
         return StepResult(total, metrics, None, False, *numbers)
 
     def _need(self, needs: Needs) -> None:

@@ -96,8 +96,8 @@ def holds_main_weights(part: MegatronOptimizer) -> bool:
 
 def scale_can_fall(optimizer: MegatronOptimizer) -> bool:
     """Whether a loss scale (float16) is above its minimum."""
-    scalers = [s for part in parts(optimizer) if (s := getattr(part, "grad_scaler", None)) is not None]
-    return any(float(s.scale) > float(getattr(s, "min_scale", s.scale)) for s in scalers)
+    scaler = _shared_scaler(optimizer)
+    return scaler is not None and float(scaler.scale) > float(getattr(scaler, "min_scale", scaler.scale))
 
 
 class SharedScaler:
@@ -122,26 +122,36 @@ class SharedScaler:
         found = torch.tensor([float(overflow)], device=self.scaler.scale.device)
         if dist.is_initialized():  # a pipeline stage without experts does not see theirs
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        self.scaler.update(bool(found.item()))
-        return bool(found.item())
+        anywhere = bool(found.item())
+        self.scaler.update(anywhere)
+        return anywhere
 
 
 def share_scale(optimizer: MegatronOptimizer) -> None:
     """Gives all parts the first one's scaler (float16)."""
-    scaled = [o for o in _chained(optimizer) if getattr(o, "grad_scaler", None) is not None]
+    scaled = _scaled(optimizer)
     if scaled:
         shared = SharedScaler(scaled[0].grad_scaler)
         for part in scaled:
             part.grad_scaler = shared
 
 
+def _scaled(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return [o for o in _chained(optimizer) if getattr(o, "grad_scaler", None) is not None]
+
+
+def _shared_scaler(optimizer: MegatronOptimizer) -> SharedScaler | None:
+    """What `share_scale` has set; None without a loss scale."""
+    return next((part.grad_scaler for part in _scaled(optimizer)), None)
+
+
 @torch.no_grad()
 def step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bool]:
     """(gradient norm before clipping, whether the step was taken). Not taken where a gradient is not finite."""
     overflow = optimizer.prepare_grads()
-    shared = next((s for o in _chained(optimizer) if (s := getattr(o, "grad_scaler", None)) is not None), None)
-    if shared is not None:
-        overflow = shared.decide(overflow)
+    scaler = _shared_scaler(optimizer)
+    if scaler is not None:
+        overflow = scaler.decide(overflow)
     norm = float(optimizer.get_grad_norm()) if not overflow else math.nan
     if not math.isfinite(norm):
         return norm, False
@@ -149,6 +159,7 @@ def step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bool]:
         for part in parts(optimizer):
             parameters = part.get_parameters()
             if parameters:
-                apart = holds_main_weights(part)
-                clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=norm, use_decoupled_grad=apart)
+                clip_grad_by_total_norm_fp32(
+                    parameters, max_norm=clip, total_norm=norm, use_decoupled_grad=holds_main_weights(part)
+                )
     return norm, bool(optimizer.step_with_ready_grads())

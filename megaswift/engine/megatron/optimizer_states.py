@@ -70,7 +70,7 @@ def slices(optimizer: MegatronOptimizer, write: bool = False) -> list[Slice]:
     return found
 
 
-def _sharded(part: DistributedOptimizer, write: bool = False) -> Iterator[Slice]:
+def _sharded(part: DistributedOptimizer, write: bool) -> Iterator[Slice]:
     for weight, ranges in _owned(part):
         tensors = part._get_main_param_and_optimizer_states(weight)
         compact = None

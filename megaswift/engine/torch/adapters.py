@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megaswift.disk import safetensors_to
+from megaswift.families.adapter_folder import TENSORS
 
 PREFIX = "model."
 """Of the transformers model within the module that is wrapped."""
@@ -44,7 +45,7 @@ def write(model: Any, state: dict[str, Tensor], folder: Path, base_name: str) ->
     shared = {id(p): named[name] for name, p in model.named_parameters() if name in named}
     named |= {name: shared[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in shared}
     tensors = get_peft_model_state_dict(model, state_dict=named)
-    file = folder / "adapter_model.safetensors"
+    file = folder / TENSORS
     with safetensors_to(file):
         save_file({name: t.clone() for name, t in tensors.items()}, file, metadata={"format": "pt"})
     config = copy.copy(model.peft_config["default"])

@@ -22,6 +22,7 @@ from torch import Tensor
 from megaswift import log
 from megaswift.bridge.hf_source import HfSource, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
+from megaswift.bridge.saved_dtypes import dtype_problem
 from megaswift.bridge.step_source import StepSource
 from megaswift.bridge.transformers_weights import buffers, disk_names
 from megaswift.disk import sync
@@ -227,20 +228,12 @@ def _differences(engine: TorchEngine, facts: dict[str, Any], source: HfSource) -
         if name in stored and tuple(source.shape(name)) != meta.shape
     ]
     problems += [
-        Problem(
-            name,
-            f"has dtype {source.dtype(name)} in the checkpoint and {meta.dtype} in this run: another kind of state",
-        )
+        other
         for name, meta in wanted.items()
-        if name in stored and not _readable(source.dtype(name), meta.dtype, name.startswith(f"{WEIGHT}."))
+        if name in stored
+        and (other := dtype_problem(name, source.dtype(name), meta.dtype, not name.startswith(f"{WEIGHT}.")))
     ]
     return problems[:12]
-
-
-def _readable(saved: torch.dtype, wanted: torch.dtype, weight: bool) -> bool:
-    """Whether a tensor may be read as one of another dtype: floating ones, states of the optimizer only if wider."""
-    floating = saved.is_floating_point and wanted.is_floating_point
-    return saved == wanted or (floating and (weight or torch.promote_types(saved, wanted) == wanted))
 
 
 def agree(engine: TorchEngine, problems: list[Problem]) -> None:

@@ -132,7 +132,7 @@ class TorchEngine:
             metrics |= self.routers.report(self.context)
         if train and self.allocation is not None:
             metrics["orth_loss"] = float(orthogonal.detach())
-        numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local()
+        numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local(microbatches)
         return StepResult(total, metrics, None, False, *numbers)
 
     def _fields(self, batch: Batch) -> Tensor:

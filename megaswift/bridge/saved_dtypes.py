@@ -1,0 +1,23 @@
+"""Which dtypes a tensor of a checkpoint may be read as, for the checkpoints of both engines."""
+
+from __future__ import annotations
+
+import torch
+
+from megaswift.errors import Problem
+
+
+def dtype_problem(name: str, saved: torch.dtype, wanted: torch.dtype, state: bool) -> Problem | None:
+    """Why a tensor saved in one dtype cannot be read as another; None where it can.
+
+    Weights are read between floating dtypes, an optimizer's `state` only where nothing is lost.
+    """
+    floating = saved.is_floating_point and wanted.is_floating_point
+    if saved == wanted or (floating and (not state or torch.promote_types(saved, wanted) == wanted)):
+        return None
+    names = [str(dtype).removeprefix("torch.") for dtype in (saved, wanted)]
+    return Problem(
+        name,
+        f"has dtype {names[0]} in the checkpoint and {names[1]} in this run",
+        "the optimizer's options of the checkpoint's run, or --model STEP to start from its weights",
+    )
