@@ -246,7 +246,19 @@ def test_ppo_with_adapters_on_other_layouts(
     layouts: tuple[tuple[object, ...], ...], folder: Path, tmp_path: Path
 ) -> None:
     """New ones are drawn alike on all layouts of an engine."""
-    common = ("--max_steps", 3, "--num_iterations", 2, "--critic_learning_rate", "2e-2", *LORA)
+    # Adam divides by the size of a gradient: with an epsilon of 1e-8, rounding of gradients near 0 changes whole steps
+    # (value/mean 3e-4 apart after two); with 1e-3 all numbers agree to 7e-7.
+    common = (
+        "--max_steps",
+        3,
+        "--num_iterations",
+        2,
+        "--critic_learning_rate",
+        "2e-2",
+        "--adam_epsilon",
+        "1e-3",
+        *LORA,
+    )
     outs = [
         trained(folder, tmp_path / str(i), *common, *layout, ranks=2 if i else 1, task="ppo")
         for i, layout in enumerate(layouts)
@@ -255,11 +267,9 @@ def test_ppo_with_adapters_on_other_layouts(
     assert alone[0]["value/mean"] != alone[2]["value/mean"] and alone[2]["objective/kl"] != 0
     for out in outs[1:]:
         assert [c["completion"] for c in completions(out)] == [c["completion"] for c in completions(outs[0])]
-        for number, (got, want) in enumerate(zip(read_lines(out / "metrics.jsonl"), alone, strict=True)):
-            # Adam's steps are large where gradients are small, so rounding in the order of sums grows with each step
-            bound = 1e-3 if number else 2e-5
+        for got, want in zip(read_lines(out / "metrics.jsonl"), alone, strict=True):
             for name in ("grad_norm", "vf_loss", "objective/kl", "value/grad_norm", "value/mean"):
-                assert got[name] == pytest.approx(want[name], rel=bound, abs=1e-6), name
+                assert got[name] == pytest.approx(want[name], rel=2e-5, abs=1e-6), name
 
 
 @SLOW
