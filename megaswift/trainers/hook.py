@@ -56,7 +56,7 @@ class Hook:
     def on_end(self, loop: Loop) -> None:
         """After the last step, or after an interruption (`loop.interrupted`)."""
 
-    def judge(self, loop: Loop) -> None:
+    def check_progress(self, loop: Loop) -> None:
         """Where a resumed run has no step left: an error if it has learned nothing."""
 
     def close(self) -> None:

@@ -165,7 +165,7 @@ class Session:
                 f"step {loop.step} of {loop.total_steps} is already done: only the export and the report are written"
             )
             for hook in loop.hooks:
-                hook.judge(loop)
+                hook.check_progress(loop)
             return
         self.status = f"failed after step {loop.step}"
         try:

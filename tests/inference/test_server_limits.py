@@ -291,7 +291,7 @@ def test_half_a_request_is_not_waited_for(server: Server) -> None:
 def test_requests_that_wait_to_be_read_have_a_number(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     go, of_any = threading.Event(), Prompts.of_any
     monkeypatch.setattr(serving, "MOST_UNREAD", 2)
-    monkeypatch.setattr(Prompts, "of_any", lambda self, prompt: of_any(self, prompt) if go.wait(20) else None)
+    monkeypatch.setattr(Prompts, "of_any", lambda self, prompt: of_any(self, prompt) if go.wait(5) else None)
     with ThreadPoolExecutor(2) as pool:
         first = [pool.submit(server.ask, TEXT, text()) for _ in range(2)]
         until(lambda: server.served.unread == 2)

@@ -75,9 +75,9 @@ class Alarms(Hook):
     def on_end(self, loop: Loop) -> None:
         """Before the last checkpoint, as for skipped steps."""
         if not loop.interrupted and loop.step >= loop.total_steps:
-            self.judge(loop)
+            self.check_progress(loop)
 
-    def judge(self, loop: Loop) -> None:
+    def check_progress(self, loop: Loop) -> None:
         """`Unrewarded` where no completion of the whole run had a reward."""
         if self.completions and not self.rewarded:
             raise Unrewarded(

@@ -45,9 +45,9 @@ class Critic(Preparation):
         """As of the policy: a critic that has learned nothing fails the run."""
         self.watch.on_end(loop)
 
-    def judge(self, loop: Loop) -> None:
+    def check_progress(self, loop: Loop) -> None:
         """The same where a resumed run has nothing left to do."""
-        self.watch.judge(loop)
+        self.watch.check_progress(loop)
 
     def state_dict(self) -> dict[str, Any]:
         """The skipped steps."""

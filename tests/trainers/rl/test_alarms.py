@@ -98,7 +98,7 @@ def test_a_run_without_any_reward_has_failed(capsys: Capture) -> None:
     resumed.load_state_dict(alarms.state_dict())
     loop.step = 2
     resumed.on_start(loop)
-    for end in (alarms.on_end, resumed.on_end, resumed.judge):
+    for end in (alarms.on_end, resumed.on_end, resumed.check_progress):
         with pytest.raises(
             Unrewarded, match="--reward_funcs worth: returned None for every completion of all 2 steps"
         ) as e:

@@ -100,6 +100,6 @@ def test_the_skipped_steps_of_a_critic_go_on_after_a_resume() -> None:
     for _ in range(5):
         after.prepare(after.engine, [], True)
     loop.step = 12
-    for end in (after.on_end, after.judge):
+    for end in (after.on_end, after.check_progress):
         with pytest.raises(Diverged, match="step 12 of the critic: 8 of 12 steps were skipped, among them the last 8"):
             end(loop)
