@@ -14,7 +14,8 @@ import pytest
 
 from megaswift.cli import COMMANDS, main, usage
 from megaswift.config import load
-from megaswift.errors import StorageError
+from megaswift.errors import DataError, StorageError
+from megaswift.refusal import refuse
 from megaswift.trainers.outputs import check
 from tests.trainers.inputs import write_inputs
 
@@ -353,6 +354,13 @@ def test_the_others_are_silent_when_rank_0_speaks() -> None:
 def test_a_mistake_of_another_rank_alone_is_seen_once() -> None:
     said = [s for s in fail(1, 3, patience=1) if s]
     assert len(said) == 1 and said[0].startswith("[rank ") and "row 7 is broken" in said[0]
+
+
+def test_a_restarted_attempt_speaks_again(capsys: pytest.CaptureFixture) -> None:
+    shared = {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": os.urandom(8).hex()}
+    for attempt, speaks in (("0", True), ("0", False), ("1", True)):
+        refuse(DataError("row 7 is broken"), {**shared, "TORCHELASTIC_RESTART_COUNT": attempt}, patience=0)
+        assert ("row 7 is broken" in capsys.readouterr().err) is speaks
 
 
 def test_only_commands_that_exist_are_listed() -> None:

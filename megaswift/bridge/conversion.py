@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from megaswift import log
 from megaswift.bridge.file_tensor import data_of
+from megaswift.bridge.finite_weights import is_finite, warn_of
 from megaswift.bridge.hf_source import Span, WeightSource
 from megaswift.bridge.stage import Stage
 
@@ -48,6 +49,8 @@ class Item:
     """The tensor in row-major order, in contiguous parts."""
     head: bytes = b""
     tail: bytes = b""
+    name: str = ""
+    """For messages."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +161,7 @@ def run(work: Work, stream: TextIO | None = None) -> Path:
             with _stoppable():
                 for name, header in work.headers.items():
                     stage.put(name, 0, header)
-                for i in left:
-                    _move(stage, work.items[i], i, meter)
+                bad = [item.name for i in left if not _move(stage, item := work.items[i], i, meter)]
                 work.finish(stage.folder)
                 stage.commit()
         except KeyboardInterrupt:
@@ -170,10 +172,13 @@ def run(work: Work, stream: TextIO | None = None) -> Path:
             raise Interrupted(told) from None
         finally:
             meter.close()
+    warn_of(work.target, bad)
     return work.target
 
 
-def _move(stage: Stage, item: Item, number: int, meter: Meter) -> None:
+def _move(stage: Stage, item: Item, number: int, meter: Meter) -> bool:
+    """Whether every value is finite; looked at while a block is in memory."""
+    finite = True
     stage.put(item.file, item.offset, item.head)
     at = item.offset + len(item.head)
     for block in item.blocks():
@@ -181,5 +186,7 @@ def _move(stage: Stage, item: Item, number: int, meter: Meter) -> None:
         stage.put(item.file, at, data)
         at += len(data)
         meter.add(len(data))
+        finite = finite and is_finite(block)
     assert at == item.offset + len(item.head) + item.nbytes, f"item {number}: {at - item.offset} bytes"
     stage.put(item.file, at, item.tail, number)
+    return finite

@@ -116,38 +116,22 @@ def _arrange(
     parts = []
     for entry in plan.entries:
         at = place(entry, padded)
-        parts.append(
-            (
-                at.key,
-                at.whole,
-                at.offset,
-                at.shape,
-                one[at.key],
-                functools.partial(entry_blocks, entry, weights, padded),
-            )
-        )
+        content = functools.partial(entry_blocks, entry, weights, padded)
+        parts.append((entry.hf[0], (at.key, at.whole, at.offset, at.shape, one[at.key], content)))
     for name in plan.kept(weights.names()):
         shape = weights.shape(name)
-        parts.append(
-            (
-                KEPT + name,
-                shape,
-                (0,) * len(shape),
-                shape,
-                weights.dtype(name),
-                functools.partial(blocks_of, weights, name),
-            )
-        )
+        content = functools.partial(blocks_of, weights, name)
+        parts.append((name, (KEPT + name, shape, (0,) * len(shape), shape, weights.dtype(name), content)))
     saved: list[SavedBox] = []
     items: list[Item] = []
     files: dict[str, int] = {"__0_0.distcp": 0}
-    for key, whole, offset, shape, dtype, blocks in parts:
+    for name, (key, whole, offset, shape, dtype, blocks) in parts:
         if files[[*files][-1]] >= file_bytes:
             files[f"__0_{len(files)}.distcp"] = 0
         file, nbytes = [*files][-1], math.prod(shape) * dtype.itemsize
         frame = torch_item.frame(dtype, shape)
         start, length = files[file], len(frame.head) + nbytes + len(frame.tail)
-        items.append(Item(file, start, nbytes, functools.partial(_cast, blocks, dtype), frame.head, frame.tail))
+        items.append(Item(file, start, nbytes, functools.partial(_cast, blocks, dtype), frame.head, frame.tail, name))
         saved.append(SavedBox(key, whole, offset, shape, dtype, file, start, length))
         files[file] = start + length + -(start + length) % torch_item.ALIGNMENT
     return saved, items, files

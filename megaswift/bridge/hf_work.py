@@ -40,7 +40,7 @@ def make(folder: HfFolder, blocks: Callable[[str], Iterator[Tensor]], made_from:
     bytes."""
     files = plan_files(folder.tensors, folder.max_shard_bytes)
     items = [
-        Item(file.name, file.places[name], nbytes(folder.tensors[name]), functools.partial(blocks, name))
+        Item(file.name, file.places[name], nbytes(folder.tensors[name]), functools.partial(blocks, name), name=name)
         for file in files
         for name in file.places
     ]

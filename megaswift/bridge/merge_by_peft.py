@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megaswift.bridge.finite_weights import is_finite, warn_of
 from megaswift.bridge.peft_config import name_of
 from megaswift.bridge.transformers_weights import buffers, disk_names, write_folder
 from megaswift.data.tokenizer import load_tokenizer, pad_of
@@ -51,6 +52,7 @@ def merge(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwri
     named = disk_names(merged, {n: t.detach() for n, t in tensors.items()})
     config = classifier(scored_config(read_config(base)), base) if is_scored(adapter) else None
     write_folder(target, named, base, max_shard_bytes, overwrite, config)
+    warn_of(target, [name for name, tensor in named.items() if not is_finite(tensor)])
     return target
 
 

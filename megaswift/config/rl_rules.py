@@ -48,7 +48,14 @@ _THEIRS = "loss_type {loss_type} does not read it"
 _ZERO = "beta is 0: there is no reference to be near to"
 
 RL_IGNORED: tuple[Ignored, ...] = (
-    *_strict(("epsilon",), _LOSS, _other_loss(*CLIPS), _THEIRS, "--loss_type dapo"),
+    *_strict(("epsilon",), _LOSS, _other_loss(*CLIPS_ABOVE), _THEIRS, "--loss_type dapo"),
+    *_strict(
+        ("epsilon",),
+        _LOSS,
+        lambda c: policy_loss_of(c) == "cispo",
+        "cispo limits the ratio on its upper side only, by epsilon_high",
+        "--epsilon_high 5",
+    ),
     *_strict(("epsilon_high",), _LOSS, _other_loss(*CLIPS_ABOVE), _THEIRS, "--loss_type dapo"),
     *_rows(("delta",), _LOSS, _other_loss(*CLIPS), _THEIRS, "--loss_type dapo"),
     *_rows(

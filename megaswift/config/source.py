@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
 """Of files that are no configuration, whatever is in them."""
 
 
+LONGEST = 200
+"""Characters of a value of the Python API in a message."""
 LARGEST_FILE = 1 << 20
 """Bytes of a configuration file."""
 MOST_VALUES = 20_000
@@ -82,9 +85,17 @@ def from_mapping(options: Mapping[str, Any]) -> Source:
             value = {f: v for f, v in fields.items() if v != OPTIONS[f].default}
         inner = value if is_section(name, value) else {name: value}
         givens += [
-            Given(normal(n), v, f"{n}={MASK if is_secret(normal(n)) else repr(v)}", f"{n}=") for n, v in inner.items()
+            Given(normal(n), v, f"{n}={MASK if is_secret(normal(n)) else _shown(v)}", f"{n}=") for n, v in inner.items()
         ]
     return Source(tuple(givens))
+
+
+def _shown(value: Any) -> str:
+    """A value for messages: a whole data set may have been given, and the first of its rows say so."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = LONGEST
+    text = short.repr(value)
+    return text if len(text) <= LONGEST else text[:LONGEST] + "..."
 
 
 def normal(name: str) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megaswift import log
+from megaswift.bridge import finite_weights
 from megaswift.bridge.bits_and_bytes import settings, without_cpu_repacking
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.open import open_checkpoint
@@ -254,7 +255,9 @@ class _Lazy:
     def __getitem__(self, where: Any) -> Tensor:
         assert where is ..., "transformers takes whole tensors"
         with self.lock:
-            return self.source.slice(self.name)
+            tensor = self.source.slice(self.name)
+        finite_weights.check([(self.name, tensor)])
+        return tensor
 
     def get_shape(self) -> list[int]:
         """As safetensors' slices have it."""
@@ -280,9 +283,11 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
         "trust_remote_code": prepared.options.trust_remote_code,
         "output_loading_info": True,
     }
+    checkpoint = verified_checkpoint(prepared.folder)
+    if quantised and checkpoint is None:  # NaN does not survive in quantised weights
+        finite_weights.check_folder(prepared.folder)
     if DISK in placed.values():
         how["offload_folder"] = options.offload_folder
-    checkpoint = verified_checkpoint(prepared.folder)
     with _told(str(prepared.options.model)):
         if checkpoint is None:
             loaded: Any = _auto(prepared).from_pretrained(prepared.folder, **how)
@@ -299,6 +304,7 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
         raise WeightsError(
             Problem(str(prepared.options.model), f"transformers finds no weights for {', '.join(lost[:4])}{more}")
         )
+    finite_weights.check(model.named_parameters())
     if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
         placement.try_out(model, placement.main_device(placed), f"--device_map {options.device_map}")
     return _adapted(model, prepared, placed).eval(), placement.main_device(placed)
@@ -348,6 +354,8 @@ def _adapted(model: Any, prepared: Prepared, placed: DeviceMap) -> Any:
         adapted: Any = PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True, torch_device="cpu")
     model.hf_device_map = placed
     _onto_devices(adapted, folder, placement.main_device(placed))
+    added = ((name, p) for name, p in adapted.named_parameters() if f".{ADAPTER}" in name)
+    finite_weights.check(added, f"--adapters {folder}")
     return adapted.merge_and_unload() if prepared.options.merge_adapters else adapted
 
 

@@ -56,6 +56,9 @@ class Hook:
     def on_end(self, loop: Loop) -> None:
         """After the last step, or after an interruption (`loop.interrupted`)."""
 
+    def check_progress(self, loop: Loop) -> None:
+        """Where a resumed run has no step left: an error if it has learned nothing."""
+
     def close(self) -> None:
         """Always called last, after an error too: files and bars are closed here, nothing collective happens."""
 

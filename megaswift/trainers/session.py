@@ -164,7 +164,8 @@ class Session:
             log.info(
                 f"step {loop.step} of {loop.total_steps} is already done: only the export and the report are written"
             )
-            watch_of(loop).judge(loop)
+            for hook in loop.hooks:
+                hook.check_progress(loop)
             return
         self.status = f"failed after step {loop.step}"
         why = ""

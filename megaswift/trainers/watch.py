@@ -93,9 +93,9 @@ class Watch(Hook):
     def on_end(self, loop: Loop) -> None:
         """Before the last checkpoint: a run that has learned nothing keeps the ones it has."""
         if not loop.interrupted and loop.step >= loop.total_steps:
-            self.judge(loop)
+            self.check_progress(loop)
 
-    def judge(self, loop: Loop) -> None:
+    def check_progress(self, loop: Loop) -> None:
         """At the end of a run: `Diverged` where nothing was learned, a warning where steps were skipped."""
         last = self.at_the_end
         if last >= LAST_IN_A_ROW or (last and last == self.skipped == loop.step):

@@ -108,8 +108,13 @@ def test_what_is_no_secret_is_shown() -> None:
         assert words in refused(*words.split())
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"])
-@pytest.mark.parametrize("value", [2**62, 2**30])
+SIZES = ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"]
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [*((key, value) for key in SIZES for value in (2**62, 2**30)), ("max_position_embeddings", 2**40)],
+)
 def test_sizes_beyond_any_model(tmp_path: Path, key: str, value: int) -> None:
     config = dict(LLAMA_3_1_8B) | {key: value}
     (tmp_path / "config.json").write_text(json.dumps(config))

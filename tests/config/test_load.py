@@ -317,3 +317,17 @@ def test_the_examples_cover_every_engine() -> None:
     assert set(engines.values()) >= {"auto", "ddp", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2"}
     assert {name.split("_")[0] for name in engines} == {"auto.yaml", "small", "middle", "large"}
     assert all(SIZE.search(path.read_text()) for path in folder if path.name != "auto.yaml")
+
+
+@pytest.mark.parametrize(
+    "name, fix", [("eval_dataset", "--val_dataset"), ("learnin_rate", "did you mean learning_rate?")]
+)
+def test_a_data_set_as_the_value_of_a_keyword_is_shortened(name: str, fix: str) -> None:
+    rows = [{"messages": [{"role": "user", "content": "x" * 500}]}] * 5000
+    with pytest.raises(ConfigError) as error:
+        SwiftConfig(**{name: rows})
+    text = str(error.value)
+    assert f"{name}=[" in text and "...: is not an option" in text and fix in text and len(text) < 500
+    with pytest.raises(ConfigError) as error:
+        SwiftConfig(max_length=rows, output_dir=None, lora_rank="a" * 9999)
+    assert len(str(error.value)) < 1000

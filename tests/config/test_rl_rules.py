@@ -30,6 +30,7 @@ from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 SERVER = "--rollout_backend vllm_server"
 IDLE = [
+    ("--epsilon 0.3 --loss_type sapo", "--epsilon 0.3"),
     ("--epsilon 0.3 --loss_type cispo", "--epsilon 0.3"),
     ("--epsilon_high 0.3 --loss_type sapo", "--epsilon_high 5 --loss_type cispo"),
     ("--delta 4 --loss_type vespo", "--delta 4 --loss_type bnpo"),
@@ -326,3 +327,10 @@ def test_help_names_the_losses_of_the_task() -> None:
         and "dr_grpo" not in pages["dpo"]
     )
     assert "--vf_coef 0.1" in pages["ppo"] and "--vf_coef" not in pages["grpo"] and "--loss_type" not in pages["ppo"]
+
+
+def test_cispo_names_its_own_limit_where_epsilon_is_given() -> None:
+    with pytest.raises(ConfigError) as error:
+        load("grpo", ["--reward_funcs", "format", "--loss_type", "cispo", "--epsilon", "0.3"], environ={})
+    (problem,) = error.value.problems
+    assert problem.what == "--epsilon 0.3" and problem.fix.startswith("--epsilon_high 5")

@@ -223,3 +223,12 @@ def test_nothing_is_wrong_with_whole_characters(tmp_path: Path) -> None:
     assert isinstance(readers.json_row(deep), dict) and isinstance(readers.json_row('{"n": [' + deep + "]}"), RowError)
     assert counted(tmp_path, path) == (4, {"rows": 4})
     assert jsonl(tmp_path / "e.jsonl", [GOOD])
+
+
+def test_parquet_text_that_is_not_utf_8_is_one_row(tmp_path: Path) -> None:
+    places = pa.array([0, 5, 7, 9], pa.int32()).buffers()[1]
+    column = pa.Array.from_buffers(pa.string(), 3, [None, places, pa.py_buffer(b"hello\xff\xfeok")])
+    pq.write_table(pa.table({"text": column}), tmp_path / "d.parquet")
+    first, bad, last = (one.row for one in readers.READERS["parquet"](tmp_path / "d.parquet", 0, 3, 1))
+    assert (first, last) == ({"text": "hello"}, {"text": "ok"})
+    assert isinstance(bad, RowError) and "text that is not UTF-8" in str(bad)

@@ -43,7 +43,9 @@ def each(times: int) -> dict[int, int]:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(
-    "layouts", [(CP1, CP2), (CP2, CP1), (CP1, CP2, CP1), (CP2, CP4, CP4, CP1)], ids=["1-2", "2-1", "1-2-1", "2-4-4-1"]
+    "layouts",
+    [(CP1, CP2), (CP2, CP1), (CP1, CP2, CP1), (CP2, CP4, CP4, CP1), (CP1, CP4, CP2, CP1)],
+    ids=["1-2", "2-1", "1-2-1", "2-4-4-1", "1-4-2-1"],
 )
 def test_every_row_comes_once_over_resumes_on_other_layouts(
     layouts: tuple[LoaderGeometry, ...], shuffle: bool, tmp_path: Path

@@ -71,6 +71,23 @@ def test_what_cannot_be_deterministic_is_refused(task: str, words: list[str]) ->
         load(task, ["--model", "m", "--dataset", "d", "--deterministic", "true", *words])
 
 
+@pytest.mark.usefixtures("switches")
+def test_a_run_sets_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megaswift.trainers import run as module
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: object, **__: object) -> None:
+        raise Stop
+
+    monkeypatch.setattr(module, "locate", stop)
+    for cfg, on in ((OFF, False), (ON, True)):
+        with pytest.raises(Stop):
+            module.run(cfg)
+        assert torch.are_deterministic_algorithms_enabled() is on
+
+
 def test_megatron_is_told(tmp_path: Path) -> None:
     from megaswift.engine.megatron.model_config import _kernels
 

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megaswift.config.inference import DeployConfig, GenerationOptions
-from megaswift.deploy import COMMAND, model_name
+from megaswift.deploy import COMMAND, _also, model_name
 from megaswift.deploy import main as deploy
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.inference import vllm_package, vllm_server
@@ -240,6 +240,13 @@ def refused(*words: str) -> str:
     with pytest.raises(ConfigError) as caught:
         COMMAND.parse(words)
     return str(caught.value)
+
+
+def test_the_words_of_model_are_its_other_name_unless_it_was_given_one() -> None:
+    def also(*words: str) -> tuple[str, ...]:
+        return _also(COMMAND.config(**COMMAND.parse(["--model", "run/hf", *words]).sections))
+
+    assert also() == ("run/hf",) and also("--served_model_name", "mine") == ()
 
 
 def test_other_addresses_need_a_token_and_options_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:

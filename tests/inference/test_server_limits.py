@@ -291,6 +291,18 @@ def test_half_a_request_is_not_waited_for(server: Server) -> None:
         client.close()
 
 
+def test_requests_that_wait_to_be_read_have_a_number(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, of_any = threading.Event(), Prompts.of_any
+    monkeypatch.setattr(serving, "MOST_UNREAD", 2)
+    monkeypatch.setattr(Prompts, "of_any", lambda self, prompt: of_any(self, prompt) if go.wait(5) else None)
+    with ThreadPoolExecutor(2) as pool:
+        first = [pool.submit(server.ask, TEXT, text()) for _ in range(2)]
+        until(lambda: server.served.unread == 2)
+        assert server.refused(TEXT, text()) == (429, "2 requests are being read")
+        go.set()
+        assert [f.result()[0] for f in first] == [200, 200]
+
+
 def test_connections_have_a_number(folder: Path) -> None:
     """The oldest that asks for nothing makes room; where all have asked, nobody else comes in."""
     with opened(folder, replace(RULES, seconds=20), most=3) as server:
@@ -299,14 +311,18 @@ def test_connections_have_a_number(folder: Path) -> None:
         for count in (1, 2, 3):
             clients.append(socket.create_connection(address))
             until(lambda count=count: len(server.uvicorn.server_state.connections) == count)
+        began = time.monotonic()
         assert server.ask("/health", method="GET") == (200, {"status": "ok"})
         assert received(clients[0]) == b""
+        assert time.monotonic() - began < 10, "not by the time that a request has to arrive"
         server.model.go.clear()
         with ThreadPoolExecutor(3) as pool:
             asked = [pool.submit(server.ask, TEXT, text(temperature=1 + i / 10)) for i in range(3)]
             until(lambda: len(server.served.line._line) == 2)
+            began = time.monotonic()
             with socket.create_connection(address) as late:
                 assert received(late) == b""
+            assert time.monotonic() - began < 10
             server.model.go.set()
             assert [a.result()[0] for a in asked] == [200] * 3
         for client in clients:

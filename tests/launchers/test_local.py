@@ -160,8 +160,12 @@ def test_restarts(script: str, restarts: int, code: int, count: int, tmp_path: P
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_ends_a_run_that_could_be_restarted(number: int, tmp_path: Path) -> None:
+    before = signal.signal(number, lambda *_: None)  # a signal that is not handed on must not end the tests
     threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getpid(), number))).start()
-    assert attempts("import time; time.sleep(20)", tmp_path, 3) == (128 + number, 1)
+    try:
+        assert attempts("import time; time.sleep(8)", tmp_path, 3) == (128 + number, 1)
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.process
@@ -226,3 +230,31 @@ def test_a_restarted_attempt_resumes_from_its_own_folder(tmp_path: Path) -> None
     store.begin(3)
     store.finish(3, {}, {})
     assert entry.resuming(other, 1).train.resume_from_checkpoint == "latest"
+
+
+@pytest.mark.process
+def test_sigusr1_reaches_the_workers_as_sigterm(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    script = (
+        f"import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: (open({str(told)!r}, 'w').write('saved'), "
+        "os._exit(0))); time.sleep(8)"
+    )
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), signal.SIGUSR1))).start()
+    try:
+        start([sys.executable, "-c", script], os.environ)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert told.read_text() == "saved"
+
+
+@pytest.mark.process
+def test_a_child_whose_launcher_has_ended_already_ends_too() -> None:
+    """A launcher that is killed before its child asks to end with it."""
+    script = (
+        "from megaswift.launchers.parent import PARENT, end_with_parent; end_with_parent({PARENT: '1'}); print('lives')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
+    told = "import os; raise SystemExit(os.environ.get('MEGASWIFT_PARENT') != str(os.getppid()))"
+    assert start([sys.executable, "-c", told], os.environ) == 0

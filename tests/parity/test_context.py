@@ -27,7 +27,7 @@ def patience(rank: int, world: int, seconds: float) -> list[float]:
 
 @pytest.mark.process
 def test_a_collective_has_the_time_that_was_given(pool: Pool) -> None:
-    assert pool.run("tests.parity.test_context:patience", 120.0, 2) == [[120.0] * 3] * 2
+    assert pool.run("tests.parity.test_context:patience", 90.0, 2) == [[90.0] * 3] * 2
 
 
 @pytest.mark.parametrize(("options", "seconds"), [({}, 600.0), ({"ddp_timeout": 77}, 77.0)])

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from megaswift.bridge import megatron_to_hf
+from megaswift.bridge.compare import Side
 from megaswift.bridge.hf_to_megatron import Options, hf_to_megatron
+from megaswift.bridge.merge import merge_folders
 from megaswift.bridge.open import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.cli import main
@@ -80,8 +82,20 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
     for read in readers:
         with pytest.raises(CheckpointError, match=r"__0_0.distcp: its content changed(.|\n)*another step.*step-4"):
             read()
-    with pytest.raises(CheckpointError, match=r"adapter_config.json: its content changed"):
-        PeftFolder(bad / "adapter")
+    added = str(bad / "adapter")
+    good, words = str(step(out, 4)), ["--model", str(step(out, 4)), "--dataset", "d.jsonl", "--train_type", "lora"]
+    for read in (
+        lambda: PeftFolder(bad / "adapter"),
+        lambda: found(WeightsOptions(model=good, adapters=added)),
+        lambda: checked_folder(load("sft", [*words, "--adapters", added]), step(out, 4) / "model"),
+        lambda: merge_folders(good, added, tmp_path / "hf"),
+    ):
+        with pytest.raises(CheckpointError, match=r"adapter_config.json: its content changed"):
+            read()
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: its content changed"):
+        merge_folders(bad, step(out, 4) / "adapter", tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: its content changed"):
+        Side.open(bad)
     assert not (tmp_path / "hf").exists()
     assert locate(options, weights=False) == bad / "model"  # names alone: before the ranks share the reading
 

@@ -50,7 +50,7 @@ def test_the_count_goes_on_after_a_resume() -> None:
     loop = tiny_loop(12, resumed)
     loop.step = 12
     with pytest.raises(Diverged, match="5 of 12 steps were skipped, among them the last 4 steps"):
-        resumed.judge(loop)
+        resumed.check_progress(loop)
     resumed.load_state_dict({"in_a_row": 3})  # as older checkpoints have it
     assert resumed.skipped == 3
 
@@ -71,10 +71,10 @@ def test_steps_skipped_while_the_loss_scale_falls_are_no_success(
     for one in (watch, resumed):
         if failed:
             with pytest.raises(Diverged, match=f"{count} of {steps} steps? were skipped") as error:
-                one.judge(loop)
+                one.check_progress(loop)
             assert error.value.exit_code == 3
         else:
-            one.judge(loop)
+            one.check_progress(loop)
             assert f"{count} of {steps} steps were skipped" in capsys.readouterr().err
 
 

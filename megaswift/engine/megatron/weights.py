@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaswift.bridge import finite_weights
 from megaswift.bridge.dist_keys import padded_vocabulary
 from megaswift.bridge.new_head import drawn
 from megaswift.bridge.plan import Entry, Group, WeightPlan
-from megaswift.engine import finite_weights
 from megaswift.engine.everywhere import from_main
 from megaswift.engine.megatron.context import ParallelContext
 from megaswift.engine.megatron.model import SwiftGPT

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift.bridge import finite_weights
 from megaswift.bridge.model_folder import write_model
 from megaswift.bridge.transformers_weights import buffers, config_dtype, metas_like, stored_dtypes
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
-from megaswift.engine import finite_weights
 from megaswift.engine.objective import Objective, count, outputs_of, report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights

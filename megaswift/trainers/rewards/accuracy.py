@@ -15,7 +15,7 @@ from itertools import groupby
 
 from megaswift import log
 from megaswift.errors import ConfigError, Problem, RewardError
-from megaswift.trainers.rewards.contract import Judged, RewardOptions
+from megaswift.trainers.rewards.contract import Judged, RewardOptions, flag_of
 from megaswift.trainers.rewards.sandbox import Limits, Sandbox
 
 SOLUTION = "solution"
@@ -79,14 +79,14 @@ class ByAccuracy:
     """Only what follows the reasoning counts."""
     whole_groups: bool = False
     columns: frozenset[str] = frozenset({SOLUTION})
+    flag: str = ""
+    """As typed."""
 
     def _pair(self, number: int, sample: Judged) -> tuple[str, str]:
         solution = sample.columns.get(SOLUTION)
         if not isinstance(solution, str | int | float) or isinstance(solution, bool):
             what = f"the solution of sample {number} is {solution!r}, not a text"
-            raise RewardError(
-                Problem(f"--reward_funcs {self.name}", what, "a column `solution` of texts: --columns YOURS=solution")
-            )
+            raise RewardError(Problem(flag_of(self), what, "a column `solution` of texts: --columns YOURS=solution"))
         return str(solution), sample.text.rpartition(THOUGHT)[2] if self.after_thought else sample.text
 
     def __call__(self, judged: Sequence[Judged]) -> list[float]:

@@ -27,10 +27,6 @@ Value = float | tuple[float, ...]
 OURS = str(Path(__file__).parent)
 
 
-def _flag(name: str) -> str:
-    return f"--reward_funcs {name}"
-
-
 def _plain(returned: Any) -> Any:
     """Tensors and arrays as lists."""
     return returned.tolist() if hasattr(returned, "tolist") and getattr(returned, "ndim", 0) != 0 else returned
@@ -41,51 +37,47 @@ def _shown(sample: Judged) -> str:
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
 
 
-def checked(name: str, returned: Any, judged: Sequence[Judged]) -> list[Value]:
+def checked(flag: str, returned: Any, judged: Sequence[Judged]) -> list[Value]:
     """The values as floats, truth values as 1 and 0, None as NaN; RewardError unless they are one finite number for
-    each sample, or for each token that the model wrote in it."""
+    each sample, or for each token that the model wrote in it. `flag`: the option that named the function, as typed."""
     values = _plain(returned)
     if not isinstance(values, list | tuple):
         raise RewardError(
             Problem(
-                _flag(name),
+                flag,
                 f"returned {_kind(returned)}, not a list of {len(judged)} numbers",
                 "return [float, ...], one for each completion",
             )
         )
     if len(values) != len(judged):
         raise RewardError(
-            Problem(
-                _flag(name), f"returned {len(values)} values for {len(judged)} samples", "one value for each completion"
-            )
+            Problem(flag, f"returned {len(values)} values for {len(judged)} samples", "one value for each completion")
         )
-    return [_checked(name, value, judged[i], f"sample {i} of {len(judged)}") for i, value in enumerate(values)]
+    return [_checked(flag, value, judged[i], f"sample {i} of {len(judged)}") for i, value in enumerate(values)]
 
 
-def _checked(name: str, value: Any, sample: Judged, where: str) -> Value:
+def _checked(flag: str, value: Any, sample: Judged, where: str) -> Value:
     each = _plain(value)
     if each is None:
         return math.nan
     if not isinstance(each, list | tuple):
-        return _finite(name, value, sample, where)
+        return _finite(flag, value, sample, where)
     if len(each) != sample.written:
         rule = (
             f"returned {len(each)} numbers for the {sample.written} tokens of {where}, the completion {_shown(sample)}"
         )
         raise RewardError(
-            Problem(_flag(name), rule, "one number, or one for each of completion_ids where completion_mask is 1")
+            Problem(flag, rule, "one number, or one for each of completion_ids where completion_mask is 1")
         )
-    return tuple(_finite(name, one, sample, f"token {t} of {where}") for t, one in enumerate(each))
+    return tuple(_finite(flag, one, sample, f"token {t} of {where}") for t, one in enumerate(each))
 
 
-def _finite(name: str, value: Any, sample: Judged, where: str) -> float:
+def _finite(flag: str, value: Any, sample: Judged, where: str) -> float:
     found = number(value)
     if found is None or not math.isfinite(found):
         what = f"{value!r} ({type(value).__name__})" if found is None else str(found)
         fix = "a finite number for every sample, or None for one that the function does not apply to"
-        raise RewardError(
-            Problem(_flag(name), f"returned {what[:SHOWN]} for {where}, the completion {_shown(sample)}", fix)
-        )
+        raise RewardError(Problem(flag, f"returned {what[:SHOWN]} for {where}, the completion {_shown(sample)}", fix))
     return found
 
 
@@ -118,10 +110,10 @@ def told(say: Callable[[str], UserError]) -> Iterator[None]:
         raise say(trace(error)) from error
 
 
-def failed(name: str, judged: Sequence[Judged]) -> Callable[[str], RewardError]:
+def failed(flag: str, judged: Sequence[Judged]) -> Callable[[str], RewardError]:
     """The error of a function that raised: the function, the samples, and where in the user's code."""
     what = f"failed on samples 0 to {len(judged) - 1}, the first of them {_shown(judged[0])}"
-    return lambda trace: RewardError(Problem(_flag(name), f"{what}\n{trace}", "call it on such samples by itself"))
+    return lambda trace: RewardError(Problem(flag, f"{what}\n{trace}", "call it on such samples by itself"))
 
 
 def trace(error: BaseException) -> str:

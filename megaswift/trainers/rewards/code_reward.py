@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megaswift import log
 from megaswift.errors import Problem, RewardError
 from megaswift.trainers.rewards.code_tests import CodeTest, read_tests
-from megaswift.trainers.rewards.contract import Judged, RewardOptions
+from megaswift.trainers.rewards.contract import Judged, RewardOptions, flag_of
 from megaswift.trainers.rewards.sandbox import Limits, Outcome, Sandbox, check
 
 TESTS = "tests"
@@ -39,6 +39,8 @@ class Code:
     all_or_nothing: bool = False
     columns: frozenset[str] = frozenset({TESTS})
     whole_groups: bool = False
+    flag: str = ""
+    """As typed."""
 
     def __call__(self, judged: Sequence[Judged]) -> list[float]:
         """One value a sample."""
@@ -54,7 +56,7 @@ class Code:
             rule = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise RewardError(
                 Problem(
-                    f"--reward_funcs {self.name}",
+                    flag_of(self),
                     f"the column {TESTS} of sample {number} {rule}",
                     '[{"input": "1 2", "output": "3"}], or another form of docs/rewards.md',
                 )

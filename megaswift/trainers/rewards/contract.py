@@ -129,13 +129,18 @@ class Rewards:
     """The same by token that the model wrote, of samples that have rewards of tokens; empty where none has."""
 
 
+def flag_of(function: RewardFunction) -> str:
+    """The option that named a function, as typed: its name in metrics is shorter (`FILE.py:` is left out)."""
+    return getattr(function, "flag", "") or f"--reward_funcs {function.name}"
+
+
 def missing_columns(functions: Sequence[RewardFunction], columns: frozenset[str]) -> list[Problem]:
     """What is wrong with a data set of these columns; to be asked before anything is built."""
     has = f"the data has {', '.join(sorted(columns))}" if columns else "the data has no further columns"
     yours = next(iter(columns)) if len(columns) == 1 else "YOURS"
     return [
         Problem(
-            f"--reward_funcs {f.name}",
+            flag_of(f),
             f"needs the column {name}; {has}",
             _parameter(f, name) or f"--columns {yours}={name}",
         )
@@ -166,9 +171,9 @@ def score_all(functions: Sequence[RewardFunction], weights: Sequence[float], jud
     )
     for f in functions if judged else ():
         if f.name not in found:
-            with told(failed(f.name, judged)):
+            with told(failed(flag_of(f), judged)):
                 returned = f(judged)
-            found[f.name] = checked(f.name, returned, judged)
+            found[f.name] = checked(flag_of(f), returned, judged)
     values = {f.name: found.get(f.name, []) for f in functions}
     sums = {name: [sum(v) if isinstance(v, tuple) else v for v in given] for name, given in values.items()}
     total = [_weighted(weights, each) for each in zip(*sums.values(), strict=True)]
@@ -200,8 +205,8 @@ def _by_token(weights: Sequence[float], each: Sequence[Value], count: int) -> tu
 
 async def _all(functions: Sequence[Any], judged: Sequence[Judged]) -> list[list[Value]]:
     async def one(function: Any) -> list[Value]:
-        with told(failed(function.name, judged)):
+        with told(failed(flag_of(function), judged)):
             returned = await function.wait(judged)
-        return checked(function.name, returned, judged)
+        return checked(flag_of(function), returned, judged)
 
     return list(await asyncio.gather(*(one(f) for f in functions)))

@@ -25,6 +25,8 @@ class Each:
     reward: Callable[[Judged], float]
     columns: frozenset[str] = frozenset()
     whole_groups: bool = False
+    flag: str = ""
+    """As typed."""
 
     def __call__(self, judged: Sequence[Judged]) -> list[float]:
         """In their order."""

@@ -4,7 +4,7 @@ anything is built."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 
 from megaswift.errors import ConfigError, Problem
@@ -56,17 +56,18 @@ def reward_functions(names: Sequence[str], options: RewardOptions) -> list[Rewar
     found: dict[str, RewardFunction] = {}
     problems: list[Problem] = []
     for name in names:
+        flag = f"--reward_funcs {name}"
         try:
             function = _one(name, options)
         except ConfigError as error:
-            problems += error.problems
+            problems += [replace(p, what=flag) if p.what.startswith("--reward_funcs ") else p for p in error.problems]
             continue
+        assert is_dataclass(function) and not isinstance(function, type), "as all that are registered"
+        function = replace(function, flag=flag)
         if function.name in found and isinstance(function, UserFunction):
             function = replace(function, name=f"{Path(name.rpartition(':')[0]).stem}.{function.name}")
         if function.name in found:
-            problems.append(
-                Problem(f"--reward_funcs {name}", "is given twice", "once, with a larger weight in --reward_weights")
-            )
+            problems.append(Problem(flag, "is given twice", "once, with a larger weight in --reward_weights"))
         found[function.name] = function
     if problems:
         raise ConfigError(problems)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaswift.bridge import finite_weights
 from megaswift.bridge.bits_and_bytes import without_cpu_repacking
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import Problem, RewardError, WeightsError, first_line
@@ -39,6 +40,11 @@ class RewardModel:
     columns: frozenset[str] = frozenset()
     whole_groups: bool = False
     _model: Any = field(default=None, repr=False)
+
+    @property
+    def flag(self) -> str:
+        """The option as typed."""
+        return f"--reward_model {self.options.model}"
 
     def load(self, device: torch.device | str | None = None) -> Any:
         """The model with its weights; on this process's GPU where there is one."""
@@ -70,6 +76,7 @@ class RewardModel:
                 raise WeightsError(
                     Problem(f"--reward_model {self.folder}", f"has no weights for {', '.join(lost[:4])}")
                 )
+            finite_weights.check(model.named_parameters(), self.flag)
             self._model = (
                 without_cpu_repacking(model).eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             )

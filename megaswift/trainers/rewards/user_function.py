@@ -29,6 +29,8 @@ class UserFunction:
     columns: frozenset[str]
     whole_groups: bool = True
     """It may compare completions: nobody knows."""
+    flag: str = ""
+    """As typed."""
 
     def arguments(self, judged: Sequence[Judged]) -> dict[str, list[Any]]:
         """Prompts, completions and columns, each a list over the samples; None where a row lacks a column."""

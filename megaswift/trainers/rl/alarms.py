@@ -1,12 +1,17 @@
-"""Warnings of generations that teach nothing, while there is time to change the run."""
+"""Warnings of generations that teach nothing, while there is time to change the run; and its end with exit code 3
+where no completion of it had a reward."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from megaswift.errors import EXIT_NO_PROGRESS, Problem, UserError
+from megaswift.log import amount
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.progress import warn
+from megaswift.trainers.rewards.contract import flag_of
 from megaswift.trainers.rl.source import RolloutSource
 
 if TYPE_CHECKING:
@@ -19,6 +24,13 @@ APART = 1.05
 well below."""
 
 
+class Unrewarded(UserError):
+    """No reward function applied to any completion."""
+
+    title = "training failed: no completion had a reward"
+    exit_code = EXIT_NO_PROGRESS
+
+
 class Alarms(Hook):
     """Looks at each generation when a step has used it for the first time; tells each kind of trouble once, and again
     after it was gone."""
@@ -26,14 +38,64 @@ class Alarms(Hook):
     def __init__(self, source: RolloutSource) -> None:
         self.source = source
         self.in_a_row: dict[str, int] = {}
+        self.completions = self.rewarded = 0
+        """Of the whole run, and those of them that a reward function applied to."""
+        self.silent = False
+        """Whether no completion of the last generation had a reward."""
+
+    def on_start(self, loop: Loop) -> None:
+        """A checkpoint without these counts is taken as one of a run that had rewards."""
+        if loop.step and not self.completions:
+            self.completions = self.rewarded = 1
 
     def on_step(self, loop: Loop, step: Step) -> None:
         """Counts."""
         if self.source.fresh:
+            self.count(step.number)
             for kind, text in self.troubles(step).items():
                 self.in_a_row[kind] = self.in_a_row.get(kind, 0) + 1 if text else 0
                 if self.in_a_row[kind] == PATIENCE:
                     warn(f"the last {PATIENCE} generations, up to step {step.number}: {text}")
+
+    def count(self, number: int) -> None:
+        """Adds a generation; warns at the first of those in a row that have no reward at all."""
+        given = sum(not math.isnan(rollout.total) for rollout, _ in self.source.fresh)
+        if not given and not self.silent:
+            warn(
+                f"step {number}: {self.flags()} returned None for all {len(self.source.fresh)} completions: their "
+                "advantages are 0"
+            )
+        self.completions, self.rewarded = self.completions + len(self.source.fresh), self.rewarded + given
+        self.silent = not given
+
+    def flags(self) -> str:
+        """The reward functions as typed."""
+        return ", ".join(flag_of(function) for function in self.source.parts.judge.functions)
+
+    def on_end(self, loop: Loop) -> None:
+        """Before the last checkpoint, as for skipped steps."""
+        if not loop.interrupted and loop.step >= loop.total_steps:
+            self.check_progress(loop)
+
+    def check_progress(self, loop: Loop) -> None:
+        """`Unrewarded` where no completion of the whole run had a reward."""
+        if self.completions and not self.rewarded:
+            raise Unrewarded(
+                Problem(
+                    self.flags(),
+                    f"returned None for every completion of all {amount(loop.step, 'step')}: every advantage was 0, so "
+                    "nothing was learned. Nothing was exported",
+                    "a number for each completion that the function applies to; None only for the others",
+                )
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts."""
+        return {"completions": self.completions, "rewarded": self.rewarded}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.completions, self.rewarded = int(state["completions"]), int(state["rewarded"])
 
     def troubles(self, step: Step) -> dict[str, str]:
         """By kind what is wrong with the generation; empty where nothing is."""
@@ -51,7 +113,7 @@ class Alarms(Hook):
             else "",
             "unscored": f"every reward function returned None for {unscored} of {len(self.source.fresh)} completions, "
             "which have no effect on the loss"
-            if unscored
+            if 0 < unscored < len(self.source.fresh)
             else "",
             "length": "every completion was cut off at --max_completion_length: the model may need more tokens, or "
             "does not know the token "

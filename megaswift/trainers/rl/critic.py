@@ -8,10 +8,10 @@ the batches.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megaswift.config import SwiftConfig
 from megaswift.engine.protocol import Engine
@@ -44,6 +44,18 @@ class Critic(Preparation):
     def on_end(self, loop: Loop) -> None:
         """As of the policy: a critic that has learned nothing fails the run."""
         self.watch.on_end(loop)
+
+    def check_progress(self, loop: Loop) -> None:
+        """The same where a resumed run has nothing left to do."""
+        self.watch.check_progress(loop)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The skipped steps."""
+        return self.watch.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.watch.load_state_dict(state)
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
         """The micro-batches as they are, learnt from."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.errors import ConfigError
-from megaswift.trainers.rewards.contract import RewardOptions, score_all
+from megaswift.errors import ConfigError, RewardError
+from megaswift.trainers.rewards.contract import RewardOptions, missing_columns, score_all
 from megaswift.trainers.rewards.load import NAMED, SPELLINGS, reward_functions
 from tests.trainers.rewards.samples import judged
 
@@ -98,3 +98,21 @@ def test_all_mistakes_are_told_together(file: Path) -> None:
 
 def test_the_names_of_trl_are_known() -> None:
     assert set(SPELLINGS.values()) <= set(NAMED.names())
+
+
+def test_later_messages_name_what_was_typed(file: Path) -> None:
+    """A function's name in metrics is shorter than `FILE.py:function`, and TRL's names are others."""
+    file.write_text("def none(completions): ...\nasync def later(completions): return [1]\ndef fails(solutio): ...\n")
+    for name, rule in (("none", "returned None"), ("later", "returned 1 values for 2 samples")):
+        with pytest.raises(RewardError) as error:
+            score_all(reward_functions([f"{file}:{name}"], OPTIONS), [1.0], [judged("a"), judged("b")])
+        assert str(error.value.problems[0]).startswith(f"--reward_funcs {file}:{name}: {rule}")
+    broken, again = reward_functions([f"{file}:fails", "accuracy_reward"], OPTIONS)
+    with pytest.raises(RewardError, match=f"--reward_funcs {file}:fails: failed on samples 0 to 0"):
+        score_all([broken], [1.0], [judged("a")])
+    found = missing_columns([broken, again], frozenset({"answer"}))
+    assert [p.what for p in found] == [f"--reward_funcs {file}:fails", "--reward_funcs accuracy_reward"]
+    with pytest.raises(RewardError, match="--reward_funcs accuracy_reward: the solution of sample 0"):
+        score_all([again], [1.0], [judged("a")])
+    with pytest.raises(ConfigError, match="--reward_funcs get_soft_overlong_punishment: needs --soft_cache_length"):
+        reward_functions(["get_soft_overlong_punishment"], OPTIONS)

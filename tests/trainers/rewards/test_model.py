@@ -12,7 +12,7 @@ import torch
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import RewardError, WeightsError
 from megaswift.trainers.rewards import model as rewards
-from megaswift.trainers.rewards.contract import Judged, score_all
+from megaswift.trainers.rewards.contract import Judged, flag_of, score_all
 from megaswift.trainers.rewards.model import reward_models
 from tests.trainers.inputs import write_model
 from tests.trainers.rewards.samples import judged, said
@@ -68,6 +68,7 @@ def test_scores_are_those_of_each_text_alone(
     monkeypatch.setattr(rewards, "TOKENS", tokens)
     (model,) = reward_models([str(folder)], WeightsOptions())
     assert model.name == folder.parent.name and model._model is None
+    assert flag_of(model) == f"--reward_model {folder}"
     scores = score_all([model], [2.0], [judged(text) for text in TEXTS])
     assert scores.per_function[model.name] == pytest.approx(alone(folder, ["Q" + text for text in TEXTS]), abs=1e-5)
     assert scores.total == [2 * score for score in scores.per_function[model.name]] and len(set(scores.total)) == len(

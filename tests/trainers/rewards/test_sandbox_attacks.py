@@ -197,3 +197,13 @@ def test_children_have_no_descriptor_but_their_own(box: Sandbox) -> None:
     look = "import ctypes\nread = ctypes.CDLL(None).read\nprint([f for f in range(1024) if read(f, b'', 0) == 0])"
     assert box.run([{"source": look}] * 3)[2].out == "[0, 1, 2, 3]\n"
     os.close(reader), os.close(writer)
+
+
+def test_the_runner_keeps_no_file_of_a_job(box: Sandbox) -> None:
+    """It is what children are forked from."""
+    assert box.run([{"source": "print(1)"}])[0].out == "1\n"
+    assert box._process is not None
+    folder = f"/proc/{box._process.pid}/fd"
+    before = len(os.listdir(folder))
+    box.run([{"source": "print(1)"}] * 5)
+    assert len(os.listdir(folder)) == before

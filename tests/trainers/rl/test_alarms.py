@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from megaswift.trainers.rl.alarms import Alarms
+from megaswift.trainers.rl.alarms import Alarms, Unrewarded
 from tests.trainers.rl.makers import Samples, source
+from tests.trainers.tiny import tiny_loop
 
 Capture = pytest.CaptureFixture[str]
 
@@ -81,3 +82,43 @@ def test_completions_without_an_end(capsys: Capture, monkeypatch: pytest.MonkeyP
     )
     steps, text = told(source(), 4, capsys)
     assert steps == [3] and "cut off at --max_completion_length" in text
+
+
+def test_a_run_without_any_reward_has_failed(capsys: Capture) -> None:
+    """One warning, at the first step; exit code 3 at the end, after a resume too, and not after an interruption."""
+    made = source(lambda s: None)
+    alarms, loop = Alarms(made), tiny_loop(2)
+    for number in (1, 2):
+        made.next()
+        step: Any = SimpleNamespace(number=number, result=SimpleNamespace(metrics={}))
+        alarms.on_step(loop, step)
+    err = capsys.readouterr().err
+    assert err.count("returned None") == 1 and "step 1: --reward_funcs worth returned None for all 8 completions" in err
+    resumed = Alarms(made)
+    resumed.load_state_dict(alarms.state_dict())
+    loop.step = 2
+    resumed.on_start(loop)
+    for end in (alarms.on_end, resumed.on_end, resumed.check_progress):
+        with pytest.raises(
+            Unrewarded, match="--reward_funcs worth: returned None for every completion of all 2 steps"
+        ) as e:
+            end(loop)
+        assert e.value.exit_code == 3
+    loop.interrupted = 15
+    alarms.on_end(loop)
+
+
+def test_one_reward_of_the_run_is_enough(capsys: Capture) -> None:
+    numbers = iter(range(1000))
+    made, loop = source(lambda s: 1.0 if next(numbers) == 3 else None), tiny_loop(2)
+    alarms = Alarms(made)
+    for number in (1, 2):
+        made.next()
+        step: Any = SimpleNamespace(number=number, result=SimpleNamespace(metrics={}))
+        alarms.on_step(loop, step)
+    loop.step = 2
+    alarms.on_end(loop)
+    assert "step 2: --reward_funcs worth returned None for all 8" in capsys.readouterr().err
+    older = Alarms(made)  # of a checkpoint that has no counts
+    older.on_start(loop)
+    older.on_end(loop)

@@ -86,3 +86,20 @@ def test_a_critic_that_learns_nothing_fails_the_run(
     assert ("step 3 of the critic was skipped" in err) == (3 in bad) and ("steps of the critic were" in err) == (
         not code
     )
+
+
+def test_the_skipped_steps_of_a_critic_go_on_after_a_resume() -> None:
+    """Interrupted after seven of twelve steps, the last three of them skipped; the rest is skipped too."""
+    before, loop = critic.Critic(Uneven(range(5, 8)), Value(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
+    for _ in range(7):
+        before.prepare(before.engine, [], True)
+    after = critic.Critic(Uneven(range(1, 13)), Value(0.2, 0.1), lambda step: 0.1)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    loop.step = 7
+    after.on_start(loop)
+    for _ in range(5):
+        after.prepare(after.engine, [], True)
+    loop.step = 12
+    for end in (after.on_end, after.check_progress):
+        with pytest.raises(Diverged, match="step 12 of the critic: 8 of 12 steps were skipped, among them the last 8"):
+            end(loop)
