@@ -9,9 +9,9 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.accelerate_options import not_read
+from megaswift.config.launch_env import is_worker
 from megaswift.config.sections import NAMES
-from megaswift.config.typed_names import named_as_typed
-from megaswift.config.worker import is_worker
+from megaswift.config.user_spelling import named_as_typed
 from megaswift.data.in_memory import dataset_paths
 from megaswift.entry import other_processes
 from megaswift.errors import ConfigError, Problem
@@ -74,14 +74,14 @@ class Trainer:
         if problems:
             raise ConfigError(problems)
 
-        from megaswift.trainers.engine_choice import settle
-        from megaswift.trainers.run import preflight, run
+        from megaswift.trainers.engine_choice import resolve_engine
+        from megaswift.trainers.run import preflight, run_training
 
         world = int(os.environ.get("WORLD_SIZE", "1"))
         with named_as_typed(cfg.typed, NAMES):
-            cfg = settle(cfg, world)
+            cfg = resolve_engine(cfg, world)
             preflight(cfg, world)
-            return TrainOutput.of(run(cfg))
+            return TrainOutput.of(run_training(cfg))
 
 
 def launch_problems(cfg: SwiftConfig) -> list[Problem]:
@@ -96,7 +96,7 @@ def launch_problems(cfg: SwiftConfig) -> list[Problem]:
                 "the command line: megaswift sft",
             )
         ]
-    wanted = local.world_size(cfg.launch)
+    wanted = local.launched_processes(cfg.launch)
     if wanted == int(os.environ.get("WORLD_SIZE", "1")):
         return []
     given = [f"--{name} {value}" for name in ("nproc_per_node", "nnodes") if (value := cfg.value(name)) is not None]

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.commands import HELP, Parser, no_command
-from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem, beside
+from megaswift.errors import EXIT_USER_ERROR, CheckpointError, Problem, path_hint
 from megaswift.families import step_manifest
 from megaswift.families.checkpoint_folder import ENGINE, FACTS
 from megaswift.families.step_manifest import STEP
 from megaswift.parallel.layout import Layout
-from megaswift.trainers.commit import Store
+from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.run_lock import RunLock
 
 HEAD = ("step", "saved", "size", "files", "SHA-256", "engine", "trains", "layout", "")
@@ -66,14 +66,14 @@ def _why_not(path: Path) -> str:
     return f"unusable: {step_manifest.MARKER} damaged or missing" if STEP.fullmatch(path.name) else "not complete"
 
 
-def _row(store: Store, step: Path, verify: bool) -> tuple[str, ...]:
+def _row(store: CheckpointStore, step: Path, verify: bool) -> tuple[str, ...]:
     manifest = step_manifest.load_manifest(step)
     assert isinstance(manifest, dict), "the store says that it is valid"
     files = manifest["files"]
     absent = sum(not (step / name).is_file() for name in files)
     hashes = "not compared"
     if verify:
-        problems = step_manifest.step_problems(step)
+        problems = step_manifest.damaged_files(step)
         hashes = f"{len(problems)} of {len(files)} differ" if problems else "intact"
     facts = _engine_facts(step)
     return (
@@ -110,7 +110,7 @@ def _verify(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     problems: list[Problem] = []
     for step in [step for path in given.paths for step in _steps(path)]:
-        found = step_manifest.step_problems(step)
+        found = step_manifest.damaged_files(step)
         problems += found
         print(f"{step}: {'damaged' if found else 'intact'}", flush=True)
     if problems:
@@ -128,11 +128,13 @@ def _remove(argv: list[str]) -> int:
         step = path.absolute()
         if not step.is_dir() or not STEP.fullmatch(step.name):
             rule = "is not the folder of a step" if path.exists() else "does not exist"
-            fix = "OUT/checkpoints/step-N; megaswift checkpoint ls OUT" if path.exists() else beside(step)
+            fix = "OUT/checkpoints/step-N; megaswift checkpoint ls OUT" if path.exists() else path_hint(step)
             raise CheckpointError(Problem(str(path), rule, fix))
         by_store.setdefault(step.parent, []).append(step)
     if not given.force:
-        problems = [p for root, gone in by_store.items() if (p := _leaves_none(Store(root), gone)) is not None]
+        problems = [
+            p for root, gone in by_store.items() if (p := _leaves_none(CheckpointStore(root), gone)) is not None
+        ]
         if problems:
             raise CheckpointError(problems)
     locks = [lock for root in by_store if (lock := RunLock(root.parent)).path.is_file()]
@@ -140,7 +142,7 @@ def _remove(argv: list[str]) -> int:
         for lock in locks:
             lock.take(fix="wait until it ends, or end it")
         for root, gone in by_store.items():
-            for step in Store(root).remove(gone):
+            for step in CheckpointStore(root).remove(gone):
                 print(f"removed {step}")
     finally:
         for lock in locks:
@@ -148,22 +150,22 @@ def _remove(argv: list[str]) -> int:
     return 0
 
 
-def _leaves_none(store: Store, gone: Sequence[Path]) -> Problem | None:
+def _leaves_none(store: CheckpointStore, gone: Sequence[Path]) -> Problem | None:
     """What speaks against removing these steps: none that is left is intact, and one of them may be."""
     left = [p for p in step_manifest.newest_first(store.root) if p not in gone]
-    if any(not step_manifest.step_problems(step) for step in left):
+    if any(not step_manifest.damaged_files(step) for step in left):
         return None
-    if all(step_manifest.step_problems(step) for step in gone):
+    if all(step_manifest.damaged_files(step) for step in gone):
         return None
     names = ", ".join(step.name for step in gone)
     return Problem(str(store.root), f"no intact step is left without {names}", "keep one, or add --force")
 
 
-def _store(path: Path) -> Store:
+def _store(path: Path) -> CheckpointStore:
     if not path.is_dir():
         raise CheckpointError(Problem(str(path), "is not a folder", "a run's output directory"))
     inner = path / "checkpoints"
-    return Store((inner if inner.is_dir() else path).absolute())
+    return CheckpointStore((inner if inner.is_dir() else path).absolute())
 
 
 def _steps(path: Path) -> list[Path]:

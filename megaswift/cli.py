@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from megaswift.commands import HELP, no_command
 from megaswift.config.sections import TASKS
+from megaswift.error_exit import print_error_once
 from megaswift.errors import UserError, storage_error
-from megaswift.refusal import refuse
 from megaswift.stdout import reader_may_leave
 from megaswift.version import __version__
 
@@ -152,8 +152,8 @@ def _run(words: list[str]) -> int:
             raise no_command("megaswift", words[0], COMMANDS)
         return COMMANDS[words[0]][1](words[1:])
     except UserError as error:
-        return refuse(error, os.environ)
+        return print_error_once(error, os.environ)
     except OSError as error:
         if (refused := storage_error(error)) is None:
             raise
-        return refuse(refused, os.environ)
+        return print_error_once(refused, os.environ)

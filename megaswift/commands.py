@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
-from megaswift.confidential import masked_text
-from megaswift.errors import ConfigError, Problem, UserError, nearest
+from megaswift.errors import ConfigError, Problem, UserError, nearest_name
+from megaswift.redaction import redacted_command
 
 HELP = ("-h", "--help")
 ELSEWHERE = {
@@ -39,7 +39,7 @@ def no_command(program: str, word: str, commands: Iterable[str]) -> UserError:
             f"{program} {word}",
             f"is no command; commands are {', '.join(known)}",
             (ELSEWHERE.get(word.lower(), "") if program == "megaswift" else "")
-            or nearest(word, known)
+            or nearest_name(word, known)
             or f"{program} --help",
         )
     )
@@ -52,5 +52,5 @@ class Parser(argparse.ArgumentParser):
         """Never returns."""
         wrong = re.search(r"unrecognized arguments: (\S+)", message)
         known = [option for action in self._actions for option in action.option_strings]
-        fix = nearest(wrong[1], known) if wrong else ""
-        raise ConfigError(Problem(self.prog, masked_text(message), fix or f"{self.prog} --help"))
+        fix = nearest_name(wrong[1], known) if wrong else ""
+        raise ConfigError(Problem(self.prog, redacted_command(message), fix or f"{self.prog} --help"))

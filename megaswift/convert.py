@@ -13,9 +13,9 @@ from typing import Any
 
 from megaswift import log
 from megaswift.commands import HELP, Parser, no_command
-from megaswift.config.size import parse_size
+from megaswift.config.byte_size import parse_size
+from megaswift.error_exit import print_error_once
 from megaswift.errors import UserError
-from megaswift.refusal import refuse
 from megaswift.stdout import reader_may_leave
 
 DTYPES = {
@@ -35,7 +35,7 @@ AXES = {
 }
 
 
-def size(text: str) -> int:
+def byte_size(text: str) -> int:
     """`5GB`, `512 MiB` or plain bytes."""
     found = parse_size(text)
     if found is None:
@@ -68,7 +68,7 @@ def _shards(parser: Parser) -> None:
     parser.add_argument(
         "--max_shard_size",
         "--max-shard-size",
-        type=size,
+        type=byte_size,
         metavar="SIZE",
         help="largest file, such as 5GB (default) or 512MiB",
     )
@@ -91,11 +91,11 @@ def to_megatron(argv: Sequence[str]) -> int:
     for axis, meaning in AXES.items():
         parser.add_argument(f"--{axis}", type=_count, metavar="N", help=meaning)
     given = parser.parse_args(argv)
-    from megaswift.bridge.hf_to_megatron import Options, hf_to_megatron
+    from megaswift.bridge.hf_to_megatron import ToMegatronOptions, hf_to_megatron
 
     layout = {axis: value for axis in AXES if (value := getattr(given, axis)) is not None}
-    options = Options(layout, _dtype(given.dtype), overwrite=given.overwrite)
-    log.result(f"made {hf_to_megatron(given.source, given.target, options)}")
+    options = ToMegatronOptions(layout, _dtype(given.dtype), overwrite=given.overwrite)
+    log.print_result(f"made {hf_to_megatron(given.source, given.target, options)}")
     return 0
 
 
@@ -108,10 +108,10 @@ def to_hf(argv: Sequence[str]) -> int:
     )
     _shards(parser)
     given = parser.parse_args(argv)
-    from megaswift.bridge.megatron_to_hf import MAX_SHARD_BYTES, Options, megatron_to_hf
+    from megaswift.bridge.megatron_to_hf import MAX_SHARD_BYTES, ToHfOptions, megatron_to_hf
 
-    options = Options(_dtype(given.dtype), given.max_shard_size or MAX_SHARD_BYTES, given.overwrite)
-    log.result(f"made {megatron_to_hf(given.source, given.target, options)}")
+    options = ToHfOptions(_dtype(given.dtype), given.max_shard_size or MAX_SHARD_BYTES, given.overwrite)
+    log.print_result(f"made {megatron_to_hf(given.source, given.target, options)}")
     return 0
 
 
@@ -124,7 +124,7 @@ exit code: 0 all equal; 1 something differs, is missing or extra; 2 the command 
 """
 
 
-def verify(argv: Sequence[str]) -> int:
+def verify_command(argv: Sequence[str]) -> int:
     """`megaswift convert verify`."""
     parser = Parser(
         prog="megaswift convert verify",
@@ -156,7 +156,7 @@ def verify(argv: Sequence[str]) -> int:
     parser.add_argument("--report", type=Path, metavar="FILE", help="write everything as JSON")
     given = parser.parse_args(argv)
     given.dtype = DTYPES[given.dtype] if given.dtype else None
-    from megaswift.verify import verify as run
+    from megaswift.verify import verify_weights as run
 
     return run(given)
 
@@ -186,7 +186,7 @@ def merge_lora(argv: Sequence[str]) -> int:
     from megaswift.bridge.merge import merge_folders
 
     shard = given.max_shard_size or MAX_SHARD_BYTES
-    log.result(f"made {merge_folders(given.base, given.adapter, given.target, shard, given.overwrite)}")
+    log.print_result(f"made {merge_folders(given.base, given.adapter, given.target, shard, given.overwrite)}")
     return 0
 
 
@@ -194,7 +194,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "hf-to-megatron": ("Hugging Face folder -> sharded Megatron checkpoint", to_megatron),
     "megatron-to-hf": ("sharded Megatron checkpoint (converted, or a run's) -> Hugging Face folder", to_hf),
     "merge-lora": ("model + PEFT adapters -> Hugging Face folder", merge_lora),
-    "verify": ("compare two of either, tensor by tensor or by logits", verify),
+    "verify": ("compare two of either, tensor by tensor or by logits", verify_command),
 }
 
 
@@ -224,4 +224,4 @@ def script(command: str) -> int:
         with reader_may_leave():
             return convert([command, *sys.argv[1:]])
     except UserError as error:
-        return refuse(error, os.environ)
+        return print_error_once(error, os.environ)

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megaswift import log
+from megaswift.config.byte_size import parse_size
 from megaswift.config.command import Command
 from megaswift.config.inference import DeployConfig
 from megaswift.config.inference_rules import check_deploy, token
-from megaswift.config.size import parse_size
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.model_source import short_name
 
 if TYPE_CHECKING:
-    from megaswift.inference.middleware import AccessRules
+    from megaswift.serve.auth import AccessRules
 
 USAGE = """\
 megaswift deploy: a server for OpenAI's API (chat, completions, models) over transformers or vLLM
@@ -58,7 +58,7 @@ def _also(cfg: DeployConfig) -> tuple[str, ...]:
 
 
 def _rules(cfg: DeployConfig, secret: str | None, blind: bool) -> AccessRules:
-    from megaswift.inference.middleware import AccessRules
+    from megaswift.serve.auth import AccessRules
 
     size = parse_size(cfg.server.max_body_size) if cfg.server.max_body_size is not None else None
     body = size if size is not None else TEXT_BODY if blind else IMAGES_BODY
@@ -89,40 +89,42 @@ def _address(host: str, port: int) -> str:
 
 
 def _transformers(cfg: DeployConfig) -> int:
-    from megaswift.inference.first_look import look, need
+    from megaswift.inference.precheck import precheck_model, require_package
 
     for package in ("fastapi", "uvicorn"):
-        need(package, "megaswift deploy")
-    look(cfg)  # before what follows imports torch
+        require_package(package, "megaswift deploy")
+    precheck_model(cfg)  # before what follows imports torch
     listener = _listening(cfg.server.host, cfg.server.port)
-    from megaswift.inference.generator import Generator, sampling_of
-    from megaswift.inference.load import load, prepare
-    from megaswift.inference.prompts import Prompts
+    from megaswift.inference.chat_inputs import ChatInputs
+    from megaswift.inference.generator import Generator, generation_params
+    from megaswift.inference.load import load_model, prepare_model_load
 
-    prepared = prepare(cfg.weights, cfg.conversation.chat_template)
-    sampling_of(cfg.generation, prepared.generation)  # tells at once what would be ignored
-    model, device = load(prepared, cfg.placement)
+    prepared = prepare_model_load(cfg.weights, cfg.conversation.chat_template)
+    generation_params(cfg.generation, prepared.generation)  # tells at once what would be ignored
+    model, device = load_model(prepared, cfg.placement)
     # The tokenizers library refuses to encode and decode with one tokenizer in two threads at a time.
     generator = Generator(model, copy.deepcopy(prepared.tokenizer), device)
     import uvicorn
 
-    from megaswift.inference.middleware import AccessMiddleware, protocol
-    from megaswift.inference.queueing import Line
-    from megaswift.inference.serving import Served, app_of
+    from megaswift.serve.app import ServerState, build_app
+    from megaswift.serve.auth import AuthMiddleware, limited_protocol
+    from megaswift.serve.request_queue import RequestQueue
 
-    line = Line.before(generator, cfg.server.max_batch_size, cfg.server.max_waiting)
-    prompts, name = Prompts(prepared, cfg.conversation.system), model_name(cfg)
+    line = RequestQueue.before(generator, cfg.server.max_batch_size, cfg.server.max_waiting)
+    prompts, name = ChatInputs(prepared, cfg.conversation.system), model_name(cfg)
     writer = copy.deepcopy(prepared.tokenizer)
-    served = Served(name, prompts, line, cfg.generation, prepared.generation, int(time.time()), writer, _also(cfg))
+    served = ServerState(name, prompts, line, cfg.generation, prepared.generation, int(time.time()), writer, _also(cfg))
     secret = token(cfg.server)
-    application = AccessMiddleware(app_of(served), _rules(cfg, secret, bool(prompts.blind)))
+    application = AuthMiddleware(build_app(served), _rules(cfg, secret, bool(prompts.blind)))
     host, port = listener.getsockname()[:2]
     log.info(
         f"serving {served.name} at {_address(host, port)}"
         f" ({'with a token' if secret else 'without a token, for this machine only'})"
     )
     try:
-        settings = uvicorn.Config(application, http=protocol(), ws="none", log_level="warning", access_log=False)
+        settings = uvicorn.Config(
+            application, http=limited_protocol(), ws="none", log_level="warning", access_log=False
+        )
         uvicorn.Server(settings).run(sockets=[listener])
     except KeyboardInterrupt:  # how a server is ended
         log.info("stopped")
@@ -134,12 +136,12 @@ def _transformers(cfg: DeployConfig) -> int:
 
 def _vllm(cfg: DeployConfig) -> int:
     from megaswift.families.checkpoint_folder import find_checkpoint
-    from megaswift.families.model_source import locate
-    from megaswift.inference import vllm_server
+    from megaswift.families.model_source import locate_model
+    from megaswift.serve import vllm_server
 
-    if unfit := vllm_server.missing() or [*vllm_server.impossible(cfg)]:
+    if unfit := vllm_server.missing_vllm() or [*vllm_server.impossible(cfg)]:
         raise ConfigError(unfit)
-    folder = locate(cfg.weights)
+    folder = locate_model(cfg.weights)
     if find_checkpoint(folder) is not None:
         raise ConfigError(
             Problem(
@@ -151,8 +153,8 @@ def _vllm(cfg: DeployConfig) -> int:
     # a port in use is told now; 0 is any free one here too
     with _listening(cfg.server.host, cfg.server.port) as listener:
         host, port = listener.getsockname()[:2]
-    words = vllm_server.command(cfg, folder, model_name(cfg), port)
+    words = vllm_server.server_command(cfg, folder, model_name(cfg), port)
     log.info(f"vLLM serves {model_name(cfg)} at {_address(host, port)}, once it has loaded the model")
     sys.stderr.flush()
     # in this one's place: signals reach it
-    os.execve(words[0], words, vllm_server.environment(os.environ, token(cfg.server)))
+    os.execve(words[0], words, vllm_server.server_environment(os.environ, token(cfg.server)))

@@ -35,11 +35,11 @@ def main(argv: list[str]) -> int:
     if argv:
         print("megaswift doctor     versions and devices of this machine; no options")
         return 0
-    print("\n".join(report()))
+    print("\n".join(doctor_report()))
     return 0
 
 
-def report() -> Iterator[str]:
+def doctor_report() -> Iterator[str]:
     """Lines `name  value`."""
     yield f"{'megaswift':<22}{__version__}"
     yield (

@@ -1,7 +1,7 @@
 """What every training command does: parse, check, then start processes (torchrun, Ray) or train in this one.
 
 Owns the order of these and the exit codes. Workers of any launcher come through here too; how a mistake is told is
-`refusal.py`.
+`error_exit.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 from megaswift import log
 from megaswift.commands import HELP
 from megaswift.config import SwiftConfig, load
-from megaswift.config.accelerate_options import notices
+from megaswift.config.accelerate_options import accelerate_notices
 from megaswift.config.data import ALIGNMENT
+from megaswift.config.launch_env import COUNTS, attempt, is_worker, other_launcher, started, without_local_rank
 from megaswift.config.sections import NAMES
-from megaswift.config.typed_names import named_as_typed
-from megaswift.config.worker import COUNTS, attempt, is_worker, other_launcher, started, without_local_rank
+from megaswift.config.user_spelling import named_as_typed
+from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import local, ray_train
-from megaswift.launchers.parent import PARENT, end_with_parent
-from megaswift.refusal import leave, refuse
+from megaswift.launchers.parent_death import PARENT, end_with_parent
 from megaswift.stdout import reader_may_leave
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -37,7 +37,7 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
     nothing, 130 for Ctrl-C, else the launcher's."""
     words = list(sys.argv[1:] if argv is None else argv)
     if any(w in HELP for w in words):
-        from megaswift.config.helptext import RLHF_USAGE, task_help
+        from megaswift.config.help_page import RLHF_USAGE, task_help
 
         with reader_may_leave():
             print(RLHF_USAGE if task == RLHF else task_help(task))
@@ -47,16 +47,16 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
     try:
         return _go(task, without_local_rank(words, os.environ))
     except UserError as error:
-        code = refuse(error, os.environ)
+        code = print_error_once(error, os.environ)
     except OSError as error:
         refused = storage_error(error)
         if refused is None:
             raise
-        code = refuse(refused, os.environ)
+        code = print_error_once(refused, os.environ)
     except KeyboardInterrupt:  # before the loop, which saves its state; nothing is lost
         log.info("stopped")
         code = INTERRUPTED
-    leave(code, os.environ)
+    exit_worker(code, os.environ)
 
 
 def _go(task: str, words: list[str]) -> int:
@@ -71,37 +71,37 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
         raise ConfigError(
             Problem("--rlhf_type", "is missing: it says which objective", f"--rlhf_type {' | '.join(ALIGNMENT)}")
         )
-    cfg = resuming(cfg, attempt(os.environ))
-    world = processes(cfg)
-    other = other_processes(cfg) if worker else ray_train.missing(cfg.launch)
+    cfg = resumed_config(cfg, attempt(os.environ))
+    world = process_count(cfg)
+    other = other_processes(cfg) if worker else ray_train.missing_ray(cfg.launch)
     if other:
         raise ConfigError(other)
     first = not worker or "MEGASWIFT_CHECKED" not in os.environ
     if first:
         alone = not worker and not local.wants_processes(cfg.launch)
-        for notice in (*cfg.notices, *notices(os.environ, cfg, alone)):
+        for notice in (*cfg.notices, *accelerate_notices(os.environ, cfg, alone)):
             log.info(notice)
 
-    from megaswift.trainers.engine_choice import settle
-    from megaswift.trainers.run import preflight, run
+    from megaswift.trainers.engine_choice import resolve_engine
+    from megaswift.trainers.run import preflight, run_training
 
-    cfg = settle(cfg, world, tell=first)
+    cfg = resolve_engine(cfg, world, tell=first)
     preflight(cfg, world)
     if not worker and cfg.launch.launcher == "ray":
         counted = {"num_workers", "nproc_per_node"} & cfg.given  # else by NPROC_PER_NODE, which is this machine's
         said = [] if counted else ["--nproc_per_node", str(cfg.launch.nproc_per_node)]
-        return ray_train.start(cfg.launch, cfg.task, [*words, *said], os.environ)
+        return ray_train.start_on_ray(cfg.launch, cfg.task, [*words, *said], os.environ)
     if not worker and local.wants_processes(cfg.launch):
         if taken := local.port_in_use(cfg.launch):
             raise ConfigError(taken)
         return start_torchrun(cfg, words, {**os.environ, "MEGASWIFT_CHECKED": "1"})
-    run(cfg)
+    run_training(cfg)
     return 0
 
 
-def processes(cfg: SwiftConfig) -> int:
+def process_count(cfg: SwiftConfig) -> int:
     """Of the run: as many as its launcher started, or will."""
-    return int(os.environ["WORLD_SIZE"]) if is_worker(os.environ) else local.world_size(cfg.launch)
+    return int(os.environ["WORLD_SIZE"]) if is_worker(os.environ) else local.launched_processes(cfg.launch)
 
 
 def beyond_options(refused: SwiftConfig) -> list[Problem]:
@@ -109,33 +109,33 @@ def beyond_options(refused: SwiftConfig) -> list[Problem]:
     attempt."""
     from megaswift.trainers.preflight import beside_options
 
-    return beside_options(refused, processes(refused))
+    return beside_options(refused, process_count(refused))
 
 
 def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
     """The run of this command line by torchrun's workers; torchrun's exit code."""
     script = Path(__file__).with_name(f"{cfg.task}.py")
-    command = local.command(cfg.launch, script, [*words, *counts(cfg)])
-    return local.start(command, local.environment(cfg.launch, environ), cfg.launch.max_restarts)
+    command = local.torchrun_command(cfg.launch, script, [*words, *launch_counts(cfg)])
+    return local.start_torchrun_here(command, local.torchrun_environment(cfg.launch, environ), cfg.launch.max_restarts)
 
 
-def counts(cfg: SwiftConfig) -> list[str]:
+def launch_counts(cfg: SwiftConfig) -> list[str]:
     """Launch options that this process has from its environment, as words: workers do not read them there."""
     names = ["nproc_per_node", *(["nnodes", "node_rank", "master_addr"] if (cfg.launch.nnodes or 1) > 1 else [])]
     found = [(name, cfg.value(name)) for name in names if name not in cfg.given]
     return [word for name, value in found if value is not None for word in (f"--{name}", str(value))]
 
 
-def resuming(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
+def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:
     """The configuration of an attempt after a restart: it goes on from the newest checkpoint of its own folder.
 
     Where that has none yet, it starts as the first attempt did. The folder is this run's now, so it is not replaced.
     """
     if not attempt:
         return cfg
-    from megaswift.trainers.outputs import Outputs
+    from megaswift.trainers.outputs import OutputFolder
 
-    saved = Outputs(Path(cfg.train.output_dir)).store.latest() is not None
+    saved = OutputFolder(Path(cfg.train.output_dir)).store.latest() is not None
     if cfg.train.resume_from_checkpoint is not None and not saved:
         return cfg
     return cfg.replace(resume_from_checkpoint="latest", overwrite_output_dir=False)

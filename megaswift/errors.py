@@ -1,7 +1,7 @@
 """The errors that users meet: one clear message, what to do next, exit code 2.
 
 Owns the exception classes and how several mistakes are told together. Printing and exiting belong to
-`megaswift.refusal`; an `assert` elsewhere marks an invariant of ours, not a user's mistake.
+`megaswift.error_exit`; an `assert` elsewhere marks an invariant of ours, not a user's mistake.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ LONG_NAME = 8
 SHORTEST_PREFIX = 4
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest_name(name: str, known: Iterable[str]) -> str:
     """`did you mean X?` for a likely typo of a known name, or the beginning of just one; else the empty string.
 
     A typo: one letter left out, added, replaced or exchanged with its neighbour, two in names of eight letters and
@@ -162,7 +162,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     by_distance: dict[int, list[str]] = {}
     for one in dict.fromkeys(known):
         allowed = 2 if min(len(one), len(wanted)) >= LONG_NAME else 1 if min(len(one), len(wanted)) > 2 else 0
-        if abs(len(one) - len(wanted)) <= allowed and (far := distance(wanted, _folded(one))) <= allowed:
+        if abs(len(one) - len(wanted)) <= allowed and (far := edit_distance(wanted, _folded(one))) <= allowed:
             by_distance.setdefault(far, []).append(one)
     close = by_distance[min(by_distance)] if by_distance else []
     if not close and len(wanted) >= SHORTEST_PREFIX:
@@ -174,7 +174,7 @@ def _folded(name: str) -> str:
     return name.lower().lstrip("-").replace("-", "_")
 
 
-def distance(a: str, b: str) -> int:
+def edit_distance(a: str, b: str) -> int:
     """Letters left out, added, replaced or exchanged with their neighbour between two words (Damerau-Levenshtein
     distance, optimal string alignment)."""
     before, last = [0] * (len(b) + 1), list(range(len(b) + 1))
@@ -189,7 +189,7 @@ def distance(a: str, b: str) -> int:
     return last[-1]
 
 
-def beside(path: Path) -> str:
+def path_hint(path: Path) -> str:
     """What to say of a path that is not there: a neighbour of nearly that name, else where the path stops being
     there."""
     there = next(p for p in path.absolute().parents if p.is_dir())
@@ -197,4 +197,4 @@ def beside(path: Path) -> str:
         names = [p.name for p in there.iterdir()] if there == path.absolute().parent else []
     except OSError:  # may be entered, not listed
         names = []
-    return nearest(path.name, names) or f"look in {there}"
+    return nearest_name(path.name, names) or f"look in {there}"

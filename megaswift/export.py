@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaswift import log
+from megaswift.config.byte_size import parse_size
 from megaswift.config.command import Command
 from megaswift.config.inference import ExportConfig, WeightsOptions
 from megaswift.config.inference_rules import check_export
-from megaswift.config.size import parse_size
 
 USAGE = """\
 megaswift export: a model's folder from another
@@ -33,8 +33,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(cfg: ExportConfig) -> int:
     target, both = Path(str(cfg.export.output_dir)), cfg.export.merge_lora and cfg.export.quantization_bit is not None
-    log.quieten()
-    log.result(f"made {_both(cfg, target) if both else (_merge if cfg.export.merge_lora else _quantise)(cfg, target)}")
+    log.quiet_libraries()
+    log.print_result(
+        f"made {_both(cfg, target) if both else (_merge if cfg.export.merge_lora else _quantise)(cfg, target)}"
+    )
     return 0
 
 
@@ -52,9 +54,9 @@ def _both(cfg: ExportConfig, target: Path) -> Path:
 
 
 def _merge(cfg: ExportConfig, target: Path) -> Path:
-    from megaswift.families.model_source import locate
+    from megaswift.families.model_source import locate_model
 
-    folder = locate(cfg.source)  # before what follows imports torch
+    folder = locate_model(cfg.source)  # before what follows imports torch
     from megaswift.bridge.merge import merge_folders
 
     shard = parse_size(cfg.export.max_shard_size)
@@ -63,7 +65,7 @@ def _merge(cfg: ExportConfig, target: Path) -> Path:
 
 
 def _quantise(cfg: ExportConfig, target: Path) -> Path:
-    from megaswift.inference.first_look import found
+    from megaswift.inference.precheck import model_folder
 
     source, bits = cfg.source, cfg.export.quantization_bit
     assert bits is not None, "the command line was checked"
@@ -73,7 +75,7 @@ def _quantise(cfg: ExportConfig, target: Path) -> Path:
         model_revision=source.model_revision,
         trust_remote_code=source.trust_remote_code,
     )
-    found(weights)  # before what follows imports torch
-    from megaswift.inference.export import quantise
+    model_folder(weights)  # before what follows imports torch
+    from megaswift.inference.quantize import quantize_model
 
-    return quantise(weights, bits, target, cfg.export.max_shard_size)
+    return quantize_model(weights, bits, target, cfg.export.max_shard_size)

@@ -43,32 +43,32 @@ def _main(cfg: InferConfig) -> int:
 
 
 def _run(cfg: InferConfig) -> int:
-    from megaswift.inference.first_look import look
+    from megaswift.inference.precheck import precheck_model
 
-    look(cfg)  # before what follows imports torch
-    from megaswift.data.images import Home
-    from megaswift.inference.batch import FileRun, journal
-    from megaswift.inference.generator import Generator, sampling_of
-    from megaswift.inference.load import load, prepare
-    from megaswift.inference.prompts import Prompts
-    from megaswift.inference.rows import read
-    from megaswift.inference.terminal import Terminal
+    precheck_model(cfg)  # before what follows imports torch
+    from megaswift.data.images import ImageRoot
+    from megaswift.inference.chat_inputs import ChatInputs
+    from megaswift.inference.generator import Generator, generation_params
+    from megaswift.inference.load import load_model, prepare_model_load
+    from megaswift.serve.prompt_file import PromptFileRun, open_journal
+    from megaswift.serve.prompt_file_rows import read_prompt_file
+    from megaswift.serve.terminal import Terminal
 
-    prepared = prepare(cfg.weights, cfg.conversation.chat_template)
-    home = Home(Path(cfg.file.dataset).parent if cfg.file.dataset is not None else Path.cwd())
+    prepared = prepare_model_load(cfg.weights, cfg.conversation.chat_template)
+    home = ImageRoot(Path(cfg.file.dataset).parent if cfg.file.dataset is not None else Path.cwd())
     prompts, sampling = (
-        Prompts(prepared, cfg.conversation.system, home),
-        sampling_of(cfg.generation, prepared.generation),
+        ChatInputs(prepared, cfg.conversation.system, home),
+        generation_params(cfg.generation, prepared.generation),
     )
 
     def make() -> Generator:
-        model, device = load(prepared, cfg.placement)
+        model, device = load_model(prepared, cfg.placement)
         return Generator(model, prepared.tokenizer, device)
 
     if cfg.file.dataset is not None:
-        rows = read(cfg.file.dataset, cfg.file.columns, prompts)
-        run = FileRun(cfg, rows, journal(cfg, Path(prepared.folder)), sampling, prompts)
-        log.result(f"made {run.run(make)}")
+        rows = read_prompt_file(cfg.file.dataset, cfg.file.columns, prompts)
+        run = PromptFileRun(cfg, rows, open_journal(cfg, Path(prepared.folder)), sampling, prompts)
+        log.print_result(f"made {run.run(make)}")
         return 0
     prompts.need_template()
     Terminal(make(), prompts, sampling, cfg.generation.max_new_tokens, cfg.generation.stop).run()

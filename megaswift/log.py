@@ -31,7 +31,7 @@ def warn(text: str) -> None:
     _say(f"megaswift: warning: {text}")
 
 
-def result(text: str) -> None:
+def print_result(text: str) -> None:
     """A line about what a command has made, on standard output, from rank 0 only: `> log` keeps it."""
     if is_main():
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def _other(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith((NO_KERNEL[1], NO_GPU[1]))
 
 
-def quieten() -> None:
+def quiet_libraries() -> None:
     """Keeps the libraries' notes to developers (optional packages, renamed functions) off the user's screen; -W and
     PYTHONWARNINGS win."""
     for name, _ in (NO_KERNEL, NO_GPU):
@@ -60,7 +60,7 @@ def quieten() -> None:
             warnings.filterwarnings("ignore", module=rf"{module}\..*", category=FutureWarning)
 
 
-def amount(count: float, noun: str, form: str = ",") -> str:
+def count_text(count: float, noun: str, form: str = ",") -> str:
     """`1 row`, `2,000 rows`, `1 process`: a number and what it counts; `form` is the number's format."""
     text = format(count, form)
     return f"{text} {noun}" if text == "1" else f"{text} {noun}{'es' if noun.endswith('s') else 's'}"

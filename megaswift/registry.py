@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from megaswift.errors import ConfigError, Problem, nearest
+from megaswift.errors import ConfigError, Problem, nearest_name
 
 T = TypeVar("T")
 
@@ -46,7 +46,9 @@ class Registry(Generic[T]):
         if name not in self._items:
             known = ", ".join(sorted(self._items))
             raise ConfigError(
-                Problem(f"{self.kind} {name!r}", f"is not known; known are {known}", nearest(name, list(self._items)))
+                Problem(
+                    f"{self.kind} {name!r}", f"is not known; known are {known}", nearest_name(name, list(self._items))
+                )
             )
         return self._items[name]
 

@@ -19,8 +19,8 @@ import torch
 
 from megaswift.bridge import compare as tensors
 from megaswift.bridge import logits as scores
-from megaswift.bridge.compare import Row, Side
-from megaswift.bridge.conversion import Meter
+from megaswift.bridge.compare import ComparedWeights, TensorVerdict
+from megaswift.bridge.conversion import ProgressMeter
 from megaswift.errors import ConfigError, Problem
 from megaswift.version import __version__
 
@@ -37,10 +37,10 @@ TOLD = {
 }
 
 
-def verify(options: argparse.Namespace) -> int:
+def verify_weights(options: argparse.Namespace) -> int:
     """Compare, print, report; `options` as `megaswift convert verify` reads them, the dtype by torch's name."""
     _check(options)
-    a, b = Side.open(options.a), Side.open(options.b)
+    a, b = ComparedWeights.open(options.a), ComparedWeights.open(options.b)
     tensors.check_same_architecture(a, b)
     facts: dict[str, Any] = {
         "megaswift": __version__,
@@ -72,18 +72,18 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _tensors(a: Side, b: Side, options: argparse.Namespace, facts: dict[str, Any]) -> bool:
+def _tensors(a: ComparedWeights, b: ComparedWeights, options: argparse.Namespace, facts: dict[str, Any]) -> bool:
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    settings = tensors.settings(a, b)
-    meter = Meter(tensors.total_bytes(a, b), 0)
+    settings = tensors.config_differences(a, b)
+    meter = ProgressMeter(tensors.total_bytes(a, b), 0)
     try:
-        rows = list(tensors.compare(a, b, dtype, meter.add))
+        rows = list(tensors.compare_weights(a, b, dtype, meter.add))
     finally:
         meter.close()
     counts = Counter(row.status for row in rows)
     shown = [row for row in rows if options.all or row.status != "equal"]
     if shown:
-        print(table([("tensor", "shape", "dtype A", "dtype B", "result"), *(cells(row) for row in shown)]))
+        print(text_table([("tensor", "shape", "dtype A", "dtype B", "result"), *(verdict_cells(row) for row in shown)]))
     for key, ours, theirs in settings or ():
         print(f"config.json: {key} is {ours!r} in A and {theirs!r} in B")
     if settings is None:
@@ -93,12 +93,12 @@ def _tensors(a: Side, b: Side, options: argparse.Namespace, facts: dict[str, Any
         "dtype": str(dtype).removeprefix("torch.") if dtype else None,
         "counts": dict(counts),
         "config": None if settings is None else [{"setting": k, "a": x, "b": y} for k, x, y in settings],
-        "tensors": tensors.as_json(rows),
+        "tensors": tensors.verdicts_json(rows),
     }
     return bool(rows) and all(row.good for row in rows) and not settings
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def verdict_cells(row: TensorVerdict) -> tuple[str, ...]:
     """A line of the table."""
     shape = " / ".join(str(list(s)) for s in dict.fromkeys((row.shape_a, row.shape_b)) if s is not None)
     result = TOLD[row.status]
@@ -107,7 +107,7 @@ def cells(row: Row) -> tuple[str, ...]:
     return row.name, shape, row.dtype_a or "-", row.dtype_b or "-", f"{result} ({row.why})" if row.why else result
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> str:
+def text_table(rows: Sequence[tuple[str, ...]]) -> str:
     """Columns as wide as their widest cell, the last one free."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return "\n".join(
@@ -115,9 +115,11 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
     )
 
 
-def _logits(a: Side, b: Side, options: argparse.Namespace, facts: dict[str, Any]) -> bool:
+def _logits(a: ComparedWeights, b: ComparedWeights, options: argparse.Namespace, facts: dict[str, Any]) -> bool:
     prompts = (
-        scores.from_file(options.prompts, a.model, options.trust_remote_code) if options.prompts is not None else None
+        scores.prompts_from_file(options.prompts, a.model, options.trust_remote_code)
+        if options.prompts is not None
+        else None
     )
     rows, tolerance, between = scores.compare_logits(a, b, prompts, options.trust_remote_code)
     good = [row.max_abs_diff <= tolerance for row in rows]
@@ -132,7 +134,7 @@ def _logits(a: Side, b: Side, options: argparse.Namespace, facts: dict[str, Any]
         )
         for r, ok in zip(rows, good, strict=True)
     ]
-    print(table([("prompt", "tokens", "largest logit", "HF's spread", "max |A - B|", "result"), *lines]))
+    print(text_table([("prompt", "tokens", "largest logit", "HF's spread", "max |A - B|", "result"), *lines]))
     print(f"tolerance {tolerance:.3g}: {scores.TIMES:g} x the largest difference of A's own logits between {between}")
     facts |= {
         "tolerance": tolerance,

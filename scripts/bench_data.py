@@ -93,8 +93,8 @@ def ours(folder: Path, processes: int, max_length: int) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     from megaswift.config import SwiftConfig
-    from megaswift.data.build import documents
-    from megaswift.data.collate import Shape
+    from megaswift.data.build import load_documents
+    from megaswift.data.collate import PaddingShape
     from megaswift.data.loader import make_rows
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -109,8 +109,8 @@ def ours(folder: Path, processes: int, max_length: int) -> dict[str, float]:
         dataset_cache_dir=str(folder / "cache"),
     )
     began, cpu = time.perf_counter(), cpu_seconds()
-    docs, _ = documents(cfg.data, cfg.train, tokenizer)
-    rows = make_rows(docs, True, max_length, Shape())
+    docs, _ = load_documents(cfg.data, cfg.train, tokenizer)
+    rows = make_rows(docs, True, max_length, PaddingShape())
     seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu
     tokens = int(docs.length.sum())
     return {

@@ -73,11 +73,11 @@ def lengths_of(args: argparse.Namespace) -> dict[str, float]:
 
 def megaswift(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     """The engine, batches as the loader makes them, the reference as the trainer asks it."""
-    from megaswift.data.collate import Document, Shape
-    from megaswift.data.unit_batches import lay_out
+    from megaswift.data.collate import Document, PaddingShape
+    from megaswift.data.preference_batches import collate_preferences
     from megaswift.losses.dpo import DPO
-    from megaswift.losses.dpo_types import Settings
-    from megaswift.trainers.reference import Reference, with_field
+    from megaswift.losses.dpo_types import DpoSettings
+    from megaswift.trainers.reference import ReferenceLogprobs, with_field
 
     def document(prompt: list[int], answer: list[int]) -> Document:
         mask = np.array([0] * len(prompt) + [1] * len(answer), dtype=np.uint8)
@@ -86,12 +86,14 @@ def megaswift(args: argparse.Namespace, folder: Path) -> Callable[[Turn], None]:
     def work(turn: Turn) -> None:
         engine = load_engine(args, folder, "dpo")
         engine.keep_reference()
-        loss, reference = DPO(settings=Settings(beta=BETA)), Reference()
+        loss, reference = DPO(settings=DpoSettings(beta=BETA)), ReferenceLogprobs()
         numbers = torch.arange(2 * args.pairs).view(-1, 2)
         for step in steps(args):
             turn.pause()
             documents = [document(p.prompt, answer) for p in step for answer in (p.chosen, p.rejected)]
-            batches = with_field(lay_out([documents], not args.unpacked, Shape(), False), "pairs", [numbers])
+            batches = with_field(
+                collate_preferences([documents], not args.unpacked, PaddingShape(), False), "pairs", [numbers]
+            )
             turn.losses.append(engine.train_batch(reference.prepare(engine, batches, True), loss, LR).loss)
 
     return work

@@ -56,8 +56,8 @@ def load_hf(args: argparse.Namespace, folder: Path) -> Any:
 def load_engine(args: argparse.Namespace, folder: Path, task: str) -> Any:
     """megaswift's engine on one process, with the model's weights."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.megatron.context import ParallelContext
     from megaswift.engine.megatron.engine import MegatronEngine
+    from megaswift.engine.megatron.parallel_context import ParallelContext
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
 

@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT))
 
 from megaswift import entry  # noqa: E402
 from megaswift.config import load  # noqa: E402
+from megaswift.config.launch_env import is_worker  # noqa: E402
 from megaswift.config.sections import TASKS  # noqa: E402
-from megaswift.config.worker import is_worker  # noqa: E402
-from megaswift.errors import ConfigError, Problem, UserError, nearest  # noqa: E402
-from megaswift.refusal import refuse  # noqa: E402
+from megaswift.error_exit import print_error_once  # noqa: E402
+from megaswift.errors import ConfigError, Problem, UserError, nearest_name  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems = []
     if mine.algorithm not in TASKS:
         given, fix = (
-            (f"--algorithm {mine.algorithm}", nearest(mine.algorithm, list(TASKS)))
+            (f"--algorithm {mine.algorithm}", nearest_name(mine.algorithm, list(TASKS)))
             if mine.algorithm
             else ("--algorithm", "")
         )
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(Problem("--use_torchrun", f"the launcher is {cfg.launch.launcher}", "one of the two"))
         return entry.start_torchrun(cfg, words, os.environ)
     except UserError as error:
-        return refuse(error, os.environ)
+        return print_error_once(error, os.environ)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megaswift.engine.megatron.layer_choice import only_torch  # noqa: E402
+from megaswift.engine.megatron.layers.choice import only_torch  # noqa: E402
 from megaswift.families import FAMILIES, Family, family_of  # noqa: E402
-from megaswift.families.config_rows import MustBe  # noqa: E402
+from megaswift.families.config_rows import RequiredValue  # noqa: E402
 from tests.families.published import PUBLISHED  # noqa: E402
 from tests.parity import models, test_families  # noqa: E402
 
@@ -82,7 +82,7 @@ def refusals() -> list[str]:
     ]
     for name in FAMILIES.names():
         for row in FAMILIES.get(name).config:
-            if isinstance(row, MustBe):
+            if isinstance(row, RequiredValue):
                 allowed = " or ".join(f"`{v!r}`" for v in row.allowed) or "absent"
                 lines.append(f"| `{name}` | `{row.hf}` | {allowed} | {row.why} |")
     return lines

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from safetensors.torch import save as save_tensors
 
-from megaswift.bridge.dist_files import SavedBox, write_tables
+from megaswift.bridge.dist_files import SavedChunk, write_tables
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.hf_source import HfSource
-from megaswift.bridge.torch_item import frame
+from megaswift.bridge.torch_record import zip_frame
 from megaswift.families import step_manifest
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.model_source import missing_files
-from megaswift.trainers.checkpoint import differences
-from megaswift.trainers.commit import Store, steps_for
+from megaswift.trainers.checkpoint import checkpoint_differences
+from megaswift.trainers.checkpoint_store import CheckpointStore, steps_for
 
 TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.arange(5, dtype=torch.bfloat16)}
 MODEL = {"family": "tiny", "num_layers": 2}
@@ -44,7 +44,7 @@ def home() -> Path:
 @cache
 def step() -> Path:
     """A whole step, in OUT/checkpoints."""
-    store = Store(home() / "run" / "checkpoints")
+    store = CheckpointStore(home() / "run" / "checkpoints")
     folder = store.begin(4)
     (folder / "engine").mkdir()
     (folder / "engine" / "engine.json").write_text("{}")
@@ -64,10 +64,12 @@ def sharded() -> Path:
         ("a", (1, 0), TENSORS["a"][1:]),
         ("b", (0,), TENSORS["b"]),
     ):
-        made, content = frame(part.dtype, tuple(part.shape)), part.contiguous().view(torch.uint8).numpy().tobytes()
+        made, content = zip_frame(part.dtype, tuple(part.shape)), part.contiguous().view(torch.uint8).numpy().tobytes()
         item = made.head + content + made.tail
         whole = tuple(TENSORS[key].shape)
-        saved.append(SavedBox(key, whole, offset, tuple(part.shape), part.dtype, "__0_0.distcp", len(data), len(item)))
+        saved.append(
+            SavedChunk(key, whole, offset, tuple(part.shape), part.dtype, "__0_0.distcp", len(data), len(item))
+        )
         data += item
     (folder / "__0_0.distcp").write_bytes(data)
     write_tables(folder, saved)
@@ -95,9 +97,9 @@ def manifest(data: bytes) -> None:
     (step() / "manifest.json").write_bytes(data)
     read = step_manifest.load_manifest(step())
     if isinstance(read, dict):
-        differences(read, MODEL)
-        step_manifest.step_problems(step())
-    Store(step().parent).incomplete()
+        checkpoint_differences(read, MODEL)
+        step_manifest.damaged_files(step())
+    CheckpointStore(step().parent).incomplete()
     steps_for("latest", home() / "run")
     find_checkpoint(home() / "run")
 
@@ -109,7 +111,7 @@ def resealed_manifest(data: bytes) -> None:
     except (ValueError, RecursionError):
         return
     if isinstance(found, dict):
-        manifest(json.dumps(found | {"sha256": step_manifest.seal(found)}).encode())
+        manifest(json.dumps(found | {"sha256": step_manifest.manifest_seal(found)}).encode())
 
 
 def tables(data: bytes) -> None:

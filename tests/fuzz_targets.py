@@ -23,11 +23,11 @@ import pyarrow.parquet as pq
 from megaswift.bridge.hf_source import INDEX, SINGLE, HfSource
 from megaswift.bridge.peft_folder import CONFIG, TENSORS, PeftFolder
 from megaswift.config import load
-from megaswift.data.chat import ChatRenderer, Templates
+from megaswift.data.chat import ChatRenderer, ChatTemplates
 from megaswift.data.encode import encode_spec
-from megaswift.data.encode_units import encoder_for
+from megaswift.data.encode_preferences import encoder_for
 from megaswift.data.sample import RowError, conversation
-from megaswift.data.sources import parts_of, resolve
+from megaswift.data.sources import parts_of, resolve_dataset
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import load_spec
@@ -52,7 +52,7 @@ def rows(name: str, task: str, data: bytes) -> None:
     """Rows of a file of this name, as a task reads them."""
     path = _folder() / name
     path.write_bytes(data)
-    for part in parts_of(resolve(str(path), lambda *_: ()), 2):
+    for part in parts_of(resolve_dataset(str(path), lambda *_: ()), 2):
         _encoder(task).encode_part(part)
 
 
@@ -99,7 +99,9 @@ def chat_template(data: bytes) -> None:
     """A template, of a conversation with everything."""
     call = {"role": "assistant", "content": "c", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
     turns = [{"role": "system", "content": "s"}, *chat("q", "a")["messages"], *chat("q", "a")["messages"][:1], call]
-    renderer = ChatRenderer(Templates({"default": data.decode("utf-8", "replace")}, {"eos_token": "</s>"}, ("</s>",)))
+    renderer = ChatRenderer(
+        ChatTemplates({"default": data.decode("utf-8", "replace")}, {"eos_token": "</s>"}, ("</s>",))
+    )
     with suppress(RowError):
         renderer.render(conversation(turns, "messages", tools=[{"type": "function", "function": {"name": "f"}}]))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megaswift.cli import main
-from megaswift.trainers import commit
-from megaswift.trainers.commit import Store
+from megaswift.trainers import checkpoint_store
+from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.run_lock import RunLock
 
 LAYOUT = {"world_size": 2, "tp": 2}
@@ -18,14 +18,14 @@ LAYOUT = {"world_size": 2, "tp": 2}
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     """A run with the steps 2, 4 and 6."""
-    store = Store(tmp_path / "out" / "checkpoints")
+    store = CheckpointStore(tmp_path / "out" / "checkpoints")
     for step in (2, 4, 6):
         folder = store.begin(step)
         (folder / "engine").mkdir()
         (folder / "engine" / "weights.bin").write_bytes(bytes(range(100)) * step)
         (folder / "engine" / "engine.json").write_text(json.dumps({"train_type": "lora", "kind": "fsdp2"}))
         state = {"task": "sft", "layout": LAYOUT, "data": {}, "hooks": {}}
-        store.finish(step, commit.hash_share(folder, 0, 1), state)
+        store.finish(step, checkpoint_store.hash_share(folder, 0, 1), state)
     return tmp_path / "out"
 
 
@@ -51,7 +51,7 @@ def pointer(out: Path) -> str:
 def test_ls(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(step(out, 4) / "engine" / "weights.bin")
     (step(out, 2) / "manifest.json").write_text("{")
-    Store(out / "checkpoints").begin(8)
+    CheckpointStore(out / "checkpoints").begin(8)
     code, text, _ = ran(capsys, "ls", out)
     lines = text.splitlines()
     assert code == 0 and lines[0].split()[:3] == ["step", "saved", "size"] and len(lines) == 5
@@ -88,7 +88,10 @@ def test_rm_keeps_the_last_intact_step(out: Path, capsys: pytest.CaptureFixture[
     assert ran(capsys, "rm", step(out, 6))[0] == 2
     assert ran(capsys, "rm", step(out, 6), "--force")[0] == 0
     assert list((out / "checkpoints").iterdir()) == []
-    assert commit.steps_for("latest", out) == ([], [])  # removed on purpose: a run may start from the beginning
+    assert checkpoint_store.steps_for("latest", out) == (
+        [],
+        [],
+    )  # removed on purpose: a run may start from the beginning
 
 
 def test_rm_takes_steps_only(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

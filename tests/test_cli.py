@@ -14,9 +14,9 @@ import pytest
 
 from megaswift.cli import COMMANDS, main, usage
 from megaswift.config import load
+from megaswift.error_exit import print_error_once
 from megaswift.errors import DataError, StorageError
-from megaswift.refusal import refuse
-from megaswift.trainers.outputs import check
+from megaswift.trainers.outputs import check_output_folder
 from tests.trainers.inputs import write_inputs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,7 +193,7 @@ def test_a_malformed_row_ends_with_2_before_a_model_is_built(
         f"{tmp_path / 'data.jsonl'}:49: column messages: int 3; expected a list" in told
         and "correct the row, or --strict false" in told
     )
-    assert check(load("sft", inputs)) == []
+    assert check_output_folder(load("sft", inputs)) == []
 
 
 @pytest.mark.process
@@ -359,7 +359,7 @@ def test_a_mistake_of_another_rank_alone_is_seen_once() -> None:
 def test_a_restarted_attempt_speaks_again(capsys: pytest.CaptureFixture) -> None:
     shared = {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": os.urandom(8).hex()}
     for attempt, speaks in (("0", True), ("0", False), ("1", True)):
-        refuse(DataError("row 7 is broken"), {**shared, "TORCHELASTIC_RESTART_COUNT": attempt}, patience=0)
+        print_error_once(DataError("row 7 is broken"), {**shared, "TORCHELASTIC_RESTART_COUNT": attempt}, patience=0)
         assert ("row 7 is broken" in capsys.readouterr().err) is speaks
 
 

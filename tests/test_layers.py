@@ -14,7 +14,7 @@ from tests.sources import ROOT, Source, sources
 LAYERS = {
     "errors": 0,
     "commands": 0,
-    "confidential": 0,
+    "redaction": 0,
     "registry": 0,
     "log": 0,
     "disk": 0,
@@ -27,8 +27,12 @@ LAYERS = {
     "families": 2,
     "launchers": 2,
     "bridge": 3,
+    "distributed": 3,
     "engine": 4,
     "inference": 5,
+    "serve": 5,
+    "rollout": 5,
+    "rewards": 5,
     "trainers": 6,
 }
 TOP = 7

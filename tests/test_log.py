@@ -7,18 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.log import NO_GPU, NO_KERNEL, amount, quieten
+from megaswift.log import NO_GPU, NO_KERNEL, count_text, quiet_libraries
 
 
 def test_an_amount_is_said_in_the_singular_where_it_reads_one() -> None:
-    assert [amount(1, "row"), amount(2000, "row"), amount(0, "row"), amount(1, "process"), amount(2, "process")] == [
+    assert [
+        count_text(1, "row"),
+        count_text(2000, "row"),
+        count_text(0, "row"),
+        count_text(1, "process"),
+        count_text(2, "process"),
+    ] == [
         "1 row",
         "2,000 rows",
         "0 rows",
         "1 process",
         "2 processes",
     ]
-    assert [amount(0.99999, "epoch", ".4g"), amount(0.5, "epoch", ".4g")] == ["1 epoch", "0.5 epochs"]
+    assert [count_text(0.99999, "epoch", ".4g"), count_text(0.5, "epoch", ".4g")] == ["1 epoch", "0.5 epochs"]
 
 
 def test_bitsandbytes_missing_kernel_is_not_told_and_everything_else_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -28,8 +34,8 @@ def test_bitsandbytes_missing_kernel_is_not_told_and_everything_else_is(caplog: 
     source = (Path(spec.origin).parent / "backends" / "cpu" / "ops.py").read_text(encoding="utf-8")
     (message,) = re.findall(r'"(Failed to load CPU gemm_4bit_forward[^"]*)"', source)
     assert "logger = logging.getLogger(__name__)" in source
-    quieten()
-    quieten()
+    quiet_libraries()
+    quiet_libraries()
     logger = logging.getLogger(NO_KERNEL[0])
     with caplog.at_level(logging.WARNING):
         logger.warning(message, ImportError("kernels"))
@@ -51,7 +57,7 @@ def test_deepspeed_line_about_a_machine_without_a_gpu_is_not_told(
     source = (folder / "accelerator" / "real_accelerator.py").read_text(encoding="utf-8")
     assert f'accel_logger.warning(\n                    "{NO_GPU[1]}.' in source
     assert f'create_logger(name="{NO_GPU[0]}"' in (folder / "utils" / "logging.py").read_text(encoding="utf-8")
-    quieten()
+    quiet_libraries()
     logger = logging.getLogger(NO_GPU[0])
     monkeypatch.setattr(logger, "propagate", True)  # DeepSpeed switches it off
     with caplog.at_level(logging.WARNING):

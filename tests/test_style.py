@@ -33,7 +33,7 @@ FORBIDDEN_IMPORTS = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 PICKLE_ALLOWED = {
     "megaswift/bridge/dist_files.py": "writes the format's own tables",
     "megaswift/bridge/dist_index.py": "the format's own tables, by an Unpickler that knows their classes only",
-    "megaswift/bridge/torch_item.py": (
+    "megaswift/bridge/torch_record.py": (
         "the description of one tensor in that format, by an Unpickler that calls nothing"
     ),
 }
@@ -42,12 +42,12 @@ CATCH_ALL_ALLOWED = {
         "the tokenizers library raises Exception itself; its subclasses of others' making go on"
     ),
     "scripts/fuzz.py": "whatever is not our own error is a finding",
-    "megaswift/trainers/rewards/jail.py": "a judged program may raise anything; it ends its own process",
-    "megaswift/trainers/rewards/checked.py": (
+    "megaswift/rewards/sandbox_child.py": "a judged program may raise anything; it ends its own process",
+    "megaswift/rewards/validation.py": (
         "a user's reward function may raise anything; it is told with the user's own traceback"
     ),
 }
-RUNS_PROGRAMS = {"megaswift/trainers/rewards/jail.py": "judged programs, in a process that can only compute"}
+RUNS_PROGRAMS = {"megaswift/rewards/sandbox_child.py": "judged programs, in a process that can only compute"}
 FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
 FOREIGN_SIGNATURE = "# noqa: PLR0913 (Megatron's signature)"
 
@@ -211,7 +211,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (handlers, "scripts/a.py", "try:\n    x = 1\nexcept:\n    pass\n"),
     (handlers, "scripts/a.py", "with contextlib.suppress(Exception):\n    x = 1\n"),
     (handlers, "tests/test_a.py", "try:\n    x = 1\nexcept Exception:\n    pass\n"),
-    (handlers, "megaswift/trainers/rewards/jail.py", "try:\n    x = 1\nexcept BaseException:\n    pass\n"),
+    (handlers, "megaswift/rewards/sandbox_child.py", "try:\n    x = 1\nexcept BaseException:\n    pass\n"),
     (calls, "scripts/a.py", "eval('1')\n"),
     (calls, "scripts/a.py", "from pickle import loads\n"),
     (calls, "scripts/a.py", "subprocess.run('ls', shell=True)\n"),

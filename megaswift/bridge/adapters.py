@@ -6,7 +6,7 @@ scale x B A as long as its m says; they lie on ranks as B's rows do. Megatron jo
 rows of its output belong to which module follows from the pieces of the base weight's rule, so nothing is said twice. A
 column-parallel layer cuts B by rows, a row-parallel one A by columns; the other matrix is on every rank. Experts that
 share a parameter have an A and B each like any other; that they are one tensor in a folder, with gate and up in
-alternating rows, is `Stored`'s affair. Pure: no ranks, no files, no modules.
+alternating rows, is `StoredAdapterTensor`'s affair. Pure: no ranks, no files, no modules.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megaswift.bridge.plan import Entry, WeightPlan
+from megaswift.bridge.plan import PlanEntry, WeightPlan
 from megaswift.families.projections import WEIGHT, Projection
-from megaswift.families.rules import Cut, dim_of
+from megaswift.families.rules import ShardSpec, dim_of
 
 Half = Literal["A", "B", "M"]
 """A tensor of an adapter; M: DoRA's magnitudes."""
@@ -70,7 +70,7 @@ class Adapter:
     """A and B of one Hugging Face module, with DoRA its magnitudes too."""
 
     projection: Projection
-    entry: Entry
+    entry: PlanEntry
     """The base weight."""
     rank: int
     scale: float
@@ -106,7 +106,7 @@ class Adapter:
         whole = self.shape(half)[dim_of_half(half)]
         if not self.sharded(half):
             return [(0, whole)]
-        mine = [p for p in self.entry.pieces(Cut(tp, rank)) if p.source == self.projection.source]
+        mine = [p for p in self.entry.pieces(ShardSpec(tp, rank)) if p.source == self.projection.source]
         # alternating rows, one kind after the other
         first = [p.start % p.stride * (whole // p.stride) + p.start // p.stride for p in mine]
         return [(start, start + p.length) for start, p in zip(first, mine, strict=True)]
@@ -136,7 +136,7 @@ class Adapter:
 
     def rows(self, b: Tensor) -> Tensor:
         """B with its rows in Hugging Face's order."""
-        return alternating(b, self.projection.alternating)
+        return interleave_gate_up(b, self.projection.alternating)
 
     @torch.no_grad()
     def merged(self, weight: Tensor, a: Tensor, b: Tensor, m: Tensor | None = None) -> Tensor:
@@ -146,17 +146,17 @@ class Adapter:
         return found if m is None else found.mul_(row_scale(m, found.square().sum(1))[:, None])
 
 
-def alternating(rows: Tensor, kinds: int) -> Tensor:
+def interleave_gate_up(rows: Tensor, kinds: int) -> Tensor:
     """[gates; ups] to gate, up, gate, up, ..."""
     return rows if kinds == 1 else rows.unflatten(0, (kinds, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def one_by_one(rows: Tensor, kinds: int) -> Tensor:
+def deinterleave_gate_up(rows: Tensor, kinds: int) -> Tensor:
     """The inverse."""
     return rows if kinds == 1 else rows.unflatten(0, (-1, kinds)).transpose(0, 1).flatten(0, 1)
 
 
-def merged(adapters: Sequence[Adapter], weight: Tensor, halves: Sequence[Sequence[Tensor]]) -> Tensor:
+def merge_adapter(adapters: Sequence[Adapter], weight: Tensor, halves: Sequence[Sequence[Tensor]]) -> Tensor:
     """A Hugging Face tensor with its adapters in it, float32: one, or one for each expert of a stack [experts, in,
     out]."""
     if not adapters[0].projection.stack:
@@ -184,11 +184,11 @@ def output_order(adapters: Sequence[Adapter], tp: int, rank: int) -> list[tuple[
     if dim_of(entry.rule) == 1:
         return [(0, adapters[0].projection.shape[0])]
     by_source = {a.projection.source: i for i, a in enumerate(adapters)}
-    return [(by_source.get(p.source), p.length) for p in entry.pieces(Cut(tp, rank))]
+    return [(by_source.get(p.source), p.length) for p in entry.pieces(ShardSpec(tp, rank))]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredAdapterTensor:
     """A tensor of an adapter folder, as PEFT has it: one module's, or a stack's of all experts."""
 
     name: str
@@ -213,7 +213,7 @@ class Stored:
         return rows[0] if len(rows) == 1 else torch.stack(rows, -1).flatten(1)
 
 
-def _stored(adapters: Sequence[Adapter]) -> Iterator[Stored]:
+def _stored(adapters: Sequence[Adapter]) -> Iterator[StoredAdapterTensor]:
     """PEFT wraps the module of stacks once for each, the first one innermost, and names it by that."""
     stacks: dict[str, list[Adapter]] = {}
     for a in adapters:
@@ -221,12 +221,12 @@ def _stored(adapters: Sequence[Adapter]) -> Iterator[Stored]:
     for stack, found in stacks.items():
         first = found[0]
         if not first.projection.stack:
-            yield from (Stored(first.name(half), half, (first,)) for half in first.halves)
+            yield from (StoredAdapterTensor(first.name(half), half, (first,)) for half in first.halves)
             continue
         home = stack.rpartition(".")[0]
         same = [s for s in stacks if s.rpartition(".")[0] == home]
         wrapped = home + ".base_layer" * (len(same) - 1 - same.index(stack))
-        yield from (Stored(f"{wrapped}.lora_{half}.weight", half, tuple(found)) for half in HALVES)
+        yield from (StoredAdapterTensor(f"{wrapped}.lora_{half}.weight", half, tuple(found)) for half in HALVES)
 
 
 class AdapterPlan:
@@ -250,7 +250,7 @@ class AdapterPlan:
         )
         self.by_layer: dict[str, list[Adapter]] = {}
         for adapter in self.adapters:
-            pieces = adapter.entry.pieces(Cut())
+            pieces = adapter.entry.pieces(ShardSpec())
             plain = all(not p.at and not p.transposed and p.stride == 1 for p in pieces)
             assert plain or adapter.projection.stack, f"{adapter.module} is no plain matrix"
             self.by_layer.setdefault(adapter.projection.megatron, []).append(adapter)
@@ -259,7 +259,7 @@ class AdapterPlan:
         """Hugging Face tensor -> its adapter, or those of the experts in it."""
         for adapter in self.adapters:
             self.by_weight.setdefault(adapter.projection.weight, []).append(adapter)
-        self.stored: tuple[Stored, ...] = tuple(_stored(self.adapters))
+        self.stored: tuple[StoredAdapterTensor, ...] = tuple(_stored(self.adapters))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name (without PEFT's prefix) -> shape of every tensor of the adapter folder."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def settings(bits: int, dtype: torch.dtype, kind: str = "nf4", double: bool = False) -> Any:
+def bitsandbytes_config(bits: int, dtype: torch.dtype, kind: str = "nf4", double: bool = False) -> Any:
     """NF4 (or FP4) whose products are in `dtype`, its scales quantised too (`double`); or LLM.int8()
     (arXiv:2208.07339)."""
     from transformers import BitsAndBytesConfig

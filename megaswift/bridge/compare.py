@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.conversion import bands, blocks_of
-from megaswift.bridge.file_tensor import data_of
+from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.open import open_weights
+from megaswift.bridge.open_weights import open_weights
 from megaswift.bridge.plan import INV_FREQ, TIED_HEAD
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import FAMILIES, family_of, read_config
@@ -32,7 +32,7 @@ GOOD = ("equal", "ignored")
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedWeights:
     """One of the two."""
 
     path: Path
@@ -43,7 +43,7 @@ class Side:
     """Its config.json without quantisation; None where the folder has none."""
 
     @classmethod
-    def open(cls, path: Path | str) -> Side:
+    def open(cls, path: Path | str) -> ComparedWeights:
         """A Hugging Face folder or a checkpoint. Headers only are read."""
         folder = Path(path)
         weights, checkpoint = open_weights(folder), verified_checkpoint(folder)
@@ -54,7 +54,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorVerdict:
     """The verdict on one tensor. `status`: equal, different, shape, dtype, missing (B lacks it), extra (A lacks it),
     ignored."""
 
@@ -78,7 +78,7 @@ class Row:
         return self.status in GOOD
 
 
-def check_same_architecture(a: Side, b: Side) -> None:
+def check_same_architecture(a: ComparedWeights, b: ComparedWeights) -> None:
     """A comparison of two different kinds of model is a mistake, told before anything is read."""
     for key in ("model_type", "architectures"):
         ours, theirs = ((side.config or {}).get(key) for side in (a, b))
@@ -92,7 +92,7 @@ def check_same_architecture(a: Side, b: Side) -> None:
             )
 
 
-def settings(a: Side, b: Side) -> list[tuple[str, Any, Any]] | None:
+def config_differences(a: ComparedWeights, b: ComparedWeights) -> list[tuple[str, Any, Any]] | None:
     """(setting, of A, of B) where the two config.json describe different models; None where they cannot be read as
     models."""
     sides = []
@@ -119,19 +119,22 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + str(key), value
 
 
-def total_bytes(a: Side, b: Side) -> int:
-    """What `compare` reads of A, and of B alone."""
+def total_bytes(a: ComparedWeights, b: ComparedWeights) -> int:
+    """What `compare_weights` reads of A, and of B alone."""
     names = set(a.weights.names())
     return sum(_nbytes(a, n) for n in names) + sum(_nbytes(b, n) for n in b.weights.names() if n not in names)
 
 
-def _nbytes(side: Side, name: str) -> int:
+def _nbytes(side: ComparedWeights, name: str) -> int:
     return int(torch.Size(side.weights.shape(name)).numel()) * side.weights.dtype(name).itemsize
 
 
-def compare(
-    a: Side, b: Side, dtype: torch.dtype | None = None, done: Callable[[int], None] = lambda _: None
-) -> Iterator[Row]:
+def compare_weights(
+    a: ComparedWeights,
+    b: ComparedWeights,
+    dtype: torch.dtype | None = None,
+    done: Callable[[int], None] = lambda _: None,
+) -> Iterator[TensorVerdict]:
     """A verdict on each tensor, those of A first, in its order. `dtype`: both are cast before; `done` hears of bytes
     read."""
     names_a, names_b = a.weights.names(), b.weights.names()
@@ -143,24 +146,26 @@ def compare(
             yield _one(b, name, "extra", dtype, done)
 
 
-def _facts(side: Side, name: str, end: str) -> dict[str, Any]:
+def _facts(side: ComparedWeights, name: str, end: str) -> dict[str, Any]:
     return {
         f"shape_{end}": side.weights.shape(name),
         f"dtype_{end}": str(side.weights.dtype(name)).removeprefix("torch."),
     }
 
 
-def _one(side: Side, name: str, status: str, dtype: torch.dtype | None, done: Callable[[int], None]) -> Row:
+def _one(
+    side: ComparedWeights, name: str, status: str, dtype: torch.dtype | None, done: Callable[[int], None]
+) -> TensorVerdict:
     """A tensor that the other side lacks."""
     digest, end, why = hashlib.sha256(), "a" if status == "missing" else "b", ignorable(side, name)
     for part in blocks_of(side.weights, name):
-        digest.update(data_of(_cast(part, dtype)))
+        digest.update(bytes_view(_cast(part, dtype)))
     done(_nbytes(side, name))
     facts = {**_facts(side, name, end), f"sha256_{end}": digest.hexdigest()}
-    return Row(name, "ignored" if why else status, why=why, **facts)
+    return TensorVerdict(name, "ignored" if why else status, why=why, **facts)
 
 
-def ignorable(side: Side, name: str) -> str:
+def ignorable(side: ComparedWeights, name: str) -> str:
     """Why a tensor of one side alone carries nothing of its own; the empty string when it does."""
     if INV_FREQ.matches(name):
         return INV_FREQ.why
@@ -180,12 +185,14 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)) if x.numel() else True
 
 
-def _both(a: Side, b: Side, name: str, dtype: torch.dtype | None, done: Callable[[int], None]) -> Row:
+def _both(
+    a: ComparedWeights, b: ComparedWeights, name: str, dtype: torch.dtype | None, done: Callable[[int], None]
+) -> TensorVerdict:
     """A tensor of both sides. While the bits are the same, one digest serves both."""
     facts = {**_facts(a, name, "a"), **_facts(b, name, "b")}
     if facts["shape_a"] != facts["shape_b"]:
         one, other = _one(a, name, "missing", dtype, done), _one(b, name, "extra", dtype, lambda _: None)
-        return Row(name, "shape", sha256_a=one.sha256_a, sha256_b=other.sha256_b, **facts)
+        return TensorVerdict(name, "shape", sha256_a=one.sha256_a, sha256_b=other.sha256_b, **facts)
     alike = dtype is not None or facts["dtype_a"] == facts["dtype_b"]
     digests, different, worst = [hashlib.sha256()], 0, 0.0
     width = max(side.weights.dtype(name).itemsize for side in (a, b))
@@ -196,13 +203,13 @@ def _both(a: Side, b: Side, name: str, dtype: torch.dtype | None, done: Callable
         if not same and len(digests) == 1:
             digests.append(digests[0].copy())
         for digest, part in zip(digests, (x, y), strict=False):
-            digest.update(data_of(part))
+            digest.update(bytes_view(part))
         if not same:
-            count, gap = difference(x, y)
+            count, gap = tensor_difference(x, y)
             different, worst = different + count, math.nan if math.isnan(worst + gap) else max(worst, gap)
         done(x.numel() * a.weights.dtype(name).itemsize)
     status = "dtype" if not alike else "different" if different else "equal"
-    return Row(
+    return TensorVerdict(
         name,
         status,
         different=different,
@@ -217,7 +224,7 @@ def _cast(part: Tensor, dtype: torch.dtype | None) -> Tensor:
     return (part if dtype is None or not part.is_floating_point() else part.to(dtype)).contiguous()
 
 
-def difference(x: Tensor, y: Tensor) -> tuple[int, float]:
+def tensor_difference(x: Tensor, y: Tensor) -> tuple[int, float]:
     """(elements that differ, largest |x - y|); nan where one side alone is not a number."""
     if x.dtype == y.dtype:
         unequal = x.view(BITS[x.element_size()]) != y.view(BITS[y.element_size()])
@@ -228,7 +235,7 @@ def difference(x: Tensor, y: Tensor) -> tuple[int, float]:
     return int(unequal.sum()), float(gap.max()) if gap.numel() else 0.0
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def verdicts_json(rows: Sequence[TensorVerdict]) -> list[dict[str, Any]]:
     """The rows of a report; JSON knows no nan, so that it is written as text."""
     found = [asdict(row) for row in rows]
     for row in found:

@@ -22,10 +22,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megaswift import log
-from megaswift.bridge.file_tensor import data_of
+from megaswift.bridge.atomic_folder import AtomicFolder
+from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.finite_weights import is_finite, warn_of
 from megaswift.bridge.hf_source import Span, WeightSource
-from megaswift.bridge.stage import Stage
 
 BLOCK = 1 << 24
 """Bytes read at a time: small enough for the allocator to hand the same pages out again."""
@@ -33,12 +33,12 @@ PLAIN_SECONDS = 10.0
 """Between two lines where standard error is no terminal."""
 
 
-class Interrupted(KeyboardInterrupt):
+class ConversionInterrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM; what was done is kept, the text says how to go on."""
 
 
 @dataclass(frozen=True)
-class Item:
+class TensorJob:
     """One tensor's place in a file, and its content."""
 
     file: str
@@ -54,13 +54,13 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Work:
+class FolderJob:
     """A folder to be made."""
 
     target: Path
     files: Mapping[str, int]
     """Name -> bytes."""
-    items: Sequence[Item]
+    items: Sequence[TensorJob]
     finish: Callable[[Path], None]
     """Adds the small files once all tensors are there."""
     made_from: Mapping[str, Any] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def stamps(files: Sequence[Path], root: Path) -> dict[str, list[int]]:
     return {path.relative_to(root).as_posix(): [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}
 
 
-class Meter:
+class ProgressMeter:
     """Bytes done, GB/s and the time left: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
@@ -147,16 +147,16 @@ def _stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run(work: Work, stream: TextIO | None = None) -> Path:
+def run_folder_job(work: FolderJob, stream: TextIO | None = None) -> Path:
     """Make the folder, or go on where an interrupted run of the same work stopped."""
     total = sum(item.nbytes for item in work.items)
-    with Stage(work.target, work.files, work.made_from, work.overwrite) as stage:
+    with AtomicFolder(work.target, work.files, work.made_from, work.overwrite) as stage:
         left = [i for i in range(len(work.items)) if i not in stage.done]
         if stage.discarded:
             log.info(f"{stage.folder} was made from something else: starting anew")
         elif stage.done:
             log.info(f"going on: {len(stage.done)} of {len(work.items)} tensors are there already")
-        meter = Meter(total, total - sum(work.items[i].nbytes for i in left), stream)
+        meter = ProgressMeter(total, total - sum(work.items[i].nbytes for i in left), stream)
         try:
             with _stoppable():
                 for name, header in work.headers.items():
@@ -169,20 +169,20 @@ def run(work: Work, stream: TextIO | None = None) -> Path:
                 f"stopped; what is done stays in {stage.folder}: the same command goes on from there, and "
                 f"removing it gives up"
             )
-            raise Interrupted(told) from None
+            raise ConversionInterrupted(told) from None
         finally:
             meter.close()
     warn_of(work.target, bad)
     return work.target
 
 
-def _move(stage: Stage, item: Item, number: int, meter: Meter) -> bool:
+def _move(stage: AtomicFolder, item: TensorJob, number: int, meter: ProgressMeter) -> bool:
     """Whether every value is finite; looked at while a block is in memory."""
     finite = True
     stage.put(item.file, item.offset, item.head)
     at = item.offset + len(item.head)
     for block in item.blocks():
-        data = data_of(block)
+        data = bytes_view(block)
         stage.put(item.file, at, data)
         at += len(data)
         meter.add(len(data))

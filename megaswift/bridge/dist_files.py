@@ -30,14 +30,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megaswift.bridge.dist_keys import STATES
 from megaswift.bridge.saved_dtypes import dtype_problem
+from megaswift.bridge.sharded_keys import STATES
 from megaswift.errors import ROOM, CheckpointError, Problem
 from megaswift.families.checkpoint_folder import TABLES
 
 
 @dataclass(frozen=True)
-class Box:
+class ShardChunk:
     """A rank's part of a named tensor: `data` is the region of `data.shape` at `offset` of a tensor of shape
     `whole`."""
 
@@ -62,7 +62,7 @@ class _Writer(dcp.FileSystemWriter):
 class _SavePlanner(dcp.DefaultSavePlanner):
     """Plans the given boxes; the global plan's own checks (bounds, overlap, each tensor filled) are torch's."""
 
-    def __init__(self, boxes: Iterable[Box]) -> None:
+    def __init__(self, boxes: Iterable[ShardChunk]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.boxes = {MetadataIndex(box.key, box.offset): box for box in boxes}
 
@@ -80,7 +80,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return box.data.detach() if box.read is None else box.read()
 
 
-def write(directory: Path, boxes: Sequence[Box]) -> None:
+def write_chunks(directory: Path, boxes: Sequence[ShardChunk]) -> None:
     """Every rank's boxes, on disk when this returns. Collective; CheckpointError on all ranks when one fails."""
     writer = _Writer(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
     try:
@@ -93,7 +93,7 @@ def write(directory: Path, boxes: Sequence[Box]) -> None:
 
 
 @dataclass(frozen=True)
-class SavedBox:
+class SavedChunk:
     """A box that lies in a file already."""
 
     key: str
@@ -107,8 +107,8 @@ class SavedBox:
     length: int
 
 
-def write_tables(directory: Path, saved: Iterable[SavedBox]) -> None:
-    """`.metadata`, metadata.json and common.pt for boxes that were written without `write`."""
+def write_tables(directory: Path, saved: Iterable[SavedChunk]) -> None:
+    """`.metadata`, metadata.json and common.pt for boxes that were written without `write_chunks`."""
     tables: dict[str, TensorStorageMetadata] = {}
     places = {}
     for box in saved:
@@ -140,7 +140,7 @@ def write_megatron_files(directory: Path) -> list[Path]:
 class _Filler(dcp.DefaultLoadPlanner):
     """Puts what is read where the boxes are."""
 
-    def __init__(self, boxes: Sequence[Box]) -> None:
+    def __init__(self, boxes: Sequence[ShardChunk]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.boxes = boxes
 
@@ -155,12 +155,12 @@ class _Filler(dcp.DefaultLoadPlanner):
         pass
 
 
-def _fits(box: Box, saved: TensorStorageMetadata) -> bool:
+def _fits(box: ShardChunk, saved: TensorStorageMetadata) -> bool:
     whole, size = tuple(box.whole), tuple(saved.size)
     return whole[1:] == size[1:] and len(whole) == len(size) if box.padded else whole == size
 
 
-def plan_reads(index: Metadata, boxes: Sequence[Box]) -> tuple[list[planner.ReadItem], list[Problem]]:
+def plan_reads(index: Metadata, boxes: Sequence[ShardChunk]) -> tuple[list[planner.ReadItem], list[Problem]]:
     """What to read to fill `boxes`, and which of them the checkpoint cannot fill."""
     items: list[planner.ReadItem] = []
     problems: dict[str, Problem] = {}
@@ -187,7 +187,9 @@ def plan_reads(index: Metadata, boxes: Sequence[Box]) -> tuple[list[planner.Read
     return items, list(problems.values())
 
 
-def read(directory: Path, index: Metadata, boxes: Sequence[Box], items: Sequence[planner.ReadItem]) -> None:
+def read_chunks(
+    directory: Path, index: Metadata, boxes: Sequence[ShardChunk], items: Sequence[planner.ReadItem]
+) -> None:
     """Fills the boxes that `items` were planned for, in place; rows that a padded vocabulary has more than the saved
     one become zero."""
     for box in boxes:

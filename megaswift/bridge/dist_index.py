@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megaswift.bridge.opcodes import BROKEN, scan
+from megaswift.bridge.pickle_scan import BROKEN, check_pickle
 from megaswift.errors import Problem
 from megaswift.families.checkpoint_folder import TABLES as INDEX
 
@@ -64,7 +64,7 @@ def read_index(directory: Path) -> Metadata | Problem:
     path = directory / INDEX
     try:
         data = path.read_bytes()
-        scan(data)
+        check_pickle(data)
         found = _Tables(io.BytesIO(data)).load()
     except FileNotFoundError:
         return Problem(str(path), "is missing")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megaswift.bridge import dist_index, torch_item
+from megaswift.bridge import dist_index, torch_record
 from megaswift.bridge.file_tensor import FileTensor, OpenFiles, new_block
 from megaswift.errors import CheckpointError, Problem
 
@@ -123,7 +123,7 @@ class DistSource:
             if (key, box) not in self._items:
                 if info.transform_descriptors:
                     raise ValueError(f"is transformed ({', '.join(info.transform_descriptors)})")
-                found = torch_item.locate(path, info.offset, info.length)
+                found = torch_record.locate_record(path, info.offset, info.length)
                 if found.shape != box.shape or found.dtype != target.dtype:
                     raise ValueError(
                         f"holds {list(found.shape)} {found.dtype} where the tables say {list(box.shape)} {target.dtype}"

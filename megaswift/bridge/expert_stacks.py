@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megaswift.bridge.adapters import HALVES, one_by_one
+from megaswift.bridge.adapters import HALVES, deinterleave_gate_up
 from megaswift.families.projections import Projection
 
 Read = Callable[[], Tensor]
@@ -25,7 +25,7 @@ def stacks(names: Iterable[str]) -> list[str]:
     )
 
 
-def taken_apart(stack: str, a: Read, b: Read, known: Mapping[str, Projection]) -> Iterator[tuple[str, Read]]:
+def unstacked_readers(stack: str, a: Read, b: Read, known: Mapping[str, Projection]) -> Iterator[tuple[str, Read]]:
     """(name, how to read it) of an A and B for each expert's module; nothing where the stack fits none of the model's.
 
     The module's name does not say which of its parameters a stack is for; shapes do: [2 f, h] is never [h, f]. Where
@@ -59,7 +59,7 @@ def _expert_a(read: Read, experts: int, expert: int) -> Tensor:
 
 def _expert_b(read: Read, which: tuple[int, int], rows: slice, alternating: int) -> Tensor:
     experts, expert = which
-    return one_by_one(read().unflatten(1, (-1, experts))[rows, :, expert], alternating)
+    return deinterleave_gate_up(read().unflatten(1, (-1, experts))[rows, :, expert], alternating)
 
 
 def parameter_of(module: str) -> str:

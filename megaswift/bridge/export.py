@@ -14,13 +14,13 @@ from torch import Tensor
 
 from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
-from megaswift.bridge.open import open_weights
+from megaswift.bridge.open_weights import open_weights
 from megaswift.bridge.plan import WeightPlan
 from megaswift.families.checkpoint_folder import find_checkpoint
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class FolderOptions:
     """How a folder is written."""
 
     source: Path | None = None
@@ -37,7 +37,7 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX).exists() or (folder / SINGLE).exists() or find_checkpoint(folder) is not None
 
 
-def stored_dtypes(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtype]:
+def dtypes_in_source(plan: WeightPlan, source: Path | None) -> dict[str, torch.dtype]:
     """The dtype of each HF tensor in `source`; config.json's where the folder has none or no weights at all."""
     default: torch.dtype = getattr(torch, plan.spec.dtype)
     if source is None or not has_weights(source):
@@ -51,11 +51,11 @@ def export_hf(
     directory: Path | str,
     plan: WeightPlan,
     weights: Iterable[tuple[str, Tensor]],
-    options: ExportOptions = ExportOptions(),
+    options: FolderOptions = FolderOptions(),
 ) -> Path:  # noqa: B008
     """Write `weights` (all HF tensors of the model, in any order, one at a time) as a Hugging Face folder. On one rank
     only."""
-    dtypes = options.dtype or stored_dtypes(plan, options.source)
+    dtypes = options.dtype or dtypes_in_source(plan, options.source)
     stored = open_weights(options.source) if options.source is not None and has_weights(options.source) else None
     kept = plan.kept(stored.names()) if stored is not None else []
     tensors = {

@@ -2,8 +2,8 @@
 
 Owns reading with `pread` into memory of the caller's: a mapped page would count as this process's memory until the file
 is unmapped, and a converter may not grow with the model. Parts that are no runs of bytes (columns) are copied out of a
-mapping that lives no longer than the copy; `mapped` is for tensors of which a caller wants one part and then another.
-What the bytes mean (safetensors, torch_dist) belongs to the sources.
+mapping that lives no longer than the copy; `mapped_tensor` is for tensors of which a caller wants one part and then
+another. What the bytes mean (safetensors, torch_dist) belongs to the sources.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FileTensor:
     shape: tuple[int, ...]
 
 
-def data_of(tensor: Tensor) -> memoryview:
+def bytes_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
@@ -72,7 +72,7 @@ def _mapping(descriptor: int, dtype: torch.dtype, first: int, stop: int) -> Tens
     return torch.frombuffer(pages, dtype=dtype, count=(stop - first) // dtype.itemsize, offset=first - page)
 
 
-def mapped(stored: FileTensor) -> Tensor:
+def mapped_tensor(stored: FileTensor) -> Tensor:
     """The tensor, none of it read yet, over a mapping that ends with it and with all views of it."""
     count = math.prod(stored.shape)
     if not count:
@@ -114,7 +114,9 @@ class OpenFiles:
         width = stored.dtype.itemsize
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         if runs and out.is_contiguous():
-            self.bytes_into(stored.file, stored.offset + (corner[0] * strides[0] if shape else 0) * width, data_of(out))
+            self.bytes_into(
+                stored.file, stored.offset + (corner[0] * strides[0] if shape else 0) * width, bytes_view(out)
+            )
             return
         last = [c + n - 1 for c, n in zip(corner, extent, strict=True)]
         first, end = (

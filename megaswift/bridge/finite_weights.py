@@ -23,9 +23,9 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
-def check(weights: Iterable[tuple[str, Tensor]], what: str = "--model") -> None:
+def check_finite(weights: Iterable[tuple[str, Tensor]], what: str = "--model") -> None:
     """WeightsError that names the tensors with a value that is not finite. `what`: the option that gave them."""
-    refuse([name for name, tensor in weights if not is_finite(tensor)], what)
+    refuse_non_finite([name for name, tensor in weights if not is_finite(tensor)], what)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -34,7 +34,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + more
 
 
-def refuse(names: Sequence[str], what: str = "--model") -> None:
+def refuse_non_finite(names: Sequence[str], what: str = "--model") -> None:
     """The message about these tensors; none where there is no name."""
     if names:
         raise WeightsError(
@@ -51,7 +51,7 @@ def check_folder(folder: Path) -> None:
     over."""
     if any((folder / name).is_file() for name in (SINGLE, INDEX)):
         source = HfSource(folder)
-        check((name, source.slice(name)) for name in source.names())
+        check_finite((name, source.slice(name)) for name in source.names())
 
 
 def warn_of(target: Path, names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.file_tensor import FileTensor, OpenFiles
-from megaswift.bridge.safetensors_header import DTYPES, Damaged, Stored, no_duplicates, read_header
+from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, no_duplicates, read_header
 from megaswift.errors import Problem, WeightsError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -92,7 +92,7 @@ class HfSource:
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
         self._files = OpenFiles()
-        self._stored: dict[str, Stored] = {}
+        self._stored: dict[str, HeaderEntry] = {}
         self._file_of: dict[str, Path] = {}
         problems: list[Problem] = []
         index = self._index()
@@ -128,7 +128,7 @@ class HfSource:
             )
         try:
             index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)["weight_map"]
-        except Damaged as error:
+        except DamagedHeader as error:
             raise WeightsError(Problem(str(path), str(error))) from None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise WeightsError(Problem(str(path), f"is not an index of safetensors files: {error!r}")) from None

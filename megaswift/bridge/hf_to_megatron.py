@@ -21,22 +21,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge import conversion, dist_files, torch_item
-from megaswift.bridge.conversion import Item, Work, bands, blocks_of
-from megaswift.bridge.dist_files import SavedBox
-from megaswift.bridge.dist_keys import KEPT, padded_vocabulary, place
+from megaswift.bridge import conversion, dist_files, torch_record
+from megaswift.bridge.conversion import FolderJob, TensorJob, bands, blocks_of
+from megaswift.bridge.dist_files import SavedChunk
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.model_folder import write_model
-from megaswift.bridge.plan import Entry, WeightPlan
+from megaswift.bridge.plan import PlanEntry, WeightPlan
 from megaswift.bridge.quantized import open_hf
+from megaswift.bridge.sharded_keys import KEPT, padded_vocabulary, shard_region
 from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.families.checkpoint_folder import MODEL, find_checkpoint
-from megaswift.families.rules import Cut, dim_of
+from megaswift.families.rules import ShardSpec, dim_of
 from megaswift.families.spec import ModelSpec
 from megaswift.parallel.checks import check_layout
-from megaswift.parallel.rules import Asked
-from megaswift.parallel.shape import ModelShape
+from megaswift.parallel.layout_rules import LayoutRequest
+from megaswift.parallel.model_shape import ModelShape
 from megaswift.version import __version__
 
 AXES = ("tp", "pp", "vpp", "ep", "etp")
@@ -46,7 +46,7 @@ FILE_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
-class Options:
+class ToMegatronOptions:
     """How a checkpoint is made."""
 
     layout: Mapping[str, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Options:
     overwrite: bool = False
 
 
-def hf_to_megatron(source: Path | str, target: Path | str, options: Options = Options()) -> Path:  # noqa: B008
+def hf_to_megatron(source: Path | str, target: Path | str, options: ToMegatronOptions = ToMegatronOptions()) -> Path:  # noqa: B008
     """Convert `source`; `target` appears whole or not at all."""
     folder, target = Path(source), Path(target)
     if find_checkpoint(folder) is not None:
@@ -95,7 +95,7 @@ def hf_to_megatron(source: Path | str, target: Path | str, options: Options = Op
         "files": files,
         "version": __version__,
     }
-    return conversion.run(Work(target, files, items, finish, made_from, overwrite=options.overwrite))
+    return conversion.run_folder_job(FolderJob(target, files, items, finish, made_from, overwrite=options.overwrite))
 
 
 def _check_layout(spec: ModelSpec, layout: Mapping[str, int]) -> None:
@@ -103,37 +103,39 @@ def _check_layout(spec: ModelSpec, layout: Mapping[str, int]) -> None:
         return
     tp, pp, vpp, ep, etp = (layout.get(axis, 1) for axis in AXES)
     processes = max(1, pp * math.lcm(tp, ep * etp))
-    problems = check_layout(ModelShape.of(spec), Asked(processes, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp))
+    problems = check_layout(ModelShape.of(spec), LayoutRequest(processes, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp))
     if problems:
         raise LayoutError(problems)
 
 
 def _arrange(
     plan: WeightPlan, weights: WeightSource, dtypes: Mapping[str, torch.dtype], padded: int, file_bytes: int
-) -> tuple[list[SavedBox], list[Item], dict[str, int]]:
+) -> tuple[list[SavedChunk], list[TensorJob], dict[str, int]]:
     """Every tensor's place: the boxes for the tables, the items to write, the files' sizes."""
     one = _key_dtypes(plan, dtypes)
     parts = []
     for entry in plan.entries:
-        at = place(entry, padded)
+        at = shard_region(entry, padded)
         content = functools.partial(entry_blocks, entry, weights, padded)
         parts.append((entry.hf[0], (at.key, at.whole, at.offset, at.shape, one[at.key], content)))
     for name in plan.kept(weights.names()):
         shape = weights.shape(name)
         content = functools.partial(blocks_of, weights, name)
         parts.append((name, (KEPT + name, shape, (0,) * len(shape), shape, weights.dtype(name), content)))
-    saved: list[SavedBox] = []
-    items: list[Item] = []
+    saved: list[SavedChunk] = []
+    items: list[TensorJob] = []
     files: dict[str, int] = {"__0_0.distcp": 0}
     for name, (key, whole, offset, shape, dtype, blocks) in parts:
         if files[[*files][-1]] >= file_bytes:
             files[f"__0_{len(files)}.distcp"] = 0
         file, nbytes = [*files][-1], math.prod(shape) * dtype.itemsize
-        frame = torch_item.frame(dtype, shape)
+        frame = torch_record.zip_frame(dtype, shape)
         start, length = files[file], len(frame.head) + nbytes + len(frame.tail)
-        items.append(Item(file, start, nbytes, functools.partial(_cast, blocks, dtype), frame.head, frame.tail, name))
-        saved.append(SavedBox(key, whole, offset, shape, dtype, file, start, length))
-        files[file] = start + length + -(start + length) % torch_item.ALIGNMENT
+        items.append(
+            TensorJob(file, start, nbytes, functools.partial(_cast, blocks, dtype), frame.head, frame.tail, name)
+        )
+        saved.append(SavedChunk(key, whole, offset, shape, dtype, file, start, length))
+        files[file] = start + length + -(start + length) % torch_record.ALIGNMENT
     return saved, items, files
 
 
@@ -141,7 +143,7 @@ def _key_dtypes(plan: WeightPlan, dtypes: Mapping[str, torch.dtype]) -> dict[str
     """Key -> the dtype that holds all its Hugging Face tensors' values: a named tensor has one dtype."""
     found: dict[str, list[torch.dtype]] = defaultdict(list)
     for entry in plan.entries:
-        found[place(entry).key] += [dtypes[name] for name in entry.hf]
+        found[shard_region(entry).key] += [dtypes[name] for name in entry.hf]
     return {key: functools.reduce(torch.promote_types, each) for key, each in found.items()}
 
 
@@ -149,10 +151,10 @@ def _cast(blocks: functools.partial[Iterator[Tensor]], dtype: torch.dtype) -> It
     return (block.to(dtype).contiguous() for block in blocks())
 
 
-def entry_blocks(entry: Entry, weights: WeightSource, padded_vocab: int | None) -> Iterator[Tensor]:
+def entry_blocks(entry: PlanEntry, weights: WeightSource, padded_vocab: int | None) -> Iterator[Tensor]:
     """A whole parameter in row-major order, in parts; at once where it is no row of ranges of rows (an expert's
     transposed matrix)."""
-    pieces, dim = entry.pieces(Cut(1, 0, padded_vocab)), dim_of(entry.rule)
+    pieces, dim = entry.pieces(ShardSpec(1, 0, padded_vocab)), dim_of(entry.rule)
     whole = len(pieces) == 1
     if any(p.transposed or p.stride != 1 or (dim and not whole) for p in pieces):
         yield entry.read(weights, 1, 0, padded_vocab)

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bridge.file_tensor import data_of
+from megaswift.bridge.atomic_folder import check_room, check_target, replace_folder
+from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.hf_source import INDEX, SINGLE, TensorMeta
 from megaswift.bridge.model_folder import copy_side_files
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
-from megaswift.bridge.stage import check_room, check_target, replace_folder
 from megaswift.disk import sync_tree
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families.quantization import plain_config
@@ -167,7 +167,7 @@ class HfWriter:
         meta = self.tensors[name]
         assert name not in self._written, f"{name} is written twice"
         assert tuple(tensor.shape) == meta.shape, f"{name} has shape {tuple(tensor.shape)}, announced was {meta.shape}"
-        data = data_of(tensor.detach().to(device="cpu", dtype=meta.dtype).contiguous())
+        data = bytes_view(tensor.detach().to(device="cpu", dtype=meta.dtype).contiguous())
         file = self._file_of[name]
         try:
             at = 0

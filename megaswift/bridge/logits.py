@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.bits_and_bytes import without_cpu_repacking
-from megaswift.bridge.compare import Side
+from megaswift.bridge.compare import ComparedWeights
 from megaswift.bridge.hf_source import HfSource
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.errors import ConfigError, Problem, WeightsError, first_line
@@ -29,7 +29,7 @@ LENGTHS = (1, 7, 32, 64, 150)
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ProbePrompt:
     """Token ids, and what to call them."""
 
     label: str
@@ -37,7 +37,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Logits:
+class LogitsVerdict:
     """The verdict on one prompt."""
 
     prompt: str
@@ -50,18 +50,18 @@ class Logits:
     """|logit| of A."""
 
 
-def built_in(vocabulary: int, positions: int) -> list[Prompt]:
+def builtin_prompts(vocabulary: int, positions: int) -> list[ProbePrompt]:
     """Random tokens of several lengths, and one token again and again."""
     generator = torch.Generator().manual_seed(20)
     lengths = sorted({min(n, positions) for n in LENGTHS})
     prompts = [
-        Prompt(f"random, {n} long", tuple(torch.randint(vocabulary, (n,), generator=generator).tolist()))
+        ProbePrompt(f"random, {n} long", tuple(torch.randint(vocabulary, (n,), generator=generator).tolist()))
         for n in lengths
     ]
-    return [*prompts, Prompt("one token 24 times", (vocabulary // 2,) * min(24, positions))]
+    return [*prompts, ProbePrompt("one token 24 times", (vocabulary // 2,) * min(24, positions))]
 
 
-def from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[Prompt]:
+def prompts_from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[ProbePrompt]:
     """One prompt a line: text, or token ids as a JSON list."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -82,7 +82,7 @@ def from_file(path: Path, tokenizer_of: Path, trust: bool) -> list[Prompt]:
             ids = tuple(tokenizer(line)["input_ids"])
         if not ids:
             raise ConfigError(Problem(f"--prompts {path}:{number}", "is a prompt without a token"))
-        prompts.append(Prompt(f"{path.name}:{number}", ids))
+        prompts.append(ProbePrompt(f"{path.name}:{number}", ids))
     return prompts
 
 
@@ -94,7 +94,7 @@ def _token_ids(line: str) -> tuple[int, ...] | None:
     return tuple(ids) if isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) else None
 
 
-def model_of(side: Side, trust: bool) -> Any:
+def reference_model(side: ComparedWeights, trust: bool) -> Any:
     """transformers' model in float32 with the weights of `side`; folders that it can read itself it reads itself."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -130,12 +130,12 @@ def model_of(side: Side, trust: bool) -> Any:
 
 
 @torch.no_grad()
-def logits_of(model: Any, prompts: Sequence[Prompt]) -> list[Tensor]:
+def prompt_logits(model: Any, prompts: Sequence[ProbePrompt]) -> list[Tensor]:
     """[tokens, vocabulary] of each prompt."""
     return [model(input_ids=torch.tensor([prompt.ids]), use_cache=False).logits[0].float() for prompt in prompts]
 
 
-def check_prompts(model: Any, prompts: Sequence[Prompt]) -> None:
+def check_prompts(model: Any, prompts: Sequence[ProbePrompt]) -> None:
     """Tokens that the model does not have are the user's mistake."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     wrong = [p for p in prompts if max(p.ids) >= vocabulary]
@@ -145,35 +145,42 @@ def check_prompts(model: Any, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def spread(model: Any, prompts: Sequence[Prompt], first: Sequence[Tensor]) -> tuple[list[float], str]:
+def numerical_noise(model: Any, prompts: Sequence[ProbePrompt], first: Sequence[Tensor]) -> tuple[list[float], str]:
     """How far the model is from itself on each prompt, and between what: sdpa and eager attention; where it has no two,
     float64."""
     other = "eager" if model.config._attn_implementation == "sdpa" else "sdpa"
     try:
         model.set_attn_implementation(other)
-        second, between = logits_of(model, prompts), f"{'sdpa' if other == 'eager' else 'eager'} and {other} attention"
+        second, between = (
+            prompt_logits(model, prompts),
+            f"{'sdpa' if other == 'eager' else 'eager'} and {other} attention",
+        )
     except (ValueError, NotImplementedError):
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # torch's grouped product knows no float64
         model.double()
-        second, between = logits_of(model, prompts), "float32 and float64 (it has only one kind of attention)"
+        second, between = prompt_logits(model, prompts), "float32 and float64 (it has only one kind of attention)"
     return [float((x - y).abs().max()) for x, y in zip(first, second, strict=True)], between
 
 
-def compare_logits(a: Side, b: Side, prompts: Sequence[Prompt] | None, trust: bool) -> tuple[list[Logits], float, str]:
+def compare_logits(
+    a: ComparedWeights, b: ComparedWeights, prompts: Sequence[ProbePrompt] | None, trust: bool
+) -> tuple[list[LogitsVerdict], float, str]:
     """(a verdict on each prompt, the tolerance, what the spread is between). One model is in memory at a time."""
-    model = model_of(a, trust)
+    model = reference_model(a, trust)
     config = model.config.get_text_config()
-    chosen = prompts or built_in(config.vocab_size, getattr(config, "max_position_embeddings", None) or LENGTHS[-1])
+    chosen = prompts or builtin_prompts(
+        config.vocab_size, getattr(config, "max_position_embeddings", None) or LENGTHS[-1]
+    )
     check_prompts(model, chosen)
-    ours = logits_of(model, chosen)
-    own, between = spread(model, chosen, ours)
+    ours = prompt_logits(model, chosen)
+    own, between = numerical_noise(model, chosen, ours)
     del model
-    model = model_of(b, trust)
+    model = reference_model(b, trust)
     check_prompts(model, chosen)
-    theirs = logits_of(model, chosen)
+    theirs = prompt_logits(model, chosen)
     rows = [
-        Logits(p.label, len(p.ids), _gap(x, y), s, float(x.abs().max()))
+        LogitsVerdict(p.label, len(p.ids), _gap(x, y), s, float(x.abs().max()))
         for p, x, y, s in zip(chosen, ours, theirs, own, strict=True)
     ]
     return rows, TIMES * max(own), between

@@ -14,30 +14,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge import dist_keys
+from megaswift.bridge import sharded_keys
 from megaswift.bridge.adapters import ADAPTER, SAVED
-from megaswift.bridge.dist_keys import KEPT, MAIN, STATES
 from megaswift.bridge.dist_source import DistSource
 from megaswift.bridge.file_tensor import new_block
 from megaswift.bridge.hf_source import Slices, Span, spans_of
 from megaswift.bridge.model_folder import read_dtypes
-from megaswift.bridge.plan import SHOWN, Entry, WeightPlan
+from megaswift.bridge.plan import SHOWN, PlanEntry, WeightPlan
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
+from megaswift.bridge.sharded_keys import KEPT, MAIN, STATES
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families import family_of, read_config
-from megaswift.families.checkpoint_folder import Checkpoint
-from megaswift.families.rules import Cut, Piece, dim_of
+from megaswift.families.checkpoint_folder import CheckpointFolder
+from megaswift.families.rules import ShardSpec, SliceMap, dim_of
 
 
 class MegatronSource:
     """The weights of a checkpoint as Hugging Face tensors: each in the dtype it once had, or all in `dtype`."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, checkpoint: CheckpointFolder, dtype: torch.dtype | None = None) -> None:
         config = read_config(checkpoint.model)
         family = family_of(config)
         self.plan = WeightPlan(family, family.spec(config))
         self.directory, self.tensors = checkpoint.tensors, DistSource(checkpoint.tensors)
-        self._places = dist_keys.places(self.plan.entries)
+        self._places = sharded_keys.shard_regions(self.plan.entries)
         self._had, self._wanted = read_dtypes(checkpoint.model), dtype
         self._kept = [key.removeprefix(KEPT) for key in self.tensors.keys() if key.startswith(KEPT)]  # noqa: SIM118 (a method)
         self._check()
@@ -124,18 +124,18 @@ class MegatronSource:
         assert covered == out.numel(), f"{name}: {covered} of {out.numel()} elements were found"
         return out
 
-    def _pieces(self, name: str, spans: Sequence[Span]) -> Iterator[tuple[Entry, Piece, int]]:
+    def _pieces(self, name: str, spans: Sequence[Span]) -> Iterator[tuple[PlanEntry, SliceMap, int]]:
         """Every piece of the tensor, with its first row or column in its parameter."""
         for entry in self.plan.by_hf[name].entries:
             at, source = 0, entry.hf.index(name)
-            for piece in entry.pieces(Cut()):
+            for piece in entry.pieces(ShardSpec()):
                 if piece.source == source and all(
                     start <= i < stop for i, (start, stop) in zip(piece.at, spans, strict=False)
                 ):
                     yield entry, piece, at
                 at += piece.length
 
-    def _fill(self, out: Tensor, spans: Sequence[Span], entry: Entry, piece: Piece, at: int) -> int:
+    def _fill(self, out: Tensor, spans: Sequence[Span], entry: PlanEntry, piece: SliceMap, at: int) -> int:
         """Copy what a piece has of the region `spans` of its HF tensor into `out`; how many elements that is."""
         dim, lead = dim_of(entry.rule), len(piece.at)
         target, inner = out[tuple(i - start for i, (start, _) in zip(piece.at, spans, strict=False))], spans[lead:]

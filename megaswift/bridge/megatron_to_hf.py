@@ -13,19 +13,19 @@ from pathlib import Path
 
 import torch
 
-from megaswift.bridge import hf_work
+from megaswift.bridge import hf_folder
 from megaswift.bridge.conversion import blocks_of, stamps
+from megaswift.bridge.hf_folder import HfFolder
 from megaswift.bridge.hf_source import TensorMeta
-from megaswift.bridge.hf_work import HfFolder
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
-from megaswift.bridge.open import open_checkpoint
-from megaswift.errors import CheckpointError, Problem, beside
+from megaswift.bridge.open_weights import open_checkpoint
+from megaswift.errors import CheckpointError, Problem, path_hint
 from megaswift.families import read_config
 from megaswift.families.checkpoint_folder import TABLES, verified_checkpoint
 
 
 @dataclass(frozen=True)
-class Options:
+class ToHfOptions:
     """How a folder is made."""
 
     dtype: torch.dtype | None = None
@@ -34,7 +34,7 @@ class Options:
     overwrite: bool = False
 
 
-def megatron_to_hf(source: Path | str, target: Path | str, options: Options = Options()) -> Path:  # noqa: B008
+def megatron_to_hf(source: Path | str, target: Path | str, options: ToHfOptions = ToHfOptions()) -> Path:  # noqa: B008
     """Convert `source`: a converted checkpoint, `step-N`, or a run's output directory. `target` appears whole or not at
     all."""
     folder, target = Path(source), Path(target)
@@ -46,7 +46,7 @@ def megatron_to_hf(source: Path | str, target: Path | str, options: Options = Op
             else f"holds no checkpoint (no {TABLES})"
         )
         if not folder.exists():
-            raise CheckpointError(Problem(str(folder), "does not exist", beside(folder)))
+            raise CheckpointError(Problem(str(folder), "does not exist", path_hint(folder)))
         rule = hf if folder.is_dir() else "is a file"
         raise CheckpointError(
             Problem(str(folder), rule, "give a converted checkpoint, OUT/checkpoints/step-N, or OUT for the latest")
@@ -62,4 +62,4 @@ def megatron_to_hf(source: Path | str, target: Path | str, options: Options = Op
         "from": str(checkpoint.tensors.resolve()),
         "dtype": str(options.dtype),
     }
-    return hf_work.make(made, functools.partial(blocks_of, weights), made_from)
+    return hf_folder.make_hf_folder(made, functools.partial(blocks_of, weights), made_from)

@@ -14,24 +14,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaswift.bridge import hf_work, merge_by_peft
+from megaswift.bridge import hf_folder, merge_by_peft
 from megaswift.bridge.adapters import HALVES, Adapter, AdapterPlan, row_scale
 from megaswift.bridge.conversion import bands, stamps
+from megaswift.bridge.hf_folder import HfFolder
 from megaswift.bridge.hf_source import TensorMeta, WeightSource
-from megaswift.bridge.hf_work import HfFolder
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES
 from megaswift.bridge.new_head import NEW, NewHead
-from megaswift.bridge.open import open_weights
+from megaswift.bridge.open_weights import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.bridge.plan import WeightPlan
-from megaswift.errors import Problem, WeightsError, beside
+from megaswift.errors import Problem, WeightsError, path_hint
 from megaswift.families import family_of, load_spec
 from megaswift.families.adapter_folder import is_scored
 from megaswift.families.checkpoint_folder import verified_checkpoint
 from megaswift.families.scalar_head import with_score
 
 
-def blocks(source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+def merged_blocks(
+    source: WeightSource, name: str, plan: AdapterPlan, tensors: Mapping[str, Tensor]
+) -> Iterator[Tensor]:
     """The merged tensor of this name in row-major order, in the dtype it has in `source`."""
     shape, dtype = source.shape(name), source.dtype(name)
     adapter = next(iter(plan.by_weight.get(name, ())), None)
@@ -95,9 +97,9 @@ def merge_folders(
     home = checkpoint.model if checkpoint is not None else base
     if not (home / "config.json").is_file():
         if not base.exists():
-            raise WeightsError(Problem(str(base), "does not exist", beside(base)))
+            raise WeightsError(Problem(str(base), "does not exist", path_hint(base)))
         raise WeightsError(Problem(str(base), "has no config.json", "the folder of the base model"))
-    if merge_by_peft.is_needed(home, adapter):
+    if merge_by_peft.needs_peft(home, adapter):
         if checkpoint is not None:
             raise WeightsError(
                 Problem(
@@ -106,7 +108,7 @@ def merge_folders(
                     f"megaswift convert megatron-to-hf {base} DIR, then merge into DIR",
                 )
             )
-        return merge_by_peft.merge(base, adapter, target, max_shard_bytes, overwrite)
+        return merge_by_peft.merge_with_peft(base, adapter, target, max_shard_bytes, overwrite)
     scored, spec = is_scored(adapter), load_spec(home)
     spec = with_score(spec) if scored else spec
     weights = WeightPlan(family_of(spec.hf_config), spec)
@@ -130,4 +132,6 @@ def merge_folders(
     }
     config = merge_by_peft.classifier(spec.hf_config, home) if scored else spec.hf_config
     made = HfFolder(target, metas, config, home, max_shard_bytes, overwrite)
-    return hf_work.make(made, functools.partial(blocks, source, plan=plan, tensors=tensors), made_from)
+    return hf_folder.make_hf_folder(
+        made, functools.partial(merged_blocks, source, plan=plan, tensors=tensors), made_from
+    )

@@ -1,7 +1,7 @@
 """Adapters merged by PEFT itself: those that are not LoRA, and those of models that are no family here.
 
-Unlike `merge`, which streams, this builds the model: in float32, in the memory of one process. Each tensor is rounded
-once, to the dtype that it had.
+Unlike `merge_with_peft`, which streams, this builds the model: in float32, in the memory of one process. Each tensor
+is rounded once, to the dtype that it had.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import Any
 import torch
 
 from megaswift.bridge.finite_weights import is_finite, warn_of
-from megaswift.bridge.peft_config import name_of
+from megaswift.bridge.peft_config import train_type_of
 from megaswift.bridge.transformers_weights import buffers, disk_names, write_folder
 from megaswift.data.tokenizer import load_tokenizer, pad_of
 from megaswift.errors import Problem, UserError, WeightsError, first_line
-from megaswift.families.adapter_folder import is_scored, kind_of
+from megaswift.families.adapter_folder import adapter_kind, is_scored
 from megaswift.families.family import FAMILIES, read_config
 from megaswift.families.scalar_head import scored_config, with_padding
-from megaswift.families.served_quantization import PLAIN, method_of
+from megaswift.families.served_quantization import PLAIN, quant_method
 from megaswift.families.vision import has_tower
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError)
 """What transformers and PEFT raise for what they cannot load or merge."""
 
 
-def is_needed(home: Path, adapter: Path) -> bool:
+def needs_peft(home: Path, adapter: Path) -> bool:
     """Whether the streaming merge knows these weights or these adapters not."""
-    return kind_of(adapter) != "lora" or str(read_config(home).get("model_type")) not in FAMILIES
+    return adapter_kind(adapter) != "lora" or str(read_config(home).get("model_type")) not in FAMILIES
 
 
-def merge(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwrite: bool) -> Path:
+def merge_with_peft(base: Path, adapter: Path, target: Path, max_shard_bytes: int, overwrite: bool) -> Path:
     """`target`: the model in `base`, a Hugging Face folder, with the adapters merged in. It appears whole or not at
     all."""
-    kind, quantised = kind_of(adapter), method_of(read_config(base))
-    if not name_of(kind):
+    kind, quantised = adapter_kind(adapter), quant_method(read_config(base))
+    if not train_type_of(kind):
         raise WeightsError(Problem(str(adapter), f"is a {kind.upper()} adapter, which is not served"))
     if quantised is not None:
         raise WeightsError(

@@ -17,7 +17,7 @@ from megaswift.families.spec import ModelSpec
 NEW = "score.weight"
 
 
-def drawn(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
+def seeded_normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
     """Normal numbers that depend on the seed and the tensor's name alone."""
     generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator).mul_(std)
@@ -26,7 +26,7 @@ def drawn(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
 def new_head(spec: ModelSpec, seed: int) -> Tensor:
     """float32 [1, h], as transformers initialises a linear layer of this model, or as the spec says."""
     std = spec.hf_config.get("initializer_range", 0.02) if spec.new_head_std is None else spec.new_head_std
-    return drawn(NEW, (1, spec.hidden_size), float(std), seed)
+    return seeded_normal(NEW, (1, spec.hidden_size), float(std), seed)
 
 
 class NewHead:

@@ -54,7 +54,7 @@ def _bands(shape: tuple[int, ...], device: torch.device) -> Iterator[slice]:
 
 
 @torch.no_grad()
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+def nf4_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[out, in] to (two values a byte, uint8 [out, in / 2]; largest magnitudes, float32 [out, in / 64])."""
     out, width = weight.shape
     assert width % BLOCK == 0, f"rows of {width} are no multiple of {BLOCK}"
@@ -72,7 +72,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def dequantise(packed: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
+def nf4_dequantize(packed: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse: [out, in], each product of code and scale rounded once to `dtype`."""
     out = torch.empty(packed.shape[0], packed.shape[1] * 2, dtype=dtype, device=packed.device)
     for rows in _bands(out.shape, packed.device):

@@ -9,19 +9,19 @@ import re
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import method_of
+from megaswift.config.adapter_rules import peft_method_of
 from megaswift.config.peft_methods import MAPPED, METHODS, Method
-from megaswift.errors import ConfigError, Problem, first_line, nearest
+from megaswift.errors import ConfigError, Problem, first_line, nearest_name
 
 ENDLESS = 1 << 30
 """AdaLoRA's total_step while the run's length is not known yet."""
 
 
-def make(cfg: SwiftConfig, task: str = "CAUSAL_LM") -> Any:
+def peft_config(cfg: SwiftConfig, task: str = "CAUSAL_LM") -> Any:
     """What `peft.get_peft_model` takes; `task`: PEFT's name of what the model is for."""
     import peft
 
-    method = method_of(cfg)
+    method = peft_method_of(cfg)
     if method is None:
         lora, alpha = cfg.lora, cfg.lora.lora_alpha
         return peft.LoraConfig(
@@ -78,7 +78,7 @@ def _further(cfg: SwiftConfig, kind: Any, method: Method) -> dict[str, Any]:
             problems.append(Problem(label, "has an option of its own", f"--{options[name]} {text}"))
         elif name not in known:
             rule = "is set by the run" if name in MAPPED else f"is no field of PEFT's {method.config}"
-            problems.append(Problem(label, rule, nearest(name, sorted(known - set(options))) or "leave it out"))
+            problems.append(Problem(label, rule, nearest_name(name, sorted(known - set(options))) or "leave it out"))
         try:
             found[name] = json.loads(text)
         except json.JSONDecodeError:
@@ -88,7 +88,7 @@ def _further(cfg: SwiftConfig, kind: Any, method: Method) -> dict[str, Any]:
     return found
 
 
-def name_of(peft_type: str) -> str:
+def train_type_of(peft_type: str) -> str:
     """`train_type` of an adapter folder's peft_type; empty where none serves it."""
     if peft_type.upper() == "LORA":
         return "lora"

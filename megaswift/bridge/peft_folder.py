@@ -20,14 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaswift.bridge.adapters import HALVES, MAGNITUDE, PREFIX, Adapter, AdapterPlan, AdapterSettings, Half, by_pattern
-from megaswift.bridge.expert_stacks import Read, parameter_of, stacks, taken_apart
-from megaswift.bridge.file_tensor import FileTensor, mapped
+from megaswift.bridge.expert_stacks import Read, parameter_of, stacks, unstacked_readers
+from megaswift.bridge.file_tensor import FileTensor, mapped_tensor
 from megaswift.bridge.plan import SHOWN, WeightPlan
-from megaswift.bridge.safetensors_header import DTYPES, Damaged, Stored, read_header
+from megaswift.bridge.safetensors_header import DTYPES, DamagedHeader, HeaderEntry, read_header
 from megaswift.disk import safetensors_to
 from megaswift.errors import CheckpointError, Problem, WeightsError
 from megaswift.families.adapter_folder import CLASSIFIER_TASK, CONFIG, LANGUAGE_TASK, TENSORS
-from megaswift.families.projections import WEIGHT, Projection, end_of, in_part, projections, without_dora
+from megaswift.families.projections import WEIGHT, Projection, end_of, partly_chosen, projections, without_dora
 from megaswift.families.step_manifest import refuse_damaged_part
 
 REFUSED: Mapping[str, str] = {
@@ -62,12 +62,12 @@ class PeftFolder:
             raise WeightsError(problems)
         try:
             header = read_header(self.directory / TENSORS)
-        except (OSError, Damaged) as error:
+        except (OSError, DamagedHeader) as error:
             old = "; pickles (*.bin) are not read" if (self.directory / "adapter_model.bin").exists() else ""
             raise WeightsError(
                 Problem(str(self.directory / TENSORS), f"cannot be read ({error}){old}", "save it as safetensors")
             ) from None
-        self._stored: dict[str, Stored] = {key.removeprefix(PREFIX): stored for key, stored in header.items()}
+        self._stored: dict[str, HeaderEntry] = {key.removeprefix(PREFIX): stored for key, stored in header.items()}
 
     def _config(self) -> dict[str, Any]:
         path = self.directory / CONFIG
@@ -114,7 +114,7 @@ class PeftFolder:
             elif (shape := tuple(read().shape)) != weights.hf_shapes[name]:
                 problems.append(self._wrong(name, shape, weights.hf_shapes[name]))
             saved.append(name)
-        problems += in_part(weights.family, weights.spec, saved)
+        problems += partly_chosen(weights.family, weights.spec, saved)
         problems += without_dora(chosen, f"{self.directory / CONFIG}, use_dora") if self.settings.dora else []
         if problems:
             raise WeightsError(problems[:SHOWN])
@@ -140,7 +140,7 @@ class PeftFolder:
         for stack in stacks(found):
             names = [f"{stack}.lora_{half}.weight" for half in HALVES]
             if all(name in found for name in names):
-                experts = dict(taken_apart(stack, found[names[0]], found[names[1]], known))
+                experts = dict(unstacked_readers(stack, found[names[0]], found[names[1]], known))
                 found = {name: read for name, read in found.items() if not experts or name not in names}
                 apart.update(experts)
         self._unstacked = {name.rsplit(".lora_", 1)[0] for name in apart}
@@ -153,17 +153,17 @@ class PeftFolder:
         if stored.dtype not in DTYPES:
             raise WeightsError(Problem(what, f"has dtype {stored.dtype}, which cannot be read"))
         try:
-            return mapped(FileTensor(self.directory / TENSORS, stored.start, DTYPES[stored.dtype], stored.shape))
+            return mapped_tensor(FileTensor(self.directory / TENSORS, stored.start, DTYPES[stored.dtype], stored.shape))
         except OSError as error:
             raise WeightsError(Problem(what, f"cannot be read: {error}")) from None
 
     def read(self, plan: AdapterPlan) -> Mapping[str, Tensor]:
         """All tensors of the plan by name, and of the modules that are saved whole; each is read when it is asked
         for."""
-        return Tensors(self._tensors({a.module: a.projection for a in plan.adapters}))
+        return LazyTensors(self._tensors({a.module: a.projection for a in plan.adapters}))
 
 
-class Tensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name, read from their file at each use."""
 
     def __init__(self, readers: Mapping[str, Read]) -> None:
@@ -222,7 +222,7 @@ def _unfit(directory: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
-def config_of(plan: AdapterPlan, base: str) -> dict[str, Any]:
+def adapter_config(plan: AdapterPlan, base: str) -> dict[str, Any]:
     """adapter_config.json, with every module and parameter that PEFT has to find.
 
     Where experts have adapters, dropout is left out: PEFT has none for parameters, and does not load a folder that asks
@@ -281,7 +281,7 @@ def write_adapter(directory: Path, plan: AdapterPlan, tensors: Iterable[tuple[st
         directory.mkdir(parents=True, exist_ok=True)
         with safetensors_to(directory / TENSORS):
             save_file(found, directory / f".{TENSORS}.writing", metadata={"format": "pt"})
-        text = json.dumps(config_of(plan, base), indent=2, sort_keys=True) + "\n"
+        text = json.dumps(adapter_config(plan, base), indent=2, sort_keys=True) + "\n"
         (directory / f".{CONFIG}.writing").write_text(text, encoding="utf-8")
         for name in (TENSORS, CONFIG):
             with (directory / f".{name}.writing").open("rb") as file:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megaswift.bridge.hf_source import TensorMeta, TensorSource, WeightSource
 from megaswift.errors import Problem, WeightsError
-from megaswift.families.expansion import expand, full_name
+from megaswift.families.expansion import expand_table, full_name
 from megaswift.families.family import Family
-from megaswift.families.rules import Cut, Piece, Rule, Shard, dim_of
+from megaswift.families.rules import Rule, Shard, ShardSpec, SliceMap, dim_of
 from megaswift.families.spec import ModelSpec
 
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -28,7 +28,7 @@ SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Ignored:
+class IgnoredTensors:
     """Stored tensors that carry nothing of their own."""
 
     pattern: str
@@ -39,13 +39,13 @@ class Ignored:
         return re.fullmatch(self.pattern, name) is not None
 
 
-INV_FREQ = Ignored(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "follows from config.json")
-TIED_HEAD = Ignored(r"lm_head\.weight", "a stored duplicate of the tied embedding")
-OTHER_HEAD = Ignored(r"lm_head\.weight", "the vocabulary's head, in whose place is a scalar one")
+INV_FREQ = IgnoredTensors(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "follows from config.json")
+TIED_HEAD = IgnoredTensors(r"lm_head\.weight", "a stored duplicate of the tied embedding")
+OTHER_HEAD = IgnoredTensors(r"lm_head\.weight", "the vocabulary's head, in whose place is a scalar one")
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlanEntry:
     """One Megatron parameter."""
 
     rule: Rule
@@ -74,13 +74,13 @@ class Entry:
         """Shape of each HF tensor."""
         return self.rule.shapes(self.spec)
 
-    def pieces(self, cut: Cut) -> list[Piece]:
+    def pieces(self, cut: ShardSpec) -> list[SliceMap]:
         """What a shard is made of."""
         return self.rule.pieces(self.spec, replace(cut, expert=self.expert))
 
     def shard_shape(self, tp: int = 1, padded_vocab: int | None = None) -> tuple[int, ...]:
         """Shape of one rank's shard."""
-        dim, pieces = dim_of(self.rule), self.pieces(Cut(tp, 0, padded_vocab))
+        dim, pieces = dim_of(self.rule), self.pieces(ShardSpec(tp, 0, padded_vocab))
         shape = list(pieces[0].shape(self.hf_shapes[pieces[0].source], dim))
         shape[dim] = sum(p.length for p in pieces)
         return tuple(shape)
@@ -94,7 +94,7 @@ class Entry:
         zero."""
         dim, names, shapes = dim_of(self.rule), self.hf, self.hf_shapes
         parts = []
-        for piece in self.pieces(Cut(tp, rank, padded_vocab)):
+        for piece in self.pieces(ShardSpec(tp, rank, padded_vocab)):
             shape, along = shapes[piece.source], piece.hf_dim(dim)
             start, stop = (min(x, shape[along]) for x in (piece.start, piece.stop))
             if stop > start:
@@ -117,7 +117,11 @@ class Entry:
         """
         dim, shapes, covered = dim_of(self.rule), self.hf_shapes, 0
         shards = list(shards[:1] if self.shard == "replicated" else shards)
-        if len(shapes) == len(shards) == 1 and tuple(shards[0].shape) == shapes[0] and len(self.pieces(Cut())) == 1:
+        if (
+            len(shapes) == len(shards) == 1
+            and tuple(shards[0].shape) == shapes[0]
+            and len(self.pieces(ShardSpec())) == 1
+        ):
             whole[self.hf[0]] = shards[0]
             return shards[0].numel()
         for name, shape in zip(self.hf, shapes, strict=True):
@@ -130,7 +134,7 @@ class Entry:
                 f"{self.megatron}: shard {rank} is {tuple(shard.shape)}, should be {expected}"
             )
             at = 0
-            for piece in self.pieces(Cut(len(shards), rank, padded)):
+            for piece in self.pieces(ShardSpec(len(shards), rank, padded)):
                 into, along = whole[self.hf[piece.source]][piece.at], piece.hf_dim(dim) - len(piece.at)
                 start, stop = (min(x, into.shape[along]) for x in (piece.start, piece.stop))
                 target = _of_shard(into.narrow(along, start, stop - start), piece, dim)
@@ -139,17 +143,17 @@ class Entry:
         return covered
 
 
-def _of_shard(part: Tensor, piece: Piece, dim: int) -> Tensor:
+def _of_shard(part: Tensor, piece: SliceMap, dim: int) -> Tensor:
     """A contiguous range of an HF tensor as the view that lies in a shard."""
     part = part.t() if piece.transposed else part
     return part if piece.stride == 1 else part[(slice(None),) * dim + (slice(None, None, piece.stride),)]
 
 
 @dataclass(frozen=True)
-class Group:
+class PlanGroup:
     """Parameters that are made of the same HF tensors: all experts where one tensor holds them, else a single entry."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[PlanEntry, ...]
 
     def write(self, shards: Iterable[Sequence[Tensor]]) -> dict[str, Tensor]:
         """HF name -> full tensor; `shards` are those of each entry, taken one entry at a time."""
@@ -167,14 +171,14 @@ class WeightPlan:
 
     def __init__(self, family: Family, spec: ModelSpec) -> None:
         self.family, self.spec = family, spec
-        self.entries: tuple[Entry, ...] = tuple(
-            Entry(rule, spec, layer, expert) for rule, layer, expert in expand(family.weights, spec)
+        self.entries: tuple[PlanEntry, ...] = tuple(
+            PlanEntry(rule, spec, layer, expert) for rule, layer, expert in expand_table(family.weights, spec)
         )
-        self.by_megatron: dict[str, Entry] = {e.megatron: e for e in self.entries}
-        self.groups: tuple[Group, ...] = tuple(
-            Group(tuple(same)) for _, same in groupby(self.entries, key=lambda entry: entry.hf)
+        self.by_megatron: dict[str, PlanEntry] = {e.megatron: e for e in self.entries}
+        self.groups: tuple[PlanGroup, ...] = tuple(
+            PlanGroup(tuple(same)) for _, same in groupby(self.entries, key=lambda entry: entry.hf)
         )
-        self.by_hf: dict[str, Group] = {name: group for group in self.groups for name in group.entries[0].hf}
+        self.by_hf: dict[str, PlanGroup] = {name: group for group in self.groups for name in group.entries[0].hf}
         self.hf_shapes: dict[str, tuple[int, ...]] = {
             n: s for e in self.entries for n, s in zip(e.hf, e.hf_shapes, strict=True)
         }
@@ -183,7 +187,7 @@ class WeightPlan:
             f"family {family.name}: an HF name is used twice"
         )
         heads = (TIED_HEAD,) if spec.tied else (OTHER_HEAD,) if spec.scored else ()
-        self.ignored: tuple[Ignored, ...] = (INV_FREQ, *heads)
+        self.ignored: tuple[IgnoredTensors, ...] = (INV_FREQ, *heads)
         self._kept = family.kept(spec) if family.kept is not None else None
 
     @property

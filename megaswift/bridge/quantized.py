@@ -22,7 +22,7 @@ from megaswift.bridge.hf_source import HfSource, Slices, Span, WeightSource, spa
 from megaswift.bridge.safetensors_header import DTYPE_NAMES
 from megaswift.errors import Problem, WeightsError
 from megaswift.families import read_config
-from megaswift.families.quantization import FIELD, Fp8, Scheme, problem_of, scheme_of
+from megaswift.families.quantization import FIELD, Fp8Scheme, Scheme, problem_of, scheme_of
 
 BAND = 1 << 22
 """Values dequantised at a time: 16 MiB in float32."""
@@ -42,7 +42,7 @@ HALVES = torch.tensor([[2.0 ** ((e - 127) // 2), 2.0 ** ((e - 126) // 2)] for e 
 Read = Callable[[str, Slices], Tensor]
 
 
-class Packed(Protocol):
+class QuantizedWeight(Protocol):
     """One weight in its stored form."""
 
     @property
@@ -142,7 +142,7 @@ def _wrong(stored: HfSource, name: str, rule: str) -> Problem:
     return Problem(f"{stored.file(name)}, tensor {name}", rule, "fetch the model's files again")
 
 
-def fp8_weights(stored: HfSource, scheme: Fp8, problems: list[Problem]) -> Iterator[tuple[str, Packed]]:
+def fp8_weights(stored: HfSource, scheme: Fp8Scheme, problems: list[Problem]) -> Iterator[tuple[str, QuantizedWeight]]:
     """Every float8 weight with its scale, of the shape that the block size asks for; scales that scale nothing are
     problems."""
     names = set(stored.names())
@@ -178,7 +178,7 @@ def fp8_weights(stored: HfSource, scheme: Fp8, problems: list[Problem]) -> Itera
             yield name, Fp8Weight(name, scale, shape, (rows, columns), scalar)
 
 
-def mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[str, Packed]]:
+def mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[str, QuantizedWeight]]:
     """Every pair of blocks and exponents; one without the other is a problem."""
     names = set(stored.names())
     for scales in stored.names():
@@ -210,7 +210,7 @@ def mxfp4_weights(stored: HfSource, problems: list[Problem]) -> Iterator[tuple[s
             yield name, Mxfp4Weight(blocks, scales, (shape[0], shape[2] * GROUP, shape[1]))
 
 
-class DequantisedSource:
+class DequantizedSource:
     """Quantised weights under the names, shapes and dtype that they have without quantisation.
 
     `dtype` is the one config.json names for the model, to which transformers dequantises too.
@@ -219,7 +219,9 @@ class DequantisedSource:
     def __init__(self, stored: HfSource, scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> None:
         self.stored, self.directory, self.target = stored, stored.directory, dtype
         problems: list[Problem] = []
-        weights = fp8_weights(stored, scheme, problems) if isinstance(scheme, Fp8) else mxfp4_weights(stored, problems)
+        weights = (
+            fp8_weights(stored, scheme, problems) if isinstance(scheme, Fp8Scheme) else mxfp4_weights(stored, problems)
+        )
         self._packed = dict(weights)
         if problems:
             raise WeightsError(problems)
@@ -282,6 +284,6 @@ def open_hf(directory: Path | str) -> WeightSource:
     if scheme is None:
         return stored
     name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return DequantisedSource(
+    return DequantizedSource(
         stored, scheme, getattr(torch, name) if name in ("bfloat16", "float16", "float32") else torch.bfloat16
     )

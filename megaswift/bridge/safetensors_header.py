@@ -39,7 +39,7 @@ HEADER_LIMIT = 100_000_000
 MOST = 2**63 - 1
 
 
-class Stored(NamedTuple):
+class HeaderEntry(NamedTuple):
     """What a header says of one tensor."""
 
     dtype: str
@@ -53,65 +53,65 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For json.loads: a name that comes twice is a ValueError, not the last one's victory."""
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
-        raise Damaged(f"holds twice: {', '.join(sorted(twice))}")
+        raise DamagedHeader(f"holds twice: {', '.join(sorted(twice))}")
     return dict(pairs)
 
 
-class Damaged(ValueError):
+class DamagedHeader(ValueError):
     """What is wrong with a file, in words that follow its name."""
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of one file; `Damaged` says what is wrong with it."""
+def read_header(path: Path) -> dict[str, HeaderEntry]:
+    """The tensors of one file; `DamagedHeader` says what is wrong with it."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT + 1
         if length > min(HEADER_LIMIT, size - 8):
-            raise Damaged(f"is truncated or not a safetensors file ({size} bytes)")
+            raise DamagedHeader(f"is truncated or not a safetensors file ({size} bytes)")
         text = file.read(length)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates)
-    except Damaged:
+    except DamagedHeader:
         raise
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"is not a safetensors file: {error}") from None
+        raise DamagedHeader(f"is not a safetensors file: {error}") from None
     if not isinstance(header, dict) or not text.startswith(b"{"):
-        raise Damaged("is not a safetensors file: its header is no JSON object")
+        raise DamagedHeader("is not a safetensors file: its header is no JSON object")
     notes = header.pop("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
-        raise Damaged("has a damaged header: __metadata__ should map names to texts")
+        raise DamagedHeader("has a damaged header: __metadata__ should map names to texts")
     found = {name: _tensor(name, entry, 8 + length) for name, entry in header.items()}
     _without_gaps(found, 8 + length, size)
     return found
 
 
-def _tensor(name: str, entry: Any, base: int) -> Stored:
+def _tensor(name: str, entry: Any, base: int) -> HeaderEntry:
     """One entry; `base` is where the tensors' bytes begin."""
     try:
         dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         name.encode("utf-8")
     except (KeyError, TypeError, ValueError):
-        raise Damaged(f"has a damaged header at tensor {ascii(name)[1:-1]}") from None
+        raise DamagedHeader(f"has a damaged header at tensor {ascii(name)[1:-1]}") from None
     if not isinstance(dtype, str) or not all(type(n) is int and 0 <= n <= MOST for n in (*shape, first, last)):
-        raise Damaged(f"has a damaged header at tensor {name}: sizes and offsets should be whole numbers")
+        raise DamagedHeader(f"has a damaged header at tensor {name}: sizes and offsets should be whole numbers")
     if math.prod(max(1, n) for n in shape) > MOST:
-        raise Damaged(f"has a damaged header at tensor {name}: no tensor has the shape {list(shape)}")
+        raise DamagedHeader(f"has a damaged header at tensor {name}: no tensor has the shape {list(shape)}")
     if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise Damaged(f"has {last - first} bytes for tensor {name} of shape {list(shape)} and dtype {dtype}")
-    return Stored(dtype, shape, base + first, base + last)
+        raise DamagedHeader(f"has {last - first} bytes for tensor {name} of shape {list(shape)} and dtype {dtype}")
+    return HeaderEntry(dtype, shape, base + first, base + last)
 
 
-def _without_gaps(found: dict[str, Stored], base: int, size: int) -> None:
+def _without_gaps(found: dict[str, HeaderEntry], base: int, size: int) -> None:
     """Tensors follow each other from `base` to the end of the file."""
     end, before = base, "the header"
     for name, stored in sorted(found.items(), key=lambda item: item[1][2:]):
         if stored.start != end or stored.stop < stored.start:
             what = "overlaps" if stored.start < end else "leaves a gap after"
-            raise Damaged(
+            raise DamagedHeader(
                 f"has a damaged header: tensor {name}, bytes {stored.start} to {stored.stop}, {what} {before}"
             )
         end, before = stored.stop, f"tensor {name}"
     if size != end:
         last = f" for {before}" if found else ""
-        raise Damaged(f"has {size} bytes where its header asks for {end}{last}: it is truncated or damaged")
+        raise DamagedHeader(f"has {size} bytes where its header asks for {end}{last}: it is truncated or damaged")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megaswift.bridge.export import has_weights
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, HfWriter
-from megaswift.bridge.open import open_weights
+from megaswift.bridge.open_weights import open_weights
 from megaswift.families.family import read_config
 from megaswift.families.quantization import problem_of
 
@@ -41,7 +41,7 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
 
 
-def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+def disk_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """The dtype of each tensor in a Hugging Face folder; empty where it has no weights, or in a form that only
     transformers reads."""
     if not has_weights(folder) or problem_of(read_config(folder)):
@@ -59,7 +59,7 @@ def config_dtype(folder: Path) -> torch.dtype:
 
 def metas_like(tensors: Mapping[str, Tensor], source: Path) -> dict[str, TensorMeta]:
     """Shape of each tensor by disk name, and the dtype that it has in `source`."""
-    stored, default = stored_dtypes(source), config_dtype(source)
+    stored, default = disk_dtypes(source), config_dtype(source)
     return {
         name: TensorMeta(tuple(t.shape), stored.get(name, default if t.is_floating_point() else t.dtype))
         for name, t in tensors.items()

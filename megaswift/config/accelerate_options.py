@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megaswift.config.sections import Sections
-from megaswift.config.source import Given, Source
-from megaswift.config.values import show
+from megaswift.config.sources import ConfigSource, Given
+from megaswift.config.value_types import show
 from megaswift.errors import Problem
 
 ZERO, FSDP, MEGATRON = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"
@@ -49,7 +49,7 @@ _WITHOUT_EFFECT = {
 """Variable: accelerate's name for it, values that say nothing, and what decides it here."""
 
 
-def from_accelerate(environ: Mapping[str, str]) -> Source:
+def from_accelerate(environ: Mapping[str, str]) -> ConfigSource:
     """The options that accelerate's settings amount to, and which of them cannot be followed."""
     found = [*_precision(environ)]
     problems = [*_refused(environ)]
@@ -57,10 +57,10 @@ def from_accelerate(environ: Mapping[str, str]) -> Source:
         found.append(Given("deepspeed", _zero(environ), "accelerate's deepspeed_config"))
     if _on(environ, FSDP) and not problems:
         found += _fsdp(environ)
-    return Source(tuple(found), tuple(problems))
+    return ConfigSource(tuple(found), tuple(problems))
 
 
-def notices(environ: Mapping[str, str], c: Sections, alone: bool) -> Iterator[str]:
+def accelerate_notices(environ: Mapping[str, str], c: Sections, alone: bool) -> Iterator[str]:
     """What the run took from accelerate's settings, and what of them has no effect. `alone`: the run is this one
     process."""
     givens = from_accelerate(environ).givens

@@ -8,7 +8,7 @@ from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import NATIVE, READS, engine_of
 from megaswift.config.peft_methods import LORA_ONLY, METHODS, OWNERS, SHARED, Method
 from megaswift.config.quantization import DEFAULT_BITS
-from megaswift.config.rule import ONE_OF, Clash, Ignored, Test
+from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections
 
 SHARDED = ("fsdp2", "zero3", "zero3_offload")
@@ -20,7 +20,7 @@ _TYPE = ("train_type",)
 _BITS = ("quantization_bit", "train_type")
 
 
-def method_of(c: Sections) -> Method | None:
+def peft_method_of(c: Sections) -> Method | None:
     """PEFT's adapter that trains, where it is not LoRA."""
     return METHODS.get(c.model.train_type)
 
@@ -39,7 +39,7 @@ def defaults(train_type: Any) -> dict[str, Any]:
 
 def _takes(name: str) -> Test:
     def unused(c: Sections) -> bool:
-        method = method_of(c)
+        method = peft_method_of(c)
         return method is not None and name not in method.takes
 
     return unused
@@ -50,18 +50,18 @@ def _native(c: Sections) -> bool:
 
 
 def _wrong_engine(c: Sections) -> bool:
-    method, engine = method_of(c), engine_of(c)
+    method, engine = peft_method_of(c), engine_of(c)
     return method is not None and not _native(c) and bool(method.engines) and engine not in (*method.engines, "auto")
 
 
 def _split(c: Sections) -> bool:
-    method = method_of(c)
+    method = peft_method_of(c)
     return method is not None and bool(method.whole) and engine_of(c) in SHARDED
 
 
-def _owner(name: str) -> Ignored:
+def _owner(name: str) -> IgnoredOption:
     owners = OWNERS[name]
-    return Ignored(
+    return IgnoredOption(
         name,
         _TYPE,
         lambda c: c.model.train_type not in owners,
@@ -71,25 +71,25 @@ def _owner(name: str) -> Ignored:
     )
 
 
-ADAPTER_IGNORED: tuple[Ignored, ...] = (
+ADAPTER_IGNORED: tuple[IgnoredOption, ...] = (
     *(
-        Ignored(name, _TYPE, _takes(name), "{train_type} has none in PEFT", "--train_type lora")
+        IgnoredOption(name, _TYPE, _takes(name), "{train_type} has none in PEFT", "--train_type lora")
         for name in (*SHARED, *LORA_ONLY)
     ),
     *(_owner(name) for name in OWNERS),
-    Ignored(
+    IgnoredOption(
         "peft_config",
         _TYPE,
-        lambda c: method_of(c) is None,
+        lambda c: peft_method_of(c) is None,
         "is for PEFT's other adapters (train_type is {train_type})",
         f"--train_type {next(iter(METHODS))}",
         ({},),
     ),
     *(
-        Ignored(
+        IgnoredOption(
             name,
             ("adapters", "train_type"),
-            lambda c: method_of(c) is not None and c.lora.adapters is not None,
+            lambda c: peft_method_of(c) is not None and c.lora.adapters is not None,
             "the folder {adapters} says it itself",
             "new adapters: no --adapters",
             (None, {}, OPTIONS[name].default),
@@ -97,7 +97,7 @@ ADAPTER_IGNORED: tuple[Ignored, ...] = (
         for name in (*OWNERS, "peft_config")
     ),
     *(
-        Ignored(
+        IgnoredOption(
             name,
             (*_BITS, *READS),
             lambda c: _native(c),
@@ -108,7 +108,7 @@ ADAPTER_IGNORED: tuple[Ignored, ...] = (
         for name in FOUR_BITS
     ),
     *(
-        Ignored(
+        IgnoredOption(
             name,
             (*_BITS, *READS),
             lambda c: not _native(c) and bits_of(c) != 4,
@@ -120,73 +120,73 @@ ADAPTER_IGNORED: tuple[Ignored, ...] = (
     ),
 )
 
-ADAPTER_CLASHES: tuple[Clash, ...] = (
-    Clash(
+ADAPTER_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
         ("train_type", *READS),
-        lambda c: method_of(c) is not None and _native(c),
+        lambda c: peft_method_of(c) is not None and _native(c),
         (
             "is PEFT's, and needs an engine of torch (the native one has lora, with --use_dora and --use_rslora, and "
             "qlora)"
         ),
         "--engine ddp",
     ),
-    Clash(
+    ConflictingOptions(
         ("train_type", *READS),
         _wrong_engine,
         "needs every gradient whole, on every rank, to allocate ranks by",
         "--engine ddp",
     ),
-    Clash(
+    ConflictingOptions(
         ("train_type", *READS),
         _split,
         "cannot be split over ranks: its parameters are shared by all layers",
         "--engine zero2",
     ),
-    Clash(
+    ConflictingOptions(
         ("target_r", "init_r", "train_type"),
         lambda c: c.model.train_type == "adalora" and c.peft.target_r >= c.peft.init_r,
         "is not below init_r {init_r}: no rank would be taken away",
         "--init_r 12 --target_r 8",
     ),
-    Clash(
+    ConflictingOptions(
         ("boft_block_num", "boft_block_size"),
         lambda c: c.peft.boft_block_num is not None and "boft_block_size" in c.given,
         "and boft_block_size each follow from the other",
         ONE_OF,
     ),
-    Clash(
+    ConflictingOptions(
         ("quantization_bit",),
         lambda c: c.quantization.quantization_bit not in (None, 4, 8),
         "must be 4 or 8",
         "--quantization_bit 4",
     ),
-    Clash(
+    ConflictingOptions(
         _BITS,
         lambda c: c.quantization.quantization_bit is not None and c.model.train_type == "full",
         "are too few to train a weight: adapters train over it",
         "--train_type qlora",
     ),
-    Clash(
+    ConflictingOptions(
         _BITS,
         lambda c: c.quantization.quantization_bit == 8 and c.model.train_type == "qlora",
         "is LoRA over 8 bits, and train_type qlora over 4",
         "--train_type lora",
     ),
-    Clash(
+    ConflictingOptions(
         (*_BITS, *READS),
         lambda c: c.quantization.quantization_bit is not None and c.model.train_type == "lora" and _native(c),
         "is bitsandbytes', for engines of torch; the native engine has 4 bits of its own",
         "--train_type qlora, or --engine ddp",
     ),
-    Clash(
+    ConflictingOptions(
         (*_BITS, *READS),
         lambda c: bits_of(c) is not None and not _native(c) and engine_of(c) in SHARDED,
         "is whole on every rank: bitsandbytes' blocks cannot be split",
         "--engine ddp, zero2, or megatron, whose qlora splits by --tp",
     ),
-    Clash(
+    ConflictingOptions(
         (*_BITS,),
-        lambda c: (m := method_of(c)) is not None and bits_of(c) is not None and bits_of(c) not in m.bits,
+        lambda c: (m := peft_method_of(c)) is not None and bits_of(c) is not None and bits_of(c) not in m.bits,
         "is not what PEFT trains {train_type} over",
         "--train_type lora",
     ),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megaswift.config.sections import OPTIONS, Sections
-from megaswift.config.values import show
+from megaswift.config.value_types import show
 from megaswift.errors import Problem
 
 _FUSED_ADAM = "Megatron-Core's implementation needs Transformer Engine's fused Adam"
@@ -35,7 +35,7 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def chosen(c: Sections, name: str) -> bool:
+def is_set(c: Sections, name: str) -> bool:
     """Whether the user set this option to something else than its default: a written configuration holds every
     option."""
     return name in c.given and c.value(name) != OPTIONS[name].default
@@ -53,5 +53,5 @@ def missing_transformer_engine(c: Sections, installed: bool | None = None) -> li
     return [
         Problem(f"--{name} {show(c.value(name))}", f"{why}, and {lack}", fix)
         for name, wants, why, fix in NEED_TRANSFORMER_ENGINE
-        if chosen(c, name) and wants(c.value(name))
+        if is_set(c, name) and wants(c.value(name))
     ]

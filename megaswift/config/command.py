@@ -15,14 +15,14 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from megaswift.commands import HELP
-from megaswift.confidential import masked
-from megaswift.config.helptext import entry
-from megaswift.config.option import Table, table_of
-from megaswift.config.resolve import State, take_value, unknown
-from megaswift.config.source import Given, read_command_line, secrets_of
-from megaswift.config.typed_names import Typed, as_typed, named_as_typed
-from megaswift.config.values import FALSE
+from megaswift.config.help_page import entry
+from megaswift.config.option import OptionTable, table_of
+from megaswift.config.resolve import ResolveState, take_value, unknown_option
+from megaswift.config.sources import Given, read_command_line, secrets_of
+from megaswift.config.user_spelling import Typed, as_typed, named_as_typed
+from megaswift.config.value_types import FALSE
 from megaswift.errors import ConfigError, Problem
+from megaswift.redaction import redacted
 
 LEGEND = (
     "Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
@@ -67,7 +67,7 @@ class Command(Generic[Config]):
         return get_type_hints(self.config)
 
     @cached_property
-    def table(self) -> Table:
+    def table(self) -> OptionTable:
         """Its options by name."""
         return table_of(self.sections)
 
@@ -83,7 +83,7 @@ class Command(Generic[Config]):
     def parse(self, argv: Sequence[str]) -> Parsed:
         """The sections; ConfigError with all mistakes."""
         line = read_command_line(list(argv), self.table)
-        state = State(problems=list(line.problems))
+        state = ResolveState(problems=list(line.problems))
         state.problems += [
             Problem(word, f"belongs to no option of megaswift {self.name}", f"megaswift {self.name} --help")
             for word in line.files
@@ -104,11 +104,11 @@ class Command(Generic[Config]):
         checked = [p for p in self.check(parsed) if p.what.removeprefix("--").split(" ")[0] not in state.wrong]
         problems = state.problems + as_typed(checked, parsed.typed, self.table.names)
         if problems:
-            raise ConfigError(masked(problems, secrets_of(line.givens)))
+            raise ConfigError(redacted(problems, secrets_of(line.givens)))
         return parsed
 
     def _unknown(self, given: Given) -> Problem:
-        found = unknown(given, self.table.names, self.name)
+        found = unknown_option(given, self.table.names, self.name)
         off = str(given.value).strip().lower() in FALSE
         return replace(found, fix=self.hints[given.name]) if given.name in self.hints and not off else found
 

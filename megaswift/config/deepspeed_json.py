@@ -20,7 +20,7 @@ from typing import Any
 from megaswift.config.batch import accumulation
 from megaswift.config.json_object import read_object
 from megaswift.config.sections import Sections
-from megaswift.errors import Problem, nearest
+from megaswift.errors import Problem, nearest_name
 
 KINDS = {
     "zero0": (0, False, False),
@@ -98,7 +98,7 @@ SCHEDULER_NUMBERS = (
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """What the run says, in place of "auto"."""
 
     per_device: int
@@ -118,7 +118,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledConfig:
     """A configuration without "auto", and everything that is wrong with it."""
 
     kind: str
@@ -126,10 +126,10 @@ class Filled:
     problems: tuple[Problem, ...] = ()
 
 
-def facts_of(cfg: Sections, world: int | None, dtype: str, hidden_size: int | None) -> Facts:
+def facts_of(cfg: Sections, world: int | None, dtype: str, hidden_size: int | None) -> RunFacts:
     """What `cfg` says, on `world` processes, in the precision that the run takes."""
     train, o = cfg.train, cfg.optim
-    return Facts(
+    return RunFacts(
         train.per_device_train_batch_size,
         accumulation(train, world or 1),
         world,
@@ -167,7 +167,7 @@ def offloads(config: Mapping[str, Any]) -> tuple[bool, bool]:
     return optimizer, weights
 
 
-def kind_of(config: Mapping[str, Any]) -> str | None:
+def deepspeed_kind(config: Mapping[str, Any]) -> str | None:
     """The kind that a configuration belongs to; None where it belongs to none. At stage 3 either part may be
     offloaded."""
     stage, (optimizer, weights) = (config.get("zero_optimization") or {}).get("stage", 0), offloads(config)
@@ -175,13 +175,13 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     return kind if kind in KINDS and (stage == 3 or not weights) else None
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_deepspeed_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file; ConfigError where there is none."""
     fix = f"one of {', '.join(KINDS)}, or a JSON file such as configs/deepspeed/zero2.json"
     return read_object(path, f"--deepspeed {path}", fix)
 
 
-def missing(kind: str) -> list[Problem]:
+def missing_deepspeed(kind: str) -> list[Problem]:
     """The problem that DeepSpeed is not installed, where it is not."""
     if importlib.util.find_spec("deepspeed") is not None:
         return []
@@ -192,7 +192,7 @@ def missing(kind: str) -> list[Problem]:
     ]
 
 
-def fill(given: Mapping[str, Any], facts: Facts, label: str) -> Filled:
+def fill_auto(given: Mapping[str, Any], facts: RunFacts, label: str) -> FilledConfig:
     """`given` without "auto", and what is wrong with it; `label` is how the user named the file."""
     config = json.loads(json.dumps(given))
     zero = config.setdefault("zero_optimization", {})
@@ -209,16 +209,16 @@ def fill(given: Mapping[str, Any], facts: Facts, label: str) -> Filled:
         problems.append(
             Problem(f'{label}: "{path}": "auto"', "the run has no value for it", "a value, or leave it out")
         )
-    kind = kind_of(config)
+    kind = deepspeed_kind(config)
     if kind is None and not problems:
         fix = "configs/deepspeed has one each"
         problems.append(
             Problem(f'{label}: "stage": {zero.get("stage")}', f"with this offload is none of {', '.join(KINDS)}", fix)
         )
-    return Filled(kind or "zero0", config, tuple(problems))
+    return FilledConfig(kind or "zero0", config, tuple(problems))
 
 
-def _sizes(facts: Facts) -> dict[str, int | None]:
+def _sizes(facts: RunFacts) -> dict[str, int | None]:
     """Bucket sizes in elements for "auto", by the hidden size h: one h x h matrix a bucket, norms and biases stay
     whole."""
     h = facts.hidden_size
@@ -234,7 +234,7 @@ def _sizes(facts: Facts) -> dict[str, int | None]:
 def _unserved(config: Mapping[str, Any], zero: Mapping[str, Any], label: str) -> Iterator[Problem]:
     for name in config:
         if name not in SERVED:
-            fix = INSTEAD.get(name) or nearest(name, SERVED) or "leave it out"
+            fix = INSTEAD.get(name) or nearest_name(name, SERVED) or "leave it out"
             yield Problem(f'{label}: "{name}"', "would be ignored: the torch engine does not serve it", fix)
     for name, only in NOT_SERVED.items():
         if name in zero and zero[name] != only:
@@ -245,7 +245,7 @@ def _unserved(config: Mapping[str, Any], zero: Mapping[str, Any], label: str) ->
             yield Problem(f'{label}: "offload_{part}": "device": "{device}"', "is not served", '"cpu"')
 
 
-def _numbers(config: dict[str, Any], facts: Facts, label: str) -> Iterator[Problem]:
+def _numbers(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[Problem]:
     rows = facts.per_device * facts.accumulation
     yield from _agree(config, "train_batch_size", facts.world and rows * facts.world, "--global_batch_size", label)
     yield from _agree(
@@ -271,7 +271,7 @@ def _same(found: Any, value: Any) -> bool:
     return all(isinstance(a, int | float) and math.isclose(a, b, rel_tol=1e-9) for a, b in pairs)
 
 
-def _precision(config: dict[str, Any], facts: Facts, label: str) -> Iterator[Problem]:
+def _precision(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[Problem]:
     half = facts.dtype == "bfloat16"
     if (config.pop("fp16", None) or {}).get("enabled") is True:
         yield Problem(
@@ -290,7 +290,7 @@ def _precision(config: dict[str, Any], facts: Facts, label: str) -> Iterator[Pro
         )
 
 
-def _optimizer(config: dict[str, Any], facts: Facts, label: str) -> Iterator[Problem]:
+def _optimizer(config: dict[str, Any], facts: RunFacts, label: str) -> Iterator[Problem]:
     """Optimizer and schedule are the run's; the file's are compared and then left out."""
     section = config.pop("optimizer", None) or {}
     params = dict(section.get("params") or {})

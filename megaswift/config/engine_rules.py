@@ -5,9 +5,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaswift.config.deepspeed_json import Filled, facts_of, fill, kind_of, preset, read
+from megaswift.config.deepspeed_json import (
+    FilledConfig,
+    deepspeed_kind,
+    facts_of,
+    fill_auto,
+    preset,
+    read_deepspeed_json,
+)
 from megaswift.config.engine import ZERO
-from megaswift.config.rule import ONE_OF, Clash, Ignored, Test
+from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.errors import ConfigError
 
@@ -61,17 +68,19 @@ def zero_kind(deepspeed: str) -> str:
     if deepspeed in ZERO:
         return deepspeed
     try:
-        return kind_of(read(Path(deepspeed))) or "zero2"
+        return deepspeed_kind(read_deepspeed_json(Path(deepspeed))) or "zero2"
     except ConfigError:
         return "zero2"
 
 
-def zero_config(c: Sections, world: int, dtype: str, hidden_size: int) -> Filled:
+def zero_config(c: Sections, world: int, dtype: str, hidden_size: int) -> FilledConfig:
     """DeepSpeed's configuration of a run in this precision, without "auto", and what is wrong with the user's file."""
     named = c.engine.deepspeed
     own = None if named is None or named in ZERO else Path(named)
     label = "--deepspeed" if own is None else own.name
-    return fill(preset(engine_of(c)) if own is None else read(own), facts_of(c, world, dtype, hidden_size), label)
+    return fill_auto(
+        preset(engine_of(c)) if own is None else read_deepspeed_json(own), facts_of(c, world, dtype, hidden_size), label
+    )
 
 
 def is_native(c: Sections) -> bool:
@@ -92,9 +101,9 @@ _FSDP_MISSING: tuple[tuple[Test, str], ...] = (
     (lambda c: _NO_FSDP(c) and c.engine.deepspeed is None, "--engine fsdp2"),
     (lambda c: _NO_FSDP(c) and c.engine.deepspeed is not None, "--engine fsdp2 in place of --deepspeed"),
 )
-ENGINE_IGNORED: tuple[Ignored, ...] = (
+ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
     *(
-        Ignored(
+        IgnoredOption(
             name,
             READS,
             _TORCH,
@@ -105,7 +114,7 @@ ENGINE_IGNORED: tuple[Ignored, ...] = (
         for name in NATIVE_ONLY
     ),
     *(
-        Ignored(
+        IgnoredOption(
             name,
             READS,
             is_native,
@@ -116,44 +125,44 @@ ENGINE_IGNORED: tuple[Ignored, ...] = (
         for name in _PARTS
     ),
     *(
-        Ignored(name, READS, when, "belongs to the engine fsdp2 (engine is {engine})", fix)
+        IgnoredOption(name, READS, when, "belongs to the engine fsdp2 (engine is {engine})", fix)
         for when, fix in _FSDP_MISSING
         for name in FSDP_ONLY
     ),
 )
 
-ENGINE_CLASHES: tuple[Clash, ...] = (
-    Clash(
+ENGINE_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
         ("deepspeed", "engine"),
         lambda c: c.engine.deepspeed is not None and engine_of(c) != zero_kind(c.engine.deepspeed),
         "engine is {engine}",
         ONE_OF,
     ),
-    Clash(
+    ConflictingOptions(
         ("use_fsdp", "engine"),
         lambda c: c.engine.use_fsdp and engine_of(c) != "fsdp2",
         "engine is {engine}",
         ONE_OF,
     ),
-    Clash(
+    ConflictingOptions(
         ("fsdp",),
         lambda c: len({"full_shard", "shard_grad_op", "hybrid_shard"} & set(c.engine.fsdp)) > 1,
         "names more than one way to shard",
         "--fsdp full_shard",
     ),
-    Clash(
+    ConflictingOptions(
         ("recompute_granularity", *READS),
         lambda c: _TORCH(c) and c.model.recompute_granularity == "selective",
         "needs the native engine; transformers recomputes whole layers",
         "--recompute_granularity full",
     ),
-    Clash(
+    ConflictingOptions(
         ("torch_dtype", *READS),
         lambda c: _TORCH(c) and c.model.torch_dtype == "float16",
         "needs a loss scale for its gradients, which the native engine alone has",
         "--torch_dtype bfloat16, or --engine megatron",
     ),
-    Clash(
+    ConflictingOptions(
         ("freeze_llm", "freeze_vit", "freeze_aligner"),
         lambda c: c.model.freeze_llm and c.model.freeze_vit is not False and c.model.freeze_aligner is not False,
         "leaves nothing to train: freeze_vit and freeze_aligner are true unless said otherwise",

@@ -14,7 +14,7 @@ from typing import Any
 
 from megaswift.config.json_object import read_object
 from megaswift.config.sections import Sections
-from megaswift.errors import ConfigError, Problem, nearest
+from megaswift.errors import ConfigError, Problem, nearest_name
 
 WORDS: Mapping[Any, str] = {
     True: "full_shard",
@@ -61,24 +61,24 @@ TAKEN = (*SHARDS, *OFFLOADS, *LAYERS, RECOMPUTES)
 
 
 @dataclass(frozen=True)
-class Taken:
+class FsdpFileOptions:
     """Options that a file stands for, by name, and what is wrong with the file."""
 
     options: Mapping[str, Any]
     problems: tuple[Problem, ...] = ()
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_fsdp_file(path: Path) -> dict[str, Any]:
     """The JSON object of a file; ConfigError where there is none."""
     return read_object(path, f"--fsdp_config {path}", 'a file like {"reshard_after_forward": true}')
 
 
-def take(given: Mapping[str, Any], label: str) -> Taken:
+def options_from_fsdp(given: Mapping[str, Any], label: str) -> FsdpFileOptions:
     """What a file says; `label` is how the user named it. Keys may begin with accelerate's `fsdp_`."""
     plain = {name.removeprefix("fsdp_"): _plain(value) for name, value in given.items()}
     problems = [*_idle(plain, label), *_types(plain, label)]
     if problems:
-        return Taken({}, tuple(problems))
+        return FsdpFileOptions({}, tuple(problems))
     ways = list(dict.fromkeys(WORDS[plain[name]] for name in SHARDS if name in plain))
     if len(ways) > 1:
         problems.append(Problem(f"{label}: {' and '.join(SHARDS)}", f"say {' and '.join(ways)}", "one of the two"))
@@ -91,7 +91,7 @@ def take(given: Mapping[str, Any], label: str) -> Taken:
         options["fsdp_transformer_layer_cls_to_wrap"] = tuple(layers)
     if RECOMPUTES in plain:
         options["recompute_granularity"] = "full" if plain[RECOMPUTES] else None
-    return Taken(options, tuple(problems))
+    return FsdpFileOptions(options, tuple(problems))
 
 
 def _plain(value: Any) -> Any:
@@ -112,7 +112,7 @@ def _idle(plain: Mapping[str, Any], label: str) -> Iterator[Problem]:
                 fix = f"{json.dumps(allowed[0])}, or leave it out"
                 yield Problem(f'{label}: "{name}": {json.dumps(value)}', f"would be ignored: {why}", fix)
         elif name not in TAKEN:
-            fix = INSTEAD.get(name) or nearest(name, [*TAKEN, *ALWAYS]) or "leave it out"
+            fix = INSTEAD.get(name) or nearest_name(name, [*TAKEN, *ALWAYS]) or "leave it out"
             yield Problem(f'{label}: "{name}"', "would be ignored: fsdp2 does not serve it", fix)
 
 
@@ -137,17 +137,17 @@ def _types(plain: dict[str, Any], label: str) -> Iterator[Problem]:
             )
 
 
-def of(c: Sections) -> Taken:
+def fsdp_file_options(c: Sections) -> FsdpFileOptions:
     """What the run's own file says, and what in it contradicts the run's options."""
     named = c.engine.fsdp_config
     if named is None:
-        return Taken({})
+        return FsdpFileOptions({})
     path = Path(named)
     try:
-        found = take(read(path), path.name)
+        found = options_from_fsdp(read_fsdp_file(path), path.name)
     except ConfigError as error:
-        return Taken({}, tuple(error.problems))
-    return Taken(found.options, (*found.problems, *_contradictions(c, found.options, path.name)))
+        return FsdpFileOptions({}, tuple(error.problems))
+    return FsdpFileOptions(found.options, (*found.problems, *_contradictions(c, found.options, path.name)))
 
 
 def _contradictions(c: Sections, options: Mapping[str, Any], label: str) -> Iterator[Problem]:

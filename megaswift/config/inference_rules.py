@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from megaswift.config.byte_size import parse_size
 from megaswift.config.command import Parsed
 from megaswift.config.inference import (
     COLD,
@@ -22,7 +23,6 @@ from megaswift.config.inference import (
     WeightsOptions,
 )
 from megaswift.config.placement import AUTOMATIC, DISK, device_map, max_memory
-from megaswift.config.size import parse_size
 from megaswift.errors import Problem
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaswift.config.rule import Clash, Ignored, Test
+from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 
 RAY_ONLY = ("num_workers", "ray_address", "use_gpu", "cpus_per_worker", "placement_strategy")
@@ -18,26 +18,26 @@ _NO_RAY: Test = lambda c: c.launch.launcher != "ray"  # noqa: E731
 _TORCHRUN_ALONE: Test = lambda c: _NO_RAY(c) and _one_machine(c)  # noqa: E731
 _TORCHRUN_SEVERAL: Test = lambda c: _NO_RAY(c) and not _one_machine(c)  # noqa: E731
 
-LAUNCH_IGNORED: tuple[Ignored, ...] = (
-    Ignored("node_rank", ("nnodes", "launcher"), _TORCHRUN_ALONE, "there is one machine", "--nnodes 2"),
-    Ignored("master_addr", ("nnodes", "launcher"), _TORCHRUN_ALONE, "there is one machine", "--nnodes 2"),
-    Ignored(
+LAUNCH_IGNORED: tuple[IgnoredOption, ...] = (
+    IgnoredOption("node_rank", ("nnodes", "launcher"), _TORCHRUN_ALONE, "there is one machine", "--nnodes 2"),
+    IgnoredOption("master_addr", ("nnodes", "launcher"), _TORCHRUN_ALONE, "there is one machine", "--nnodes 2"),
+    IgnoredOption(
         "master_port",
         ("nnodes", "nproc_per_node", "launcher"),
         lambda c: _TORCHRUN_ALONE(c) and c.launch.nproc_per_node is None,
         "there is one process",
         "--nproc_per_node 2",
     ),
-    Ignored(
+    IgnoredOption(
         "max_restarts",
         ("nnodes", "nproc_per_node", "launcher"),
         lambda c: _NO_RAY(c) and c.launch.nproc_per_node is None and c.launch.nnodes is None,
         "there is one process, without a launcher",
         "--nproc_per_node 1; after torchrun: torchrun --max-restarts 3",
     ),
-    Ignored("max_restarts", ("launcher",), _RAY, "Ray starts the processes once", "--launcher torchrun"),
+    IgnoredOption("max_restarts", ("launcher",), _RAY, "Ray starts the processes once", "--launcher torchrun"),
     *(
-        Ignored(
+        IgnoredOption(
             name,
             ("launcher",),
             _RAY,
@@ -46,41 +46,44 @@ LAUNCH_IGNORED: tuple[Ignored, ...] = (
         )
         for name in TORCHRUN_ONLY
     ),
-    *(Ignored(name, ("launcher",), _NO_RAY, "belongs to the launcher ray", "--launcher ray") for name in RAY_ONLY),
+    *(
+        IgnoredOption(name, ("launcher",), _NO_RAY, "belongs to the launcher ray", "--launcher ray")
+        for name in RAY_ONLY
+    ),
 )
 
-LAUNCH_CLASHES: tuple[Clash, ...] = (
-    Clash(
+LAUNCH_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
         ("node_rank", "nnodes", "launcher"),
         lambda c: _TORCHRUN_SEVERAL(c) and (c.launch.nnodes or 1) <= (c.launch.node_rank or 0),
         "counts machines from 0, and there are {nnodes}",
         "--node_rank 0",
     ),
-    Clash(
+    ConflictingOptions(
         ("nnodes", "master_addr", "launcher"),
         lambda c: _TORCHRUN_SEVERAL(c) and c.launch.master_addr is None,
         "needs the address of machine 0",
         "--master_addr HOST (or MASTER_ADDR)",
     ),
-    Clash(
+    ConflictingOptions(
         ("nnodes", "node_rank", "launcher"),
         lambda c: _TORCHRUN_SEVERAL(c) and c.launch.node_rank is None,
         "needs the number of this machine",
         "--node_rank 0 (or NODE_RANK)",
     ),
-    Clash(
+    ConflictingOptions(
         ("launcher", "num_workers", "nproc_per_node"),
         lambda c: _RAY(c) and c.launch.num_workers is None and c.launch.nproc_per_node is None,
         "needs the number of processes",
         "--num_workers 8",
     ),
-    Clash(
+    ConflictingOptions(
         ("num_workers", "launcher", "nproc_per_node", "nnodes"),
         lambda c: _RAY(c) and c.launch.num_workers is not None and {"nproc_per_node", "nnodes"} & c.given,
         "and nproc_per_node or nnodes both count the processes",
         "one of the two",
     ),
-    Clash(
+    ConflictingOptions(
         ("max_restarts", "nnodes", "launcher"),
         lambda c: c.launch.max_restarts > 0 and _TORCHRUN_SEVERAL(c),
         "restarts the processes of one machine, and there are {nnodes}",

@@ -2,7 +2,7 @@
 names.
 
 Owns the tables; docs/migration.md shows them to readers, and a test compares the two. Names that mean something else
-there are in `other_names.py`.
+there are in `foreign_options.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAGE = "docs/migration.md"
 
 
 @dataclass(frozen=True)
-class Changed:
+class ChangedDefault:
     """An option whose default is another one here."""
 
     option: str
@@ -37,63 +37,65 @@ _AT_END = "at the end only"
 _DELETED = "2048; longer rows are left out and counted"
 _BOTH = "2048, prompt and completion together"
 
-CHANGED: tuple[Changed, ...] = (
-    Changed("num_train_epochs", SWIFT, "3", "1"),
-    Changed("gradient_accumulation_steps", SWIFT, "so that a step has 16 rows or more", _ONE_ROW),
-    Changed("max_length", SWIFT, "the model's own", _DELETED, tuple(t for t in TASKS if t not in RL)),
-    Changed("max_length", SWIFT, "of the prompt alone, the model's own", _BOTH, RL),
-    Changed("truncation_strategy", SWIFT, "left", "delete", RL),
-    Changed("recompute_granularity", SWIFT, "full (gradient_checkpointing true)", "none"),
-    Changed("lora_dropout", SWIFT, "0.05", "0", _EVERY, True),
-    Changed("save_steps", SWIFT, "500", _AT_END),
-    Changed("eval_steps", SWIFT, "save_steps", _AT_END),
-    Changed("logging_steps", SWIFT, "5", "1"),
-    Changed("strict", SWIFT, "false: malformed rows are left out", "true: a malformed row stops the run"),
-    Changed("use_hf", SWIFT, "false: ModelScope", "true: Hugging Face"),
-    Changed("packing", SWIFT, "false", "true", PREFERENCES),
-    Changed("beta", SWIFT, "0.04", "0: no reference model", GRPO),
-    Changed("loss_type", SWIFT, "grpo", "dapo", GRPO),
-    Changed("temperature", SWIFT, "0.9", "1", RL),
-    Changed("vllm_gpu_memory_utilization", SWIFT, "0.9", "0.3", RL),
-    Changed("importance_sampling_mode", SWIFT, "none: samples are not weighed", "token_truncate", GRPO),
-    Changed("ddp_timeout", SWIFT, "18000000 seconds", "600 seconds"),
-    Changed("global_batch_size", MEGATRON_SWIFT, "16", _ONE_ROW),
-    Changed("recompute_granularity", MEGATRON_SWIFT, "selective", "none"),
-    Changed("max_length", MEGATRON_SWIFT, "the model's own", _DELETED, tuple(t for t in TASKS if t not in RL)),
-    Changed("max_length", MEGATRON_SWIFT, "of the prompt alone, the model's own", _BOTH, RL),
-    Changed("truncation_strategy", MEGATRON_SWIFT, "left", "delete", RL),
-    Changed("sequence_parallel", MEGATRON_SWIFT, "false", "true where tensor_parallel_size > 1"),
-    Changed("moe_aux_loss_coeff", MEGATRON_SWIFT, "0", "the model's own"),
-    Changed("lora_dropout", MEGATRON_SWIFT, "0.05", "0", _EVERY, True),
-    Changed("save_steps", MEGATRON_SWIFT, "500", _AT_END),
-    Changed("eval_steps", MEGATRON_SWIFT, "save_steps", _AT_END),
-    Changed("logging_steps", MEGATRON_SWIFT, "5", "1"),
-    Changed("dataloader_num_workers", MEGATRON_SWIFT, "4", "0"),
-    Changed("loss_scale", MEGATRON_SWIFT, "last_round", "default: all of the assistant's turns", ("sft",)),
-    Changed("strict", MEGATRON_SWIFT, "false: malformed rows are left out", "true: a malformed row stops the run"),
-    Changed("use_hf", MEGATRON_SWIFT, "false: ModelScope", "true: Hugging Face"),
-    Changed("beta", MEGATRON_SWIFT, "0.04", "0: no reference model", GRPO),
-    Changed("loss_type", MEGATRON_SWIFT, "grpo", "dapo", GRPO),
-    Changed("temperature", MEGATRON_SWIFT, "0.9", "1", RL),
-    Changed("vllm_gpu_memory_utilization", MEGATRON_SWIFT, "0.9", "0.3", RL),
-    Changed("ddp_timeout", MEGATRON_SWIFT, "18000000 seconds", "600 seconds"),
-    Changed("learning_rate", TRL, "2e-05", "1e-05", ("sft",), False),
-    Changed("learning_rate", TRL, "2e-05", "0.0001", ("sft",), True),
-    Changed("learning_rate", TRL, "1e-06", "1e-05", ("dpo", "kto", "grpo"), False),
-    Changed("learning_rate", TRL, "1e-06", "0.0001", ("dpo", "kto", "grpo"), True),
-    Changed("lr_scheduler_type", TRL, "linear", "cosine"),
-    Changed("num_train_epochs", TRL, "3", "1"),
-    Changed("per_device_train_batch_size", TRL, "8", "1"),
-    Changed("weight_decay", TRL, "0", "0.1"),
-    Changed("adam_beta2", TRL, "0.999", "0.95"),
-    Changed("max_length", TRL, "1024; longer rows are cut", _DELETED, tuple(t for t in CHATS if t not in RL)),
-    Changed("recompute_granularity", TRL, "full (gradient_checkpointing true)", "none"),
-    Changed("packing", TRL, "false", "true", PREFERENCES),
-    Changed("importance_sampling_mode", TRL, "sequence_mask", "token_truncate", GRPO),
-    Changed("lora_alpha", TRL, "8", "32", _EVERY, True),
-    Changed("save_steps", TRL, "500", _AT_END),
-    Changed("logging_steps", TRL, "10", "1"),
-    Changed("report_to", TRL, "none", "tensorboard"),
+CHANGED: tuple[ChangedDefault, ...] = (
+    ChangedDefault("num_train_epochs", SWIFT, "3", "1"),
+    ChangedDefault("gradient_accumulation_steps", SWIFT, "so that a step has 16 rows or more", _ONE_ROW),
+    ChangedDefault("max_length", SWIFT, "the model's own", _DELETED, tuple(t for t in TASKS if t not in RL)),
+    ChangedDefault("max_length", SWIFT, "of the prompt alone, the model's own", _BOTH, RL),
+    ChangedDefault("truncation_strategy", SWIFT, "left", "delete", RL),
+    ChangedDefault("recompute_granularity", SWIFT, "full (gradient_checkpointing true)", "none"),
+    ChangedDefault("lora_dropout", SWIFT, "0.05", "0", _EVERY, True),
+    ChangedDefault("save_steps", SWIFT, "500", _AT_END),
+    ChangedDefault("eval_steps", SWIFT, "save_steps", _AT_END),
+    ChangedDefault("logging_steps", SWIFT, "5", "1"),
+    ChangedDefault("strict", SWIFT, "false: malformed rows are left out", "true: a malformed row stops the run"),
+    ChangedDefault("use_hf", SWIFT, "false: ModelScope", "true: Hugging Face"),
+    ChangedDefault("packing", SWIFT, "false", "true", PREFERENCES),
+    ChangedDefault("beta", SWIFT, "0.04", "0: no reference model", GRPO),
+    ChangedDefault("loss_type", SWIFT, "grpo", "dapo", GRPO),
+    ChangedDefault("temperature", SWIFT, "0.9", "1", RL),
+    ChangedDefault("vllm_gpu_memory_utilization", SWIFT, "0.9", "0.3", RL),
+    ChangedDefault("importance_sampling_mode", SWIFT, "none: samples are not weighed", "token_truncate", GRPO),
+    ChangedDefault("ddp_timeout", SWIFT, "18000000 seconds", "600 seconds"),
+    ChangedDefault("global_batch_size", MEGATRON_SWIFT, "16", _ONE_ROW),
+    ChangedDefault("recompute_granularity", MEGATRON_SWIFT, "selective", "none"),
+    ChangedDefault("max_length", MEGATRON_SWIFT, "the model's own", _DELETED, tuple(t for t in TASKS if t not in RL)),
+    ChangedDefault("max_length", MEGATRON_SWIFT, "of the prompt alone, the model's own", _BOTH, RL),
+    ChangedDefault("truncation_strategy", MEGATRON_SWIFT, "left", "delete", RL),
+    ChangedDefault("sequence_parallel", MEGATRON_SWIFT, "false", "true where tensor_parallel_size > 1"),
+    ChangedDefault("moe_aux_loss_coeff", MEGATRON_SWIFT, "0", "the model's own"),
+    ChangedDefault("lora_dropout", MEGATRON_SWIFT, "0.05", "0", _EVERY, True),
+    ChangedDefault("save_steps", MEGATRON_SWIFT, "500", _AT_END),
+    ChangedDefault("eval_steps", MEGATRON_SWIFT, "save_steps", _AT_END),
+    ChangedDefault("logging_steps", MEGATRON_SWIFT, "5", "1"),
+    ChangedDefault("dataloader_num_workers", MEGATRON_SWIFT, "4", "0"),
+    ChangedDefault("loss_scale", MEGATRON_SWIFT, "last_round", "default: all of the assistant's turns", ("sft",)),
+    ChangedDefault(
+        "strict", MEGATRON_SWIFT, "false: malformed rows are left out", "true: a malformed row stops the run"
+    ),
+    ChangedDefault("use_hf", MEGATRON_SWIFT, "false: ModelScope", "true: Hugging Face"),
+    ChangedDefault("beta", MEGATRON_SWIFT, "0.04", "0: no reference model", GRPO),
+    ChangedDefault("loss_type", MEGATRON_SWIFT, "grpo", "dapo", GRPO),
+    ChangedDefault("temperature", MEGATRON_SWIFT, "0.9", "1", RL),
+    ChangedDefault("vllm_gpu_memory_utilization", MEGATRON_SWIFT, "0.9", "0.3", RL),
+    ChangedDefault("ddp_timeout", MEGATRON_SWIFT, "18000000 seconds", "600 seconds"),
+    ChangedDefault("learning_rate", TRL, "2e-05", "1e-05", ("sft",), False),
+    ChangedDefault("learning_rate", TRL, "2e-05", "0.0001", ("sft",), True),
+    ChangedDefault("learning_rate", TRL, "1e-06", "1e-05", ("dpo", "kto", "grpo"), False),
+    ChangedDefault("learning_rate", TRL, "1e-06", "0.0001", ("dpo", "kto", "grpo"), True),
+    ChangedDefault("lr_scheduler_type", TRL, "linear", "cosine"),
+    ChangedDefault("num_train_epochs", TRL, "3", "1"),
+    ChangedDefault("per_device_train_batch_size", TRL, "8", "1"),
+    ChangedDefault("weight_decay", TRL, "0", "0.1"),
+    ChangedDefault("adam_beta2", TRL, "0.999", "0.95"),
+    ChangedDefault("max_length", TRL, "1024; longer rows are cut", _DELETED, tuple(t for t in CHATS if t not in RL)),
+    ChangedDefault("recompute_granularity", TRL, "full (gradient_checkpointing true)", "none"),
+    ChangedDefault("packing", TRL, "false", "true", PREFERENCES),
+    ChangedDefault("importance_sampling_mode", TRL, "sequence_mask", "token_truncate", GRPO),
+    ChangedDefault("lora_alpha", TRL, "8", "32", _EVERY, True),
+    ChangedDefault("save_steps", TRL, "500", _AT_END),
+    ChangedDefault("logging_steps", TRL, "10", "1"),
+    ChangedDefault("report_to", TRL, "none", "tensorboard"),
 )
 """Values that a command line written for that toolkit relies on. LoRA's learning rate (1e-4) is ms-swift's."""
 
@@ -152,7 +154,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
 """Spellings by which a command line shows where it comes from, the first toolkit that has one."""
 
 
-def applying(c: Sections, toolkit: str) -> Iterator[Changed]:
+def changed_for(c: Sections, toolkit: str) -> Iterator[ChangedDefault]:
     """The defaults of a toolkit that `c` would have had there and has not here."""
     adapts = c.model.train_type != "full"
     for row in CHANGED:
@@ -169,7 +171,7 @@ def changed_defaults(c: Sections, names: Iterable[str], idle: Collection[str] = 
     used = list(names)
     for toolkit, spellings in SPELLINGS.items():
         found = [name for name in used if name in spellings]
-        rows = [row for row in applying(c, toolkit) if row.option not in idle] if found else []
+        rows = [row for row in changed_for(c, toolkit) if row.option not in idle] if found else []
         if rows:
             listed = "; ".join(f"{row.option} {row.ours} ({row.theirs})" for row in rows)
             yield (
@@ -179,12 +181,12 @@ def changed_defaults(c: Sections, names: Iterable[str], idle: Collection[str] = 
             return
 
 
-def table(toolkit: str) -> list[tuple[str, str, str, str]]:
+def changed_defaults_table(toolkit: str) -> list[tuple[str, str, str, str]]:
     """Rows of the page: option, default there, default here, where it counts."""
     return [(f"`{r.option}`", r.theirs, r.ours, _where(r)) for r in CHANGED if r.toolkit == toolkit]
 
 
-def _where(row: Changed) -> str:
+def _where(row: ChangedDefault) -> str:
     of = "" if row.tasks == _EVERY else ", ".join(t for t in TASKS if t in row.tasks)
     if len(row.tasks) > len(TASKS) // 2 and of:
         of = "all but " + ", ".join(t for t in TASKS if t not in row.tasks)

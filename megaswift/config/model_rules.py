@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaswift.config.rule import ONE_OF, Clash, Ignored, Test
+from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 
 _GRANULARITY = ("recompute_granularity",)
@@ -16,34 +16,34 @@ def _recomputes(c: Sections, *parts: str) -> bool:
     return c.model.recompute_granularity == "selective" and bool(set(parts) & set(c.model.recompute_modules))
 
 
-MODEL_IGNORED: tuple[Ignored, ...] = (
-    Ignored(
+MODEL_IGNORED: tuple[IgnoredOption, ...] = (
+    IgnoredOption(
         "fp8_recipe", ("fp8_format",), lambda c: c.model.fp8_format is None, "needs fp8_format", "--fp8_format hybrid"
     ),
-    Ignored("recompute_method", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
-    Ignored("recompute_num_layers", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
-    Ignored(
+    IgnoredOption("recompute_method", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
+    IgnoredOption("recompute_num_layers", _GRANULARITY, _NO_FULL, _FULL, "--recompute_granularity full"),
+    IgnoredOption(
         "recompute_modules",
         _GRANULARITY,
         lambda c: c.model.recompute_granularity != "selective",
         "needs recompute_granularity selective",
         "--recompute_granularity selective",
     ),
-    Ignored(
+    IgnoredOption(
         "cp_comm_type",
         ("context_parallel_size",),
         lambda c: c.parallel.context_parallel_size == 1,
         "needs context_parallel_size > 1",
         "--context_parallel_size 2",
     ),
-    Ignored(
+    IgnoredOption(
         "sequence_parallel",
         ("tensor_parallel_size",),
         lambda c: c.parallel.tensor_parallel_size == 1,
         "splits over the tensor-parallel ranks, and there is one",
         "--tensor_parallel_size 2",
     ),
-    Ignored(
+    IgnoredOption(
         "virtual_pipeline_parallel_size",
         ("pipeline_parallel_size",),
         _NO_PP,
@@ -51,18 +51,18 @@ MODEL_IGNORED: tuple[Ignored, ...] = (
         "--pipeline_parallel_size 2",
         (None, 1),
     ),
-    Ignored(
+    IgnoredOption(
         "first_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)
     ),
-    Ignored(
+    IgnoredOption(
         "last_stage_layers", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2", (None,)
     ),
-    Ignored("pipeline_layout", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2"),
-    Ignored("overlap_p2p_comm", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2"),
+    IgnoredOption("pipeline_layout", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2"),
+    IgnoredOption("overlap_p2p_comm", ("pipeline_parallel_size",), _NO_PP, _ONE_STAGE, "--pipeline_parallel_size 2"),
 )
 
-MODEL_CLASHES: tuple[Clash, ...] = (
-    Clash(
+MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
         ("pipeline_layout", "first_stage_layers", "last_stage_layers"),
         lambda c: (
             c.parallel.pipeline_layout and (c.parallel.first_stage_layers, c.parallel.last_stage_layers) != (None, None)
@@ -70,19 +70,19 @@ MODEL_CLASHES: tuple[Clash, ...] = (
         "already places every layer; first_stage_layers and last_stage_layers place some of them",
         ONE_OF,
     ),
-    Clash(
+    ConflictingOptions(
         ("overlap_param_gather", "distributed_optimizer"),
         lambda c: c.parallel.overlap_param_gather and not c.parallel.distributed_optimizer,
         "gathers what the distributed optimizer has split",
         "--distributed_optimizer true",
     ),
-    Clash(
+    ConflictingOptions(
         ("overlap_param_gather", "overlap_grad_reduce"),
         lambda c: c.parallel.overlap_param_gather and c.parallel.overlap_grad_reduce is not True,
         "needs overlap_grad_reduce, whose default depends on the device",
         "--overlap_grad_reduce true",
     ),
-    Clash(
+    ConflictingOptions(
         ("overlap_p2p_comm", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
         lambda c: (
             c.parallel.overlap_p2p_comm is False
@@ -92,7 +92,7 @@ MODEL_CLASHES: tuple[Clash, ...] = (
         "two stages with chunks exchange two messages at once, which cross when they are sent as one batch",
         "--overlap_p2p_comm true",
     ),
-    Clash(
+    ConflictingOptions(
         ("overlap_p2p_comm", "virtual_pipeline_parallel_size"),
         lambda c: (
             c.parallel.overlap_p2p_comm
@@ -103,13 +103,13 @@ MODEL_CLASHES: tuple[Clash, ...] = (
         "Megatron-Core overlaps messages in the interleaved schedule only",
         "--virtual_pipeline_parallel_size 2",
     ),
-    Clash(
+    ConflictingOptions(
         ("tp_comm_overlap",),
         lambda c: c.parallel.tp_comm_overlap,
         "needs Transformer Engine's communication buffers (initialize_ub), which this version does not set up",
         "--tp_comm_overlap false",
     ),
-    Clash(
+    ConflictingOptions(
         ("recompute_modules", "recompute_granularity", "fp8_format", "fp8_recipe"),
         lambda c: (
             _recomputes(c, "layernorm", "moe_act")
@@ -119,43 +119,43 @@ MODEL_CLASHES: tuple[Clash, ...] = (
         "layernorm and moe_act cannot be recomputed under delayed FP8 scales (Megatron-Core)",
         "--fp8_recipe tensorwise",
     ),
-    Clash(
+    ConflictingOptions(
         ("recompute_modules", "recompute_granularity", "moe_grouped_gemm"),
         lambda c: _recomputes(c, "moe_act") and c.model.moe_grouped_gemm is False,
         "moe_act is a part of the grouped product of experts (Megatron-Core)",
         "--moe_grouped_gemm true",
     ),
-    Clash(
+    ConflictingOptions(
         ("fp8_format", "transformer_impl"),
         lambda c: c.model.fp8_format and c.model.transformer_impl == "torch",
         "needs Transformer Engine's layers",
         "--transformer_impl transformer_engine",
     ),
-    Clash(
+    ConflictingOptions(
         ("moe_grouped_gemm", "transformer_impl"),
         lambda c: c.model.moe_grouped_gemm and c.model.transformer_impl == "torch",
         "needs Transformer Engine's layers",
         "--transformer_impl transformer_engine",
     ),
-    Clash(
+    ConflictingOptions(
         ("attn_impl", "transformer_impl"),
         lambda c: c.model.attn_impl in ("flash", "fused", "unfused") and c.model.transformer_impl == "torch",
         "is a kernel of Transformer Engine, and transformer_impl is torch",
         "--attn_impl sdpa",
     ),
-    Clash(
+    ConflictingOptions(
         ("attn_impl", "transformer_impl"),
         lambda c: c.model.attn_impl == "sdpa" and c.model.transformer_impl == "transformer_engine",
         "belongs to transformer_impl torch",
         "--attn_impl flash",
     ),
-    Clash(
+    ConflictingOptions(
         ("moe_grouped_gemm", "train_type"),
         lambda c: c.model.moe_grouped_gemm and c.model.train_type != "full",
         "runs all experts as one product, and adapters belong to single experts",
         "--moe_grouped_gemm false",
     ),
-    Clash(
+    ConflictingOptions(
         ("fp8_format", "train_type"),
         lambda c: c.model.fp8_format and c.model.train_type == "qlora",
         "needs Transformer Engine's layers, which have no weights in NF4",

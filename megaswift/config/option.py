@@ -1,6 +1,6 @@
 """One configuration option: declared once, on the field itself, with all its spellings, its unit and its range.
 
-Owns `option(...)` and what can be read back from a section's fields. Turning text into values is `values.py`.
+Owns `option(...)` and what can be read back from a section's fields. Turning text into values is `value_types.py`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def options_of(section: str, cls: type) -> tuple[Option, ...]:
 
 
 @dataclass(frozen=True)
-class Table:
+class OptionTable:
     """All options of a command, and every spelling of each."""
 
     options: dict[str, Option]
@@ -123,7 +123,7 @@ class Table:
     """Any spelling to the canonical name."""
 
 
-def table_of(sections: Mapping[str, type]) -> Table:
+def table_of(sections: Mapping[str, type]) -> OptionTable:
     """The options of these sections; two that share a spelling are a programming error."""
     options = {o.name: o for key, cls in sections.items() for o in options_of(key, cls)}
     names: dict[str, str] = {}
@@ -131,4 +131,4 @@ def table_of(sections: Mapping[str, type]) -> Table:
         for name in o.names:
             assert name not in names, f"{name} names both {names.get(name)} and {o.name}"
             names[name] = o.name
-    return Table(options, names)
+    return OptionTable(options, names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift.config.data import RL
 from megaswift.config.preference import ALPHAPO, LOSSES, beta_of, loss_types_of, needs_reference
-from megaswift.config.rule import Clash, Ignored, Test
+from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
 
 SMOOTHED = frozenset({"exo_pair", "robust", "aot", "aot_unpaired", "sigmoid", "simpo"})
@@ -38,12 +38,12 @@ _REF = ("reference_free",)
 _NO_REF = "there is no reference with reference_free"
 _TYPE = ("loss_type",)
 
-PREFERENCE_IGNORED: tuple[Ignored, ...] = (
+PREFERENCE_IGNORED: tuple[IgnoredOption, ...] = (
     *(
-        Ignored(name, _REF, _FREE, _NO_REF, "--reference_free false")
+        IgnoredOption(name, _REF, _FREE, _NO_REF, "--reference_free false")
         for name in ("ref_model", "offload_reference", "sync_ref_model", "precompute_ref_log_probs")
     ),
-    Ignored(
+    IgnoredOption(
         "offload_reference",
         ("precompute_ref_log_probs",),
         lambda c: c.preference.precompute_ref_log_probs,
@@ -51,29 +51,29 @@ PREFERENCE_IGNORED: tuple[Ignored, ...] = (
         "--offload_reference false",
     ),
     *(
-        Ignored(name, ("beta",), _NO_PULL, "there is no reference where beta is 0", "--beta 0.01")
+        IgnoredOption(name, ("beta",), _NO_PULL, "there is no reference where beta is 0", "--beta 0.01")
         for name in ("ref_model", "offload_reference", "sync_ref_model")
     ),
     *(
-        Ignored(name, ("sync_ref_model",), _STILL, "needs sync_ref_model", "--sync_ref_model true")
+        IgnoredOption(name, ("sync_ref_model",), _STILL, "needs sync_ref_model", "--sync_ref_model true")
         for name in ("ref_model_mixup_alpha", "ref_model_sync_steps")
     ),
-    Ignored(
+    IgnoredOption(
         "offload_reference",
         ("train_type", "adapters"),
         lambda c: c.model.train_type != "full" and c.lora.adapters is None,
         "the reference of new adapters is the model without them: it has no weights of its own",
         "--offload_reference false",
     ),
-    Ignored("discopop_tau", _TYPE, _only("discopop"), "belongs to loss_type discopop", "--loss_type discopop"),
-    Ignored(
+    IgnoredOption("discopop_tau", _TYPE, _only("discopop"), "belongs to loss_type discopop", "--loss_type discopop"),
+    IgnoredOption(
         "f_alpha_divergence_coef",
         ("f_divergence_type",),
         lambda c: c.preference.f_divergence_type != "alpha_divergence",
         "belongs to alpha_divergence",
         "--f_divergence_type alpha_divergence",
     ),
-    Ignored(
+    IgnoredOption(
         "f_divergence_type",
         _TYPE,
         lambda c: not set(loss_types_of(c)) & BY_DIVERGENCE,
@@ -81,7 +81,7 @@ PREFERENCE_IGNORED: tuple[Ignored, ...] = (
         "--loss_type sigmoid",
         ("reverse_kl",),
     ),
-    Ignored(
+    IgnoredOption(
         "label_smoothing",
         _TYPE,
         lambda c: not _smooths(c),
@@ -89,14 +89,14 @@ PREFERENCE_IGNORED: tuple[Ignored, ...] = (
         "--loss_type robust",
         (0.0,),
     ),
-    Ignored(
+    IgnoredOption(
         "cpo_alpha",
         _TYPE,
         lambda c: c.preference.loss_type == (ALPHAPO,),
         "loss_type alphapo has no likelihood",
         "--loss_type simpo",
     ),
-    Ignored(
+    IgnoredOption(
         "simpo_gamma",
         _TYPE,
         lambda c: c.task == "cpo" and "simpo" not in loss_types_of(c),
@@ -105,81 +105,81 @@ PREFERENCE_IGNORED: tuple[Ignored, ...] = (
     ),
 )
 
-PREFERENCE_CLASHES: tuple[Clash, ...] = (
-    Clash(
+PREFERENCE_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
         ("beta",),
         lambda c: c.task not in RL and c.preference.beta == 0,
         "must be > 0: without it this objective is none",
         "--beta 0.1",
     ),
-    Clash(
+    ConflictingOptions(
         _TYPE,
         _foreign,
         "is of another task",
         "a loss of this task (docs/preference.md), or the command of that loss: megaswift simpo, megaswift grpo, ...",
     ),
-    Clash(_TYPE, _single, "takes one type in this task", "one of them"),
-    Clash(
+    ConflictingOptions(_TYPE, _single, "takes one type in this task", "one of them"),
+    ConflictingOptions(
         ("loss_weights", "loss_type"),
         lambda c: len(c.preference.loss_weights) not in (0, len(loss_types_of(c))),
         "should be one number for each loss_type",
         "--loss_weights with as many numbers",
     ),
-    Clash(
+    ConflictingOptions(
         ("use_weighting", "loss_type"),
         lambda c: c.preference.use_weighting and bool(set(loss_types_of(c)) & SORTS),
         "weighs pairs, and {loss_type} sorts them",
         "--use_weighting false",
     ),
-    Clash(
+    ConflictingOptions(
         ("label_smoothing", "loss_type"),
         lambda c: "exo_pair" in loss_types_of(c) and c.preference.label_smoothing == 0,
         "exo_pair takes the logarithm of it, and it is 0",
         "--label_smoothing 0.001",
     ),
-    Clash(
+    ConflictingOptions(
         ("label_smoothing", "loss_type"),
         lambda c: "robust" in loss_types_of(c) and c.preference.label_smoothing >= 0.5,
         "robust divides by 1 - 2 x label_smoothing",
         "--label_smoothing 0.1",
     ),
-    Clash(
+    ConflictingOptions(
         ("ref_model", "train_type"),
         lambda c: c.preference.ref_model is not None and c.model.train_type != "full",
         "a run of adapters holds one model, which is its own reference",
         "--train_type full, or no --ref_model",
     ),
-    Clash(
+    ConflictingOptions(
         ("sync_ref_model", "train_type"),
         lambda c: c.preference.sync_ref_model and c.model.train_type != "full",
         "the reference of adapters is the model without them, which does not move",
         "--train_type full",
     ),
-    Clash(
+    ConflictingOptions(
         ("precompute_ref_log_probs", "sync_ref_model"),
         lambda c: c.preference.precompute_ref_log_probs and c.preference.sync_ref_model,
         "asks the reference once, and sync_ref_model moves it",
         "one of the two",
     ),
-    Clash(
+    ConflictingOptions(
         ("precompute_ref_log_probs", "streaming"),
         lambda c: c.preference.precompute_ref_log_probs and c.data.streaming,
         "asks the reference about every row before training, and a stream has no end",
         "--streaming false",
     ),
-    Clash(
+    ConflictingOptions(
         ("precompute_ref_log_probs", "loss_type"),
         lambda c: c.preference.precompute_ref_log_probs and c.task == "kto" and loss_types_of(c)[0] == "kto",
         "cannot serve kto, which asks the reference about answers that are paired anew in every micro-batch",
         "--precompute_ref_log_probs false; --offload_reference true keeps its weights in host memory",
     ),
-    Clash(
+    ConflictingOptions(
         ("per_device_train_batch_size", "loss_type"),
         lambda c: c.task == "kto" and loss_types_of(c)[0] == "kto" and c.train.per_device_train_batch_size == 1,
         "gives kto no other answers to compare with: it pairs the prompts of a micro-batch with each other's answers",
         "--per_device_train_batch_size 4",
     ),
-    Clash(
+    ConflictingOptions(
         ("random_init",),
         lambda c: c.model.random_init and needs_reference(c),
         "a reference of random weights says nothing about answers",

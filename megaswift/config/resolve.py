@@ -1,6 +1,6 @@
 """Sources in order of weight to one checked set of sections; all mistakes of all sources in one ConfigError.
 
-Owns precedence, spellings and task names. Reading is `source.py`, values are `values.py`, meaning is `rules.py`.
+Owns precedence, spellings and task names. Reading is `source.py`, values are `value_types.py`, meaning is `rules.py`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megaswift.confidential import masked
 from megaswift.config.adapter_rules import defaults
 from megaswift.config.data import ALIGNMENT
+from megaswift.config.foreign_options import option_advice, value_advice
 from megaswift.config.migration import changed_defaults
 from megaswift.config.option import Option
-from megaswift.config.other_names import meaning, value_meaning
 from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.rl_batch import BATCH_OPTIONS, DefaultPasses, default_passes
 from megaswift.config.rl_clashes import missing_rewards
-from megaswift.config.rules import BATCH, check, contradicted, ignored_names
+from megaswift.config.rules import BATCH, check_rules, contradicted, ignored_names
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS, TASKS, Sections
-from megaswift.config.source import Given, Source, secrets_of
+from megaswift.config.sources import ConfigSource, Given, secrets_of
 from megaswift.config.swift_correction import in_our_terms
-from megaswift.config.typed_names import Typed, as_typed
-from megaswift.config.values import TRUE, Invalid, is_unset, parse, show
-from megaswift.errors import ConfigError, Problem, nearest
+from megaswift.config.user_spelling import Typed, as_typed
+from megaswift.config.value_types import TRUE, Invalid, is_unset, parse_value, show
+from megaswift.errors import ConfigError, Problem, nearest_name
+from megaswift.redaction import redacted
 
 TASK_NAMES = (*TASKS, "rlhf")
 """Values of `train_type` that name a task; those of TASKS exist here."""
@@ -36,7 +36,7 @@ KEPT = frozenset({"train_type", "model", "dataset", "output_dir", "resume_from_c
 
 
 @dataclass
-class State:
+class ResolveState:
     """What was understood so far, and what was wrong."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class State:
         self.ambient.discard(name)
         self.wrong.discard(name)
 
-    def without(self, name: str, notice: str) -> State:
+    def without(self, name: str, notice: str) -> ResolveState:
         """A copy that has forgotten an option, with a notice that says so."""
         rest = replace(
             self,
@@ -83,8 +83,8 @@ Beyond = Callable[[Sections], Iterable[Problem]]
 """Further checks of sections, which the options alone do not decide."""
 
 
-def resolve(
-    task: str | None, sources: Iterable[Source], complete: bool = False, beyond: Beyond | None = None
+def resolve_sections(
+    task: str | None, sources: Iterable[ConfigSource], complete: bool = False, beyond: Beyond | None = None
 ) -> Sections:
     """The checked sections of `task` (None: what the sources say, else sft). `complete`: model and dataset must be
     there.
@@ -92,7 +92,7 @@ def resolve(
     `beyond` runs only if the sections are refused although each value is valid; its problems are reported with the
     others.
     """
-    state = State(task=task)
+    state = ResolveState(task=task)
     for weight, source in enumerate(in_our_terms(list(sources))):
         _take(state, source, weight)
     state, sections = _later_wins(state)
@@ -105,27 +105,27 @@ def resolve(
     raise _refused(problems, state)
 
 
-def _refused(problems: Iterable[Problem], state: State) -> ConfigError:
+def _refused(problems: Iterable[Problem], state: ResolveState) -> ConfigError:
     """All problems, each once: one given value may set several options. Without secrets."""
     some = f"TASK --help lists them all (TASK: {', '.join(TASKS)})"
     help_line = LISTS_ALL.format(task=state.task) if state.task else f"megaswift {some}"
     complete = [replace(p, fix=help_line) if p.fix == LISTS_ALL else p for p in problems]
-    return ConfigError(list(dict.fromkeys(masked(complete, state.secrets))))
+    return ConfigError(list(dict.fromkeys(redacted(complete, state.secrets))))
 
 
-def _notices(sections: Sections, state: State) -> tuple[str, ...]:
+def _notices(sections: Sections, state: ResolveState) -> tuple[str, ...]:
     """What was taken otherwise than written, then defaults that depend on other options, then other toolkits'."""
     passes = _passes(state)
     others = changed_defaults(sections, state.foreign, ignored_names(sections))
     return (*state.notices, *_learning_rate(sections), *((passes.text,) if passes else ()), *others)
 
 
-def _values(state: State) -> dict[str, Any]:
+def _values(state: ResolveState) -> dict[str, Any]:
     """The given values over those defaults that depend on `train_type`."""
     return {**defaults(state.values.get("train_type")), **state.values}
 
 
-def _sections(state: State) -> Sections:
+def _sections(state: ResolveState) -> Sections:
     values = _values(state)
     given = frozenset(name for name in state.typed if values.get(name) is not None and name not in state.ambient)
     if values.get("packing") is None:
@@ -138,7 +138,7 @@ def _sections(state: State) -> Sections:
     return Sections(task=state.task or "sft", **parts, given=given, typed=dict(state.typed))
 
 
-def _passes(state: State) -> DefaultPasses | None:
+def _passes(state: ResolveState) -> DefaultPasses | None:
     """Forward passes of a step of reinforcement learning where no batch size was given."""
     if state.wrong & {"num_generations", *BATCH_OPTIONS}:
         return None
@@ -154,12 +154,12 @@ def _learning_rate(c: Sections) -> Iterator[str]:
         )
 
 
-def _check(sections: Sections, state: State) -> list[Problem]:
+def _check(sections: Sections, state: ResolveState) -> list[Problem]:
     """What the options mean together; nothing where the task, on which it depends, is not known."""
-    return [] if "task" in state.wrong else list(check(sections, state.labels, frozenset(state.wrong)))
+    return [] if "task" in state.wrong else list(check_rules(sections, state.labels, frozenset(state.wrong)))
 
 
-def _later_wins(state: State) -> tuple[State, Sections]:
+def _later_wins(state: ResolveState) -> tuple[ResolveState, Sections]:
     """State and sections without those options of earlier sources that contradict later ones; each is dropped with a
     notice."""
     sections = _sections(state)
@@ -170,7 +170,7 @@ def _later_wins(state: State) -> tuple[State, Sections]:
     return state, sections
 
 
-def _with_one_dropped(state: State, sections: Sections) -> tuple[State, Sections] | None:
+def _with_one_dropped(state: ResolveState, sections: Sections) -> tuple[ResolveState, Sections] | None:
     """State and sections without the first contradicted option whose absence leaves fewer problems; None where there
     is none. Where both options say the same thing, as many problems are few enough."""
     count = len(_check(sections, state))
@@ -185,7 +185,7 @@ def _with_one_dropped(state: State, sections: Sections) -> tuple[State, Sections
     return None
 
 
-def _take(state: State, source: Source, weight: int) -> None:
+def _take(state: ResolveState, source: ConfigSource, weight: int) -> None:
     state.problems += source.problems
     state.secrets += secrets_of(source.givens)
     first: dict[str, Given] = {}
@@ -197,7 +197,7 @@ def _take(state: State, source: Source, weight: int) -> None:
             continue
         option = OPTIONS.get(NAMES.get(given.name, ""))
         if option is None:
-            state.problems.append(unknown(given, NAMES))
+            state.problems.append(unknown_option(given, NAMES))
             continue
         state.foreign.append(given.name)
         take_value(state, option, given, first.get(option.name))
@@ -226,17 +226,17 @@ def _spelled_out(givens: Sequence[Given]) -> Iterator[Given]:
             yield replace(given, name=switch, value=True)
 
 
-def take_value(state: State, option: Option, given: Given, earlier: Given | None) -> None:
+def take_value(state: ResolveState, option: Option, given: Given, earlier: Given | None) -> None:
     """One value; `earlier`: one of the same source for the same option."""
     if is_unset(option, given.value) and not earlier:
         state.forget(option.name)
         return
     try:
-        value = parse(option, given.value)
+        value = parse_value(option, given.value)
     except Invalid:
         error = _refusal(option.of_task(state.task), given.value)
         words = given.value if isinstance(given.value, list | tuple) else [given.value]
-        fix = next((text for word in words if (text := value_meaning(option.name, str(word)))), error.fix)
+        fix = next((text for word in words if (text := value_advice(option.name, str(word)))), error.fix)
         state.problems.append(Problem(given.label, error.rule, fix))
         state.wrong.add(option.name)
         state.typed.setdefault(option.name, Typed(given.spelling, given.label))
@@ -252,20 +252,20 @@ def take_value(state: State, option: Option, given: Given, earlier: Given | None
 def _refusal(option: Option, raw: Any) -> Invalid:
     """What is wrong with a value that does not parse."""
     try:
-        parse(option, raw)
+        parse_value(option, raw)
     except Invalid as error:
         return error
     raise AssertionError("parsed before, with more choices")
 
 
-def _take_task(state: State, given: Given) -> None:
+def _take_task(state: ResolveState, given: Given) -> None:
     name = str(given.value).lower()
     if given.name not in ("task", "rlhf_type"):
         state.notices.append(f"{given.label}: {name} is a task, so it is taken as rlhf_type; train_type stays full")
     if name not in TASKS:
         here = ", ".join(f"{n} ({text})" for n, text in TASKS.items())
         kinds = ALIGNMENT if given.name == "rlhf_type" else tuple(TASKS)
-        fix = value_meaning("rlhf_type", name) or nearest(name, kinds) or f"one of {', '.join(kinds)}"
+        fix = value_advice("rlhf_type", name) or nearest_name(name, kinds) or f"one of {', '.join(kinds)}"
         state.problems.append(Problem(given.label, f"is not a task of this version; tasks are {here}", fix))
         state.wrong.add("task")
     elif state.task is None:
@@ -274,20 +274,20 @@ def _take_task(state: State, given: Given) -> None:
         state.problems.append(Problem(given.label, f"but this is {state.task}", f"megaswift {name} ..."))
 
 
-def unknown(given: Given, known: Mapping[str, str], command: str | None = None) -> Problem:
+def unknown_option(given: Given, known: Mapping[str, str], command: str | None = None) -> Problem:
     """The mistake of an option that is none of `known`. `command`: whose options these are; None: training's."""
-    fix = meaning(given.name, given.value, known)
+    fix = option_advice(given.name, given.value, known)
     positive = given.name.removeprefix("no_")
     if not fix and positive != given.name and positive in known:
         fix = f"--{positive} false"
     elif not fix and positive != given.name:
-        fix = meaning(positive, "false", known)
+        fix = option_advice(positive, "false", known)
     of = f" of megaswift {command}" if command else ""
     lists = f"megaswift {command} --help lists them all" if command else LISTS_ALL
-    return Problem(given.label, f"is not an option{of}", fix or nearest(given.name, known) or lists)
+    return Problem(given.label, f"is not an option{of}", fix or nearest_name(given.name, known) or lists)
 
 
-def _missing(sections: Sections, state: State) -> Iterable[Problem]:
+def _missing(sections: Sections, state: ResolveState) -> Iterable[Problem]:
     if sections.model.model is None and "model" not in state.wrong:
         yield Problem("--model", "is missing", "--model DIR, a Hugging Face model folder")
     if not sections.data.dataset and "dataset" not in state.wrong:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaswift.config.adapter_rules import bits_of, method_of
+from megaswift.config.adapter_rules import bits_of, peft_method_of
 from megaswift.config.data import GRPO, PPO, RL
 from megaswift.config.engine_rules import is_native
 from megaswift.config.preference import beta_of
@@ -19,7 +19,7 @@ from megaswift.config.rl_defaults import (
     kl_in_reward_of,
     policy_loss_of,
 )
-from megaswift.config.rule import Clash, Test
+from megaswift.config.rule_types import ConflictingOptions, Test
 from megaswift.config.sections import Sections
 from megaswift.errors import Problem
 
@@ -55,7 +55,7 @@ def _tail_is_all(c: Sections) -> bool:
 
 
 def _is_plain_lora(c: Sections) -> bool:
-    return method_of(c) is None and not c.lora.use_dora
+    return peft_method_of(c) is None and not c.lora.use_dora
 
 
 def _kl_in_loss(c: Sections) -> bool:
@@ -77,64 +77,64 @@ _NEUTRAL = {"top_p": "1", "top_k": "0", "min_p": "0", "repetition_penalty": "1"}
 _LEVEL = ("importance_sampling_level", "loss_type")
 _ASYNC: Test = lambda c: c.rl.async_generation  # noqa: E731
 
-RL_CLASHES: tuple[Clash, ...] = (
-    Clash(_GAE, lambda c: c.task in GRPO and estimator_of(c) == "gae", "needs a critic", "megaswift ppo"),
-    Clash(
+RL_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(_GAE, lambda c: c.task in GRPO and estimator_of(c) == "gae", "needs a critic", "megaswift ppo"),
+    ConflictingOptions(
         _GAE,
         lambda c: c.task in PPO and estimator_of(c) != "gae",
         "leaves the critic of ppo without work",
         "megaswift grpo",
     ),
-    Clash(
+    ConflictingOptions(
         ("num_generations", "advantage_estimator"),
         lambda c: c.task in GRPO and generations_of(c) < ALONE and estimator_of(c) != "reinforce_plus_plus",
         "compares the completions of a prompt with each other, and there is one",
         "--num_generations 8",
     ),
-    Clash(
+    ConflictingOptions(
         ("generation_batch_size", "steps_per_generation"),
         lambda c: c.rl.generation_batch_size is not None and c.rl.steps_per_generation is not None,
         "is said twice: by generation_batch_size and by steps_per_generation",
         "one of the two",
     ),
-    Clash(
+    ConflictingOptions(
         ("max_completion_length", "max_length"),
         _rl(lambda c: c.rl.max_completion_length >= c.data.max_length),
         "leaves a prompt no token of max_length {max_length}",
         "a larger --max_length",
     ),
-    Clash(
+    ConflictingOptions(
         ("truncation_strategy",),
         _rl(lambda c: c.data.truncation_strategy in ("right", "split")),
         "would cut the end of a question away",
         "--truncation_strategy delete",
     ),
-    Clash(
+    ConflictingOptions(
         ("streaming",),
         _rl(lambda c: c.data.streaming),
         "is not for prompts: they are short, and are tokenised before training",
         "--streaming false",
     ),
-    Clash(
+    ConflictingOptions(
         ("reward_weights", "reward_funcs", "reward_model"),
         lambda c: len(c.rl.reward_weights) not in (0, len(c.rl.reward_funcs) + len(c.rl.reward_model)),
         "should be one number for each of reward_funcs and then of reward_model",
         "--reward_weights with as many numbers",
     ),
-    Clash(
+    ConflictingOptions(
         ("reward_funcs", "soft_cache_length"),
         lambda c: _overlong(c) and c.rl.soft_cache_length is None,
         "soft_overlong needs to know over how many tokens it falls",
         "--soft_cache_length 128",
     ),
-    Clash(
+    ConflictingOptions(
         ("soft_cache_length", "reward_funcs", "soft_max_length", "max_completion_length"),
         _tail_is_all,
         "should be less than soft_max_length, or than max_completion_length where that is unset",
         "--soft_cache_length 128",
     ),
     *(
-        Clash(
+        ConflictingOptions(
             (option, "allow_biased_sampling"),
             _biased(option),
             "draws from another distribution than the policy's, which no importance ratio "
@@ -143,61 +143,61 @@ RL_CLASHES: tuple[Clash, ...] = (
         )
         for option, value in _NEUTRAL.items()
     ),
-    Clash(
+    ConflictingOptions(
         ("dynamic_sample", "num_generations", "advantage_estimator"),
         lambda c: c.rl.dynamic_sample and generations_of(c) < ALONE and estimator_of(c) == "reinforce_plus_plus",
         "looks for a spread among the completions of a prompt, and there is one",
         "--num_generations 8",
     ),
-    Clash(
+    ConflictingOptions(
         ("multi_objective_aggregation", "kl_in_reward", "beta"),
         lambda c: c.rl.multi_objective_aggregation == "normalize_then_sum" and kl_in_reward_of(c),
         "normalises each reward function by itself, which leaves no place for the divergence in the rewards",
         "--kl_in_reward false",
     ),
-    Clash(
+    ConflictingOptions(
         ("use_bias_correction_kl", "kl_estimator", "beta", "kl_in_reward"),
         lambda c: _kl_in_loss(c) and kl_estimator_of(c) == "k1" and not corrects_kl(c),
         "leaves kl_estimator k1 with a gradient whose mean is 0",
         "--use_bias_correction_kl true, or --kl_estimator k3",
     ),
-    Clash(
+    ConflictingOptions(
         ("use_bias_correction_kl", "kl_estimator", "beta", "kl_in_reward"),
         lambda c: _kl_in_loss(c) and kl_estimator_of(c) == "k2" and corrects_kl(c),
         "gives kl_estimator k2 another gradient than the divergence's; k2 has the right one without it",
         "--use_bias_correction_kl false, or --kl_estimator k3",
     ),
-    Clash(
+    ConflictingOptions(
         ("epsilon_high", "loss_type"),
         lambda c: policy_loss_of(c) == "cispo" and c.rl.epsilon_high is not None and c.rl.epsilon_high < 1,
         "is the largest ratio itself in loss_type cispo; below 1 it cuts the ratio of every token",
         "--epsilon_high 5",
     ),
-    Clash(
+    ConflictingOptions(
         ("loss_type", "advantage_estimator"),
         lambda c: policy_loss_of(c) == "rloo" and estimator_of(c) == "reinforce_plus_plus",
         "takes one ratio a completion, which averages the advantages of reinforce_plus_plus, one a token, away",
         "--loss_type dapo",
     ),
-    Clash(
+    ConflictingOptions(
         ("importance_sampling_level", "advantage_estimator", "loss_type"),
         _averaged,
         "takes one ratio a completion, which averages the advantages of reinforce_plus_plus, one a token, away",
         "--importance_sampling_level sequence_token (GSPO-token)",
     ),
-    Clash(
+    ConflictingOptions(
         _LEVEL,
         lambda c: policy_loss_of(c) == "luspo" and c.rl.importance_sampling_level == "token",
         "loss_type luspo takes one ratio a completion",
         "--importance_sampling_level sequence",
     ),
-    Clash(
+    ConflictingOptions(
         _LEVEL,
         lambda c: policy_loss_of(c) == "vespo" and c.rl.importance_sampling_level != "token",
         "loss_type vespo forms the ratio of a completion itself",
         "--importance_sampling_level token",
     ),
-    Clash(
+    ConflictingOptions(
         (
             "importance_sampling_mode",
             "loss_type",
@@ -213,49 +213,49 @@ RL_CLASHES: tuple[Clash, ...] = (
         "loss_type vespo reads weights of tokens",
         "--importance_sampling_mode token_truncate",
     ),
-    Clash(
+    ConflictingOptions(
         ("importance_sampling_clip_min", "importance_sampling_clip_max"),
         lambda c: _cross(c.rl.importance_sampling_clip_min, c.rl.importance_sampling_clip_max),
         "is not below importance_sampling_clip_max {importance_sampling_clip_max}",
         "--importance_sampling_clip_min 0.5",
     ),
-    Clash(
+    ConflictingOptions(
         ("importance_sampling_filter_min", "importance_sampling_filter_max"),
         lambda c: _cross(c.rl.importance_sampling_filter_min, c.rl.importance_sampling_filter_max),
         "is not below importance_sampling_filter_max {importance_sampling_filter_max}",
         "--importance_sampling_filter_min 0.5",
     ),
-    Clash(
+    ConflictingOptions(
         ("importance_sampling_mode", "importance_sampling_clip_min", "importance_sampling_clip_max"),
         _no_bound,
         "needs a bound to cut weights to",
         "--importance_sampling_clip_max 3",
     ),
-    Clash(
+    ConflictingOptions(
         ("async_generation", "offload_model", "offload_optimizer", "rollout_sleep"),
         lambda c: _ASYNC(c) and (c.rl.offload_model or c.rl.offload_optimizer or c.rl.rollout_sleep),
         "samples while the model trains, so neither can give its memory to the other",
         "no --offload_model, --offload_optimizer or --rollout_sleep",
     ),
-    Clash(
+    ConflictingOptions(
         ("offload_model", "offload_optimizer", "engine"),
         lambda c: c.task in RL and not is_native(c) and (c.rl.offload_model or c.rl.offload_optimizer),
         "is of the native engine; {engine} keeps what it trains where it is",
         "--engine megatron, or --deepspeed zero3_offload",
     ),
-    Clash(
+    ConflictingOptions(
         ("train_type", "quantization_bit"),
         _rl(lambda c: not is_native(c) and bits_of(c) is not None and not _is_plain_lora(c)),
         "over weights in few bits cannot be merged for the sampler without rounding them again",
         "--train_type lora, without use_dora",
     ),
-    Clash(
+    ConflictingOptions(
         ("adapters",),
         lambda c: c.task in PPO and c.lora.adapters is not None,
         "are a policy's, and the critic of ppo would have none to go on from",
         "them merged into --model, and new ones over it",
     ),
-    Clash(
+    ConflictingOptions(
         ("freeze_parameters",),
         lambda c: c.task in PPO and bool(c.model.freeze_parameters),
         "is not for ppo: critic and policy would both be frozen by it",

@@ -8,20 +8,20 @@ from collections.abc import Iterable, Iterator
 from megaswift.config.preference import beta_of
 from megaswift.config.rl import SERVERS
 from megaswift.config.rl_defaults import biased_by, corrects_sampler, estimator_of, kl_in_reward_of, policy_loss_of
-from megaswift.config.rule import Ignored, Test
+from megaswift.config.rule_types import IgnoredOption, Test
 
 CLIPS = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo"})
 """Loss types that clip the ratio on both sides."""
 CLIPS_ABOVE = CLIPS | {"cispo"}
 
 
-def _rows(names: Iterable[str], reads: tuple[str, ...], when: Test, why: str, fix: str) -> Iterator[Ignored]:
-    return (Ignored(name, reads, when, why, fix) for name in names)
+def _rows(names: Iterable[str], reads: tuple[str, ...], when: Test, why: str, fix: str) -> Iterator[IgnoredOption]:
+    return (IgnoredOption(name, reads, when, why, fix) for name in names)
 
 
-def _strict(names: Iterable[str], reads: tuple[str, ...], when: Test, why: str, fix: str) -> Iterator[Ignored]:
+def _strict(names: Iterable[str], reads: tuple[str, ...], when: Test, why: str, fix: str) -> Iterator[IgnoredOption]:
     """Numbers of which none says by itself that it plays no part."""
-    return (Ignored(name, reads, when, why, fix, (None,)) for name in names)
+    return (IgnoredOption(name, reads, when, why, fix, (None,)) for name in names)
 
 
 def _unrewarded(name: str) -> Test:
@@ -47,7 +47,7 @@ _SERVER_FIX, _VLLM_FIX = "--rollout_backend vllm_server", "--rollout_backend vll
 _THEIRS = "loss_type {loss_type} does not read it"
 _ZERO = "beta is 0: there is no reference to be near to"
 
-RL_IGNORED: tuple[Ignored, ...] = (
+RL_IGNORED: tuple[IgnoredOption, ...] = (
     *_strict(("epsilon",), _LOSS, _other_loss(*CLIPS_ABOVE), _THEIRS, "--loss_type dapo"),
     *_strict(
         ("epsilon",),
@@ -72,14 +72,14 @@ RL_IGNORED: tuple[Ignored, ...] = (
         "belongs to loss_type vespo",
         "--loss_type vespo",
     ),
-    Ignored(
+    IgnoredOption(
         "scale_rewards",
         _GAE,
         _NOT_GRPO,
         "{advantage_estimator} scales rewards in its own way",
         "--advantage_estimator grpo",
     ),
-    Ignored(
+    IgnoredOption(
         "scale_rewards",
         ("multi_objective_aggregation",),
         lambda c: c.rl.multi_objective_aggregation == "normalize_then_sum",
@@ -87,7 +87,7 @@ RL_IGNORED: tuple[Ignored, ...] = (
         "--multi_objective_aggregation sum_then_normalize",
         (),
     ),
-    Ignored(
+    IgnoredOption(
         "gamma",
         _GAE,
         lambda c: estimator_of(c) not in ("gae", "reinforce_plus_plus"),
@@ -95,7 +95,7 @@ RL_IGNORED: tuple[Ignored, ...] = (
         "--advantage_estimator reinforce_plus_plus",
         (1.0,),
     ),
-    Ignored(
+    IgnoredOption(
         "multi_objective_aggregation",
         _GAE,
         _NOT_GRPO,
@@ -103,8 +103,8 @@ RL_IGNORED: tuple[Ignored, ...] = (
         "--advantage_estimator grpo",
         ("sum_then_normalize",),
     ),
-    Ignored("kl_in_reward", ("beta",), _NO_PULL, _ZERO, "--beta 0.01"),
-    Ignored(
+    IgnoredOption("kl_in_reward", ("beta",), _NO_PULL, _ZERO, "--beta 0.01"),
+    IgnoredOption(
         "kl_controller",
         _PULL,
         lambda c: not kl_in_reward_of(c),
@@ -112,8 +112,8 @@ RL_IGNORED: tuple[Ignored, ...] = (
         "--beta 0.01 --kl_in_reward true",
         ("fixed",),
     ),
-    Ignored("kl_estimator", ("beta",), _NO_PULL, _ZERO, "--beta 0.01"),
-    Ignored(
+    IgnoredOption("kl_estimator", ("beta",), _NO_PULL, _ZERO, "--beta 0.01"),
+    IgnoredOption(
         "use_bias_correction_kl",
         _PULL,
         lambda c: beta_of(c) == 0 or kl_in_reward_of(c),
@@ -135,14 +135,14 @@ RL_IGNORED: tuple[Ignored, ...] = (
         "belongs to the reward code",
         "--reward_funcs ... code",
     ),
-    Ignored(
+    IgnoredOption(
         "whiten_advantages",
         _GAE,
         lambda c: estimator_of(c) not in ("gae", "rloo"),
         "grpo and reinforce_plus_plus have a scale of their own",
         "--advantage_estimator rloo",
     ),
-    Ignored(
+    IgnoredOption(
         "importance_sampling_level",
         (*_LOSS, *_GAE),
         lambda c: policy_loss_of(c) == "rloo",
@@ -199,14 +199,14 @@ RL_IGNORED: tuple[Ignored, ...] = (
         "{rollout_backend} is no server",
         _SERVER_FIX,
     ),
-    Ignored(
+    IgnoredOption(
         "rollout_sync_folder",
         (*_BACKEND, "train_type", "rollout_lora"),
         lambda c: _other_backend(*SERVERS)(c) and (c.model.train_type == "full" or c.rl.rollout_lora is False),
         "{rollout_backend} is no server, and no adapters go alone",
         f"{_SERVER_FIX}, or --train_type lora",
     ),
-    Ignored(
+    IgnoredOption(
         "rollout_lora",
         ("train_type",),
         lambda c: c.model.train_type == "full",
@@ -216,7 +216,7 @@ RL_IGNORED: tuple[Ignored, ...] = (
     *_rows(
         ("vllm_gpu_memory_utilization",), _BACKEND, _other_backend("vllm"), "belongs to rollout_backend vllm", _VLLM_FIX
     ),
-    Ignored(
+    IgnoredOption(
         "allow_biased_sampling",
         ("top_p", "top_k", "min_p", "repetition_penalty"),
         lambda c: not biased_by(c),

@@ -21,10 +21,10 @@ from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGN
 from megaswift.config.rl_batch import generation_problems
 from megaswift.config.rl_clashes import RL_CLASHES
 from megaswift.config.rl_rules import RL_IGNORED
-from megaswift.config.rule import ONE_OF, Clash, Ignored, Test
+from megaswift.config.rule_types import ONE_OF, ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import OPTIONS, Sections
 from megaswift.config.speed_rules import SPEED_CLASHES, SPEED_IGNORED
-from megaswift.config.values import show
+from megaswift.config.value_types import show
 from megaswift.errors import Problem
 
 
@@ -61,70 +61,70 @@ _STREAM = ("streaming", "val_dataset")
 _ONLY_STREAMS: Test = lambda c: c.data.streaming and not c.data.val_dataset  # noqa: E731
 _NO_EXPORT: Test = lambda c: c.model.train_type != "full" and not c.lora.merge_lora  # noqa: E731
 
-IGNORED: tuple[Ignored, ...] = (
-    Ignored(
+IGNORED: tuple[IgnoredOption, ...] = (
+    IgnoredOption(
         "min_lr",
         _SCHEDULE,
         lambda c: c.optim.lr_scheduler_type == "constant",
         "a constant schedule has no lowest learning rate",
         "--lr_scheduler_type cosine",
     ),
-    Ignored(
+    IgnoredOption(
         "wsd_decay_ratio",
         _SCHEDULE,
         lambda c: c.optim.lr_scheduler_type != "wsd",
         "only the wsd schedule has a decay phase (lr_scheduler_type is {lr_scheduler_type})",
         "--lr_scheduler_type wsd",
     ),
-    Ignored("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
-    Ignored("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
-    Ignored("model_revision", ("model",), _is_folder, _HUB, "--model ORGANISATION/NAME"),
-    Ignored("use_hf", ("model",), _is_folder, _HUB, "--model ORGANISATION/NAME", (True,)),
-    Ignored(
+    IgnoredOption("sgd_momentum", ("optimizer",), lambda c: c.optim.optimizer != "sgd", _SGD, "--optimizer sgd"),
+    IgnoredOption("precision_aware_optimizer", ("optimizer",), _NOT_ADAM, _ADAM, "--optimizer adam"),
+    IgnoredOption("model_revision", ("model",), _is_folder, _HUB, "--model ORGANISATION/NAME"),
+    IgnoredOption("use_hf", ("model",), _is_folder, _HUB, "--model ORGANISATION/NAME", (True,)),
+    IgnoredOption(
         "distributed_optimizer",
         ("optimizer",),
         lambda c: c.optim.optimizer == "sgd",
         "Megatron-Core splits the state of adam only",
         "--optimizer adam",
     ),
-    Ignored("eval_steps", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
-    Ignored("eval_iters", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
-    Ignored("per_device_eval_batch_size", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
-    Ignored(
+    IgnoredOption("eval_steps", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
+    IgnoredOption("eval_iters", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
+    IgnoredOption("per_device_eval_batch_size", _EVALUATION, _no_evaluation, _NO_VAL, _VAL_FIX),
+    IgnoredOption(
         "data_seed",
         ("shuffle", "split_dataset_ratio", "dataset", "val_dataset"),
         _no_random_order,
         "orders and splits rows, and nothing is ordered or split",
         "--shuffle true",
     ),
-    Ignored(
+    IgnoredOption(
         "dataset_cache_dir", _STREAM, _ONLY_STREAMS, "nothing is kept on disk while streaming", "--streaming false"
     ),
-    Ignored(
+    IgnoredOption(
         "dataset_num_proc", _STREAM, _ONLY_STREAMS, "a stream is tokenised as it is read", "--streaming false", (1,)
     ),
-    Ignored(
+    IgnoredOption(
         "dataloader_num_workers",
         ("streaming",),
         lambda c: c.data.streaming,
         "a stream is read in order, by the process itself",
         "--streaming false",
     ),
-    Ignored(
+    IgnoredOption(
         "num_train_epochs",
         ("max_steps",),
         lambda c: c.train.max_steps is not None,
         "max_steps {max_steps} already says how long the run is",
         ONE_OF,
     ),
-    Ignored(
+    IgnoredOption(
         "save_total_limit",
         ("save_steps",),
         lambda c: c.train.save_steps is None,
         "needs save_steps: one checkpoint is written, at the end",
         "--save_steps 500",
     ),
-    Ignored(
+    IgnoredOption(
         "warmup_ratio",
         ("warmup_steps",),
         lambda c: c.optim.warmup_steps > 0,
@@ -132,18 +132,18 @@ IGNORED: tuple[Ignored, ...] = (
         ONE_OF,
     ),
     *(
-        Ignored(name, _LORA, _NO_LORA, _IS_LORA, "--train_type lora")
+        IgnoredOption(name, _LORA, _NO_LORA, _IS_LORA, "--train_type lora")
         for name in (*_NEW, "lora_dropout", "adapters", "merge_lora")
     ),
-    *(Ignored(name, _OF_ADAPTERS, _FROM_ADAPTERS, _GIVEN, "new adapters: no --adapters") for name in _NEW),
-    Ignored(
+    *(IgnoredOption(name, _OF_ADAPTERS, _FROM_ADAPTERS, _GIVEN, "new adapters: no --adapters") for name in _NEW),
+    IgnoredOption(
         "export_hf",
         ("train_type", "merge_lora"),
         _NO_EXPORT,
         "with train_type {train_type} the export is OUT/adapter, and OUT/hf with merge_lora only",
         "--merge_lora true",
     ),
-    Ignored(
+    IgnoredOption(
         "freeze_parameters",
         _LORA,
         lambda c: c.model.train_type != "full",
@@ -160,44 +160,44 @@ IGNORED: tuple[Ignored, ...] = (
     *SPEED_IGNORED,
 )
 
-CLASHES: tuple[Clash, ...] = (
-    Clash(
+CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
         ("truncation_strategy",),
         lambda c: c.data.truncation_strategy == "split" and c.task == "sft",
         "a conversation cannot be split: later parts lack what they answer (split is for pt)",
         "--truncation_strategy delete",
     ),
-    Clash(
+    ConflictingOptions(
         ("split_dataset_ratio", "val_dataset"),
         lambda c: c.data.split_dataset_ratio > 0 and c.data.val_dataset,
         "val_dataset is given too, so nothing is split",
         ONE_OF,
     ),
-    Clash(
+    ConflictingOptions(
         ("split_dataset_ratio", "streaming"),
         lambda c: c.data.split_dataset_ratio > 0 and c.data.streaming,
         "a stream has no length of which to take a part",
         "--val_dataset FILE",
     ),
-    Clash(
+    ConflictingOptions(
         ("streaming", "max_steps"),
         lambda c: c.data.streaming and c.train.max_steps is None,
         "a stream has no length, so the run needs max_steps",
         "--max_steps 1000",
     ),
-    Clash(
+    ConflictingOptions(
         ("precision_aware_optimizer", "distributed_optimizer"),
         lambda c: c.optim.precision_aware_optimizer and not c.parallel.distributed_optimizer,
         "needs distributed_optimizer",
         "--distributed_optimizer true",
     ),
-    Clash(
+    ConflictingOptions(
         ("optimizer_cpu_offload", "optimizer"),
         lambda c: c.optim.optimizer_cpu_offload and c.optim.optimizer != "adam",
         "moves Adam's two moments to the host, and the optimizer is {optimizer}",
         "--optimizer_cpu_offload false",
     ),
-    Clash(
+    ConflictingOptions(
         ("optimizer_cpu_offload", "precision_aware_optimizer"),
         lambda c: c.optim.optimizer_cpu_offload and c.optim.precision_aware_optimizer,
         (
@@ -206,37 +206,37 @@ CLASHES: tuple[Clash, ...] = (
         ),
         ONE_OF,
     ),
-    Clash(
+    ConflictingOptions(
         ("overwrite_output_dir", "resume_from_checkpoint"),
         lambda c: c.train.overwrite_output_dir and c.train.resume_from_checkpoint,
         "would delete the run that resume_from_checkpoint continues",
         ONE_OF,
     ),
-    Clash(
+    ConflictingOptions(
         ("random_init", "train_type"),
         lambda c: c.model.random_init and c.model.train_type != "full",
         "adapters belong to a trained model, and nobody could load them on random weights",
         "--random_init false",
     ),
-    Clash(
+    ConflictingOptions(
         ("train_type", "transformer_impl"),
         lambda c: c.model.train_type == "qlora" and c.model.transformer_impl == "transformer_engine",
         "Transformer Engine's layers have no weights in NF4",
         "--transformer_impl torch",
     ),
-    Clash(
+    ConflictingOptions(
         ("merge_lora", "export_hf"),
         lambda c: c.model.train_type != "full" and c.lora.merge_lora and not c.train.export_hf,
         "writes the export that export_hf false leaves out",
         ONE_OF,
     ),
-    Clash(
+    ConflictingOptions(
         ("warmup_steps", "max_steps"),
         lambda c: c.train.max_steps is not None and c.optim.warmup_steps > c.train.max_steps,
         "is longer than the run of {max_steps} steps",
         "--warmup_steps {max_steps}",
     ),
-    Clash(
+    ConflictingOptions(
         ("min_lr", "learning_rate"),
         lambda c: c.optim.min_lr > c.optim.learning_rate,
         "is above learning_rate {learning_rate}",
@@ -258,10 +258,10 @@ def ignored_names(c: Sections) -> set[str]:
     return {r.option for r in IGNORED if r.when(c)} | {o.name for o in OPTIONS.values() if not o.belongs_to(c.task)}
 
 
-def check(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> list[Problem]:
+def check_rules(c: Sections, labels: Mapping[str, str], wrong: frozenset[str]) -> list[Problem]:
     """Every rule that is broken. `labels`: how the user wrote each given option; `wrong`: options whose value is a
     mistake already."""
-    own = fsdp_json.of(c).problems
+    own = fsdp_json.fsdp_file_options(c).problems
     return [
         *_wrong_task(c, labels),
         *_ignored(c, labels, wrong),
@@ -312,7 +312,7 @@ def contradicted(c: Sections, weights: Mapping[str, int], wrong: Collection[str]
     yield from pairs(*BATCH, True)
 
 
-def _would_ignore(rule: Ignored, c: Sections) -> bool:
+def _would_ignore(rule: IgnoredOption, c: Sections) -> bool:
     """Whether the user gave the rule's option a value that would have no effect."""
     mine = rule.option in c.given and OPTIONS[rule.option].belongs_to(c.task)
     return mine and c.value(rule.option) not in rule.neutral and bool(rule.when(c))

@@ -7,7 +7,7 @@ from typing import Any
 from megaswift.config.option import Option
 from megaswift.config.peft_methods import VARIANTS
 from megaswift.config.sections import OPTIONS, SECTION_ALIASES, SECTIONS, TASKS
-from megaswift.config.values import FALSE, TRUE
+from megaswift.config.value_types import FALSE, TRUE
 
 _TYPES = {"text": ["string", "integer"], "int": ["integer"], "float": ["number"]}
 _LIMITS = {"minimum": "minimum", "above": "exclusiveMinimum", "maximum": "maximum", "below": "exclusiveMaximum"}

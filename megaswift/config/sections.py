@@ -13,13 +13,13 @@ from megaswift.config.lora import LoraConfig
 from megaswift.config.model import ModelConfig
 from megaswift.config.optim import OptimConfig
 from megaswift.config.option import Option, table_of
-from megaswift.config.other_adapters import PeftConfig
 from megaswift.config.parallel import ParallelConfig
+from megaswift.config.peft_options import PeftConfig
 from megaswift.config.preference import PreferenceConfig
 from megaswift.config.quantization import QuantizationConfig
 from megaswift.config.rl import RlConfig
 from megaswift.config.train import TrainConfig
-from megaswift.config.typed_names import Typed
+from megaswift.config.user_spelling import Typed
 
 TASKS = {
     "sft": "supervised fine-tuning on conversations",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import AUTO, NATIVE, READS, engine_of
-from megaswift.config.rule import Clash, Ignored, Test
+from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
 
 _NATIVE: Test = lambda c: engine_of(c) == NATIVE  # noqa: E731
 _TORCH: Test = lambda c: engine_of(c) not in (NATIVE, AUTO)  # noqa: E731
@@ -13,38 +13,38 @@ _PLAIN: Test = lambda c: not c.model.torch_compile  # noqa: E731
 _OTHER = "belongs to transformers' models, which the native engine does not run"
 TORCH_ONLY = ("use_liger", "torch_compile", "neftune_noise_alpha")
 
-SPEED_IGNORED: tuple[Ignored, ...] = (
-    *(Ignored(name, READS, _NATIVE, _OTHER, "--engine ddp") for name in TORCH_ONLY),
-    Ignored("torch_compile_backend", ("torch_compile",), _PLAIN, "needs torch_compile", "--torch_compile true"),
-    Ignored("torch_compile_mode", ("torch_compile",), _PLAIN, "needs torch_compile", "--torch_compile true"),
+SPEED_IGNORED: tuple[IgnoredOption, ...] = (
+    *(IgnoredOption(name, READS, _NATIVE, _OTHER, "--engine ddp") for name in TORCH_ONLY),
+    IgnoredOption("torch_compile_backend", ("torch_compile",), _PLAIN, "needs torch_compile", "--torch_compile true"),
+    IgnoredOption("torch_compile_mode", ("torch_compile",), _PLAIN, "needs torch_compile", "--torch_compile true"),
 )
 
-SPEED_CLASHES: tuple[Clash, ...] = (
-    Clash(
+SPEED_CLASHES: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
         ("attn_impl", *READS),
         lambda c: _NATIVE(c) and c.model.attn_impl == "flex",
         "is a kernel of transformers' models, which the native engine does not run",
         "--engine ddp, or --attn_impl auto",
     ),
-    Clash(
+    ConflictingOptions(
         ("attn_impl", *READS),
         lambda c: _TORCH(c) and c.model.attn_impl == "fused",
         "is a kernel of Transformer Engine, which transformers' models do not run",
         "--attn_impl sdpa",
     ),
-    Clash(
+    ConflictingOptions(
         ("attn_impl", "torch_dtype", *READS),
         lambda c: _TORCH(c) and c.model.attn_impl == "flash" and c.model.torch_dtype == "float32",
         "computes in half precision, and torch_dtype is float32",
         "--attn_impl sdpa, or --torch_dtype bfloat16",
     ),
-    Clash(
+    ConflictingOptions(
         ("torch_compile", *READS),
         lambda c: c.model.torch_compile and engine_of(c) in ("zero3", "zero3_offload"),
         "reads whole weights, which ZeRO-3 gathers for each small module by hooks that cannot be compiled",
         "--engine fsdp2",
     ),
-    Clash(
+    ConflictingOptions(
         ("torch_compile_mode", "torch_compile_backend"),
         lambda c: (
             c.model.torch_compile
@@ -54,19 +54,19 @@ SPEED_CLASHES: tuple[Clash, ...] = (
         "is for the inductor, and torch_compile_backend is {torch_compile_backend}",
         "--torch_compile_backend inductor",
     ),
-    Clash(
+    ConflictingOptions(
         ("deterministic", "rollout_backend"),
         lambda c: c.train.deterministic and c.task in RL and c.rl.rollout_backend != "transformers",
         "is not possible with {rollout_backend}: the result for a completion depends on the others in its batch",
         "--rollout_backend transformers",
     ),
-    Clash(
+    ConflictingOptions(
         ("deterministic", "async_generation"),
         lambda c: c.train.deterministic and c.task in RL and c.rl.async_generation,
         "is not possible: the weights that sample a completion depend on the time that others take",
         "--async_generation false",
     ),
-    Clash(
+    ConflictingOptions(
         ("deterministic", "torch_compile"),
         lambda c: c.train.deterministic and c.model.torch_compile,
         "is not possible: compiled kernels are chosen by measured speed",

@@ -10,11 +10,11 @@ from typing import Any
 
 from megaswift.config.accelerate_options import from_accelerate
 from megaswift.config.adapter_rules import defaults
-from megaswift.config.resolve import resolve
+from megaswift.config.launch_env import is_worker
+from megaswift.config.resolve import resolve_sections
 from megaswift.config.rules import ignored_names
 from megaswift.config.sections import OPTIONS, SECTIONS, Sections
-from megaswift.config.source import Source, from_environment, from_mapping, read_command_line, read_file
-from megaswift.config.worker import is_worker
+from megaswift.config.sources import ConfigSource, from_environment, from_mapping, read_command_line, read_file
 from megaswift.errors import Problem, storage_error
 
 
@@ -27,7 +27,7 @@ class SwiftConfig(Sections):
     """
 
     def __init__(self, task: str | None = None, **options: Any) -> None:
-        self._fill(resolve(task, [from_mapping(options)]))
+        self._fill(resolve_sections(task, [from_mapping(options)]))
 
     def _fill(self, sections: Sections) -> None:
         for f in fields(sections):
@@ -35,7 +35,7 @@ class SwiftConfig(Sections):
 
     @classmethod
     def from_sources(
-        cls, task: str | None, sources: Sequence[Source], complete: bool = False, beyond: Beyond | None = None
+        cls, task: str | None, sources: Sequence[ConfigSource], complete: bool = False, beyond: Beyond | None = None
     ) -> SwiftConfig:
         """From what was read elsewhere, later sources over earlier ones. `beyond`: as `load` has it."""
         made = cls.__new__(cls)
@@ -44,7 +44,7 @@ class SwiftConfig(Sections):
             made._fill(refused)
             return beyond(made) if beyond else ()
 
-        made._fill(resolve(task, sources, complete, seen))
+        made._fill(resolve_sections(task, sources, complete, seen))
         return made
 
     @classmethod
@@ -113,7 +113,7 @@ def load(
         sources = [from_accelerate(environ), *(read_file(f) for f in line.files)]
         if not is_worker(environ):
             sources.append(from_environment(environ))
-        sources.append(Source(tuple(line.givens), tuple(line.problems)))
+        sources.append(ConfigSource(tuple(line.givens), tuple(line.problems)))
         return SwiftConfig.from_sources(task, sources, complete, beyond)
     except OSError as error:  # a value that is no path: the rules ask whether some of them exist
         raise storage_error(error) or error from None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megaswift.config.source import Given, Source
+from megaswift.config.sources import ConfigSource, Given
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 DEFAULT_THRESHOLD = 2.0
@@ -26,7 +26,7 @@ MEANINGS = {
 UNSET = ("none", "null", "")
 
 
-def in_our_terms(sources: Sequence[Source]) -> list[Source]:
+def in_our_terms(sources: Sequence[ConfigSource]) -> list[ConfigSource]:
     """The sources without these two options, and what they mean where the last of them stood."""
     held = [
         (i, given) for i, source in enumerate(sources) for given in source.givens if given.name in (MODE, THRESHOLD)

@@ -12,22 +12,28 @@ from typing import Any
 
 from megaswift import log
 from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES, RL
-from megaswift.data import vocabulary
+from megaswift.data import vocab_check
 from megaswift.data.cache import cache_root
-from megaswift.data.collate import Shape
-from megaswift.data.documents import Documents, gather, hold_out, truncate
+from megaswift.data.collate import PaddingShape
+from megaswift.data.documents import Documents, gather_documents, hold_out, truncate_documents
 from megaswift.data.encode import Encoder, EncodeSpec, encode_spec
-from megaswift.data.encode_units import UnitEncoder
+from megaswift.data.encode_preferences import PreferenceEncoder
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, RowData, StoredSource, make_rows
 from megaswift.data.order import Order
-from megaswift.data.prepare import check_columns, located, prepare
+from megaswift.data.preference_batches import PreferenceCollator, PreferenceDataset
+from megaswift.data.preferences import (
+    CUT_CAUSES,
+    Preferences,
+    gather_preferences,
+    hold_out_preferences,
+    truncate_preferences,
+)
 from megaswift.data.processor import Processor, tokenizer_in
-from megaswift.data.stream import Contents, StreamOptions, StreamSource
-from megaswift.data.stream_rows import RowContents
-from megaswift.data.stream_units import UnitContents
+from megaswift.data.stream import StreamContents, StreamOptions, StreamSource
+from megaswift.data.stream_preferences import PreferenceContents
+from megaswift.data.stream_rows import TokenRowContents
+from megaswift.data.tokenization import check_columns, dataset_files, tokenize_datasets
 from megaswift.data.tokenizer import pad_of
-from megaswift.data.unit_batches import UnitLayout, UnitRows
-from megaswift.data.units import CUT_CAUSES, Units, gather_units, hold_out_units, truncate_units
 from megaswift.errors import DataError, Problem
 
 
@@ -36,11 +42,13 @@ def data_seed(data: Any, train: Any) -> int:
     return int(train.seed if data.data_seed is None else data.data_seed)
 
 
-def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple[Documents, Documents | None]:
+def load_documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple[Documents, Documents | None]:
     """(training, evaluation) documents, cut to length; DataError when there is nothing to train on."""
     check_task(data, task)
-    docs = truncate(
-        gather(prepare(data, tokenizer, task, seed=data_seed(data, train))), data.max_length, data.truncation_strategy
+    docs = truncate_documents(
+        gather_documents(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train))),
+        data.max_length,
+        data.truncation_strategy,
     )
     _tell(docs, data, data.dataset)
     if data.val_dataset:
@@ -48,18 +56,18 @@ def documents(data: Any, train: Any, tokenizer: Any, task: str = "sft") -> tuple
     return hold_out(docs, data.split_dataset_ratio, data_seed(data, train))
 
 
-def units(data: Any, train: Any, tokenizer: Any, task: str) -> tuple[Units, Units | None]:
+def load_preferences(data: Any, train: Any, tokenizer: Any, task: str) -> tuple[Preferences, Preferences | None]:
     """(training, evaluation) pairs or labelled answers of a task of preferences, cut to length."""
     check_task(data, task)
-    found = gather_units(prepare(data, tokenizer, task, seed=data_seed(data, train)))
-    made = truncate_units(found, data.max_length, data.truncation_strategy)
+    found = gather_preferences(tokenize_datasets(data, tokenizer, task, seed=data_seed(data, train)))
+    made = truncate_preferences(found, data.max_length, data.truncation_strategy)
     _tell(made.docs, data, data.dataset)
     if data.val_dataset:
         return made, _held_out_units(data, tokenizer, task)
-    return hold_out_units(made, data.split_dataset_ratio, data_seed(data, train))
+    return hold_out_preferences(made, data.split_dataset_ratio, data_seed(data, train))
 
 
-def kind_of(task: str) -> str:
+def row_unit(task: str) -> str:
     """What a task's global batch counts: `rows`, `pairs`, `examples` or, of reinforcement learning, `completions`."""
     return "completions" if task in RL else "pairs" if task in PAIRS else "examples" if task in EXAMPLES else "rows"
 
@@ -115,25 +123,29 @@ def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
 
 
 def _held_out(data: Any, tokenizer: Any, task: str) -> Documents:
-    held = truncate(gather(prepare(data, tokenizer, task, val=True)), data.max_length, data.truncation_strategy)
+    held = truncate_documents(
+        gather_documents(tokenize_datasets(data, tokenizer, task, val=True)), data.max_length, data.truncation_strategy
+    )
     _tell(held, data, data.val_dataset)
     return held
 
 
-def _held_out_units(data: Any, tokenizer: Any, task: str) -> Units:
-    held = truncate_units(
-        gather_units(prepare(data, tokenizer, task, val=True)), data.max_length, data.truncation_strategy
+def _held_out_units(data: Any, tokenizer: Any, task: str) -> Preferences:
+    held = truncate_preferences(
+        gather_preferences(tokenize_datasets(data, tokenizer, task, val=True)),
+        data.max_length,
+        data.truncation_strategy,
     )
     _tell(held.docs, data, data.val_dataset)
     return held
 
 
-def shape_of(tokenizer: Any, geometry: LoaderGeometry) -> Shape:
+def padding_of(tokenizer: Any, geometry: LoaderGeometry) -> PaddingShape:
     """Padding as the geometry asks for; the padding id is the tokenizer's, or its end of text."""
-    return Shape(geometry.doc_multiple, geometry.row_multiple, pad_of(tokenizer, geometry.vocabulary))
+    return PaddingShape(geometry.doc_multiple, geometry.row_multiple, pad_of(tokenizer, geometry.vocabulary))
 
 
-def build(
+def build_sources(
     data: Any, train: Any, tokenizer: Any, geometry: LoaderGeometry, task: str = "sft", prompt_labels: bool = False
 ) -> tuple[BatchSource, EvalSource | None]:
     """(training, evaluation) sources. Evaluation takes `per_device_eval_batch_size` rows a micro-batch, one micro-batch
@@ -143,7 +155,7 @@ def build(
     `prompt_labels`: of preferences, prompts carry labels too (ORPO).
     """
     words = tokenizer_in(tokenizer)
-    shape = shape_of(words, geometry)
+    shape = padding_of(words, geometry)
     per_device = train.per_device_eval_batch_size or geometry.per_device
     apart = replace(geometry, per_device=per_device, accumulation=1)
     check_task(data, task)
@@ -151,37 +163,37 @@ def build(
         assert not isinstance(tokenizer, Processor), "rows with images are not streamed"
         held: RowData | None = None
         if data.val_dataset and task in PREFERENCES:
-            held = UnitRows(_held_out_units(data, tokenizer, task), data.packing is not False, prompt_labels)
+            held = PreferenceDataset(_held_out_units(data, tokenizer, task), data.packing is not False, prompt_labels)
         elif data.val_dataset:
             held = make_rows(_held_out(data, tokenizer, task), data.packing, data.max_length, shape)
-        vocabulary.check([] if held is None else [held.docs], words, geometry.vocabulary)
+        vocab_check.check_vocabulary([] if held is None else [held.docs], words, geometry.vocabulary)
         stream = _stream(data, train, encode_spec(data, tokenizer, task), (geometry, shape), prompt_labels)
-        stream.watched = vocabulary.exceeds(words, geometry.vocabulary)
+        stream.watched = vocab_check.exceeds_embedding(words, geometry.vocabulary)
         source: BatchSource = stream
     else:
         if task in PREFERENCES:
-            some, others = units(data, train, tokenizer, task)
+            some, others = load_preferences(data, train, tokenizer, task)
             rows: list[RowData] = [
-                UnitRows(u, data.packing is not False, prompt_labels) for u in (some, others) if u is not None
+                PreferenceDataset(u, data.packing is not False, prompt_labels) for u in (some, others) if u is not None
             ]
         else:
-            docs, apart_docs = documents(data, train, tokenizer, task)
+            docs, apart_docs = load_documents(data, train, tokenizer, task)
             processor = tokenizer if isinstance(tokenizer, Processor) else None
             rows = [
                 make_rows(d, data.packing, data.max_length, shape, processor)
                 for d in (docs, apart_docs)
                 if d is not None
             ]
-        vocabulary.check([r.docs for r in rows], words, geometry.vocabulary)
+        vocab_check.check_vocabulary([r.docs for r in rows], words, geometry.vocabulary)
         source, held = _stored(rows[0], data, train, (geometry, shape)), rows[1] if len(rows) > 1 else None
     return source, None if held is None else EvalSource(held, apart, shape)
 
 
-def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, Shape]) -> StoredSource:
+def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, PaddingShape]) -> StoredSource:
     geometry, shape = where
     if len(rows) < geometry.global_batch:
         count, unit = len(rows.docs), "row"
-        if isinstance(rows, UnitRows):
+        if isinstance(rows, PreferenceDataset):
             count, unit = len(rows), "pair" if rows.units.width == 2 else "example"
         packed = f", packed into {len(rows)}" if count != len(rows) else ""
         fits = "1" if len(rows) == 1 else f"{len(rows)} or less"
@@ -191,7 +203,7 @@ def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, S
         raise DataError(
             Problem(
                 ", ".join(data.dataset),
-                f"{log.amount(count, unit)}{packed}, fewer than one global batch of {geometry.global_batch}",
+                f"{log.count_text(count, unit)}{packed}, fewer than one global batch of {geometry.global_batch}",
                 f"--global_batch_size {fits}, more data, or {data.dataset[0]}#{enough} to repeat rows",
             )
         )
@@ -201,17 +213,17 @@ def _stored(rows: RowData, data: Any, train: Any, where: tuple[LoaderGeometry, S
 
 
 def _stream(
-    data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, Shape], prompt_labels: bool
+    data: Any, train: Any, spec: EncodeSpec, where: tuple[LoaderGeometry, PaddingShape], prompt_labels: bool
 ) -> StreamSource:
     (geometry, shape), units = where, spec.task in PREFERENCES
-    found = [located(name, cache_root(data.dataset_cache_dir)) for name in data.dataset]
+    found = [dataset_files(name, cache_root(data.dataset_cache_dir)) for name in data.dataset]
     sources = [replace(source, sample_by=data.sample_by) for source in found]
     packs = bool(data.packing) and not units  # which units are in a micro-batch does not depend on how they lie there
     options = StreamOptions(data.max_length, data.truncation_strategy, packs, data.shuffle, data_seed(data, train))
-    contents: Contents = RowContents(Encoder(spec), options, shape)
+    contents: StreamContents = TokenRowContents(Encoder(spec), options, shape)
     if units:
-        layout = UnitLayout(2 if spec.task in PAIRS else 1, data.packing is not False, False, prompt_labels)
-        contents = UnitContents(UnitEncoder(spec), options, layout, shape)
+        layout = PreferenceCollator(2 if spec.task in PAIRS else 1, data.packing is not False, False, prompt_labels)
+        contents = PreferenceContents(PreferenceEncoder(spec), options, layout, shape)
     check_columns(data, spec.task)
     contents.check(sources)
     return StreamSource(sources, contents, options, geometry)

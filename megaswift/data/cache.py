@@ -2,7 +2,7 @@
 
 Owns the cache folder's protocol. A build is named by the hash of everything it depends on. The process of local rank 0
 builds it under a file lock (so that nodes and jobs that share the folder build it once); the others wait for the folder
-to appear, and hear of a failure. What is built belongs to `prepare.py`. No torch.distributed: ranks come from
+to appear, and hear of a failure. What is built belongs to `tokenization.py`. No torch.distributed: ranks come from
 torchrun's environment.
 """
 

@@ -1,8 +1,8 @@
 """Conversations to text through the tokenizer's own chat template, and which characters carry loss.
 
 Owns rendering (always transformers' own, so that the text is what `apply_chat_template` gives) and the choice of turns
-by `loss_scale` and the rows' `loss` flags. Finding turns in templates without `{% generation %}` belongs to `turns.py`;
-tokens belong to `encode.py`.
+by `loss_scale` and the rows' `loss` flags. Finding turns in templates without `{% generation %}` belongs to
+`assistant_turns.py`; tokens belong to `encode.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from megaswift.data.assistant_turns import TurnFinder
 from megaswift.data.sample import RowError, Sample
 from megaswift.data.template import read_template
-from megaswift.data.template_limits import REFUSED, TemplateLimit, install
+from megaswift.data.template_limits import REFUSED, TemplateLimit, install_template_limits
 from megaswift.data.template_probe import TemplateProbe
-from megaswift.data.turns import TurnFinder
 from megaswift.errors import DataError, Problem, first_line
 
-install()
+install_template_limits()
 Span = tuple[int, int]
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -40,7 +40,7 @@ class Rendered:
 
 
 @dataclass(frozen=True)
-class Templates:
+class ChatTemplates:
     """The chat template(s) of a tokenizer with what they need to render; plain values, so that it can go to workers."""
 
     named: dict[str, str]
@@ -57,7 +57,7 @@ class Templates:
         return self.named.get("default") or next(iter(self.named.values()))
 
 
-def templates_of(tokenizer: Any, chat_template: str | None) -> Templates:
+def templates_of(tokenizer: Any, chat_template: str | None) -> ChatTemplates:
     """The templates of `tokenizer`, or `chat_template` (a file or the template itself) in their place."""
     if chat_template is not None:
         named = {"default": read_template(chat_template)}
@@ -73,7 +73,7 @@ def templates_of(tokenizer: Any, chat_template: str | None) -> Templates:
             )
         )
     added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-    return Templates(
+    return ChatTemplates(
         named, dict(tokenizer.special_tokens_map), tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
     )
 
@@ -92,7 +92,7 @@ def trained_turns(sample: Sample, loss_scale: str) -> list[bool]:
 class ChatRenderer:
     """Renders conversations and finds the characters that carry loss."""
 
-    def __init__(self, templates: Templates, loss_scale: str = "default", parts: bool = False) -> None:
+    def __init__(self, templates: ChatTemplates, loss_scale: str = "default", parts: bool = False) -> None:
         """`parts`: a vision-language model's, whose template may read lists of parts and no strings."""
         self.templates, self.loss_scale = templates, loss_scale
         self._finders: dict[str, TurnFinder] = {}

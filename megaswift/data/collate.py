@@ -19,7 +19,7 @@ Document = tuple[np.ndarray, np.ndarray, int]
 
 
 @dataclass(frozen=True)
-class Shape:
+class PaddingShape:
     """How rows are padded."""
 
     doc_multiple: int = 1
@@ -63,7 +63,7 @@ def _batch(arrays: dict[str, np.ndarray], sample_ids: torch.Tensor, cu_seqlens: 
     return Batch(t["input_ids"], t["labels"], t["loss_weights"], t["positions"], t["valid"], cu_seqlens, sample_ids)
 
 
-def collate_rows(documents: Sequence[Document | None], shape: Shape, length: int) -> Batch:
+def collate_rows(documents: Sequence[Document | None], shape: PaddingShape, length: int) -> Batch:
     """`[b, length]`: one document a row, padded on the right; None is a row without weight."""
     arrays = _empty(len(documents), length, shape.pad_id)
     for i, document in enumerate(documents):
@@ -73,7 +73,7 @@ def collate_rows(documents: Sequence[Document | None], shape: Shape, length: int
     return _batch(arrays, ids, None)
 
 
-def collate_packed(rows: Sequence[Sequence[Document]], shape: Shape, lengths: Sequence[int]) -> Batch:
+def collate_packed(rows: Sequence[Sequence[Document]], shape: PaddingShape, lengths: Sequence[int]) -> Batch:
     """`[1, sum(lengths)]`: packed rows one after the other; `cu_seqlens` holds the padded documents' starts and the
     end.
 

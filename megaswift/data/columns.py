@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megaswift.data.sources import Part, Source
-from megaswift.errors import DataError, Problem, nearest
+from megaswift.data.sources import DatasetFiles, FilePart
+from megaswift.errors import DataError, Problem, nearest_name
 from megaswift.log import warn
 
 LOOKED_AT = 1000
 """Rows of a file in which a column must turn up."""
 
 
-def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """The row under its new names; a renamed column goes before one that has the name already."""
     own = {name: value for name, value in row.items() if name not in columns}
     return own | {new: row[old] for old, new in columns.items() if old in row}
 
 
-def check(sources: Sequence[Source], columns: Mapping[str, str]) -> None:
+def check_columns_exist(sources: Sequence[DatasetFiles], columns: Mapping[str, str]) -> None:
     """DataError for columns that no row of any data set has; a warning where not all rows were looked at."""
     lacking, seen, whole = dict(columns), dict[str, None](), True
     for source, path in ((s, path) for s in sources for path in s.files):
-        for number, located in enumerate(Part(str(path), source.kind(path), 0, 1 << 62).rows() if lacking else ()):
+        for number, located in enumerate(FilePart(str(path), source.kind(path), 0, 1 << 62).rows() if lacking else ()):
             if number == LOOKED_AT:
                 whole = False
                 break
@@ -36,7 +36,7 @@ def check(sources: Sequence[Source], columns: Mapping[str, str]) -> None:
         Problem(
             f"--columns {old}={new}",
             f"no row has a column {old}; there are {', '.join(list(seen)[:20])}",
-            nearest(old, list(seen)) or "FROM=TO, the file's name first",
+            nearest_name(old, list(seen)) or "FROM=TO, the file's name first",
         )
         for old, new in lacking.items()
     ]

@@ -14,9 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megaswift.data.counts import WITHOUT_LABELS
-from megaswift.data.sources import Source
-from megaswift.data.store import TokenStore
+from megaswift.data.row_counts import WITHOUT_LABELS
+from megaswift.data.sources import DatasetFiles
+from megaswift.data.token_store import TokenStore
 from megaswift.errors import DataError, Problem
 
 
@@ -71,7 +71,7 @@ class Documents:
         return digest.hexdigest()[:32]
 
 
-def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
+def gather_documents(stores: Sequence[tuple[DatasetFiles, TokenStore]]) -> Documents:
     """All rows of the data sets in order, each taken as often as its `#rows` says; both documents of a pair are one
     row."""
     number, start, length, labels, sample, ends, first, total = [], [], [], [], [], [], 0, 0
@@ -116,7 +116,7 @@ def gather(stores: Sequence[tuple[Source, TokenStore]]) -> Documents:
     )
 
 
-def truncate(docs: Documents, max_length: int, strategy: str) -> Documents:
+def truncate_documents(docs: Documents, max_length: int, strategy: str) -> Documents:
     """Every document at most `max_length` tokens, by one of raise, delete, left, right, split; counted.
 
     None loses a part of an image: one that would is deleted.
@@ -135,7 +135,7 @@ def truncate(docs: Documents, max_length: int, strategy: str) -> Documents:
         out = _split(out, max_length)
     elif strategy in ("left", "right"):
         counted["truncated"] = len(long)
-        out = cut(out, long, max_length, strategy)
+        out = cut_tokens(out, long, max_length, strategy)
     empty = int((out.length < 1).sum())
     if empty:
         counted["empty"] = empty
@@ -167,7 +167,7 @@ def _without_torn(docs: Documents, max_length: int, strategy: str) -> Documents:
     )
 
 
-def cut(docs: Documents, which: np.ndarray, size: int, strategy: str) -> Documents:
+def cut_tokens(docs: Documents, which: np.ndarray, size: int, strategy: str) -> Documents:
     """The first `size` tokens of some documents (`right`), or the last (`left`)."""
     start, length = docs.start.copy(), docs.length.copy()
     if strategy == "left":
@@ -187,13 +187,13 @@ def row_of(docs: Documents, i: int) -> int:
     return int(np.searchsorted(docs.stores[docs.store[i]].offsets, docs.start[i], side="right")) - 1
 
 
-def place(docs: Documents, i: int) -> str:
+def document_place(docs: Documents, i: int) -> str:
     """`file:line` of document i."""
     return docs.stores[docs.store[i]].place(row_of(docs, i))
 
 
 def _too_long(docs: Documents, i: int, max_length: int) -> Problem:
-    return too_long_at(place(docs, i), int(docs.length[i]), max_length)
+    return too_long_at(document_place(docs, i), int(docs.length[i]), max_length)
 
 
 def too_long_at(where: str, tokens: int, max_length: int) -> Problem:

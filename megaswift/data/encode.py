@@ -2,7 +2,7 @@
 
 Owns tokenising in batches and turning character spans into token masks, exactly. Everything it needs comes in
 `EncodeSpec`, plain values that travel to worker processes; reading files belongs to `sources.py`, keeping the result to
-`store.py`.
+`token_store.py`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tokenizers import Encoding, Tokenizer, processors
 
 from megaswift.config.data import CHATS
 from megaswift.data.cache import cache_root
-from megaswift.data.chat import ChatRenderer, Rendered, Templates, templates_of
-from megaswift.data.columns import renamed
-from megaswift.data.counts import EMPTY_ANSWERS
-from megaswift.data.cuts import cuts_of
+from megaswift.data.chat import ChatRenderer, ChatTemplates, Rendered, templates_of
+from megaswift.data.columns import rename_columns
 from megaswift.data.formats import sample_of
 from megaswift.data.images import no_images
-from megaswift.data.pieces import PieceEncoder
+from megaswift.data.piece_cache import CachedEncoder
 from megaswift.data.processor import Processor, ProcessorSpec, tokenizer_in
-from megaswift.data.readers import Located
+from megaswift.data.readers import LocatedRow
+from megaswift.data.row_counts import EMPTY_ANSWERS
 from megaswift.data.sample import RowError, Sample, with_system
-from megaswift.data.sources import Part
+from megaswift.data.sources import FilePart
+from megaswift.data.split_points import split_points_of
 from megaswift.data.template import read_system
 from megaswift.data.tokenizer import fast_tokenizer
 from megaswift.errors import DataError, Problem
@@ -46,7 +46,7 @@ class EncodeSpec:
     tokenizer: str
     """The fast tokenizer as JSON."""
     eos_id: int | None
-    templates: Templates | None
+    templates: ChatTemplates | None
     loss_scale: str = "default"
     system: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
@@ -158,8 +158,8 @@ class Encoder:
         self._end = spec.eos_id if spec.task == "pt" else None
         self.keeps = spec.processor is not None
         """Whether rows keep something beside their tokens."""
-        cuts = cuts_of(self._tokenizer)
-        self._pieces = PieceEncoder(self._tokenizer, cuts, token_range) if cuts is not None else None
+        cuts = split_points_of(self._tokenizer)
+        self._pieces = CachedEncoder(self._tokenizer, cuts, token_range) if cuts is not None else None
 
     def token_text(self, token: int | None) -> str:
         """A token as it stands in texts; nothing where there is none."""
@@ -169,7 +169,7 @@ class Encoder:
         """A row under the run's column names."""
         if isinstance(row, RowError):
             raise row
-        return renamed(row, self.spec.columns) if self.spec.columns else row
+        return rename_columns(row, self.spec.columns) if self.spec.columns else row
 
     def sample(self, row: Any) -> Sample:
         """The sample of a row, with the run's column names and system message."""
@@ -226,7 +226,7 @@ class Encoder:
             yield ids, mask
 
     def _tokenize_pieces(
-        self, pieces: PieceEncoder, rendered: Sequence[Rendered]
+        self, pieces: CachedEncoder, rendered: Sequence[Rendered]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         found = pieces.encode([r.text for r in rendered], [() if self._end is not None else r.spans for r in rendered])
         begin = 0
@@ -252,7 +252,7 @@ class Encoder:
                     mask[first:last] = 1
             yield ids, mask
 
-    def encode(self, rows: Iterable[tuple[str, Located]]) -> Encoded:
+    def encode(self, rows: Iterable[tuple[str, LocatedRow]]) -> Encoded:
         """All rows at once; malformed ones are counted and the first few told."""
         tokens: list[np.ndarray] = []
         masks: list[np.ndarray] = []
@@ -290,7 +290,7 @@ class Encoder:
             notes=dict(notes),
         )
 
-    def encode_part(self, part: Part) -> Encoded:
+    def encode_part(self, part: FilePart) -> Encoded:
         """The rows of a part of a file."""
         return self.encode((part.path, located) for located in part.rows())
 

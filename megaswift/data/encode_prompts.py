@@ -1,6 +1,6 @@
 """Rows to prompts: tokens up to where the model speaks, and beside them what the row says and its other columns.
 
-Owns what of a row is kept for rewards, as JSON. Which columns are the question is `questions.py`'s, tokenising
+Owns what of a row is kept for rewards, as JSON. Which columns are the question is `prompt_rows.py`'s, tokenising
 `encode.py`'s.
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 from megaswift.data.chat import Rendered
 from megaswift.data.encode import Encoder, EncodeSpec, check_text
 from megaswift.data.images import no_images
-from megaswift.data.questions import question_of
+from megaswift.data.prompt_rows import prompt_row
 from megaswift.data.sample import RowError, with_system
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Rendered):
+class PromptText(Rendered):
     """The text of a prompt, which carries no loss."""
 
     beside: str
@@ -35,7 +35,7 @@ class PromptEncoder(Encoder):
     def located(self, path: str, row: Any) -> Rendered:
         """The prompt of a row; RowError when it has none."""
         row = self.named(row)
-        question = question_of(row, self.spec.task, self.spec.columns)
+        question = prompt_row(row, self.spec.task, self.spec.columns)
         no_images(row, question.sample)
         sample = with_system(question.sample, self.spec.system)
         if sample.text is not None and self.spec.system:
@@ -57,4 +57,4 @@ class PromptEncoder(Encoder):
             check_text(text)
         # dates and the like as text
         beside = json.dumps({"said": said, "columns": question.columns, "tools": sample.tools}, default=str)
-        return Asked(text, (), notes, plain=sample.text is not None, beside=beside)
+        return PromptText(text, (), notes, plain=sample.text is not None, beside=beside)

@@ -12,7 +12,7 @@ from pathlib import Path
 from megaswift.errors import DataError, Problem, first_line
 
 
-def fetch(cache: Path, flag: str, name: str, subset: str | None) -> tuple[Path, ...]:
+def fetch_dataset(cache: Path, flag: str, name: str, subset: str | None) -> tuple[Path, ...]:
     """The training split of `name`, an entry of the option `flag`, as a Parquet file under `cache`."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise DataError(Problem(f"{flag} {name}", "neither a file or folder here nor an id of a hub"))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaswift.data.sample import RowError, Sample, decoded, describe
+from megaswift.data.sample import RowError, Sample, decode_json_cell, describe_value
 from megaswift.errors import first_line
 
 TAG = "<image>"
@@ -39,7 +39,7 @@ MOST_PIXELS = 1 << 25
 
 
 @dataclass(frozen=True)
-class Home:
+class ImageRoot:
     """Where a row's images lie."""
 
     data: Path | None
@@ -48,12 +48,12 @@ class Home:
     """Where images go that the row itself holds; None: they stay in memory."""
 
 
-def listed(row: Mapping[str, Any]) -> list[Any]:
+def list_images(row: Mapping[str, Any]) -> list[Any]:
     """What the columns of a row say of its images."""
     for column in COLUMNS:
         value = row.get(column)
         if isinstance(value, str) and value.lstrip().startswith("["):
-            value = decoded(value, column, "a list of files")
+            value = decode_json_cell(value, column, "a list of files")
         if value:
             return value if isinstance(value, list) else [value]
     return []
@@ -77,9 +77,9 @@ def no_images(row: Mapping[str, Any], sample: Sample) -> None:
         )
 
 
-def placed(row: Mapping[str, Any], sample: Sample, home: Home) -> tuple[Sample, list[Source]]:
+def place_images(row: Mapping[str, Any], sample: Sample, home: ImageRoot) -> tuple[Sample, list[Source]]:
     """(the sample with each image as a part of a content, the images in order)."""
-    given = listed(row)
+    given = list_images(row)
     waiting = iter(given)
     files: list[Source] = []
     messages = []
@@ -115,7 +115,7 @@ def _parts(content: Any, tagged: bool, where: str) -> Iterator[Part]:
             raise RowError(where, f"a part of type {kind!r}", "text and image parts")
 
 
-def _filed(part: Part, waiting: Iterator[Any], home: Home, files: list[Source]) -> Part:
+def _filed(part: Part, waiting: Iterator[Any], home: ImageRoot, files: list[Source]) -> Part:
     """An image part with its file; one that names none takes the next of the column."""
     if part["type"] != "image":
         return part
@@ -138,7 +138,7 @@ def _in_front(messages: list[dict[str, Any]], parts: list[Part]) -> None:
     messages[at] = {**messages[at], "content": [*parts, *rest]}
 
 
-def _file(value: Any, home: Home, files: list[Source]) -> str:
+def _file(value: Any, home: ImageRoot, files: list[Source]) -> str:
     """What a part says of its image, which is also added to `files`."""
     if isinstance(value, Mapping):
         value = next((value[k] for k in ("bytes", "path", "url", "image") if value.get(k)), None)
@@ -149,7 +149,7 @@ def _file(value: Any, home: Home, files: list[Source]) -> str:
     elif isinstance(value, str) and value:
         files.append(str(_found(value, home.data)))
     else:
-        raise RowError("images", describe(value), "the path of a file, or its bytes")
+        raise RowError("images", describe_value(value), "the path of a file, or its bytes")
     last = files[-1]
     return last if isinstance(last, str) else CARRIED
 

@@ -29,7 +29,7 @@ class JsonError(ValueError):
         super().__init__(f"{where}: {found}")
 
 
-def syntax(error: json.JSONDecodeError) -> str:
+def syntax_error(error: json.JSONDecodeError) -> str:
     """What is wrong with the syntax, and the text around it."""
     near = (
         error.doc[max(0, error.pos - NEAR) : error.pos + NEAR]
@@ -40,14 +40,14 @@ def syntax(error: json.JSONDecodeError) -> str:
     return f"not JSON: {error.msg.removesuffix(' at')} near {near!r}"
 
 
-def loads(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """The value of a row's text; JsonError where there is none."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as e:
-        raise JsonError(f"character {e.pos + 1}", syntax(e), "one JSON object a line") from None
+        raise JsonError(f"character {e.pos + 1}", syntax_error(e), "one JSON object a line") from None
     except (ValueError, RecursionError) as e:
-        raise beyond(e) from None
+        raise exceeded_limit(e) from None
     if has_surrogate_escape(text):
         check_characters(value)
     if text.count("{") + text.count("[") > MOST_NESTED:
@@ -60,7 +60,7 @@ def has_surrogate_escape(text: str) -> bool:
     return "\\" in text and ("\\ud" in text or "\\uD" in text)
 
 
-def beyond(error: ValueError | RecursionError) -> JsonError:
+def exceeded_limit(error: ValueError | RecursionError) -> JsonError:
     """The limit of the json module that a well-formed text exceeds."""
     if isinstance(error, RecursionError):
         return JsonError("line", "lists or objects nested too deep", f"at most {MOST_NESTED} levels")
@@ -104,7 +104,7 @@ def check_depth(value: Any) -> None:
         level = [c for v in level if isinstance(v, (dict, list)) for c in (v.values() if isinstance(v, dict) else v)]
         if not level:
             return
-    raise beyond(RecursionError())
+    raise exceeded_limit(RecursionError())
 
 
 def list_items(text: str) -> list[str] | None:

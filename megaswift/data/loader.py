@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megaswift.data.collate import Document, Shape, collate_packed, collate_rows
+from megaswift.data.collate import Document, PaddingShape, collate_packed, collate_rows
+from megaswift.data.data_identity import FIX, WHAT, data_fingerprint, same_data
 from megaswift.data.documents import Documents
-from megaswift.data.identity import FIX, WHAT, identity, same_data
 from megaswift.data.order import Order
-from megaswift.data.packing import Packing, padded
+from megaswift.data.packing import Packing, padded_lengths
 from megaswift.data.processor import Processor
-from megaswift.data.repacked import LayoutSpan, PackShape, Rest, rest_of, stages_of
-from megaswift.data.towers import Towers
+from megaswift.data.repack import LayoutSpan, PackShape, Rest, rest_of, stages_of
+from megaswift.data.vision_batches import VisionCollator
 from megaswift.errors import DataError, Problem
 from megaswift.log import info
 from megaswift.losses.contract import Batch
@@ -102,22 +102,22 @@ class RowData(Protocol):
     def read(self, row: int) -> Any:
         """What a row holds, never empty."""
 
-    def batches(self, rows: Sequence[Sequence[Any]], shape: Shape, uniform: bool) -> list[Batch]:
+    def batches(self, rows: Sequence[Sequence[Any]], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches. An empty row is one without weight."""
 
-    def stats(self, shape: Shape) -> dict[str, float]:
+    def stats(self, shape: PaddingShape) -> dict[str, float]:
         """Numbers beside rows, documents and tokens."""
 
 
 @dataclass
-class Rows:
+class DocumentRows:
     """Numbered rows, each one document or a pack of them."""
 
     docs: Documents
     packing: Packing | None = None
     pack_shape: PackShape = PackShape()
     """How they are packed."""
-    towers: Towers | None = None
+    towers: VisionCollator | None = None
     """Of a vision-language model: brings the images."""
 
     def __len__(self) -> int:
@@ -131,36 +131,38 @@ class Rows:
         """These documents."""
         return [(*self.docs.read(i), int(self.docs.sample[i])) for i in which]
 
-    def batches(self, rows: Sequence[Sequence[list[Document]]], shape: Shape, uniform: bool) -> list[Batch]:
+    def batches(self, rows: Sequence[Sequence[list[Document]]], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
         if self.towers is not None:
             return [self.towers.batch([r[0] if r else None for r in micro], shape) for micro in rows]
-        return batches(rows, self.packing is not None, shape, uniform)
+        return step_batches(rows, self.packing is not None, shape, uniform)
 
-    def stats(self, shape: Shape) -> dict[str, float]:
+    def stats(self, shape: PaddingShape) -> dict[str, float]:
         """`fill` real tokens over all, `padded_fill` with the padding of documents counted as filled."""
         if self.packing is None:
             return {}
         space = float(len(self) * self.packing.capacity)
         return {
             "fill": float(self.docs.length.sum()) / space,
-            "padded_fill": float(padded(self.docs.length, shape.doc_multiple).sum()) / space,
+            "padded_fill": float(padded_lengths(self.docs.length, shape.doc_multiple).sum()) / space,
         }
 
 
 def make_rows(
-    docs: Documents, packing: bool, max_length: int, shape: Shape, processor: Processor | None = None
-) -> Rows:
+    docs: Documents, packing: bool, max_length: int, shape: PaddingShape, processor: Processor | None = None
+) -> DocumentRows:
     """Rows of one document each, or packed by best fit into rows of `max_length` (rounded up to the padding's
     multiple)."""
     assert not (packing and processor), "documents with images are not packed"
     if not packing:
-        return Rows(docs, towers=None if processor is None else Towers(docs.stores, processor))
+        return DocumentRows(docs, towers=None if processor is None else VisionCollator(docs.stores, processor))
     pack_shape = PackShape(shape.doc_multiple, shape.row_length(max_length))
-    return Rows(docs, pack_shape.pack(docs.length), pack_shape)
+    return DocumentRows(docs, pack_shape.pack(docs.length), pack_shape)
 
 
-def batches(rows: Sequence[Sequence[list[Document]]], packed: bool, shape: Shape, uniform: bool) -> list[Batch]:
+def step_batches(
+    rows: Sequence[Sequence[list[Document]]], packed: bool, shape: PaddingShape, uniform: bool
+) -> list[Batch]:
     """Tensors of a step's micro-batches. An empty row is one without weight."""
     if packed:
         lengths = [[shape.packed_length(r) for r in micro] for micro in rows]
@@ -181,7 +183,7 @@ class StoredSource:
 
     data: RowData
     geometry: LoaderGeometry
-    shape: Shape
+    shape: PaddingShape
     order: Order
     threads: int = 0
     """Read ahead by so many threads (0: none)."""
@@ -217,7 +219,7 @@ class StoredSource:
     def _row(self, place: int) -> Any:
         """What the row at a place of the endless sequence holds. The rest of an epoch ends where that epoch ends."""
         if self._rest is not None and place < (end := (self._rest.epoch + 1) * self.rows):
-            assert isinstance(self.data, Rows)
+            assert isinstance(self.data, DocumentRows)
             return self.data.documents(self._rest.documents(place - end + len(self._rest)).tolist())
         return self.data.read(int(self.order.slice(place, place + 1)[0]))
 
@@ -250,9 +252,9 @@ class StoredSource:
             "rows": self.rows,
             "shuffle": self.order.shuffle,
             "seed": self.order.seed,
-            **identity(self.data.docs),
+            **data_fingerprint(self.data.docs),
         }
-        if isinstance(self.data, Rows):
+        if isinstance(self.data, DocumentRows):
             state["packing"] = asdict(self.data.pack_shape)
         if self._rest is not None and self._taken < (self._rest.epoch + 1) * self.rows:
             state["rest"] = self._rest.state()
@@ -264,13 +266,13 @@ class StoredSource:
         self._ahead.clear()
         self._rest = None
         self._taken = int(state["rows_taken"])
-        if isinstance(self.data, Rows) and "packing" in state:
+        if isinstance(self.data, DocumentRows) and "packing" in state:
             self._go_on(self.data, state)
         elif state["rows"] != self.rows:  # of an older version, which did not save how it packed
             rule = f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint: packed for another layout"
             raise DataError(Problem(WHAT, rule, "the checkpoint's --cp, --tp, --sequence_parallel and --packing"))
 
-    def _go_on(self, data: Rows, state: Mapping[str, Any]) -> None:
+    def _go_on(self, data: DocumentRows, state: Mapping[str, Any]) -> None:
         """In the middle of an epoch, with the documents that rows of another packing have left."""
         was, rows = PackShape(**state["packing"]), int(state["rows"])
         epoch, taken = divmod(self._taken, rows)
@@ -316,7 +318,7 @@ class EvalSource:
 
     data: RowData
     geometry: LoaderGeometry
-    shape: Shape
+    shape: PaddingShape
 
     def eval_batches(self, limit: int | None = None) -> Iterator[list[Batch]]:
         """This rank's micro-batches of each global batch of the first `limit` rows."""

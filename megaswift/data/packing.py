@@ -103,6 +103,6 @@ def _in_file_order(row_of: np.ndarray, capacity: int) -> Packing:
     return Packing(documents[which], offsets, capacity)
 
 
-def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
+def padded_lengths(lengths: np.ndarray, multiple: int) -> np.ndarray:
     """Lengths rounded up to a multiple."""
     return -(-lengths // multiple) * multiple

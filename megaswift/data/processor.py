@@ -1,7 +1,7 @@
 """A vision-language model's processor: from a conversation's text and its images to what the model reads.
 
 Owns loading it, one call for one conversation, and what each of its outputs is: a value a token, a row or an image.
-transformers does the work; which rows come together belongs to `towers.py`.
+transformers does the work; which rows come together belongs to `vision_batches.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def unreadable(folder: Path, label: str) -> list[Problem]:
 
 
 @dataclass(frozen=True)
-class Expanded:
+class ProcessedConversation:
     """A conversation as the processor reads it."""
 
     ids: list[int]
@@ -86,7 +86,7 @@ class Expanded:
 
 
 @dataclass(frozen=True)
-class Dummy:
+class DummyConversation:
     """A conversation about a blank image, for a micro-batch that has none."""
 
     ids: list[int]
@@ -127,7 +127,7 @@ class Processor:
                 "as many images as its text has places for",
             ) from None
 
-    def expand(self, text: str, images: Sequence[Any]) -> Expanded:
+    def expand(self, text: str, images: Sequence[Any]) -> ProcessedConversation:
         """The tokens of a rendered conversation, and where its images are."""
         out = self._call(text, images, return_text_replacement_offsets=True)
         found = out.get("text_replacement_offsets")
@@ -146,7 +146,9 @@ class Processor:
             spans.append(tuple(item["new_span"]))
             gained.append((end, item["new_span"][1] - end))
             at = end
-        return Expanded(list(out["input_ids"][0]), "".join([*pieces, text[at:]]), tuple(spans), tuple(gained))
+        return ProcessedConversation(
+            list(out["input_ids"][0]), "".join([*pieces, text[at:]]), tuple(spans), tuple(gained)
+        )
 
     def inputs(self, text: str, images: Sequence[Any]) -> dict[str, Tensor]:
         """What the model reads of a conversation with images, its tokens (`input_ids` [1, n]) among it."""
@@ -176,10 +178,10 @@ class Processor:
         return text, self.inputs(text, [picture] * images)
 
     @cached_property
-    def dummy(self) -> Dummy:
+    def dummy(self) -> DummyConversation:
         """The same on every rank."""
         made = self._blank(1)[1]
-        return Dummy(made["input_ids"][0].tolist(), made)
+        return DummyConversation(made["input_ids"][0].tolist(), made)
 
     @cached_property
     def kinds(self) -> dict[str, str]:

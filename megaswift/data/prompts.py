@@ -19,10 +19,10 @@ import numpy as np
 from megaswift import log
 from megaswift.config.sections import Sections
 from megaswift.data.build import data_seed
-from megaswift.data.documents import Documents, cut, gather, hold_out, place, row_of
-from megaswift.data.identity import identity, same_data
+from megaswift.data.data_identity import data_fingerprint, same_data
+from megaswift.data.documents import Documents, cut_tokens, document_place, gather_documents, hold_out, row_of
 from megaswift.data.order import Order
-from megaswift.data.prepare import prepare
+from megaswift.data.tokenization import tokenize_datasets
 from megaswift.errors import DataError, Problem
 
 
@@ -41,7 +41,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptDataset:
     """Prompts in file order, read when they are asked for."""
 
     docs: Documents
@@ -79,7 +79,7 @@ class Prompts:
 class PromptSource:
     """The prompts of one generation after the other: endless, in a known order, the same on every rank."""
 
-    prompts: Prompts
+    prompts: PromptDataset
     per_generation: int
     """Prompts of a generation over all ranks."""
     order: Order
@@ -117,7 +117,7 @@ class PromptSource:
             "rows": self.rows,
             "shuffle": self.order.shuffle,
             "seed": self.order.seed,
-            **identity(self.prompts.docs),
+            **data_fingerprint(self.prompts.docs),
             "fingerprint": self.prompts.fingerprint,
         }
 
@@ -154,19 +154,19 @@ def prompts_of(
         raise DataError(
             Problem(
                 ", ".join(c.data.dataset),
-                f"{log.amount(len(docs), 'prompt')}, fewer than the {per_generation} of one generation",
+                f"{log.count_text(len(docs), 'prompt')}, fewer than the {per_generation} of one generation",
                 "more completions of each (--num_generations), a smaller --global_batch_size or "
                 f"--generation_batch_size, more data, or {c.data.dataset[0]}#{per_generation} to repeat rows",
             )
         )
-    kept = None if held is None else Prompts(held)
-    source = PromptSource(Prompts(docs), per_generation, Order(len(docs), c.data.shuffle, seed), steps)
+    kept = None if held is None else PromptDataset(held)
+    source = PromptSource(PromptDataset(docs), per_generation, Order(len(docs), c.data.shuffle, seed), steps)
     return source, None if kept is None else [kept.read(i) for i in range(len(kept))]
 
 
 def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) -> Documents:
-    docs = fitting(
-        gather(prepare(c.data, tokenizer, c.task, val, data_seed(c.data, c.train))),
+    docs = fitting_prompts(
+        gather_documents(tokenize_datasets(c.data, tokenizer, c.task, val, data_seed(c.data, c.train))),
         c.data.max_length,
         c.rl.max_completion_length,
         c.data.truncation_strategy,
@@ -190,7 +190,7 @@ def _room(longest: int, completion: int) -> str:
     )
 
 
-def fitting(docs: Documents, longest: int, completion: int, strategy: str) -> Documents:
+def fitting_prompts(docs: Documents, longest: int, completion: int, strategy: str) -> Documents:
     """Prompts of at least one token that leave room for a completion; others by one of raise, delete, left."""
     room = longest - completion
     long = np.flatnonzero(docs.length > room)
@@ -199,7 +199,7 @@ def fitting(docs: Documents, longest: int, completion: int, strategy: str) -> Do
         raise DataError(
             [
                 Problem(
-                    place(docs, int(i)),
+                    document_place(docs, int(i)),
                     f"{docs.length[i]} tokens; {_room(longest, completion)}",
                     "a larger --max_length, or --truncation_strategy delete or left",
                 )
@@ -208,7 +208,7 @@ def fitting(docs: Documents, longest: int, completion: int, strategy: str) -> Do
         )
     if len(long):
         counted["deleted" if strategy == "delete" else "truncated"] = len(long)
-    kept = docs if strategy == "delete" else cut(docs, long, room, strategy)
+    kept = docs if strategy == "delete" else cut_tokens(docs, long, room, strategy)
     fits = (kept.length > 0) & (kept.length <= room)
     if empty := int((docs.length < 1).sum()):
         counted["empty"] = empty

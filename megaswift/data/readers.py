@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megaswift.data import json_text
-from megaswift.data.sample import LineError, RowError, describe
+from megaswift.data.sample import LineError, RowError, describe_value
 from megaswift.errors import DataError, Problem
 from megaswift.errors import first_line as reason
 
@@ -34,7 +34,7 @@ DAMAGED = (pa.ArrowException, OSError, ValueError, ArithmeticError, MemoryError)
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedRow:
     """A row and its place: line of the file (or row number from 1), and the byte after it where that is known."""
 
     line: int
@@ -63,33 +63,33 @@ def _text(raw: bytes) -> str | RowError:
     return LineError(f"byte {raw.index(0) + 1}", "a NUL byte", "text without them") if "\0" in text else text
 
 
-def _jsonl(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
+def _jsonl(path: Path, start: int, stop: int, first_line: int) -> Iterator[LocatedRow]:
     for number, position, raw in _lines(path, start, stop, first_line):
         text = _text(raw)
-        yield Located(number, json_row(text) if isinstance(text, str) else text, position)
+        yield LocatedRow(number, json_row(text) if isinstance(text, str) else text, position)
 
 
 def json_row(text: str) -> dict[str, Any] | RowError:
     """The object that a line holds."""
     try:
-        row = json_text.loads(text)
+        row = json_text.parse_json(text)
     except json_text.JsonError as e:
         return LineError(e.where, e.found, e.expected)
-    return row if isinstance(row, dict) else LineError("line", describe(row), "a JSON object")
+    return row if isinstance(row, dict) else LineError("line", describe_value(row), "a JSON object")
 
 
-def _txt(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
+def _txt(path: Path, start: int, stop: int, first_line: int) -> Iterator[LocatedRow]:
     for number, position, raw in _lines(path, start, stop, first_line):
         text = _text(raw)
-        yield Located(number, text if isinstance(text, RowError) else {"text": text.rstrip("\r\n")}, position)
+        yield LocatedRow(number, text if isinstance(text, RowError) else {"text": text.rstrip("\r\n")}, position)
 
 
-def _document(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
+def _document(path: Path, start: int, stop: int, first_line: int) -> Iterator[LocatedRow]:
     """A text file as one row; none where it is blank."""
     raw = path.read_bytes() if start == 0 < stop else b""
     if raw.strip():
         text = _text(raw)
-        yield Located(1, text if isinstance(text, RowError) else {"text": text}, 1)
+        yield LocatedRow(1, text if isinstance(text, RowError) else {"text": text}, 1)
 
 
 def _json_rows(path: Path) -> list[Any]:
@@ -99,26 +99,30 @@ def _json_rows(path: Path) -> list[Any]:
         data = json.loads(text)
     except json.JSONDecodeError as e:
         raise DataError(
-            Problem(f"{path}:{e.lineno}:{e.colno}", json_text.syntax(e), "a list of objects, or .jsonl with one a line")
+            Problem(
+                f"{path}:{e.lineno}:{e.colno}",
+                json_text.syntax_error(e),
+                "a list of objects, or .jsonl with one a line",
+            )
         ) from None
     except (ValueError, RecursionError) as e:
         data = json_text.list_items(text)
         if data is None:
-            beyond = json_text.beyond(e)
+            beyond = json_text.exceeded_limit(e)
             raise DataError(Problem(str(path), beyond.found, beyond.expected)) from None
         return [json_row(item) for item in data]
     if isinstance(data, dict):
         lists = [v for v in data.values() if isinstance(v, list)]
         data = data.get("data", lists[0] if len(lists) == 1 else data)
     if not isinstance(data, list):
-        raise DataError(Problem(str(path), f"holds {describe(data)}", 'a list of objects, or {"data": [...]}'))
+        raise DataError(Problem(str(path), f"holds {describe_value(data)}", 'a list of objects, or {"data": [...]}'))
     halves = json_text.has_surrogate_escape(text) or json_text.SURROGATE.search(text) is not None
     return [_json_item(row, halves) for row in data]
 
 
 def _json_item(row: Any, halves: bool) -> Any:
     if not isinstance(row, dict):
-        return LineError("item", describe(row), "an object")
+        return LineError("item", describe_value(row), "an object")
     try:
         json_text.check_depth(row)
         if halves:
@@ -131,9 +135,9 @@ def _json_item(row: Any, halves: bool) -> Any:
     return row
 
 
-def _json(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
+def _json(path: Path, start: int, stop: int, first_line: int) -> Iterator[LocatedRow]:
     for i, row in enumerate(_json_rows(path)[start:stop], start + 1):
-        yield Located(i, row, i)
+        yield LocatedRow(i, row, i)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
@@ -189,9 +193,9 @@ def _header(path: Path, reader: Any) -> list[str]:
     return header
 
 
-def _csv(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
+def _csv(path: Path, start: int, stop: int, first_line: int) -> Iterator[LocatedRow]:
     for i, (line, row) in islice(enumerate(_csv_rows(path), 1), start, stop):
-        yield Located(line, row, i)
+        yield LocatedRow(line, row, i)
 
 
 def _pruned(value: Any) -> Any:
@@ -214,7 +218,7 @@ def _parquet_file(path: Path) -> pq.ParquetFile:
     return file
 
 
-def _parquet(path: Path, start: int, stop: int, first_line: int) -> Iterator[Located]:
+def _parquet(path: Path, start: int, stop: int, first_line: int) -> Iterator[LocatedRow]:
     file = _parquet_file(path)
     first = 0
     for group in range(file.num_row_groups):
@@ -230,13 +234,13 @@ def _parquet(path: Path, start: int, stop: int, first_line: int) -> Iterator[Loc
             except DAMAGED as e:
                 why = reason(e)
             for i in range(max(n, start), min(end, stop)):  # the pages from here on
-                yield Located(
+                yield LocatedRow(
                     i + 1, LineError("row", f"damaged Parquet data ({why})", "a whole copy of the file"), i + 1
                 )
         first = end
 
 
-def _parquet_rows(batch: pa.RecordBatch, lo: int, hi: int, number: int) -> Iterator[Located]:
+def _parquet_rows(batch: pa.RecordBatch, lo: int, hi: int, number: int) -> Iterator[LocatedRow]:
     """Rows lo to hi of a batch, whose first is row `number` of the file."""
     if lo >= hi:
         return
@@ -245,7 +249,7 @@ def _parquet_rows(batch: pa.RecordBatch, lo: int, hi: int, number: int) -> Itera
     except DAMAGED:
         rows = [_parquet_row(batch, i) for i in range(lo, hi)]
     for i, row in enumerate(rows, number + lo):
-        yield Located(i, _pruned(row), i)
+        yield LocatedRow(i, _pruned(row), i)
 
 
 def _parquet_row(batch: pa.RecordBatch, i: int) -> Any:
@@ -257,7 +261,7 @@ def _parquet_row(batch: pa.RecordBatch, i: int) -> Any:
         return LineError("row", f"a value that cannot be read ({reason(e)})", "text, numbers and lists of them")
 
 
-READERS: dict[str, Callable[[Path, int, int, int], Iterator[Located]]] = {
+READERS: dict[str, Callable[[Path, int, int, int], Iterator[LocatedRow]]] = {
     "jsonl": _jsonl,
     "txt": _txt,
     DOCUMENT: _document,

@@ -57,7 +57,7 @@ class Sample:
     """Of a plain `text` that carries loss: what stands before it and carries none."""
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value of the user's in a few words for a message."""
     if value is None:
         return "nothing"
@@ -68,24 +68,24 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
-def decoded(value: Any, column: str, expected: str) -> Any:
+def decode_json_cell(value: Any, column: str, expected: str) -> Any:
     """A nested value that a flat file (CSV, Parquet) may hold as JSON text."""
     if not isinstance(value, str):
         return value
     try:
-        return json_text.loads(value)
+        return json_text.parse_json(value)
     except json_text.JsonError as e:
         where = "" if e.where == "line" else f" at {e.where}"
-        raise RowError(column, f"{describe(value)}{where}: {e.found}", expected) from None
+        raise RowError(column, f"{describe_value(value)}{where}: {e.found}", expected) from None
 
 
-def string(row: Mapping[str, Any], column: str, optional: bool = False) -> str:
+def text_in_column(row: Mapping[str, Any], column: str, optional: bool = False) -> str:
     """The text in `column`; "" for a missing optional one."""
     value = row.get(column)
     if value is None and optional:
         return ""
     if not isinstance(value, str):
-        raise RowError(column, describe(value), "a string")
+        raise RowError(column, describe_value(value), "a string")
     return value
 
 
@@ -96,22 +96,22 @@ def _content(message: Mapping[str, Any], where: str) -> None:
     listed: list[Any] = content if isinstance(content, list) else []
     parts = isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("type"), str) for p in listed)
     if parts and any(p["type"] == "text" and not isinstance(p.get("text"), str) for p in listed):
-        raise RowError(f"{where}.content", describe(content), "text parts with a string `text`")
+        raise RowError(f"{where}.content", describe_value(content), "text parts with a string `text`")
     if not isinstance(content, str) and not parts:
-        raise RowError(f"{where}.content", describe(content), "a string (or a list of parts with a `type`)")
+        raise RowError(f"{where}.content", describe_value(content), "a string (or a list of parts with a `type`)")
 
 
 def _message(message: Any, where: str) -> tuple[dict[str, Any], bool | None]:
     if not isinstance(message, Mapping):
-        raise RowError(where, describe(message), 'an object {"role": ..., "content": ...}')
+        raise RowError(where, describe_value(message), 'an object {"role": ..., "content": ...}')
     role = role_of(message.get("role"))
     if role is None:
-        raise RowError(f"{where}.role", describe(message.get("role")), f"one of {KNOWN}")
+        raise RowError(f"{where}.role", describe_value(message.get("role")), f"one of {KNOWN}")
     if role == TOOL_CALL:
         return _call(message, where), _flag(message, where)
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(c, Mapping) for c in calls)):
-        raise RowError(f"{where}.tool_calls", describe(calls), "a list of objects")
+        raise RowError(f"{where}.tool_calls", describe_value(calls), "a list of objects")
     _content(message, where)
     loss = _flag(message, where)
     if loss and role != "assistant":
@@ -123,24 +123,24 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], bool | None]:
 def _flag(message: Mapping[str, Any], where: str) -> bool | None:
     loss = message.get("loss")
     if loss not in (None, True, False):
-        raise RowError(f"{where}.loss", describe(loss), "true or false")
+        raise RowError(f"{where}.loss", describe_value(loss), "true or false")
     return None if loss is None else bool(loss)
 
 
 def _call(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The calls of a turn that is one function call, or a list of them, as JSON."""
-    found = decoded(message.get("content"), f"{where}.content", "a JSON function call")
+    found = decode_json_cell(message.get("content"), f"{where}.content", "a JSON function call")
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(c, Mapping) and isinstance(c.get("name"), str) for c in calls):
-        raise RowError(f"{where}.content", describe(found), 'a function call: {"name": ..., "arguments": {...}}')
+        raise RowError(f"{where}.content", describe_value(found), 'a function call: {"name": ..., "arguments": {...}}')
     return {"role": TOOL_CALL, "tool_calls": [{"type": "function", "function": dict(c)} for c in calls]}
 
 
 def conversation(messages: Any, column: str, system: str | None = None, tools: Any = None) -> Sample:
     """A checked conversation from messages in the template's form; `system` goes first when they have none."""
-    messages = decoded(messages, column, "a list of messages")
+    messages = decode_json_cell(messages, column, "a list of messages")
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise RowError(column, describe(messages), "a list of at least one message")
+        raise RowError(column, describe_value(messages), "a list of at least one message")
     checked = [_message(m, f"{column}[{i}]") for i, m in enumerate(messages)]
     if any(m["role"] == TOOL_CALL for m, _ in checked):
         checked = with_calls(checked)
@@ -152,10 +152,12 @@ def conversation(messages: Any, column: str, system: str | None = None, tools: A
 def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
     if tools is None or tools == "":
         return None
-    tools = decoded(tools, "tools", "a list of tool descriptions")
-    listed = [decoded(t, "tools", "tool descriptions") for t in tools] if isinstance(tools, (list, tuple)) else None
+    tools = decode_json_cell(tools, "tools", "a list of tool descriptions")
+    listed = (
+        [decode_json_cell(t, "tools", "tool descriptions") for t in tools] if isinstance(tools, (list, tuple)) else None
+    )
     if listed is None or not all(isinstance(t, Mapping) for t in listed):
-        raise RowError("tools", describe(tools), "a list of objects (JSON schemas of functions)")
+        raise RowError("tools", describe_value(tools), "a list of objects (JSON schemas of functions)")
     return tuple(dict(t) for t in listed) or None
 
 
@@ -170,11 +172,11 @@ def text_or_messages(row: Mapping[str, Any], column: str) -> str | Sample:
     """A text, or messages (a list, one object, or JSON text of either)."""
     value: Any = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")) and '"role"' in value:
-        value = decoded(value, column, "a list of messages")
+        value = decode_json_cell(value, column, "a list of messages")
     if isinstance(value, str):
         return value
     if not isinstance(value, (list, tuple, dict)):
-        raise RowError(column, describe(value), "a string or a list of messages")
+        raise RowError(column, describe_value(value), "a string or a list of messages")
     return conversation([value] if isinstance(value, dict) else value, column)
 
 

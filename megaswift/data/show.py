@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from megaswift.config import SwiftConfig, load
 from megaswift.config.sections import NAMES, OPTIONS, SECTIONS
-from megaswift.config.source import normal, read_command_line
-from megaswift.data.counts import worded
-from megaswift.errors import DataError, Problem, nearest
-from megaswift.log import amount, info
+from megaswift.config.sources import normal, read_command_line
+from megaswift.data.row_counts import worded_counts
+from megaswift.errors import DataError, Problem, nearest_name
+from megaswift.log import count_text, info
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,7 +73,7 @@ def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             (files if is_configuration(word) else datasets).append(word)
         else:
             name = word.partition("=")[0].lstrip("-")
-            if word.startswith("--") and normal(name) not in NAMES and (close := nearest(name, list(own))):
+            if word.startswith("--") and normal(name) not in NAMES and (close := nearest_name(name, list(own))):
                 raise DataError(Problem(word, "is not an option", close))
             rest.append(word)
     return own, [*files, *rest, *(["--dataset", *datasets] if datasets else [])]
@@ -140,7 +140,7 @@ def coloured(out: TextIO) -> bool:
     return out.isatty() and not os.environ.get("NO_COLOR")
 
 
-def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Each token's text, line ends shown as ⏎; bytes of a character that is spread over several tokens as they are
     stored."""
     texts = []
@@ -151,7 +151,7 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def folded(texts: Sequence[str], mask: Sequence[int]) -> tuple[list[str], list[int]]:
+def fold_repeats(texts: Sequence[str], mask: Sequence[int]) -> tuple[list[str], list[int]]:
     """(texts, mask) with long runs of one token without loss, as images have them, as one: `<image> x 64`."""
     out: list[str] = []
     kept: list[int] = []
@@ -208,7 +208,7 @@ def histogram(values: np.ndarray, title: str, width: int = 40) -> list[str]:
 def summary(docs: Documents, held: Documents | None, max_length: int, packing: bool = True) -> list[str]:
     """Counts, lengths, and how rows would be packed."""
     tokens, labels = int(docs.length.sum()), int(docs.labels.sum())
-    happened = ", ".join(worded(docs.counted))
+    happened = ", ".join(worded_counts(docs.counted))
     lines = [
         f"{docs.counted['rows']:,} rows{f' ({happened})' if happened else ''}, {tokens:,} tokens, {labels:,} carry "
         f"loss ({100 * labels / tokens:.1f}%)"
@@ -219,22 +219,22 @@ def summary(docs: Documents, held: Documents | None, max_length: int, packing: b
             f"carry loss"
         )
     lines += ["", *histogram(docs.length, "tokens a sample")]
-    return lines + ["", *packed(docs, max_length)] if packing else lines
+    return lines + ["", *packing_summary(docs, max_length)] if packing else lines
 
 
-def packed(docs: Documents, max_length: int) -> list[str]:
+def packing_summary(docs: Documents, max_length: int) -> list[str]:
     """How full packed rows are, beside rows of one sample."""
     import numpy as np
 
-    from megaswift.data.collate import Shape
+    from megaswift.data.collate import PaddingShape
     from megaswift.data.loader import make_rows
 
-    rows = make_rows(docs, True, max_length, Shape())
+    rows = make_rows(docs, True, max_length, PaddingShape())
     assert rows.packing is not None
     tokens, plain = int(docs.length.sum()), len(docs) * int(docs.length.max())
     filled = np.add.reduceat(docs.length[rows.packing.documents], rows.packing.offsets[:-1])
     line = (
-        f"packed into {amount(len(rows), 'row')} of {max_length:,}: {100 * tokens / (len(rows) * max_length):.2f}% "
+        f"packed into {count_text(len(rows), 'row')} of {max_length:,}: {100 * tokens / (len(rows) * max_length):.2f}% "
         f"filled (one sample a row, padded to the longest: {100 * tokens / plain:.1f}%)"
     )
     return [
@@ -254,15 +254,15 @@ def main(argv: Sequence[str], reader_for: Callable[[SwiftConfig], Any]) -> int:
     _check(cfg, words)
     for notice in cfg.notices:
         info(notice)
-    from megaswift.data.sources import resolve
+    from megaswift.data.sources import resolve_dataset
 
     first, count = _number(own, "first"), _number(own, "samples")
     for name in cfg.data.dataset:
-        resolve(name, lambda *_: ())  # of paths; a hub is asked later
+        resolve_dataset(name, lambda *_: ())  # of paths; a hub is asked later
     reader = reader_for(cfg)
-    from megaswift.data.build import kind_of  # brings torch; help and mistakes are answered without
+    from megaswift.data.build import row_unit  # brings torch; help and mistakes are answered without
 
-    show = {"rows": show_rows, "completions": show_prompts}.get(kind_of(cfg.task), show_units)
+    show = {"rows": show_rows, "completions": show_prompts}.get(row_unit(cfg.task), show_units)
     print("\n".join(show(cfg, cfg.task, reader, range(first, first + count))))
     return 0
 
@@ -277,10 +277,10 @@ def _shown(which: range, count: int, of: str) -> range:
 
 def show_rows(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[str]:
     """Some samples of SFT or pretraining, then statistics of all."""
-    from megaswift.data.build import documents
+    from megaswift.data.build import load_documents
     from megaswift.data.processor import Processor
 
-    docs, held = documents(cfg.data, cfg.train, reader, task)
+    docs, held = load_documents(cfg.data, cfg.train, reader, task)
     lines = []
     for i in _shown(which, len(docs), "samples"):
         lines += [f"--- sample {i} (row {docs.sample[i]}): {_counts(docs, i)}", _document(docs, i, reader) + "\n"]
@@ -291,10 +291,10 @@ def show_rows(cfg: SwiftConfig, task: str, reader: Any, which: range) -> list[st
 
 def show_units(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> list[str]:
     """Some pairs or labelled answers, each of their documents, then statistics of all documents."""
-    from megaswift.data.build import kind_of, units
+    from megaswift.data.build import load_preferences, row_unit
 
-    made, held = units(cfg.data, cfg.train, tokenizer, task)
-    kind, docs, lines = kind_of(task), made.docs, []
+    made, held = load_preferences(cfg.data, cfg.train, tokenizer, task)
+    kind, docs, lines = row_unit(task), made.docs, []
     for i in _shown(which, len(made), kind):
         value = made.values[i]
         pairs = kind == "pairs"
@@ -327,7 +327,7 @@ def show_prompts(cfg: SwiftConfig, task: str, tokenizer: Any, which: range) -> l
             _document(prompts.docs, i, tokenizer),
         ]
         lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in prompt.columns.items()] + [""]
-    happened = ", ".join(worded(prompts.docs.counted))
+    happened = ", ".join(worded_counts(prompts.docs.counted))
     lines.append(
         f"{len(prompts):,} prompts{f' ({happened})' if happened else ''}"
         + ("" if held is None else f", for evaluation {len(held):,}")
@@ -343,7 +343,7 @@ def _document(docs: Documents, i: int, reader: Any) -> str:
     from megaswift.data.processor import tokenizer_in
 
     ids, loss = docs.read(i)
-    texts, mask = pieces(tokenizer_in(reader), ids.tolist()), loss.tolist()
+    texts, mask = token_texts(tokenizer_in(reader), ids.tolist()), loss.tolist()
     if docs.image_end[i]:
-        texts, mask = folded(texts, mask)
+        texts, mask = fold_repeats(texts, mask)
     return sample_text(texts, mask, coloured(sys.stdout))

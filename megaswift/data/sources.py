@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift.data import readers
-from megaswift.errors import DataError, Problem, beside, nearest
+from megaswift.errors import DataError, Problem, nearest_name, path_hint
 
 KIND_OF = {
     ".jsonl": "jsonl",
@@ -38,7 +38,7 @@ same."""
 
 
 @dataclass(frozen=True)
-class Source:
+class DatasetFiles:
     """One entry of `--dataset`: its files in order and how many rows to take."""
 
     name: str
@@ -55,7 +55,7 @@ class Source:
 
     def kind(self, path: Path) -> str:
         """The kind of one of its files."""
-        kind = kind_of(path)
+        kind = file_kind(path)
         return readers.DOCUMENT if kind == "txt" and self.sample_by == "document" else kind
 
     def drawn(self, count: int, rows: int) -> list[int]:
@@ -72,7 +72,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A piece of one file that a worker reads on its own."""
 
     path: str
@@ -87,9 +87,9 @@ class Part:
     picked: tuple[int, ...] | None = None
     """Read these rows alone, counted from 0."""
 
-    def rows(self, start: int | None = None) -> Iterator[readers.Located]:
+    def rows(self, start: int | None = None) -> Iterator[readers.LocatedRow]:
         """The rows of this part; broken ones come as errors."""
-        reader: Callable[..., Iterator[readers.Located]] = readers.READERS[self.kind]
+        reader: Callable[..., Iterator[readers.LocatedRow]] = readers.READERS[self.kind]
         picked = None if self.picked is None else set(self.picked)
         for n, located in enumerate(
             reader(Path(self.path), self.start if start is None else start, self.stop, self.first_line)
@@ -129,7 +129,9 @@ def _folder(path: Path, subset: str | None) -> tuple[Path, ...]:
     return tuple(f for f in files if subset is None or f.stem == subset)
 
 
-def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]], flag: str = "--dataset") -> Source:
+def resolve_dataset(
+    spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]], flag: str = "--dataset"
+) -> DatasetFiles:
     """The files behind one entry of `flag`; DataError where there are none. `from_hub` fetches an id that is no
     path."""
     name, subset, amount = _split_spec(spec, flag)
@@ -144,10 +146,10 @@ def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]], 
                 Problem(
                     spec,
                     f"no data files{f' named {subset}' if subset else ''} in this folder",
-                    nearest(str(subset), there) or some,
+                    nearest_name(str(subset), there) or some,
                 )
             )
-        return Source(spec, files, *amount)
+        return DatasetFiles(spec, files, *amount)
     if path.is_file():
         if subset is not None:
             raise DataError(Problem(spec, "a single file has no subset", str(path)))
@@ -162,7 +164,7 @@ def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]], 
                     "one of " + ", ".join(sorted(KIND_OF)),
                 )
             )
-        return Source(spec, (path,), *amount)
+        return DatasetFiles(spec, (path,), *amount)
     if "#" in name:
         raise DataError(Problem(spec, "what follows # is no number of rows", f"{name.partition('#')[0]}#500"))
     if (
@@ -171,11 +173,11 @@ def resolve(spec: str, from_hub: Callable[[str, str | None], tuple[Path, ...]], 
         or name.count("/") > 1
         or FILE_NAME.fullmatch(name)
     ):
-        raise DataError(Problem(f"{flag} {spec}", "no such file or folder", beside(path)))
-    return Source(spec, from_hub(name, subset), *amount)
+        raise DataError(Problem(f"{flag} {spec}", "no such file or folder", path_hint(path)))
+    return DatasetFiles(spec, from_hub(name, subset), *amount)
 
 
-def kind_of(path: Path) -> str:
+def file_kind(path: Path) -> str:
     """The kind of a file; a `.json` file that holds one object a line is JSONL."""
     kind = KIND_OF[path.suffix.lower()]
     if kind != "json":
@@ -192,7 +194,7 @@ def kind_of(path: Path) -> str:
     return "jsonl" if rest.strip() or '"data"' not in first.decode(errors="replace") else "json"
 
 
-def _line_parts(path: Path, kind: str, size: int) -> list[Part]:
+def _line_parts(path: Path, kind: str, size: int) -> list[FilePart]:
     parts, start, line = [], 0, 1
     total = path.stat().st_size
     with path.open("rb") as f:
@@ -200,13 +202,13 @@ def _line_parts(path: Path, kind: str, size: int) -> list[Part]:
             f.seek(start)
             block = f.read(size)
             block += f.readline()
-            parts.append(Part(str(path), kind, start, start + len(block), line))
+            parts.append(FilePart(str(path), kind, start, start + len(block), line))
             start += len(block)
             line += block.count(b"\n")
     return parts
 
 
-def _drawn_parts(source: Source) -> list[Part]:
+def _drawn_parts(source: DatasetFiles) -> list[FilePart]:
     """A part of each file with the rows that are drawn from all; none where there are not more rows than are taken."""
     kinds = [source.kind(path) for path in source.files]
     counts = [readers.count_rows(path, kind) for path, kind in zip(source.files, kinds, strict=True)]
@@ -216,15 +218,15 @@ def _drawn_parts(source: Source) -> list[Part]:
     for path, kind, count in zip(source.files, kinds, counts, strict=True):
         picked = tuple(n - before for n in drawn if before <= n < before + count)
         stop = path.stat().st_size if kind in readers.BY_BYTES else count
-        parts += [Part(str(path), kind, 0, stop, picked=picked)] if picked else []
+        parts += [FilePart(str(path), kind, 0, stop, picked=picked)] if picked else []
         before += count
     return parts
 
 
-def parts_of(source: Source, processes: int, size: int = PART_BYTES) -> list[Part]:
+def parts_of(source: DatasetFiles, processes: int, size: int = PART_BYTES) -> list[FilePart]:
     """The source's files cut into parts, in order; small enough that every process gets several where the data allow
     it."""
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     if source.rows is not None and source.draw is not None:
         parts = _drawn_parts(source)
         if parts:
@@ -234,7 +236,9 @@ def parts_of(source: Source, processes: int, size: int = PART_BYTES) -> list[Par
         kind = source.kind(path)
         if left is not None:
             count = readers.count_rows(path, kind, left)
-            parts.append(Part(str(path), kind, 0, path.stat().st_size if kind in readers.BY_BYTES else count, 1, left))
+            parts.append(
+                FilePart(str(path), kind, 0, path.stat().st_size if kind in readers.BY_BYTES else count, 1, left)
+            )
             left -= count
             if left <= 0:
                 break
@@ -244,5 +248,5 @@ def parts_of(source: Source, processes: int, size: int = PART_BYTES) -> list[Par
         else:
             count = readers.count_rows(path, kind)
             step = max(1, -(-count // processes))
-            parts += [Part(str(path), kind, i, min(i + step, count)) for i in range(0, count, step)]
+            parts += [FilePart(str(path), kind, i, min(i + step, count)) for i in range(0, count, step)]
     return parts

@@ -1,7 +1,8 @@
 """Rows read as they are needed, for data that do not fit a cache.
 
-Owns blocks and the position in them; where reading stands is `cursor.py`, what rows become is `stream_rows.py` and
-`stream_units.py`. The files are read in order, again and again; BLOCK rows at a time become items, which are shuffled
+Owns blocks and the position in them; where reading stands is `stream_cursor.py`, what rows become is `stream_rows.py`
+and `stream_preferences.py`. The files are read in order, again and again; BLOCK rows at a time become items, which are
+shuffled
 among themselves (with `--shuffle`). A position is the place of a block's first row and how much of the block is used:
 the same on every rank and for every number of ranks. Every rank reads every line; each row is tokenised by one of them,
 which hands the tokens to all (`Spread`).
@@ -17,12 +18,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megaswift.data.counts import NOTES
-from megaswift.data.cursor import Cursor, Passes, read_on
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.readers import Located
-from megaswift.data.sources import Source
-from megaswift.data.vocabulary import check_batch
+from megaswift.data.readers import LocatedRow
+from megaswift.data.row_counts import NOTES
+from megaswift.data.sources import DatasetFiles
+from megaswift.data.stream_cursor import Cursor, Passes, read_on
+from megaswift.data.vocab_check import check_batch
 from megaswift.errors import DataError, Problem
 from megaswift.log import warn
 from megaswift.losses.contract import Batch
@@ -34,13 +35,13 @@ GO_ON = (
     "correct the row, or --strict false to skip such rows; a run that has begun goes on with "
     "--resume_from_checkpoint latest"
 )
-Row = tuple[str, Located, int]
+Row = tuple[str, LocatedRow, int]
 """(file, row, its number since the beginning)."""
 Spread = Callable[[Sequence[Row], Callable[[Sequence[Row]], list[Any]]], list[Any]]
 """Work on rows, done by several ranks together; all results, in order, on each of them."""
 
 
-def alone(rows: Sequence[Row], work: Callable[[Sequence[Row]], list[Any]]) -> list[Any]:
+def whole_stream(rows: Sequence[Row], work: Callable[[Sequence[Row]], list[Any]]) -> list[Any]:
     """All of it here."""
     return work(rows)
 
@@ -57,7 +58,7 @@ class StreamOptions:
 
 
 @dataclass
-class Tally:
+class StreamCounts:
     """What happened to rows, and what of it the user has been told."""
 
     quiet: bool = False
@@ -92,10 +93,10 @@ class Tally:
                 warn(f"a row {NOTES[note]}; more of them are counted")
 
 
-class Contents(Protocol):
+class StreamContents(Protocol):
     """What rows become."""
 
-    tally: Tally
+    tally: StreamCounts
 
     def items(self, rows: Sequence[Row], spread: Spread) -> list[Any]:
         """A block's rows as what global batches are made of, in file order; a Problem for a row that stops the run.
@@ -107,10 +108,10 @@ class Contents(Protocol):
     def pack_shape(self) -> dict[str, int]:
         """What packing depends on beside the rows; empty where rows are not packed."""
 
-    def check(self, sources: Sequence[Source]) -> None:
+    def check(self, sources: Sequence[DatasetFiles]) -> None:
         """DataError when no row of an epoch is of use; reads no further than it must, the same on every rank."""
 
-    def useless(self, sources: Sequence[Source]) -> DataError:
+    def useless(self, sources: Sequence[DatasetFiles]) -> DataError:
         """What is said of an epoch without a row of use."""
 
 
@@ -126,7 +127,7 @@ def malformed(row: Problem) -> DataError:
     return DataError(row if row.fix else replace(row, fix=GO_ON))
 
 
-def names_of(sources: Sequence[Source]) -> str:
+def names_of(sources: Sequence[DatasetFiles]) -> str:
     """For messages."""
     return ", ".join(s.name for s in sources)
 
@@ -144,13 +145,13 @@ class _Block:
 class StreamSource:
     """Batches from files that are read along the way."""
 
-    sources: Sequence[Source]
-    contents: Contents
+    sources: Sequence[DatasetFiles]
+    contents: StreamContents
     options: StreamOptions
     geometry: LoaderGeometry
     rows: None = None
     steps_per_epoch: None = None
-    spread: Spread = alone
+    spread: Spread = whole_stream
     watched: bool = False
     """Whether the tokenizer has tokens that the model lacks."""
     _block: _Block | None = None

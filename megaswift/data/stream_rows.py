@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from megaswift.data.chat import Rendered
-from megaswift.data.collate import Document, Shape
-from megaswift.data.counts import WITHOUT_LABELS
-from megaswift.data.cursor import Cursor, read_on
+from megaswift.data.collate import Document, PaddingShape
 from megaswift.data.encode import Encoder, row_problem
-from megaswift.data.loader import LoaderGeometry, batches
-from megaswift.data.packing import best_fit, padded
-from megaswift.data.readers import Located
+from megaswift.data.loader import LoaderGeometry, step_batches
+from megaswift.data.packing import best_fit, padded_lengths
+from megaswift.data.readers import LocatedRow
+from megaswift.data.row_counts import WITHOUT_LABELS
 from megaswift.data.sample import RowError
-from megaswift.data.sources import Source
-from megaswift.data.stream import AHEAD, Row, Spread, StreamOptions, Tally, malformed, names_of, raise_first
+from megaswift.data.sources import DatasetFiles
+from megaswift.data.stream import AHEAD, Row, Spread, StreamCounts, StreamOptions, malformed, names_of, raise_first
+from megaswift.data.stream_cursor import Cursor, read_on
 from megaswift.errors import DataError, Problem
 from megaswift.losses.contract import Batch
 
@@ -34,13 +34,13 @@ Made = Tokens | Problem | None
 
 
 @dataclass
-class RowContents:
+class TokenRowContents:
     """Rows of tokens with their numbers, or packed rows of documents."""
 
     encoder: Encoder
     options: StreamOptions
-    shape: Shape
-    tally: Tally = field(default_factory=Tally)
+    shape: PaddingShape
+    tally: StreamCounts = field(default_factory=StreamCounts)
 
     def items(self, rows: Sequence[Row], spread: Spread) -> list[tuple[Made, int]] | list[list[Document]]:
         """Tokens of rows, or packed rows."""
@@ -52,7 +52,7 @@ class RowContents:
         tokens = self.encoder.tokenize([r for r in rendered if isinstance(r, Rendered)])
         return [(next(tokens), r.notes) if isinstance(r, Rendered) else r for r in rendered]
 
-    def _render(self, path: str, located: Located) -> Rendered | Problem:
+    def _render(self, path: str, located: LocatedRow) -> Rendered | Problem:
         try:
             return self.encoder.render(located.row)
         except RowError as e:
@@ -109,7 +109,7 @@ class RowContents:
         documents = [d for group in self._documents(items) for d in group]
         if not documents:
             return []
-        lengths = padded(np.array([len(d[0]) for d in documents]), self.shape.doc_multiple)
+        lengths = padded_lengths(np.array([len(d[0]) for d in documents]), self.shape.doc_multiple)
         packing = best_fit(lengths, self.shape.row_length(self.options.max_length))
         return [[documents[i] for i in packing.row(n).tolist()] for n in range(len(packing))]
 
@@ -117,9 +117,9 @@ class RowContents:
         """Tensors of a step's micro-batches; rows are cut to length now, because one that is too long may stop the
         run."""
         rows = taken if self.options.packing else [documents[:1] for documents in self._documents(taken)]
-        return batches(geometry.own(rows), self.options.packing, self.shape, geometry.uniform)
+        return step_batches(geometry.own(rows), self.options.packing, self.shape, geometry.uniform)
 
-    def useless(self, sources: Sequence[Source]) -> DataError:
+    def useless(self, sources: Sequence[DatasetFiles]) -> DataError:
         """No label within max_length."""
         return DataError(
             Problem(
@@ -150,7 +150,7 @@ class RowContents:
                 return True
         return False
 
-    def check(self, sources: Sequence[Source]) -> None:
+    def check(self, sources: Sequence[DatasetFiles]) -> None:
         """DataError for what would stop the run before its first row of use, or when no row of an epoch carries loss
         within max_length.
 

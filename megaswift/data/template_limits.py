@@ -1,8 +1,8 @@
 """Limits on the work and the output of a chat template, which comes with a model from anywhere.
 
 jinja2's sandbox limits `range` alone: `'x' * 10**9`, nested loops and texts that double have no end there. Owns the
-environment that counts, which takes the place of the sandbox in transformers (`install`), so that every rendering of a
-process is limited: `apply_chat_template` too. A legitimate conversation is far below every limit.
+environment that counts, which takes the place of the sandbox in transformers (`install_template_limits`), so that
+every rendering of a process is limited: `apply_chat_template` too. A legitimate conversation is far below every limit.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def install() -> None:
+def install_template_limits() -> None:
     """Let transformers render with the limits. Twice is once."""
     if chat_template_utils.ImmutableSandboxedEnvironment is not LimitedEnvironment:
         chat_template_utils.ImmutableSandboxedEnvironment = LimitedEnvironment

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from megaswift.data.counts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
+from megaswift.data.assistant_turns import REASONING
+from megaswift.data.row_counts import EMPTY_ANSWERS, UNUSED_SYSTEM, UNUSED_TOOLS
 from megaswift.data.sample import RowError, Sample
-from megaswift.data.turns import REASONING
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Any], str | None]

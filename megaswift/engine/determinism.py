@@ -36,7 +36,7 @@ def environment_problems(cfg: SwiftConfig, environ: Mapping[str, str]) -> list[P
     ]
 
 
-def prepare(cfg: SwiftConfig, environ: MutableMapping[str, str]) -> None:
+def enable_determinism(cfg: SwiftConfig, environ: MutableMapping[str, str]) -> None:
     """Sets the variables, before a library reads them, and torch's switches. ConfigError where a variable prevents
     it."""
     if not cfg.train.deterministic:
@@ -51,7 +51,7 @@ def prepare(cfg: SwiftConfig, environ: MutableMapping[str, str]) -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
-def prevented(cfg: SwiftConfig, error: BaseException) -> ConfigError | None:
+def determinism_error(cfg: SwiftConfig, error: BaseException) -> ConfigError | None:
     """The error for a run that torch stopped because an operation has no deterministic form."""
     text = str(error)
     if not cfg.train.deterministic or _RAISED not in text:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift.engine.protocol import MicrobatchLoss
-from megaswift.losses.contract import Batch, Difference, Loss, Max, Mean, Metric, Min, Needs, Outputs, Sum
+from megaswift.losses.contract import Batch, Difference, Loss, Max, Mean, Metric, Min, ModelOutputs, Needs, Sum
 from megaswift.parallel.layout import Coordinates, Layout
 
 
-class Context(Protocol):
+class ObjectiveContext(Protocol):
     """What of a parallel context is needed here."""
 
     layout: Layout
@@ -41,7 +41,7 @@ class GlobalCounts:
     """Those with any token: fillers of uneven ends do not count."""
 
 
-def count(microbatches: Sequence[Batch], loss: Loss, context: Context) -> GlobalCounts:
+def count_global_batch(microbatches: Sequence[Batch], loss: Loss, context: ObjectiveContext) -> GlobalCounts:
     """Count the global batch. Every rank needs the same names, so they come from the first micro-batch."""
     names = sorted(loss.counts(microbatches[0]))
     sums = torch.zeros(len(names) + 3, dtype=torch.float64)
@@ -56,9 +56,9 @@ def count(microbatches: Sequence[Batch], loss: Loss, context: Context) -> Global
     return GlobalCounts(dict(zip(names, values, strict=False)), round(values[-3]), round(values[-2]), round(values[-1]))
 
 
-def outputs_of(fields: Tensor, needs: Needs) -> Outputs:
+def outputs_of(fields: Tensor, needs: Needs) -> ModelOutputs:
     """[f, b, s] as the head returns them to named fields."""
-    return Outputs(
+    return ModelOutputs(
         **{name: fields[i].detach() if name == "correct" else fields[i] for i, name in enumerate(needs.names)}
     )
 
@@ -136,7 +136,7 @@ def _local_sums(objective: Objective) -> tuple[dict[str, float], dict[str, float
     return add, high, low
 
 
-def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType, context: Context) -> dict[str, float]:
+def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType, context: ObjectiveContext) -> dict[str, float]:
     if not values or context.layout.dp == 1:
         return values
     names = sorted(values)
@@ -145,7 +145,7 @@ def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType, context: Cont
     return dict(zip(names, tensor.tolist(), strict=True))
 
 
-def report(objective: Objective, context: Context) -> tuple[float, dict[str, float]]:
+def reduce_report(objective: Objective, context: ObjectiveContext) -> tuple[float, dict[str, float]]:
     """(objective, metrics) of the global batch, on every rank: reduced on the last stage, then told to the others."""
     layout, at = context.layout, context.coordinates
     result: list[Any] = [None]

@@ -17,7 +17,7 @@ from megaswift.errors import ConfigError, Problem, first_line
 ADDRESS_IN_USE = "EADDRINUSE"
 
 
-def start(backend: str, timeout_s: float, store: dist.Store | None = None) -> None:
+def start_process_group(backend: str, timeout_s: float, store: dist.Store | None = None) -> None:
     """Starts the default group, unless there is one. Rank and world size come from the launcher's variables.
 
     ConfigError when rank 0 cannot listen on MASTER_PORT. `store`: the one to use in place of the launcher's.

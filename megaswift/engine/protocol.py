@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Loss, Needs, Outputs
+from megaswift.losses.contract import Batch, Loss, ModelOutputs, Needs
 from megaswift.parallel.layout import Layout
 
 
@@ -91,7 +91,7 @@ class Engine(Protocol):
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """The same numbers, no gradient, no state touched."""
 
-    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[Outputs]:
+    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[ModelOutputs]:
         """Evaluation mode, no RNG use, input order, on every model-parallel rank."""
 
     def keep_reference(self, on_host: bool = False) -> None:

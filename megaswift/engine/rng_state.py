@@ -47,7 +47,7 @@ def _collect(own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, An
     return tensors, {"python": [version, gauss], "numpy": [int(position), int(has_gauss), float(cached)]}
 
 
-def write(directory: Path, rank: int, own: Mapping[str, Tensor] = NONE) -> Path:
+def write_rng_state(directory: Path, rank: int, own: Mapping[str, Tensor] = NONE) -> Path:
     """This rank's states, with the engine's `own`; returns the file, not yet flushed."""
     tensors, plain = _collect(own)
     file = path(directory, rank)
@@ -55,8 +55,8 @@ def write(directory: Path, rank: int, own: Mapping[str, Tensor] = NONE) -> Path:
     return file
 
 
-def read(directory: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]] | Problem:
-    """The states that `write` wrote, or what is wrong with the file."""
+def read_rng_state(directory: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]] | Problem:
+    """The states that `write_rng_state` wrote, or what is wrong with the file."""
     file = path(directory, rank)
     if not file.is_file():
         return Problem(str(file), "is missing")
@@ -69,13 +69,13 @@ def read(directory: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]
     return tensors, plain
 
 
-def fits(tensors: dict[str, Tensor], own: Mapping[str, Tensor] = NONE) -> bool:
+def fits_generators(tensors: dict[str, Tensor], own: Mapping[str, Tensor] = NONE) -> bool:
     """Whether these are states of the generators that this rank has: the same devices, the same names in the engine's
     `own`."""
     return {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in _collect(own)[0].items()}
 
 
-def restore(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, Tensor]:
+def restore_rng_state(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, Tensor]:
     """Every generator of this rank back to where it stood; the states that are the engine's own are returned."""
     version, gauss = plain["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))

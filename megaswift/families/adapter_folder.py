@@ -24,7 +24,7 @@ def _said(adapter: Path, name: str) -> str:
         return ""
 
 
-def kind_of(adapter: Path) -> str:
+def adapter_kind(adapter: Path) -> str:
     """peft_type of an adapter folder in small letters; LoRA where it cannot be told, whose reader says what is
     wrong."""
     return _said(adapter, "peft_type").lower() or "lora"
@@ -40,7 +40,7 @@ def base_of(adapter: Path) -> str:
     return _said(adapter, "base_model_name_or_path")
 
 
-def shapes(adapter: Path) -> Mapping[str, tuple[int, ...]]:
+def adapter_shapes(adapter: Path) -> Mapping[str, tuple[int, ...]]:
     """Of its tensors, by name; none where they cannot be read, which whoever loads them says."""
     try:
         with safe_open(adapter / TENSORS, framework="np") as file:

@@ -18,7 +18,14 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.errors import CheckpointError, Problem
-from megaswift.families.step_manifest import damage, lost_history, newest_first, skipped, step_of, step_problems
+from megaswift.families.step_manifest import (
+    damaged_files,
+    lost_history,
+    newest_first,
+    skipped_step_notice,
+    step_damage,
+    step_of,
+)
 
 TABLES = ".metadata"
 """Which boxes of which tensors lie in which file: torch.distributed.checkpoint's name."""
@@ -32,7 +39,7 @@ FACTS = "engine.json"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointFolder:
     """The two parts."""
 
     tensors: Path
@@ -46,7 +53,7 @@ class Checkpoint:
         return (self.tensors / TABLES).is_file()
 
 
-def find_checkpoint(path: Path | str) -> Checkpoint | None:
+def find_checkpoint(path: Path | str) -> CheckpointFolder | None:
     """The checkpoint at `path` by names and manifests; None where there is none.
 
     A converted folder, a `step-N`, an output directory or its `checkpoints` (meaning the latest), the `model` folder of
@@ -55,15 +62,15 @@ def find_checkpoint(path: Path | str) -> Checkpoint | None:
     return _find(path, lambda step, parts: [])
 
 
-def verified_checkpoint(path: Path | str) -> Checkpoint | None:
+def verified_checkpoint(path: Path | str) -> CheckpointFolder | None:
     """The same, with files as they were saved: of an output directory the newest step that is intact.
 
     CheckpointError for a damaged step that was named, and where no step is intact.
     """
-    return _find(path, step_problems)
+    return _find(path, damaged_files)
 
 
-def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Problem]]) -> Checkpoint | None:
+def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Problem]]) -> CheckpointFolder | None:
     folder = Path(path)
     found = _parts(folder)
     if found is not None:
@@ -72,7 +79,7 @@ def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Pr
         if step is not None:
             within = owner.absolute().relative_to(step).parts[:1]
             if problems := problems_of(step, within or WEIGHTS):
-                raise CheckpointError(damage(step, problems))
+                raise CheckpointError(step_damage(step, problems))
         return found
     for store in (folder / "checkpoints", folder):
         problems = []
@@ -80,7 +87,7 @@ def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Pr
             bad = problems_of(step, WEIGHTS)
             if not bad:
                 return _parts(step)
-            log.warn(skipped(step, bad))
+            log.warn(skipped_step_notice(step, bad))
             problems += bad
         if problems:
             raise CheckpointError([*problems, Problem(str(store), "has no intact step", "a copy of the run")])
@@ -89,11 +96,11 @@ def _find(path: Path | str, problems_of: Callable[[Path, Sequence[str]], list[Pr
     return None
 
 
-def _parts(folder: Path) -> Checkpoint | None:
+def _parts(folder: Path) -> CheckpointFolder | None:
     owner = folder.parent if folder.name == MODEL else folder
     for tensors in (owner, owner / ENGINE):
         if (tensors / TABLES).is_file():
-            return Checkpoint(tensors, owner / MODEL)
+            return CheckpointFolder(tensors, owner / MODEL)
     if (owner / ENGINE / WHOLE).is_dir():
-        return Checkpoint(owner / ENGINE, owner / MODEL)
+        return CheckpointFolder(owner / ENGINE, owner / MODEL)
     return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.families.config_rows import ConfigRow, Group, MustBe, Reading, Unused
+from megaswift.families.config_rows import ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
 from megaswift.families.spec import ModelSpec
 
 KEYS = (
@@ -26,17 +26,17 @@ KEYS = (
     "topk_group",
 )
 PRETRAINING: tuple[ConfigRow, ...] = (
-    Unused(
+    UnusedField(
         ("aux_loss_alpha", "seq_aux"),
         "the balancing loss of pre-training: transformers' model has none, and --moe_aux_loss_coeff "
         "sets one over each micro-batch",
     ),
-    Unused(("output_router_logits",), "whether transformers returns them"),
-    Unused(
+    UnusedField(("output_router_logits",), "whether transformers returns them"),
+    UnusedField(
         ("num_nextn_predict_layers", "num_mtp_layers"), "how many layers for multi-token prediction are kept unchanged"
     ),
-    Unused(("ep_size",), "how their authors ran it; --ep sets it here"),
-    MustBe("moe_layer_freq", (1,), "every layer after the dense ones has experts"),
+    UnusedField(("ep_size",), "how their authors ran it; --ep sets it here"),
+    RequiredValue("moe_layer_freq", (1,), "every layer after the dense ones has experts"),
 )
 
 
@@ -60,10 +60,10 @@ class Routing:
     """`topk_method`; `greedy` chooses among all experts, whatever `n_group` says."""
 
 
-def routed_experts(family: Routing) -> Group:
+def routed_experts(family: Routing) -> RowGroup:
     """Dense layers first, then layers of routed and shared experts; without any of these the model is dense."""
 
-    def read(reading: Reading) -> None:
+    def read(reading: ConfigReading) -> None:
         layers, first = (
             reading.get("num_hidden_layers", int, 0),
             reading.get("first_k_dense_replace", int, family.first_dense),
@@ -83,10 +83,10 @@ def routed_experts(family: Routing) -> Group:
         reading.values["moe_layer_freq"] = [int(layer >= first) for layer in range(layers)]
         _router(reading, family, found["num_moe_experts"], found["moe_router_topk"])
 
-    return Group(KEYS, read)
+    return RowGroup(KEYS, read)
 
 
-def _router(reading: Reading, family: Routing, experts: int, topk: int) -> None:
+def _router(reading: ConfigReading, family: Routing, experts: int, topk: int) -> None:
     values: dict[str, Any] = {"moe_router_score_function": family.score, "moe_router_load_balancing_type": "aux_loss"}
     values["moe_router_pre_softmax"] = family.score == "softmax"
     if family.bias:

@@ -8,20 +8,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megaswift.families.config_rows import ConfigRow, Group, MustBe, Reading, Row, Unused
+from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
 from megaswift.families.config_tables import rope
 from megaswift.families.config_windows import WindowedLayer
 from megaswift.families.spec import RopeSpec
 
 
-def two_ropes(full_theta: float, local_theta: float) -> Group:
+def two_ropes(full_theta: float, local_theta: float) -> RowGroup:
     """Two rotary embeddings: `rope_theta` with scaling in full layers, `rope_local_base_freq` without any in windowed
     ones.
 
     transformers 5 writes both into `rope_parameters`, by kind of layer. The thetas are transformers' defaults.
     """
 
-    def read(reading: Reading) -> None:
+    def read(reading: ConfigReading) -> None:
         raw = reading.raw
         given: Any = raw.get("rope_parameters") or {}
         full, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
@@ -29,7 +29,7 @@ def two_ropes(full_theta: float, local_theta: float) -> Group:
             if name not in ("full_attention", "sliding_attention"):
                 reading.problem("rope_parameters", f"{name} is no kind of layer: full_attention or sliding_attention")
         merged = {"rope_theta": raw.get("rope_theta") or full_theta, **full, **(raw.get("rope_scaling") or {})}
-        plain = Reading(
+        plain = ConfigReading(
             reading.family,
             {"rope_parameters": merged, "max_position_embeddings": raw.get("max_position_embeddings")},
             reading.problems,
@@ -45,15 +45,15 @@ def two_ropes(full_theta: float, local_theta: float) -> Group:
             float(local.get("rope_theta") or raw.get("rope_local_base_freq") or local_theta)
         )
 
-    return Group(("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), read)
+    return RowGroup(("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), read)
 
 
-def _embedding_scale(reading: Reading) -> None:
+def _embedding_scale(reading: ConfigReading) -> None:
     hidden = reading.get("hidden_size", int, least=1)
     reading.values.update(hidden_size=hidden, embedding_scale=math.sqrt(hidden or 1), embedding_scale_rounded=True)
 
 
-def _query_scale(reading: Reading) -> None:
+def _query_scale(reading: ConfigReading) -> None:
     scalar = reading.get("query_pre_attn_scalar", float, 256.0)
     if not scalar:
         reading.problem("query_pre_attn_scalar", "should be above 0")
@@ -62,24 +62,26 @@ def _query_scale(reading: Reading) -> None:
 
 
 GEMMA: tuple[ConfigRow, ...] = (
-    Row("tie_word_embeddings", "tied", bool, True),
-    Group(("hidden_size",), _embedding_scale),
-    Group(("query_pre_attn_scalar",), _query_scale),
-    MustBe("hidden_activation", ("gelu_pytorch_tanh",), "the gated MLP's activation"),
-    Unused(("hidden_act",), "transformers' model reads hidden_activation"),
-    Unused(("cache_implementation",), "how transformers generates"),
-    MustBe("use_bidirectional_attention", (False,), "of embedding models: a language model's attention is causal"),
-    MustBe(
+    AnyRow("tie_word_embeddings", "tied", bool, True),
+    RowGroup(("hidden_size",), _embedding_scale),
+    RowGroup(("query_pre_attn_scalar",), _query_scale),
+    RequiredValue("hidden_activation", ("gelu_pytorch_tanh",), "the gated MLP's activation"),
+    UnusedField(("hidden_act",), "transformers' model reads hidden_activation"),
+    UnusedField(("cache_implementation",), "how transformers generates"),
+    RequiredValue(
+        "use_bidirectional_attention", (False,), "of embedding models: a language model's attention is causal"
+    ),
+    RequiredValue(
         "attention_bias", (False,), "Megatron has one switch for biases of the attention output and the MLP together"
     ),
 )
 """Fields of Gemma 2 and 3 beyond those of all families."""
 
 
-def softcaps(attention: float | None, logits: float | None) -> Group:
+def softcaps(attention: float | None, logits: float | None) -> RowGroup:
     """Caps of attention scores and logits, null for none; transformers' defaults where the fields are absent."""
 
-    def read(reading: Reading) -> None:
+    def read(reading: ConfigReading) -> None:
         caps = {
             "attn_logit_softcapping": ("attention_softcap", attention),
             "final_logit_softcapping": ("logit_softcap", logits),
@@ -94,7 +96,7 @@ def softcaps(attention: float | None, logits: float | None) -> Group:
             reading.problem("attention_dropout", "must be 0: attention with a soft cap has no dropout here")
         reading.values["attention_dropout"] = dropout
 
-    return Group(("attn_logit_softcapping", "final_logit_softcapping", "attention_dropout"), read)
+    return RowGroup(("attn_logit_softcapping", "final_logit_softcapping", "attention_dropout"), read)
 
 
 def windowed_but_every(every: int) -> WindowedLayer:

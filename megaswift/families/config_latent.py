@@ -5,16 +5,16 @@ Owns the meaning of `q_lora_rank`, `kv_lora_rank` and the widths of a head (Deep
 
 from __future__ import annotations
 
-from megaswift.families.config_rows import ConfigRow, Group, MustBe, Reading, Row, Unused
+from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
 
 
-def _compressed_queries(reading: Reading) -> None:
+def _compressed_queries(reading: ConfigReading) -> None:
     if "q_lora_rank" not in reading.raw:
         reading.problem("q_lora_rank", "is missing; null says that queries are not compressed")
     reading.values["q_lora_rank"] = reading.get("q_lora_rank", int, None, 1)
 
 
-def _heads(reading: Reading) -> None:
+def _heads(reading: ConfigReading) -> None:
     """As many key heads as query heads; a head's width is that of its value wherever Megatron asks for one."""
     heads = reading.raw.get("num_attention_heads")
     if reading.get("num_key_value_heads", int, heads, 1) != heads:
@@ -25,14 +25,14 @@ def _heads(reading: Reading) -> None:
     reading.values.update(num_query_groups=heads, v_head_dim=width, kv_channels=width)
 
 
-def _head_dim(reading: Reading) -> None:
+def _head_dim(reading: ConfigReading) -> None:
     """transformers gives this name to the rotated part."""
     rotated = reading.raw.get("qk_rope_head_dim")
     if reading.raw.get("head_dim") not in (None, rotated):
         reading.problem("head_dim", f"should be qk_rope_head_dim {rotated}, or absent")
 
 
-def _scores(reading: Reading) -> None:
+def _scores(reading: ConfigReading) -> None:
     """The factor on attention scores that comes with yarn, (0.1 x mscale_all_dim x ln(factor) + 1)^2. After `rope`."""
     rope = reading.values.get("rope")
     scaling = (rope.scaling if rope is not None else None) or {}
@@ -44,15 +44,15 @@ def _scores(reading: Reading) -> None:
 
 
 LATENT: tuple[ConfigRow, ...] = (
-    Group(("q_lora_rank",), _compressed_queries),
-    Row("kv_lora_rank", "kv_lora_rank", int),
-    Row("qk_nope_head_dim", "qk_head_dim", int),
-    Row("qk_rope_head_dim", "qk_pos_emb_head_dim", int, least=2),
-    Group(("v_head_dim", "num_key_value_heads"), _heads),
-    Group(("head_dim",), _head_dim),
-    Group((), _scores),
-    MustBe("attention_bias", (False,), "Megatron's latent attention has no biases"),
-    Unused(("qk_head_dim",), "follows from qk_nope_head_dim and qk_rope_head_dim"),
-    Unused(("pretraining_tp",), "transformers' model does not read it"),
+    RowGroup(("q_lora_rank",), _compressed_queries),
+    AnyRow("kv_lora_rank", "kv_lora_rank", int),
+    AnyRow("qk_nope_head_dim", "qk_head_dim", int),
+    AnyRow("qk_rope_head_dim", "qk_pos_emb_head_dim", int, least=2),
+    RowGroup(("v_head_dim", "num_key_value_heads"), _heads),
+    RowGroup(("head_dim",), _head_dim),
+    RowGroup((), _scores),
+    RequiredValue("attention_bias", (False,), "Megatron's latent attention has no biases"),
+    UnusedField(("qk_head_dim",), "follows from qk_nope_head_dim and qk_rope_head_dim"),
+    UnusedField(("pretraining_tp",), "transformers' model does not read it"),
 )
 """To stand after `rope`."""

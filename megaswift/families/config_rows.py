@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaswift.errors import Problem, WeightsError, nearest
+from megaswift.errors import Problem, WeightsError, nearest_name
 
 REQUIRED: Any = object()
 """The default of a row whose field must be there."""
@@ -37,7 +37,7 @@ MOST_OF_OTHERS = (1 << 31) - 1
 
 
 @dataclass
-class Reading:
+class ConfigReading:
     """One config.json on its way: the values found and the problems met."""
 
     family: str
@@ -89,12 +89,12 @@ class ConfigRow(ABC):
     keys: tuple[str, ...]
 
     @abstractmethod
-    def read(self, reading: Reading) -> None:
+    def read(self, reading: ConfigReading) -> None:
         """Put values into `reading.values`, or problems into `reading.problems`."""
 
 
 @dataclass(frozen=True)
-class Row(ConfigRow):
+class AnyRow(ConfigRow):
     """A field that maps to one of ours: `hf` holds its spellings, the first present one counts."""
 
     hf: str | tuple[str, ...]
@@ -108,14 +108,14 @@ class Row(ConfigRow):
         """The spellings."""
         return (self.hf,) if isinstance(self.hf, str) else self.hf
 
-    def read(self, reading: Reading) -> None:
+    def read(self, reading: ConfigReading) -> None:
         """Copy the value."""
         key = next((k for k in self.keys if reading.raw.get(k) is not None), self.keys[0])
         reading.values[self.target] = reading.get(key, self.kind, self.default, 0 if self.kind is float else self.least)
 
 
 @dataclass(frozen=True)
-class MustBe(ConfigRow):
+class RequiredValue(ConfigRow):
     """A field that is right only with one of these values; null counts as absent."""
 
     hf: str
@@ -128,7 +128,7 @@ class MustBe(ConfigRow):
         """The field."""
         return (self.hf,)
 
-    def read(self, reading: Reading) -> None:
+    def read(self, reading: ConfigReading) -> None:
         """Complain of any other value."""
         if reading.raw.get(self.hf) is not None and reading.raw[self.hf] not in self.allowed:
             must = " or ".join(repr(v) for v in self.allowed) or "absent"
@@ -136,31 +136,31 @@ class MustBe(ConfigRow):
 
 
 @dataclass(frozen=True)
-class Unused(ConfigRow):
+class UnusedField(ConfigRow):
     """Fields that change nothing here."""
 
     keys: tuple[str, ...]
     why: str
 
-    def read(self, reading: Reading) -> None:
+    def read(self, reading: ConfigReading) -> None:
         """Nothing to read."""
 
 
 @dataclass(frozen=True)
-class Group(ConfigRow):
+class RowGroup(ConfigRow):
     """Fields that have a meaning only together."""
 
     keys: tuple[str, ...]
-    convert: Callable[[Reading], None]
+    convert: Callable[[ConfigReading], None]
 
-    def read(self, reading: Reading) -> None:
+    def read(self, reading: ConfigReading) -> None:
         """Let the group's function do it."""
         self.convert(reading)
 
 
 def read_rows(family: str, rows: Sequence[ConfigRow], raw: Mapping[str, Any]) -> dict[str, Any]:
     """The values of all rows; a WeightsError with all problems, unclaimed fields included."""
-    reading = Reading(family, raw)
+    reading = ConfigReading(family, raw)
     claimed = {"model_type"}
     for row in rows:
         repeated = claimed & set(row.keys)
@@ -171,7 +171,7 @@ def read_rows(family: str, rows: Sequence[ConfigRow], raw: Mapping[str, Any]) ->
             reading.problem(
                 key,
                 "is a field this family's table does not know, so it may change what the model computes",
-                nearest(key, sorted(claimed))
+                nearest_name(key, sorted(claimed))
                 or "remove it if it changes nothing, or add a row for it to the family's table",
             )
     for row in rows:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from megaswift.families.config_rows import ConfigRow, Group, MustBe, Reading, Row, Unused
+from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RequiredValue, RowGroup, UnusedField
 from megaswift.families.quantization import QUANTIZATION
 from megaswift.families.spec import RopeSpec
 
@@ -41,7 +41,7 @@ ROPE_REFUSED = {
 }
 
 
-def _dtype(reading: Reading) -> None:
+def _dtype(reading: ConfigReading) -> None:
     name = reading.raw.get("dtype") or reading.raw.get("torch_dtype") or "float32"
     key = "dtype" if reading.raw.get("dtype") else "torch_dtype"
     name = str(name).removeprefix("torch.")
@@ -50,10 +50,10 @@ def _dtype(reading: Reading) -> None:
     reading.values["dtype"] = name
 
 
-def head_dim(default: int | None = None) -> Group:
+def head_dim(default: int | None = None) -> RowGroup:
     """`head_dim`, else `default`, else hidden size / heads."""
 
-    def read(reading: Reading) -> None:
+    def read(reading: ConfigReading) -> None:
         hidden, heads = reading.raw.get("hidden_size"), reading.raw.get("num_attention_heads")
         width = reading.get("head_dim", int, default or 0)
         if width == 0 and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
@@ -66,14 +66,14 @@ def head_dim(default: int | None = None) -> Group:
             reading.problem("head_dim", f"should be even for rotary embedding, not {width}")
         reading.values["kv_channels"] = width
 
-    return Group(("head_dim",), read)
+    return RowGroup(("head_dim",), read)
 
 
-def kv_heads(required: bool = True) -> Group:
+def kv_heads(required: bool = True) -> RowGroup:
     """`num_key_value_heads`; null means as many as attention heads. Where transformers' default is a number, it must be
     there."""
 
-    def read(reading: Reading) -> None:
+    def read(reading: ConfigReading) -> None:
         heads = reading.raw.get("num_attention_heads")
         if required and "num_key_value_heads" not in reading.raw:
             reading.problem("num_key_value_heads", "is missing")
@@ -82,14 +82,14 @@ def kv_heads(required: bool = True) -> Group:
             reading.problem("num_key_value_heads", f"does not divide num_attention_heads {heads}")
         reading.values["num_query_groups"] = groups
 
-    return Group(("num_key_value_heads",), read)
+    return RowGroup(("num_key_value_heads",), read)
 
 
-def rope(theta: float = 10000.0, partial: float | None = None) -> Group:
+def rope(theta: float = 10000.0, partial: float | None = None) -> RowGroup:
     """Rotary embedding; `theta` is transformers' default base for the family, `partial` its default share of a head
     (None: whole heads)."""
 
-    def read(reading: Reading) -> None:
+    def read(reading: ConfigReading) -> None:
         raw = reading.raw
         key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
         given = raw.get(key) or {}
@@ -120,10 +120,10 @@ def rope(theta: float = 10000.0, partial: float | None = None) -> Group:
             return
         reading.values["rope"] = RopeSpec(float(base), _scaling(reading, key, given), float(share))
 
-    return Group(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), read)
+    return RowGroup(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), read)
 
 
-def _scaling(reading: Reading, key: str, given: dict[str, Any]) -> dict[str, Any] | None:
+def _scaling(reading: ConfigReading, key: str, given: dict[str, Any]) -> dict[str, Any] | None:
     """The scaling parameters with `rope_type`, defaults filled in that depend on other fields; None for the default
     type."""
     kind = given.get("rope_type", given.get("type", "default"))
@@ -155,25 +155,25 @@ def _scaling(reading: Reading, key: str, given: dict[str, Any]) -> dict[str, Any
     return {"rope_type": kind, **rest}
 
 
-def window(default: int | None) -> Group:
+def window(default: int | None) -> RowGroup:
     """One `sliding_window` for all layers; transformers' default where the field is absent. A token sees itself and w -
     1 before it."""
 
-    def read(reading: Reading) -> None:
+    def read(reading: ConfigReading) -> None:
         width = reading.get("sliding_window", int, None, 1) if "sliding_window" in reading.raw else default
         if width is not None:
             reading.values["window_size"] = (width - 1, 0)
 
-    return Group(("sliding_window",), read)
+    return RowGroup(("sliding_window",), read)
 
 
-def _window_switched(reading: Reading) -> None:
+def _window_switched(reading: ConfigReading) -> None:
     """Windows on all layers when `use_sliding_window`."""
     if reading.get("use_sliding_window", bool, False):
         WINDOW.read(reading)
 
 
-def _biases(reading: Reading) -> None:
+def _biases(reading: ConfigReading) -> None:
     attention, mlp = reading.get("attention_bias", bool, False), reading.get("mlp_bias", bool, False)
     if attention != mlp:
         reading.problem(
@@ -184,25 +184,25 @@ def _biases(reading: Reading) -> None:
     reading.values["add_bias_linear"] = bool(attention and mlp)
 
 
-def architecture(name: str) -> Group:
+def architecture(name: str) -> RowGroup:
     """`architectures` must hold the causal language model, whose tensor names the weight table has."""
 
-    def read(reading: Reading) -> None:
+    def read(reading: ConfigReading) -> None:
         given = reading.raw.get("architectures")
         if given and not (isinstance(given, list) and name in given):
             reading.problem("architectures", f"must hold {name}, whose tensors this table names")
 
-    return Group(("architectures",), read)
+    return RowGroup(("architectures",), read)
 
 
-def authors_code(name: str) -> Group:
+def authors_code(name: str) -> RowGroup:
     """`auto_map` of folders that came with their authors' code before transformers had the model: modules called after
     `name` only.
 
     Entries of the tokenizer change no model.
     """
 
-    def read(reading: Reading) -> None:
+    def read(reading: ConfigReading) -> None:
         given = reading.raw.get("auto_map") or {}
         own = (f"configuration_{name}.", f"modeling_{name}.")
         models = (
@@ -217,13 +217,13 @@ def authors_code(name: str) -> Group:
                 "remove auto_map if transformers' built-in model gives the same results",
             )
 
-    return Group(("auto_map",), read)
+    return RowGroup(("auto_map",), read)
 
 
-def sparse_layers(pattern: Callable[[Reading, int], list[int] | None], keys: tuple[str, ...] = ()) -> Group:
+def sparse_layers(pattern: Callable[[ConfigReading, int], list[int] | None], keys: tuple[str, ...] = ()) -> RowGroup:
     """Experts and which layers have them; `pattern` gives 1 for each MoE layer. Without any the model is dense."""
 
-    def read(reading: Reading) -> None:
+    def read(reading: ConfigReading) -> None:
         layers = reading.get("num_hidden_layers", int, 0)
         experts_key = "num_experts" if reading.raw.get("num_experts") is not None else "num_local_experts"
         experts, topk = reading.get(experts_key, int), reading.get("num_experts_per_tok", int, least=1)
@@ -252,15 +252,15 @@ def sparse_layers(pattern: Callable[[Reading, int], list[int] | None], keys: tup
             moe_router_load_balancing_type="aux_loss",
         )
 
-    return Group(("num_experts", "num_local_experts", "num_experts_per_tok", *keys), read)
+    return RowGroup(("num_experts", "num_local_experts", "num_experts_per_tok", *keys), read)
 
 
-def _auxiliary_if_asked(reading: Reading) -> None:
+def _auxiliary_if_asked(reading: ConfigReading) -> None:
     given = reading.get("router_aux_loss_coef", float, 0.001)
     reading.values["moe_aux_loss_coeff"] = given if reading.get("output_router_logits", bool, False) else 0.0
 
 
-def _sparse_step(reading: Reading, layers: int) -> list[int] | None:
+def _sparse_step(reading: ConfigReading, layers: int) -> list[int] | None:
     step, dense = reading.get("decoder_sparse_step", int, 1, 1), reading.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(i, int) and 0 <= i < layers for i in dense):
         reading.problem("mlp_only_layers", f"should be a list of layer numbers from 0 to {layers - 1}")
@@ -268,12 +268,12 @@ def _sparse_step(reading: Reading, layers: int) -> list[int] | None:
     return None if step is None else [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
 
 
-def _norm_topk(reading: Reading) -> None:
+def _norm_topk(reading: ConfigReading) -> None:
     """Softmax over all, top k, renormalised = softmax over the top k. Not renormalised: softmax first."""
     reading.values["moe_router_pre_softmax"] = not reading.get("norm_topk_prob", bool, False)
 
 
-def _padding_token(reading: Reading) -> None:
+def _padding_token(reading: ConfigReading) -> None:
     """transformers makes it the `padding_idx` of torch's Embedding, which counts from the end below 0 and refuses what
     is beyond."""
     token, size = reading.get("pad_token_id", int, None, least=-math.inf), reading.values.get("vocab_size")
@@ -289,51 +289,51 @@ def _padding_token(reading: Reading) -> None:
 
 
 WINDOW = window(4096)
-WINDOW_SWITCHED = Group(("use_sliding_window", "sliding_window"), _window_switched)
-BIASES = Group(("attention_bias", "mlp_bias"), _biases)
-NO_ATTENTION_BIAS = MustBe(
+WINDOW_SWITCHED = RowGroup(("use_sliding_window", "sliding_window"), _window_switched)
+BIASES = RowGroup(("attention_bias", "mlp_bias"), _biases)
+NO_ATTENTION_BIAS = RequiredValue(
     "attention_bias", (False,), "Megatron has one switch for biases of the attention output and the MLP together"
 )
-NORM_TOPK = Group(("norm_topk_prob",), _norm_topk)
+NORM_TOPK = RowGroup(("norm_topk_prob",), _norm_topk)
 SPARSE_STEP = (NORM_TOPK, sparse_layers(_sparse_step, ("decoder_sparse_step", "mlp_only_layers")))
 EXPERTS_EVERYWHERE = sparse_layers(lambda _, layers: [1] * layers)
 ROUTER: tuple[ConfigRow, ...] = (
-    Row("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.001),
-    Unused(
+    AnyRow("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.001),
+    UnusedField(
         ("output_router_logits",), "whether transformers returns them; the auxiliary loss follows its coefficient here"
     ),
 )
 
-AUXILIARY_IF_ASKED = Group(("router_aux_loss_coef", "output_router_logits"), _auxiliary_if_asked)
+AUXILIARY_IF_ASKED = RowGroup(("router_aux_loss_coef", "output_router_logits"), _auxiliary_if_asked)
 """As transformers does, where the published coefficient is no training recipe (gpt-oss: 0.9): only with router logits
 asked for."""
 
 SIZES: tuple[ConfigRow, ...] = (
-    Row("vocab_size", "vocab_size", int),
-    Group(("pad_token_id",), _padding_token),
-    Row("max_position_embeddings", "max_positions", int),
-    Row("tie_word_embeddings", "tied", bool, False),
-    Row("num_hidden_layers", "num_layers", int),
-    Row("hidden_size", "hidden_size", int),
-    Row("num_attention_heads", "num_attention_heads", int),
-    Row("rms_norm_eps", "layernorm_epsilon", float),
-    Row("initializer_range", "init_method_std", float, 0.02),
-    Row("attention_dropout", "attention_dropout", float, 0.0),
-    MustBe("hidden_act", ("silu", "swish"), "the gated MLP's activation"),
-    Group(("dtype", "torch_dtype"), _dtype),
+    AnyRow("vocab_size", "vocab_size", int),
+    RowGroup(("pad_token_id",), _padding_token),
+    AnyRow("max_position_embeddings", "max_positions", int),
+    AnyRow("tie_word_embeddings", "tied", bool, False),
+    AnyRow("num_hidden_layers", "num_layers", int),
+    AnyRow("hidden_size", "hidden_size", int),
+    AnyRow("num_attention_heads", "num_attention_heads", int),
+    AnyRow("rms_norm_eps", "layernorm_epsilon", float),
+    AnyRow("initializer_range", "init_method_std", float, 0.02),
+    AnyRow("attention_dropout", "attention_dropout", float, 0.0),
+    RequiredValue("hidden_act", ("silu", "swish"), "the gated MLP's activation"),
+    RowGroup(("dtype", "torch_dtype"), _dtype),
 )
-FFN = Row("intermediate_size", "ffn_hidden_size", int)
+FFN = AnyRow("intermediate_size", "ffn_hidden_size", int)
 
 IRRELEVANT: tuple[ConfigRow, ...] = (
-    Unused(
+    UnusedField(
         ("bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix"),
         "the tokenizer says which tokens these are",
     ),
-    Unused(
+    UnusedField(
         ("transformers_version", "_name_or_path", "_commit_hash", "unsloth_version", "unsloth_fixed"),
         "where the file comes from",
     ),
-    Unused(
+    UnusedField(
         (
             "use_cache",
             "return_dict",
@@ -351,11 +351,11 @@ IRRELEVANT: tuple[ConfigRow, ...] = (
         ),
         "how transformers runs the model, not what it computes",
     ),
-    Unused(
+    UnusedField(
         ("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
         "of classifiers",
     ),
-    Unused(
+    UnusedField(
         (
             "max_length",
             "min_length",
@@ -384,11 +384,11 @@ IRRELEVANT: tuple[ConfigRow, ...] = (
         ),
         "of generation",
     ),
-    MustBe("is_encoder_decoder", (False,), "decoders only"),
-    MustBe("add_cross_attention", (False,), "decoders only"),
-    MustBe("pruned_heads", ({},), "all heads must be there"),
+    RequiredValue("is_encoder_decoder", (False,), "decoders only"),
+    RequiredValue("add_cross_attention", (False,), "decoders only"),
+    RequiredValue("pruned_heads", ({},), "all heads must be there"),
     QUANTIZATION,
-    MustBe(
+    RequiredValue(
         "auto_map",
         (),
         "the folder's own code may compute something else than the tables here",

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megaswift.families.config_rows import Group, Reading
+from megaswift.families.config_rows import ConfigReading, RowGroup
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-WindowedLayer = Callable[[Reading, int], bool]
+WindowedLayer = Callable[[ConfigReading, int], bool]
 """Whether a layer has a window where `layer_types` does not say it, as transformers' configuration class decides."""
 
 
-def every_other(_: Reading, layer: int) -> bool:
+def every_other(_: ConfigReading, layer: int) -> bool:
     """The first layer, the third, ..."""
     return layer % 2 == 0
 
 
-def alternating(
+def alternating_windows(
     windowed: WindowedLayer, default: int | None, *, switched: bool = False, keys: tuple[str, ...] = ()
-) -> Group:
+) -> RowGroup:
     """Windows of `sliding_window` keys (`default` where the field is absent) by `layer_types`, else by `windowed`.
 
     With `switched` there are none unless `use_sliding_window`. `keys` are further fields that `windowed` reads.
     """
 
-    def read(reading: Reading) -> None:
+    def read(reading: ConfigReading) -> None:
         layers = reading.layers()
         off = switched and not reading.get("use_sliding_window", bool, False)
         width = (
@@ -53,13 +53,13 @@ def alternating(
             if not all(ones):
                 reading.values["window_attn_skip_freq"] = ones
 
-    return Group(("sliding_window", "layer_types", *(("use_sliding_window",) if switched else ()), *keys), read)
+    return RowGroup(("sliding_window", "layer_types", *(("use_sliding_window",) if switched else ()), *keys), read)
 
 
-def _from_layer(reading: Reading, layer: int) -> bool:
+def _from_layer(reading: ConfigReading, layer: int) -> bool:
     """Layers from `max_window_layers` on; none where `sliding_window` is null."""
     first = reading.get("max_window_layers", int, 28)
     return first is not None and layer >= first and reading.raw.get("sliding_window", 4096) is not None
 
 
-WINDOW_BY_LAYER = alternating(_from_layer, 4096, switched=True, keys=("max_window_layers",))
+WINDOW_BY_LAYER = alternating_windows(_from_layer, 4096, switched=True, keys=("max_window_layers",))

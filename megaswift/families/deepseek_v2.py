@@ -7,7 +7,7 @@ from megaswift.families.blocks import EMBEDDING, HEAD, dense_mlp, moe, shared_ex
 from megaswift.families.blocks_latent import LATENT_ATTENTION
 from megaswift.families.config_deepseek import PRETRAINING, Routing, routed_experts
 from megaswift.families.config_latent import LATENT
-from megaswift.families.config_rows import MustBe
+from megaswift.families.config_rows import RequiredValue
 from megaswift.families.config_tables import FFN, authors_code, rope
 from megaswift.families.family import FAMILIES, Family
 
@@ -32,9 +32,9 @@ FAMILIES.register(
                     method="greedy",
                 )
             ),
-            MustBe("scoring_func", ("softmax",), "the router's scores"),
-            MustBe("topk_method", ("greedy", "group_limited_greedy"), "how experts are chosen"),
-            MustBe(
+            RequiredValue("scoring_func", ("softmax",), "the router's scores"),
+            RequiredValue("topk_method", ("greedy", "group_limited_greedy"), "how experts are chosen"),
+            RequiredValue(
                 "mlp_bias",
                 (False,),
                 "Megatron has one switch for the biases of attention and MLP, and latent attention has none",

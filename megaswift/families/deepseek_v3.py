@@ -7,7 +7,7 @@ from megaswift.families.blocks import EMBEDDING, EXPERT_BIAS, HEAD, dense_mlp, m
 from megaswift.families.blocks_latent import LATENT_ATTENTION
 from megaswift.families.config_deepseek import PRETRAINING, Routing, prediction_layers, routed_experts
 from megaswift.families.config_latent import LATENT
-from megaswift.families.config_rows import MustBe, Row
+from megaswift.families.config_rows import AnyRow, RequiredValue
 from megaswift.families.config_tables import FFN, authors_code, rope
 from megaswift.families.family import FAMILIES, Family
 
@@ -20,7 +20,7 @@ FAMILIES.register(
             FFN,
             rope(),
             *LATENT,
-            Row("rope_interleave", "latent_pairs", bool, True),
+            AnyRow("rope_interleave", "latent_pairs", bool, True),
             routed_experts(
                 Routing(
                     "sigmoid",
@@ -34,8 +34,8 @@ FAMILIES.register(
                     topk_group=4,
                 )
             ),
-            MustBe("scoring_func", ("sigmoid",), "the router's scores"),
-            MustBe("topk_method", ("noaux_tc",), "experts are chosen by biased scores, in groups"),
+            RequiredValue("scoring_func", ("sigmoid",), "the router's scores"),
+            RequiredValue("topk_method", ("noaux_tc",), "experts are chosen by biased scores, in groups"),
             *PRETRAINING,
             authors_code("deepseek"),
         ),

@@ -6,13 +6,13 @@ https://arxiv.org/abs/2507.11407.
 from __future__ import annotations
 
 from megaswift.families.blocks import EMBEDDING, HEAD, PROJECTIONS, QK_NORM, dense_mlp, post_norms
-from megaswift.families.config_rows import Group, Reading
+from megaswift.families.config_rows import ConfigReading, RowGroup
 from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
-from megaswift.families.config_windows import alternating
+from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
 
 
-def _exaone_layers(reading: Reading) -> None:
+def _exaone_layers(reading: ConfigReading) -> None:
     """Windows as `layer_types` or `sliding_window_pattern` say; where there are any, full layers have no rotary
     embedding."""
     every = reading.raw.get("sliding_window_pattern", 4)
@@ -20,7 +20,7 @@ def _exaone_layers(reading: Reading) -> None:
     if windows and not isinstance(every, int) and reading.raw.get("layer_types") is None:
         reading.problem("sliding_window_pattern", "should be a number, or layer_types be given")
         return
-    alternating(lambda _, layer: windows and bool((layer + 1) % every if every else True), 4096).read(reading)
+    alternating_windows(lambda _, layer: windows and bool((layer + 1) % every if every else True), 4096).read(reading)
     layers = reading.layers()
     if windows and layers is not None:
         ones = reading.values.get("window_attn_skip_freq") or [int("window_size" in reading.values)] * layers
@@ -28,7 +28,7 @@ def _exaone_layers(reading: Reading) -> None:
             reading.values["no_rope_freq"] = [1 - one for one in ones]
 
 
-EXAONE_LAYERS = Group(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)
+EXAONE_LAYERS = RowGroup(("sliding_window", "layer_types", "sliding_window_pattern"), _exaone_layers)
 
 
 FAMILIES.register(

@@ -25,7 +25,7 @@ def full_name(pattern: str, layer: int | None, expert: int | None) -> str:
     return pattern.replace("{L}", str(layer)).replace("{E}", str(expert))
 
 
-def expand(rules: Sequence[Rule], spec: ModelSpec) -> Iterator[Place]:
+def expand_table(rules: Sequence[Rule], spec: ModelSpec) -> Iterator[Place]:
     """Every parameter, layer by layer, and expert by expert within a layer."""
     active = [rule for rule in rules if in_use(rule, spec)]
     for in_model, block in groupby(active, key=lambda rule: rule.scope == "model"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megaswift.errors import Problem, WeightsError, beside, first_line, nearest
+from megaswift.errors import Problem, WeightsError, first_line, nearest_name, path_hint
 from megaswift.families.config_rows import SPEC_FIELDS, ConfigRow, read_rows
 from megaswift.families.config_tables import IRRELEVANT, SIZES, architecture
 from megaswift.families.quantization import plain_config
@@ -88,7 +88,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if not isinstance(name, str) or name not in FAMILIES:
         known = FAMILIES.names()
         near, wide = (
-            nearest(str(name), known),
+            nearest_name(str(name), known),
             "--engine auto, ddp, zero2 or fsdp2, which train any language model that transformers loads",
         )
         raise WeightsError(
@@ -115,7 +115,7 @@ def read_config(directory: Path | str) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"), parse_int=_int)
     except FileNotFoundError:
         folder = path.parent
-        fix = "give a folder that holds a Hugging Face model" if folder.is_dir() else beside(folder)
+        fix = "give a folder that holds a Hugging Face model" if folder.is_dir() else path_hint(folder)
         raise WeightsError(Problem(str(path), "does not exist", fix)) from None
     except RecursionError:
         raise WeightsError(Problem(str(path), "is nested too deeply", "the model's own file")) from None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from megaswift.errors import Problem
 from megaswift.families.family import Family
 from megaswift.families.projections import WEIGHT
-from megaswift.families.rules import Cut, Rule, dim_of
+from megaswift.families.rules import Rule, ShardSpec, dim_of
 from megaswift.families.spec import ModelSpec
 
 BLOCK = 64
@@ -24,7 +24,7 @@ NO_DORA = Problem(
 )
 
 
-def held(rule: Rule) -> bool:
+def held_in_four_bits(rule: Rule) -> bool:
     """Whether a weight is a linear layer's inside a decoder layer, experts included: no embedding, head, norm, router,
     gate or bias."""
     leaf = rule.megatron.removesuffix(WEIGHT).rsplit(".", 1)[-1]
@@ -33,13 +33,15 @@ def held(rule: Rule) -> bool:
 
 def _inputs(rule: Rule, spec: ModelSpec) -> int:
     """Length of a row of Megatron's whole weight."""
-    dim, pieces = dim_of(rule), rule.pieces(spec, Cut(expert=0))
+    dim, pieces = dim_of(rule), rule.pieces(spec, ShardSpec(expert=0))
     return sum(p.length for p in pieces) if dim == 1 else pieces[0].shape(rule.shapes(spec)[pieces[0].source], dim)[1]
 
 
-def problems(family: Family, spec: ModelSpec, tp: int, etp: int) -> list[Problem]:
+def four_bit_problems(family: Family, spec: ModelSpec, tp: int, etp: int) -> list[Problem]:
     """Rows, or a rank's parts of them, that are no whole number of blocks; each kind of layer once."""
-    active = [rule for rule in family.weights if held(rule) and (not rule.when or getattr(spec, rule.when))]
+    active = [
+        rule for rule in family.weights if held_in_four_bits(rule) and (not rule.when or getattr(spec, rule.when))
+    ]
     layers = {rule.megatron.removesuffix(WEIGHT).split(".", 3)[-1].replace(".{E}", ""): rule for rule in active}
     return [
         p
@@ -71,7 +73,7 @@ def _unfit(name: str, rule: Rule, spec: ModelSpec, sizes: tuple[int, int]) -> It
 
 def cannot_train(family: Family, saved: Iterable[str]) -> list[Problem]:
     """Those of the Hugging Face tensors that are to train fully that are held in four bits."""
-    stuck = [hf for rule in family.weights if held(rule) for hf in rule.hf]
+    stuck = [hf for rule in family.weights if held_in_four_bits(rule) for hf in rule.hf]
     patterns = [re.escape(hf).replace(r"\{L\}", r"\d+").replace(r"\{E\}", r"\d+") for hf in stuck]
     return [
         Problem(

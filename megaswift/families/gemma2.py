@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
 from megaswift.families.config_dense import GEMMA, softcaps
-from megaswift.families.config_rows import Unused
+from megaswift.families.config_rows import UnusedField
 from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
-from megaswift.families.config_windows import alternating, every_other
+from megaswift.families.config_windows import alternating_windows, every_other
 from megaswift.families.family import FAMILIES, Family
 
 FAMILIES.register(
@@ -20,10 +20,10 @@ FAMILIES.register(
             head_dim(256),
             kv_heads(),
             rope(),
-            alternating(every_other, 4096),
+            alternating_windows(every_other, 4096),
             *GEMMA,
             softcaps(50.0, 30.0),
-            Unused(("sliding_window_size",), "transformers' model reads sliding_window"),
+            UnusedField(("sliding_window_size",), "transformers' model reads sliding_window"),
         ),
         weights=(
             *EMBEDDING,

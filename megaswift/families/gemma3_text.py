@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, post_norms
 from megaswift.families.config_dense import GEMMA, softcaps, two_ropes
-from megaswift.families.config_rows import Group, Reading
+from megaswift.families.config_rows import ConfigReading, RowGroup
 from megaswift.families.config_tables import FFN, head_dim, kv_heads
-from megaswift.families.config_windows import alternating
+from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
 
 
-def _gemma3_layers(reading: Reading) -> None:
+def _gemma3_layers(reading: ConfigReading) -> None:
     """Windows as `layer_types` says, else in all but every `sliding_window_pattern`-th layer.
 
     transformers notes the number it took as `_sliding_window_pattern`, and never reads that back.
@@ -30,10 +30,10 @@ def _gemma3_layers(reading: Reading) -> None:
                 f"is not what transformers reads: it takes {every} from sliding_window_pattern or its default",
                 "write layer_types, or sliding_window_pattern without the underscore",
             )
-    alternating(lambda _, layer: bool((layer + 1) % (every or 6)), 4096).read(reading)
+    alternating_windows(lambda _, layer: bool((layer + 1) % (every or 6)), 4096).read(reading)
 
 
-GEMMA3_LAYERS = Group(
+GEMMA3_LAYERS = RowGroup(
     ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"), _gemma3_layers
 )
 

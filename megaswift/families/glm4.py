@@ -6,7 +6,7 @@ https://arxiv.org/abs/2406.12793.
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp, post_norms
-from megaswift.families.config_rows import Row
+from megaswift.families.config_rows import AnyRow
 from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
@@ -15,7 +15,13 @@ FAMILIES.register(
     Family(
         name="glm4",
         architecture="Glm4ForCausalLM",
-        config=(FFN, head_dim(128), kv_heads(), rope(partial=0.5), Row("attention_bias", "add_qkv_bias", bool, True)),
+        config=(
+            FFN,
+            head_dim(128),
+            kv_heads(),
+            rope(partial=0.5),
+            AnyRow("attention_bias", "add_qkv_bias", bool, True),
+        ),
         weights=(
             *EMBEDDING,
             *ATTENTION,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, EXPERT_BIAS, HEAD, QK_NORM, dense_mlp, moe, shared_experts
 from megaswift.families.config_deepseek import PRETRAINING, Routing, prediction_layers, routed_experts
-from megaswift.families.config_rows import Row
+from megaswift.families.config_rows import AnyRow
 from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
@@ -18,8 +18,8 @@ FAMILIES.register(
             head_dim(),
             kv_heads(),
             rope(partial=0.5),
-            Row("attention_bias", "add_qkv_bias", bool, False),
-            Row("use_qk_norm", "qk_layernorm", bool, False),
+            AnyRow("attention_bias", "add_qkv_bias", bool, False),
+            AnyRow("use_qk_norm", "qk_layernorm", bool, False),
             routed_experts(
                 Routing("sigmoid", best=2, bias=True, first_dense=1, shared=1, scaling=1.0, normalised=True)
             ),

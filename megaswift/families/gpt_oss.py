@@ -4,9 +4,9 @@ arXiv:2508.10925."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, A, H, M
-from megaswift.families.config_rows import Group, MustBe, Reading, Row, Unused
+from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
 from megaswift.families.config_tables import AUXILIARY_IF_ASKED, EXPERTS_EVERYWHERE, head_dim, kv_heads, rope
-from megaswift.families.config_windows import alternating, every_other
+from megaswift.families.config_windows import alternating_windows, every_other
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import ColumnParallel, Copy
 from megaswift.families.rules_stacked import Interleaved, StackedCopy, StackedDown
@@ -14,7 +14,7 @@ from megaswift.families.rules_stacked import Interleaved, StackedCopy, StackedDo
 ROPE = rope(150000.0)
 
 
-def _rope(reading: Reading) -> None:
+def _rope(reading: ConfigReading) -> None:
     """The shared row, where scaling is given: transformers' default for this family is yarn, and nobody means that by
     silence."""
     if not (reading.raw.get("rope_scaling") or reading.raw.get("rope_parameters")):
@@ -34,20 +34,20 @@ FAMILIES.register(
         name="gpt_oss",
         architecture="GptOssForCausalLM",
         config=(
-            Row("intermediate_size", "moe_ffn_hidden_size", int),
+            AnyRow("intermediate_size", "moe_ffn_hidden_size", int),
             head_dim(64),
             kv_heads(),
-            Group(ROPE.keys, _rope),
-            alternating(every_other, 128),
-            Row("swiglu_limit", "activation_func_clamp_value", float, 7.0),
-            MustBe("swiglu_alpha", (1.702,), "the constant of Megatron's quick_gelu"),
-            MustBe(
+            RowGroup(ROPE.keys, _rope),
+            alternating_windows(every_other, 128),
+            AnyRow("swiglu_limit", "activation_func_clamp_value", float, 7.0),
+            RequiredValue("swiglu_alpha", (1.702,), "the constant of Megatron's quick_gelu"),
+            RequiredValue(
                 "attention_bias", (True,), "Megatron has one switch for all biases, and this family's experts have them"
             ),
             AUXILIARY_IF_ASKED,
             EXPERTS_EVERYWHERE,
-            Unused(("experts_per_token",), "num_experts_per_tok says it"),
-            Unused(("initial_context_length",), "the scaling of the rotary embedding says it"),
+            UnusedField(("experts_per_token",), "num_experts_per_tok says it"),
+            UnusedField(("initial_context_length",), "the scaling of the rotary embedding says it"),
         ),
         weights=(
             *EMBEDDING,

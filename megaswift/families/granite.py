@@ -4,22 +4,22 @@ https://huggingface.co/ibm-granite."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_rows import ConfigRow, Group, Reading
+from megaswift.families.config_rows import ConfigReading, ConfigRow, RowGroup
 from megaswift.families.config_tables import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
 
-def _factor(key: str, target: str, *, inverse: bool = False) -> Group:
+def _factor(key: str, target: str, *, inverse: bool = False) -> RowGroup:
     """A factor above 0, 1 where absent; `inverse` where the field is the divisor."""
 
-    def read(reading: Reading) -> None:
+    def read(reading: ConfigReading) -> None:
         value = reading.get(key, float, 1.0)
         if not value:
             reading.problem(key, "should be above 0")
             return
         reading.values[target] = 1.0 / value if inverse else value
 
-    return Group((key,), read)
+    return RowGroup((key,), read)
 
 
 GRANITE: tuple[ConfigRow, ...] = (

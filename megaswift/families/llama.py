@@ -4,7 +4,7 @@ https://arxiv.org/abs/2407.21783."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_rows import MustBe, Unused
+from megaswift.families.config_rows import RequiredValue, UnusedField
 from megaswift.families.config_tables import BIASES, FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
@@ -19,10 +19,12 @@ FAMILIES.register(
             kv_heads(required=False),
             rope(),
             BIASES,
-            MustBe("pretraining_tp", (1,), "other values ask for another order of summation"),
-            Unused(("max_sequence_length",), "max_position_embeddings says it"),
-            MustBe("rope_interleaved", (False,), "transformers' model rotates the two halves of a head"),
-            Unused(("is_llama_config", "transformers.js_config"), "for other programs: SmolLM2's folders have them"),
+            RequiredValue("pretraining_tp", (1,), "other values ask for another order of summation"),
+            UnusedField(("max_sequence_length",), "max_position_embeddings says it"),
+            RequiredValue("rope_interleaved", (False,), "transformers' model rotates the two halves of a head"),
+            UnusedField(
+                ("is_llama_config", "transformers.js_config"), "for other programs: SmolLM2's folders have them"
+            ),
         ),
         weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
     ),

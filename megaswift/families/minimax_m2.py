@@ -4,7 +4,7 @@ https://huggingface.co/MiniMaxAI."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, H, M, moe
-from megaswift.families.config_rows import Group, MustBe, Reading, Row, Unused
+from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup, UnusedField
 from megaswift.families.config_tables import (
     AUXILIARY_IF_ASKED,
     EXPERTS_EVERYWHERE,
@@ -19,16 +19,16 @@ from megaswift.families.rules import Copy
 ROPE = rope(5e6, partial=1.0)
 
 
-def _rope(reading: Reading) -> None:
+def _rope(reading: ConfigReading) -> None:
     """The shared row; the released folders give the rotated width in place of its share."""
     width, head = reading.get("rotary_dim", int, 0), reading.get("head_dim", int, 128, 1)
     raw = dict(reading.raw)
     if width and head and "partial_rotary_factor" not in raw:
         raw["partial_rotary_factor"] = width / head
-    ROPE.read(Reading(reading.family, raw, reading.problems, reading.values))
+    ROPE.read(ConfigReading(reading.family, raw, reading.problems, reading.values))
 
 
-def _router(reading: Reading) -> None:
+def _router(reading: ConfigReading) -> None:
     if reading.raw.get("scoring_func") not in (None, "sigmoid"):
         reading.problem("scoring_func", "must be 'sigmoid': transformers' model computes nothing else")
     if reading.values.get("num_moe_experts"):
@@ -37,7 +37,7 @@ def _router(reading: Reading) -> None:
         )
 
 
-def _all_full(reading: Reading) -> None:
+def _all_full(reading: ConfigReading) -> None:
     if set(reading.raw.get("attn_type_list") or [1]) != {1}:
         reading.problem("attn_type_list", "must hold 1 for every layer: linear attention is another family's")
 
@@ -49,31 +49,31 @@ FAMILIES.register(
         name="minimax_m2",
         architecture="MiniMaxM2ForCausalLM",
         config=(
-            Row("intermediate_size", "moe_ffn_hidden_size", int),
+            AnyRow("intermediate_size", "moe_ffn_hidden_size", int),
             head_dim(128),
             kv_heads(),
-            Group((*ROPE.keys, "rotary_dim"), _rope),
+            RowGroup((*ROPE.keys, "rotary_dim"), _rope),
             AUXILIARY_IF_ASKED,
             EXPERTS_EVERYWHERE,
             authors_code("minimax_m2"),
-            Group(("scoring_func",), _router),
-            Group(("attn_type_list",), _all_full),
-            MustBe("use_routing_bias", (True,), "transformers' model has the bias"),
-            MustBe("use_qk_norm", (True,), "transformers' model has the norms"),
-            MustBe("qk_norm_type", ("per_layer",), "transformers' model normalises all heads together"),
-            MustBe(
+            RowGroup(("scoring_func",), _router),
+            RowGroup(("attn_type_list",), _all_full),
+            RequiredValue("use_routing_bias", (True,), "transformers' model has the bias"),
+            RequiredValue("use_qk_norm", (True,), "transformers' model has the norms"),
+            RequiredValue("qk_norm_type", ("per_layer",), "transformers' model normalises all heads together"),
+            RequiredValue(
                 "router_jitter_noise",
                 (0,),
                 "transformers puts the noise on the experts' inputs too, Megatron on the router's only",
             ),
-            MustBe("shared_intermediate_size", (0,), "transformers' model has no shared expert"),
-            MustBe("sliding_window", (), "transformers' model has no windows"),
-            *(MustBe(name, (1,), "transformers' model adds residuals unscaled") for name in BETAS),
-            Unused(
+            RequiredValue("shared_intermediate_size", (0,), "transformers' model has no shared expert"),
+            RequiredValue("sliding_window", (), "transformers' model has no windows"),
+            *(RequiredValue(name, (1,), "transformers' model adds residuals unscaled") for name in BETAS),
+            UnusedField(
                 ("shared_moe_mode", "mlp_intermediate_size"),
                 "of shared experts and dense layers, which the model does not have",
             ),
-            Unused(
+            UnusedField(
                 ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), "the released folders hold no such layers"
             ),
         ),

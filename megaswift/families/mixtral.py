@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, moe
-from megaswift.families.config_rows import MustBe, Row
+from megaswift.families.config_rows import AnyRow, RequiredValue
 from megaswift.families.config_tables import EXPERTS_EVERYWHERE, ROUTER, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
 
@@ -13,14 +13,14 @@ FAMILIES.register(
         name="mixtral",
         architecture="MixtralForCausalLM",
         config=(
-            Row("intermediate_size", "moe_ffn_hidden_size", int),
+            AnyRow("intermediate_size", "moe_ffn_hidden_size", int),
             head_dim(),
             kv_heads(),
             rope(1e6),
             window(None),
             *ROUTER,
             EXPERTS_EVERYWHERE,
-            MustBe(
+            RequiredValue(
                 "router_jitter_noise",
                 (0,),
                 "transformers puts the noise on the experts' inputs too, Megatron on the router's only",

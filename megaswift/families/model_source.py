@@ -15,7 +15,7 @@ from megaswift.config import SwiftConfig
 from megaswift.data.processor import Processor, processor_spec
 from megaswift.data.template import read_template
 from megaswift.data.tokenizer import load_tokenizer
-from megaswift.errors import Problem, WeightsError, beside, first_line
+from megaswift.errors import Problem, WeightsError, first_line, path_hint
 from megaswift.families.adapter_folder import CONFIG as ADAPTERS
 from megaswift.families.adapter_folder import no_model
 from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
@@ -40,7 +40,7 @@ SILENT = ("hf", "model", "checkpoints")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-class Named(Protocol):
+class ModelName(Protocol):
     """Options that name a model: those of training and those of inference."""
 
     @property
@@ -56,7 +56,7 @@ class Named(Protocol):
         """Branch, tag or commit of an id."""
 
 
-def locate(model: Named, weights: bool = True, verify: bool | None = None) -> Path:
+def locate_model(model: ModelName, weights: bool = True, verify: bool | None = None) -> Path:
     """The folder of the model. `weights` False: configuration and tokenizer are enough.
 
     `verify`, by default as `weights`: the files of a step are compared with their SHA-256, and of an output directory
@@ -69,7 +69,7 @@ def locate(model: Named, weights: bool = True, verify: bool | None = None) -> Pa
     if path.exists():
         raise WeightsError(Problem(f"--model {name}", "is a file", f"the folder it lies in: {path.parent}"))
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
-        raise WeightsError(Problem(f"--model {name}", "no such folder", beside(path)))
+        raise WeightsError(Problem(f"--model {name}", "no such folder", path_hint(path)))
     return _fetch(model, name, (*CONFIG_FILES, *(WEIGHT_FILES if weights else ())))
 
 
@@ -100,7 +100,7 @@ def _folder(path: Path, name: str, verify: bool) -> Path:
     raise WeightsError(Problem(f"--model {name}", "has no config.json", "a folder that holds a Hugging Face model"))
 
 
-def _fetch(model: Named, name: str, patterns: tuple[str, ...]) -> Path:
+def _fetch(model: ModelName, name: str, patterns: tuple[str, ...]) -> Path:
     """A snapshot from the hub; the library's own cache and locks keep ranks from fetching twice."""
     package = "huggingface_hub" if model.use_hf else "modelscope"
     if importlib.util.find_spec(package) is None:
@@ -193,7 +193,7 @@ def reader_for(cfg: SwiftConfig) -> Any:
     folder = Path(str(cfg.model.model))
     if not (folder / "config.json").is_file() and any((folder / name).is_file() for name in TOKENIZER_FILES):
         return tokenizer_for(cfg)
-    folder = locate(cfg.model, weights=False)
+    folder = locate_model(cfg.model, weights=False)
     if not has_tower(read_config(folder)):
         return tokenizer_for(cfg)
     return processor_of(cfg, folder)
@@ -205,7 +205,7 @@ def tokenizer_for(cfg: SwiftConfig) -> Any:
     folder = Path(str(cfg.model.model))
     alone = any((folder / name).is_file() for name in TOKENIZER_FILES)
     if not alone:
-        folder = locate(cfg.model, weights=False)
+        folder = locate_model(cfg.model, weights=False)
     problems = missing_files(folder, random_init=True)
     if problems:
         raise WeightsError(problems)

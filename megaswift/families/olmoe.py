@@ -4,7 +4,7 @@ https://arxiv.org/abs/2409.02060."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM_WIDE, moe
-from megaswift.families.config_rows import MustBe, Row, Unused
+from megaswift.families.config_rows import AnyRow, RequiredValue, UnusedField
 from megaswift.families.config_tables import EXPERTS_EVERYWHERE, NO_ATTENTION_BIAS, NORM_TOPK, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
@@ -14,19 +14,19 @@ FAMILIES.register(
         name="olmoe",
         architecture="OlmoeForCausalLM",
         config=(
-            Row("intermediate_size", "moe_ffn_hidden_size", int),
+            AnyRow("intermediate_size", "moe_ffn_hidden_size", int),
             head_dim(),
             kv_heads(required=False),
             rope(),
             NO_ATTENTION_BIAS,
-            Row("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.01),
+            AnyRow("router_aux_loss_coef", "moe_aux_loss_coeff", float, 0.01),
             NORM_TOPK,
             EXPERTS_EVERYWHERE,
-            Unused(
+            UnusedField(
                 ("output_router_logits",),
                 "whether transformers returns them; the auxiliary loss follows its coefficient here",
             ),
-            MustBe("clip_qkv", (), "Megatron-Core does not clip queries, keys and values"),
+            RequiredValue("clip_qkv", (), "Megatron-Core does not clip queries, keys and values"),
         ),
         weights=(*EMBEDDING, *ATTENTION, *QK_NORM_WIDE, *moe("mlp", "gate_proj", "up_proj", "down_proj"), *HEAD),
         fixed={"qk_layernorm": True, "qk_norm_width": "all"},

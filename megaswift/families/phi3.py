@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.families.blocks import EMBEDDING, FUSED_ATTENTION, HEAD, dense_mlp
-from megaswift.families.config_rows import Group, MustBe, Reading, Row
+from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
 from megaswift.families.config_tables import FFN, authors_code, head_dim, kv_heads, rope, window
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.spec import RopeSpec
@@ -17,7 +17,7 @@ SAME = "transformers' model computes the one meaning of this value only"
 _PARTIAL = rope(partial=1.0)
 
 
-def _longrope(reading: Reading) -> None:
+def _longrope(reading: ConfigReading) -> None:
     """LongRoPE (arXiv:2402.13753), by its short factors: transformers takes the long ones for a batch with a longer
     sequence.
 
@@ -31,7 +31,7 @@ def _longrope(reading: Reading) -> None:
         _PARTIAL.read(reading)
         return
     head = {k: v for k, v in given.items() if k in ("rope_theta", "partial_rotary_factor")}
-    plain = Reading(
+    plain = ConfigReading(
         reading.family,
         {**{k: v for k, v in raw.items() if k not in ("rope_scaling", "rope_parameters")}, key: head},
         reading.problems,
@@ -63,7 +63,7 @@ def _longrope(reading: Reading) -> None:
         reading.values.update(rope=RopeSpec(found.base, scaling, found.partial), longest=original)
 
 
-LONGROPE = Group((*_PARTIAL.keys, "original_max_position_embeddings"), _longrope)
+LONGROPE = RowGroup((*_PARTIAL.keys, "original_max_position_embeddings"), _longrope)
 
 FAMILIES.register(
     "phi3",
@@ -77,13 +77,13 @@ FAMILIES.register(
             LONGROPE,
             window(None),
             authors_code("phi3"),
-            Row("resid_pdrop", "hidden_dropout", float, 0.0),
-            MustBe("embd_pdrop", (0,), "transformers' model does not apply it"),
-            MustBe("attention_bias", (False,), NO_BIAS),
-            MustBe("mlp_bias", (False,), NO_BIAS),
-            MustBe("lm_head_bias", (False,), NO_BIAS),
-            MustBe("full_attn_mod", (1,), SAME),
-            MustBe("interpolate_factor", (1,), SAME),
+            AnyRow("resid_pdrop", "hidden_dropout", float, 0.0),
+            RequiredValue("embd_pdrop", (0,), "transformers' model does not apply it"),
+            RequiredValue("attention_bias", (False,), NO_BIAS),
+            RequiredValue("mlp_bias", (False,), NO_BIAS),
+            RequiredValue("lm_head_bias", (False,), NO_BIAS),
+            RequiredValue("full_attn_mod", (1,), SAME),
+            RequiredValue("interpolate_factor", (1,), SAME),
         ),
         weights=(*EMBEDDING, *FUSED_ATTENTION, *dense_mlp(fused=True), *HEAD),
     ),

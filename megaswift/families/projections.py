@@ -12,9 +12,9 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from megaswift.errors import ConfigError, Problem, nearest
+from megaswift.errors import ConfigError, Problem, nearest_name
 from megaswift.families.family import Family
-from megaswift.families.rules import Cut, Rule
+from megaswift.families.rules import Rule, ShardSpec
 from megaswift.families.spec import ModelSpec
 
 ALL = "all-linear"
@@ -98,7 +98,7 @@ def projections(family: Family, spec: ModelSpec) -> Iterator[Projection]:
 def _of_stack(rule: Rule, spec: ModelSpec, stack: str, where: tuple[str, int | None]) -> Projection:
     """One expert's matrix in a parameter [experts, in, out]."""
     megatron, expert = where
-    [(_, width, out)], piece = rule.shapes(spec), rule.pieces(spec, Cut(expert=expert))[0]
+    [(_, width, out)], piece = rule.shapes(spec), rule.pieces(spec, ShardSpec(expert=expert))[0]
     assert piece.transposed and expert is not None, f"{stack}: experts as [in, out] are what is known of stacks"
     home, _, leaf = stack.rpartition(".")
     return Projection(f"{home}.{expert}.{leaf}", megatron, 0, (out, width), stack, piece.stride)
@@ -110,7 +110,9 @@ def _matches(name: str, names: Sequence[str]) -> bool:
     return any(m == name or m.endswith("." + name) for m in names)
 
 
-def select(family: Family, spec: ModelSpec, names: Sequence[str], parameters: Sequence[str] = ()) -> list[Projection]:
+def select_projections(
+    family: Family, spec: ModelSpec, names: Sequence[str], parameters: Sequence[str] = ()
+) -> list[Projection]:
     """The projections that `--target_modules` and `--target_parameters` mean; a ConfigError for each name that means
     none.
 
@@ -155,7 +157,7 @@ def without_dora(chosen: Sequence[Projection], label: str) -> list[Problem]:
 def _no_parameter(name: str, known: Sequence[Projection]) -> Problem:
     what, ends = f"--target_parameters {name}", list(dict.fromkeys(end_of(p.stack) for p in known if p.stack))
     if ends:
-        close = nearest(name, [*ends, *(end.rsplit(".", 1)[-1] for end in ends)])
+        close = nearest_name(name, [*ends, *(end.rsplit(".", 1)[-1] for end in ends)])
         return Problem(
             what, "matches no experts that share a parameter", f"{close or ends[0]}; there are {', '.join(ends)}"
         )
@@ -186,7 +188,7 @@ def _no_target(name: str, known: Sequence[Projection], family: Family, spec: Mod
                 why,
                 f"--modules_to_save {name} to train it fully, or one of {', '.join(leaves)}",
             )
-    close = nearest(name.rsplit(".", 1)[-1], leaves)
+    close = nearest_name(name.rsplit(".", 1)[-1], leaves)
     if "," in name:
         close = f"--target_modules {' '.join(name.replace(',', ' ').split())}"
     return Problem(
@@ -205,7 +207,7 @@ OF_MEGATRON = {
 """Hugging Face's names of modules that Megatron-Core calls otherwise."""
 
 
-def saved(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
+def saved_modules(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
     """Hugging Face tensors of the modules that `names` (whole names or their ends) mean; a ConfigError for each that
     means none."""
     chosen: dict[str, None] = {}
@@ -218,7 +220,7 @@ def saved(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
         if not found:
             leaves = list(dict.fromkeys(m.rsplit(".", 1)[-1] for m in modules))
             own = OF_MEGATRON.get(name.rsplit(".", 1)[-1], "")
-            close = f"--modules_to_save {own}" if own in leaves else nearest(name, leaves)
+            close = f"--modules_to_save {own}" if own in leaves else nearest_name(name, leaves)
             problems.append(
                 Problem(
                     f"--modules_to_save {name}",
@@ -234,13 +236,13 @@ def saved(family: Family, spec: ModelSpec, names: Sequence[str]) -> list[str]:
                     "leave it out",
                 )
             )
-    problems += in_part(family, spec, chosen)
+    problems += partly_chosen(family, spec, chosen)
     if problems:
         raise ConfigError(problems)
     return list(chosen)
 
 
-def in_part(family: Family, spec: ModelSpec, chosen: Collection[str]) -> Iterator[Problem]:
+def partly_chosen(family: Family, spec: ModelSpec, chosen: Collection[str]) -> Iterator[Problem]:
     """Modules that Megatron joins with others which are not chosen: one parameter trains whole or not at all."""
     for rule, layer, expert in _expand(family, spec):
         names = [_name(hf, layer, expert) for hf in rule.hf]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaswift.families.config_rows import Group, Reading
+from megaswift.families.config_rows import ConfigReading, RowGroup
 
 FIELD = "quantization_config"
 UNQUANTISED = (
@@ -47,7 +47,7 @@ module lists."""
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8Scheme:
     """float8 e4m3 weights W [..., n, m] beside W_scale_inv [..., ceil(n / rows), ceil(m / columns)] (DeepSeek-V3, arXiv
     2412.19437)."""
 
@@ -56,12 +56,12 @@ class Fp8:
 
 
 @dataclass(frozen=True)
-class Mxfp4:
+class Mxfp4Scheme:
     """OCP microscaling FP4: W_blocks uint8 [E, n, m / 32, 16], two values a byte, beside exponents W_scales uint8 [E,
     n, m / 32]."""
 
 
-Scheme = Fp8 | Mxfp4
+Scheme = Fp8Scheme | Mxfp4Scheme
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
@@ -71,9 +71,9 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     if given is None or problem_of(config):
         return None
     if given["quant_method"] == "mxfp4":
-        return Mxfp4()
+        return Mxfp4Scheme()
     block = given.get("weight_block_size", HF_BLOCK)
-    return Fp8(None if block is None else (block[0], block[1]))
+    return Fp8Scheme(None if block is None else (block[0], block[1]))
 
 
 def problem_of(config: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -123,10 +123,10 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != FIELD}
 
 
-def _read(reading: Reading) -> None:
+def _read(reading: ConfigReading) -> None:
     found = problem_of(reading.raw)
     if found:
         reading.problem(FIELD, *found)
 
 
-QUANTIZATION = Group((FIELD,), _read)
+QUANTIZATION = RowGroup((FIELD,), _read)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_rows import MustBe
+from megaswift.families.config_rows import RequiredValue
 from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.config_windows import WINDOW_BY_LAYER
 from megaswift.families.family import FAMILIES, Family
@@ -19,7 +19,7 @@ FAMILIES.register(
             kv_heads(),
             rope(),
             WINDOW_BY_LAYER,
-            MustBe("use_mrope", (False,), "of vision models"),
+            RequiredValue("use_mrope", (False,), "of vision models"),
         ),
         weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
         fixed={"add_qkv_bias": True},

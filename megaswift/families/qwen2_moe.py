@@ -4,14 +4,14 @@ https://arxiv.org/abs/2407.10671."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, H, M, dense_mlp, moe, shared_experts
-from megaswift.families.config_rows import Reading, Row
+from megaswift.families.config_rows import AnyRow, ConfigReading
 from megaswift.families.config_tables import FFN, ROUTER, SPARSE_STEP, head_dim, kv_heads, rope
-from megaswift.families.config_windows import alternating, every_other
+from megaswift.families.config_windows import alternating_windows, every_other
 from megaswift.families.family import FAMILIES, Family
 from megaswift.families.rules import Copy
 
 
-def _windowed(reading: Reading, layer: int) -> bool:
+def _windowed(reading: ConfigReading, layer: int) -> bool:
     return every_other(reading, layer) and layer < (reading.get("max_window_layers", int, 28) or 0)
 
 
@@ -25,10 +25,10 @@ FAMILIES.register(
             head_dim(),
             kv_heads(),
             rope(),
-            alternating(_windowed, 4096, switched=True, keys=("max_window_layers",)),
-            Row("qkv_bias", "add_qkv_bias", bool, True),
-            Row("moe_intermediate_size", "moe_ffn_hidden_size", int),
-            Row("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", int),
+            alternating_windows(_windowed, 4096, switched=True, keys=("max_window_layers",)),
+            AnyRow("qkv_bias", "add_qkv_bias", bool, True),
+            AnyRow("moe_intermediate_size", "moe_ffn_hidden_size", int),
+            AnyRow("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", int),
             *ROUTER,
             *SPARSE_STEP,
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, QK_NORM, dense_mlp, moe
-from megaswift.families.config_rows import Row, Unused
+from megaswift.families.config_rows import AnyRow, UnusedField
 from megaswift.families.config_tables import (
     FFN,
     NO_ATTENTION_BIAS,
@@ -28,10 +28,10 @@ FAMILIES.register(
             rope(),
             WINDOW_SWITCHED,
             NO_ATTENTION_BIAS,
-            Row("moe_intermediate_size", "moe_ffn_hidden_size", int),
+            AnyRow("moe_intermediate_size", "moe_ffn_hidden_size", int),
             *ROUTER,
             *SPARSE_STEP,
-            Unused(("max_window_layers",), "transformers' model windows all layers or none"),
+            UnusedField(("max_window_layers",), "transformers' model windows all layers or none"),
         ),
         weights=(
             *EMBEDDING,

@@ -21,7 +21,7 @@ Scope = Literal["model", "layer", "dense", "moe", "expert"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """Which shard: that of `rank` out of `tp`, with the vocabulary padded to `padded_vocab` rows (None: not padded)."""
 
     tp: int = 1
@@ -32,7 +32,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SliceMap:
     """Rows or columns [start, stop) of HF tensor number `source`, or every `stride`-th of them."""
 
     source: int
@@ -94,7 +94,7 @@ class Rule(Protocol):
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """Shape of each HF tensor."""
 
-    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
         """What the shard is made of, joined along `dim`."""
 
 
@@ -103,20 +103,20 @@ def dim_of(rule: Rule) -> int:
     return 1 if rule.shard == "row" else 0
 
 
-def even(total: int, tp: int, what: str) -> int:
+def even_share(total: int, tp: int, what: str) -> int:
     """total / tp; a LayoutError where that is no whole number."""
     if total % tp:
         raise LayoutError(Problem(f"tensor parallel size {tp}", f"does not divide {what} ({total})"))
     return total // tp
 
 
-def share(total: int, cut: Cut, what: str) -> tuple[int, int]:
+def shard_range(total: int, cut: ShardSpec, what: str) -> tuple[int, int]:
     """(start, stop) of a rank's even part of `total` rows or columns."""
-    n = even(total, cut.tp, what)
+    n = even_share(total, cut.tp, what)
     return cut.rank * n, (cut.rank + 1) * n
 
 
-def sizes(spec: ModelSpec, names: Sequence[str]) -> tuple[int, ...]:
+def spec_sizes(spec: ModelSpec, names: Sequence[str]) -> tuple[int, ...]:
     """Sizes by the names of ModelSpec's properties."""
     return tuple(getattr(spec, name) for name in names)
 
@@ -135,7 +135,7 @@ class _One:
 
     def shapes(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """[*dims]."""
-        return [sizes(spec, self.dims)]
+        return [spec_sizes(spec, self.dims)]
 
 
 class Copy(_One):
@@ -144,9 +144,9 @@ class Copy(_One):
 
     shard: ClassVar[Shard] = "replicated"
 
-    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
         """All of it."""
-        return [Piece(0, 0, self.shapes(spec)[0][0])]
+        return [SliceMap(0, 0, self.shapes(spec)[0][0])]
 
 
 class _Even(_One):
@@ -154,10 +154,10 @@ class _Even(_One):
 
     along: ClassVar[int]
 
-    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
         """A range of rows or columns."""
         width = self.dims[self.along]
-        return [Piece(0, *share(getattr(spec, width), cut, width))]
+        return [SliceMap(0, *shard_range(getattr(spec, width), cut, width))]
 
 
 class ColumnParallel(_Even):
@@ -197,16 +197,16 @@ class QKV:
         tail = (spec.hidden_size,) if self.matrix else ()
         return [(n * spec.head_dim, *tail) for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
 
-    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
         """Three ranges for each of this rank's groups, or the part of a group that falls to it."""
-        d, q = spec.head_dim, even(spec.heads, spec.kv_heads, "attention heads") * spec.head_dim
-        first, end = share(spec.kv_heads * (q + 2 * d), cut, "rows of queries, keys and values")
+        d, q = spec.head_dim, even_share(spec.heads, spec.kv_heads, "attention heads") * spec.head_dim
+        first, end = shard_range(spec.kv_heads * (q + 2 * d), cut, "rows of queries, keys and values")
         at, found = 0, []
         for group in range(spec.kv_heads):
             for source, width in ((0, q), (1, d), (2, d)):
                 low, high = max(first - at, 0), min(end - at, width)
                 if low < high:
-                    found.append(Piece(source, group * width + low, group * width + high))
+                    found.append(SliceMap(source, group * width + low, group * width + high))
                 at += width
         return found
 
@@ -229,10 +229,10 @@ class GatedMLP:
         """[ffn, h] twice; without h for biases."""
         return [(getattr(spec, self.inner), *((spec.hidden_size,) if self.matrix else ()))] * 2
 
-    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
         """One range of each."""
-        part = share(getattr(spec, self.inner), cut, self.inner)
-        return [Piece(source, *part) for source in (0, 1)]
+        part = shard_range(getattr(spec, self.inner), cut, self.inner)
+        return [SliceMap(source, *part) for source in (0, 1)]
 
 
 @dataclass(frozen=True)
@@ -252,6 +252,6 @@ class Vocab:
         """[vocab, h], without padding."""
         return [(spec.vocab_size, spec.hidden_size)]
 
-    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
         """This rank's rows, those of the padding included: a piece may reach beyond the HF tensor."""
-        return [Piece(0, *share(cut.padded_vocab or spec.vocab_size, cut, "padded vocabulary"))]
+        return [SliceMap(0, *shard_range(cut.padded_vocab or spec.vocab_size, cut, "padded vocabulary"))]

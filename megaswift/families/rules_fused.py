@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar
 
-from megaswift.families.rules import Cut, Piece, Rule, Scope, Shard
+from megaswift.families.rules import Rule, Scope, Shard, ShardSpec, SliceMap
 from megaswift.families.spec import ModelSpec
 
 
@@ -48,7 +48,7 @@ class Fused:
         shapes = self.parts.shapes(spec)
         return [(sum(s[0] for s in shapes), *shapes[0][1:])]
 
-    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
         """Those of the parts, as rows of the one tensor."""
         first = [0, *accumulate(s[0] for s in self.parts.shapes(spec))]
         return [

@@ -4,12 +4,12 @@ https://huggingface.co/ByteDance-Seed."""
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_rows import Group, MustBe, Reading, Row
+from megaswift.families.config_rows import AnyRow, ConfigReading, RequiredValue, RowGroup
 from megaswift.families.config_tables import FFN, head_dim, kv_heads, rope
 from megaswift.families.family import FAMILIES, Family
 
 
-def _seed_biases(reading: Reading) -> None:
+def _seed_biases(reading: ConfigReading) -> None:
     """Biases on query, key and value; those of attention's output and of the MLP go together in Megatron, and bring
     these along."""
     inner, out, mlp = (
@@ -25,7 +25,7 @@ def _seed_biases(reading: Reading) -> None:
     reading.values.update(add_qkv_bias=bool(inner), add_bias_linear=bool(out and mlp))
 
 
-SEED_BIASES = Group(("attention_bias", "attention_out_bias", "mlp_bias"), _seed_biases)
+SEED_BIASES = RowGroup(("attention_bias", "attention_out_bias", "mlp_bias"), _seed_biases)
 
 
 FAMILIES.register(
@@ -39,9 +39,9 @@ FAMILIES.register(
             kv_heads(),
             rope(),
             SEED_BIASES,
-            Row("residual_dropout", "hidden_dropout", float, 0.1),
-            Row("attention_dropout", "attention_dropout", float, 0.1),
-            MustBe("pretraining_tp", (1,), "other values ask for another order of summation"),
+            AnyRow("residual_dropout", "hidden_dropout", float, 0.1),
+            AnyRow("attention_dropout", "attention_dropout", float, 0.1),
+            RequiredValue("pretraining_tp", (1,), "other values ask for another order of summation"),
         ),
         weights=(*EMBEDDING, *ATTENTION, *dense_mlp(), *HEAD),
     ),

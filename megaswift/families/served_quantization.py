@@ -39,7 +39,7 @@ def field_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given) if isinstance(given, Mapping) else {}
 
 
-def method_of(config: Mapping[str, Any]) -> str | None:
+def quant_method(config: Mapping[str, Any]) -> str | None:
     """Its quant_method; None for plain weights."""
     given = field_of(config)
     if not given:
@@ -51,10 +51,10 @@ def method_of(config: Mapping[str, Any]) -> str | None:
 
 def stays_quantised(config: Mapping[str, Any]) -> bool:
     """Whether the loaded model's linear layers hold something else than plain weights."""
-    return method_of(config) not in (None, *DEQUANTISED)
+    return quant_method(config) not in (None, *DEQUANTISED)
 
 
-def missing(packages: tuple[str, ...], what: str) -> list[Problem]:
+def missing_packages(packages: tuple[str, ...], what: str) -> list[Problem]:
     """Packages that are not installed, each with the command that installs it."""
     lacking = [_PIP.get(p, p) for p in packages if importlib.util.find_spec(p) is None]
     if not lacking:
@@ -70,13 +70,15 @@ def missing(packages: tuple[str, ...], what: str) -> list[Problem]:
 
 def quantization_packages(config: Mapping[str, Any], label: str) -> list[Problem]:
     """Packages that the quantised weights of `label` need and that are not installed."""
-    method = method_of(config)
-    return missing(PACKAGES.get(method or "", ()), f"{label}, whose weights are quantised ({method})")
+    method = quant_method(config)
+    return missing_packages(PACKAGES.get(method or "", ()), f"{label}, whose weights are quantised ({method})")
 
 
-def problems(config: Mapping[str, Any], label: str, train_type: str, bits: int | None, merge: bool) -> list[Problem]:
+def quantization_problems(
+    config: Mapping[str, Any], label: str, train_type: str, bits: int | None, merge: bool
+) -> list[Problem]:
     """What keeps a run from training over the quantised weights of `label`; empty for plain ones."""
-    method = method_of(config)
+    method = quant_method(config)
     if method is None:
         return []
     what = f"{label}, whose weights are quantised ({method})"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megaswift.families.blocks import ATTENTION, EMBEDDING, HEAD, dense_mlp
-from megaswift.families.config_rows import ConfigRow, Group, Reading, Row, Unused
+from megaswift.families.config_rows import AnyRow, ConfigReading, ConfigRow, RowGroup, UnusedField
 from megaswift.families.config_tables import BIASES, FFN, head_dim, kv_heads, rope
-from megaswift.families.config_windows import alternating
+from megaswift.families.config_windows import alternating_windows
 from megaswift.families.family import FAMILIES, Family
 
 
-def _without_rotation(reading: Reading) -> None:
+def _without_rotation(reading: ConfigReading) -> None:
     """`no_rope_layers` (1 for a layer with rotary embedding, as transformers has it), else every
     `no_rope_layer_interval`-th without."""
     layers, every = reading.layers(), reading.get("no_rope_layer_interval", int, 4, 1)
@@ -24,17 +24,17 @@ def _without_rotation(reading: Reading) -> None:
         reading.values["no_rope_freq"] = [1 - r for r in rotated]
 
 
-def _smollm3_windowed(reading: Reading, layer: int) -> bool:
+def _smollm3_windowed(reading: ConfigReading, layer: int) -> bool:
     """transformers gives windows to layers without rotary embedding, where there are windows at all."""
     without = reading.values.get("no_rope_freq")
     return bool(reading.raw.get("sliding_window")) and without is not None and bool(without[layer])
 
 
 SMOLLM3: tuple[ConfigRow, ...] = (
-    Row("tie_word_embeddings", "tied", bool, True),
-    Group(("no_rope_layers", "no_rope_layer_interval"), _without_rotation),
-    alternating(_smollm3_windowed, None, switched=True),
-    Unused(("pretraining_tp", "max_window_layers"), "transformers' model does not read them"),
+    AnyRow("tie_word_embeddings", "tied", bool, True),
+    RowGroup(("no_rope_layers", "no_rope_layer_interval"), _without_rotation),
+    alternating_windows(_smollm3_windowed, None, switched=True),
+    UnusedField(("pretraining_tp", "max_window_layers"), "transformers' model does not read them"),
 )
 
 

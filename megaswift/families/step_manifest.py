@@ -31,7 +31,7 @@ _KNOWN: dict[tuple[str, int, int, str], bool] = {}
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedStep:
     """A step with a valid manifest."""
 
     step: int
@@ -42,7 +42,7 @@ class Saved:
     """By path within the step: `bytes` and `sha256`."""
 
 
-def seal(manifest: Mapping[str, Any]) -> str:
+def manifest_seal(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of the manifest without its own seal."""
     plain = {k: v for k, v in manifest.items() if k != "sha256"}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
@@ -60,7 +60,7 @@ def load_manifest(folder: Path) -> dict[str, Any] | Problem:
     if not isinstance(manifest, dict):
         return Problem(str(path), "is not a JSON object")
     try:
-        whole = manifest.get("sha256") == seal(manifest)
+        whole = manifest.get("sha256") == manifest_seal(manifest)
     except (ValueError, RecursionError):
         whole = False
     if not whole:
@@ -104,13 +104,13 @@ def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def whole_steps(store: Path) -> list[Saved]:
+def whole_steps(store: Path) -> list[SavedStep]:
     """Every step of OUT/checkpoints with a valid manifest, oldest save first. No other file is read."""
     found = []
     for path in store.glob("step-*"):
         match = STEP.fullmatch(path.name)
         if match and (manifest := read_manifest(path)) is not None:
-            found.append(Saved(int(match[1]), path, float(manifest["saved_at"]), manifest["files"]))
+            found.append(SavedStep(int(match[1]), path, float(manifest["saved_at"]), manifest["files"]))
     return sorted(found, key=lambda s: (s.saved_at, s.step))
 
 
@@ -120,7 +120,7 @@ def damaged_steps(store: Path) -> list[Path]:
     return sorted(p for p in store.glob("step-*") if STEP.fullmatch(p.name) and p.is_dir() and read_manifest(p) is None)
 
 
-def pointed(store: Path) -> Path | None:
+def latest_step(store: Path) -> Path | None:
     """The step that latest.json names, if its manifest is valid."""
     step = _named_by_pointer(store)
     return step if step is not None and read_manifest(step) is not None else None
@@ -184,7 +184,7 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def known(path: Path, expected: Mapping[str, Any]) -> bool | None:
+def is_known_intact(path: Path, expected: Mapping[str, Any]) -> bool | None:
     """Whether the file is what was saved, if that was found out already and it has not changed since."""
     try:
         facts = path.stat()
@@ -193,8 +193,8 @@ def known(path: Path, expected: Mapping[str, Any]) -> bool | None:
     return _KNOWN.get((str(path), facts.st_size, facts.st_mtime_ns, expected["sha256"]))
 
 
-def remember(path: Path, expected: Mapping[str, Any], intact: bool) -> None:
-    """For `known`: what this process or another rank found."""
+def remember_intact(path: Path, expected: Mapping[str, Any], intact: bool) -> None:
+    """For `is_known_intact`: what this process or another rank found."""
     try:
         facts = path.stat()
     except OSError:
@@ -202,10 +202,10 @@ def remember(path: Path, expected: Mapping[str, Any], intact: bool) -> None:
     _KNOWN[(str(path), facts.st_size, facts.st_mtime_ns, expected["sha256"])] = intact
 
 
-def known_damaged(saved: Saved) -> bool:
+def known_damaged(saved: SavedStep) -> bool:
     """Whether a file of the step is missing, or this process knows that it has changed. Reads none."""
     return any(
-        known(saved.path / name, entry) is False or not os.path.isfile(saved.path / name)
+        is_known_intact(saved.path / name, entry) is False or not os.path.isfile(saved.path / name)
         for name, entry in saved.files.items()
     )
 
@@ -223,17 +223,17 @@ def file_problem(path: Path, expected: Mapping[str, Any]) -> Problem | None:
     size = facts.st_size
     if size != expected["bytes"]:
         return Problem(str(path), f"has {size} bytes, the manifest says {expected['bytes']}")
-    intact = known(path, expected)
+    intact = is_known_intact(path, expected)
     if intact is None:
         try:
             intact = hash_file(path) == expected["sha256"]
         except OSError as error:
             return Problem(str(path), f"cannot be read ({error.strerror or error})")
-        remember(path, expected, intact)
+        remember_intact(path, expected, intact)
     return None if intact else Problem(str(path), "its content changed since it was saved (SHA-256 differs)")
 
 
-def step_problems(step: Path, parts: Iterable[str] = ()) -> list[Problem]:
+def damaged_files(step: Path, parts: Iterable[str] = ()) -> list[Problem]:
     """What of a step (or of these folders of it) is not as it was saved; by one process alone."""
     manifest = load_manifest(step)
     if isinstance(manifest, Problem):
@@ -256,18 +256,18 @@ def refuse_damaged_part(folder: Path) -> None:
     step = step_of(folder)
     if step is None or not (within := folder.absolute().relative_to(step).parts[:1]):
         return
-    if problems := step_problems(step, within):
-        raise CheckpointError(damage(step, problems))
+    if problems := damaged_files(step, within):
+        raise CheckpointError(step_damage(step, problems))
 
 
-def damage(step: Path, problems: list[Problem]) -> list[Problem]:
+def step_damage(step: Path, problems: list[Problem]) -> list[Problem]:
     """The damage of a step that the user named, with the other steps of its run as the fix."""
     others = [p.name for p in newest_first(step.parent) if p != step]
     fix = f"another step of this run: {', '.join(others[:4])}" if others else "a copy of this step"
     return [*problems[:-1], Problem(problems[-1].what, problems[-1].rule, fix)]
 
 
-def skipped(step: Path, problems: list[Problem]) -> str:
+def skipped_step_notice(step: Path, problems: list[Problem]) -> str:
     """The line about a damaged step in whose place an older one is used."""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{step} is damaged and not used: {problems[0].what} {problems[0].rule}{more}"

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from megaswift import log
 from megaswift.config.inference import GenerationOptions
-from megaswift.data.towers import Piece, joined
+from megaswift.data.vision_batches import ImageInputs, join_image_inputs
 from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.families import FAMILIES
-from megaswift.inference.padding import agree, drawn
-from megaswift.inference.text import TextStream, decode
+from megaswift.inference.padding_check import padding_agrees, probe_prompts
+from megaswift.inference.text_stream import TextStream, decode_tokens
 
 
 @dataclass(frozen=True)
-class Sampling:
+class GenerationParams:
     """How tokens are chosen. Requests with equal sampling can be answered in one batch, unless they have a seed."""
 
     temperature: float = 0.0
@@ -52,7 +52,7 @@ Listener = Callable[[str, Sequence[TokenLogprob]], None]
 
 
 @dataclass(frozen=True)
-class Pictures:
+class ImageFeatures:
     """What a model reads of a prompt's images beside its tokens, as its processor gives it, and of what kind each of it
     is."""
 
@@ -61,7 +61,7 @@ class Pictures:
 
 
 @dataclass
-class Request:
+class AnswerRequest:
     """One answer that is wanted."""
 
     prompt: tuple[int, ...]
@@ -70,7 +70,7 @@ class Request:
     logprobs: int | None = None
     """How many of the likeliest tokens to tell beside the chosen one's log-probability; None: tell nothing."""
     listener: Listener | None = None
-    pictures: Pictures | None = None
+    pictures: ImageFeatures | None = None
     cancelled: bool = False
     """Set from any thread: the answer ends with the next token."""
     begun: bool = False
@@ -78,7 +78,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Completion:
+class Answer:
     """An answer."""
 
     text: str
@@ -89,7 +89,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-def sampling_of(options: GenerationOptions, own: Any, seed: int | None = None) -> Sampling:
+def generation_params(options: GenerationOptions, own: Any, seed: int | None = None) -> GenerationParams:
     """Options over the model's own generation configuration; what neither sets is off."""
     temperature = options.temperature
     if temperature is None:
@@ -114,7 +114,7 @@ def sampling_of(options: GenerationOptions, own: Any, seed: int | None = None) -
         return off if value is None else value
 
     drawn = {"top_p": either("top_p", 1.0), "top_k": either("top_k", 0)} if temperature else {}
-    return Sampling(
+    return GenerationParams(
         float(temperature),
         repetition_penalty=either("repetition_penalty", 1.0),
         num_beams=either("num_beams", 1),
@@ -127,7 +127,7 @@ def sampling_of(options: GenerationOptions, own: Any, seed: int | None = None) -
 class _Row:
     """An answer that grows."""
 
-    request: Request
+    request: AnswerRequest
     stream: TextStream | None
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -168,11 +168,11 @@ class _Row:
             keep = sum(start < length for start in self.starts)
             del self.logprobs[max(keep, self.told) :]
 
-    def completion(self, tokenizer: Any, ends: frozenset[int]) -> Completion:
+    def completion(self, tokenizer: Any, ends: frozenset[int]) -> Answer:
         """The whole answer."""
         ids = self.ids[:-1] if self.ids and self.ids[-1] in ends else self.ids
-        text = self.stream.text if self.stream is not None else decode(tokenizer, ids)
-        return Completion(text, len(self.ids), self.reason or "length", tuple(self.logprobs))
+        text = self.stream.text if self.stream is not None else decode_tokens(tokenizer, ids)
+        return Answer(text, len(self.ids), self.reason or "length", tuple(self.logprobs))
 
 
 class _Watch:
@@ -213,7 +213,7 @@ class _Watch:
         ]
 
 
-def _unlike(requests: Sequence[Request]) -> tuple[Request, Request]:
+def _unlike(requests: Sequence[AnswerRequest]) -> tuple[AnswerRequest, AnswerRequest]:
     """One with images, and that with others which differs most in length."""
     seen = next(r for r in requests if r.pictures is not None)
     others = [r for r in requests if r.pictures is not seen.pictures]
@@ -235,15 +235,19 @@ class Generator:
         """Whether prompts without images, and with some, can be answered together; found when the first such batch
         comes."""
 
-    def _together(self, requests: Sequence[Request]) -> bool:
+    def _together(self, requests: Sequence[AnswerRequest]) -> bool:
         """Whether these prompts can go in one batch."""
         shown = any(r.pictures is not None for r in requests)
         if len({(len(r.prompt), id(r.pictures)) for r in requests}) == 1:
             return True
         if shown not in self._tried:
-            pair = _unlike(requests) if shown else tuple(Request(p, 1) for p in drawn(self.tokenizer, self.pad))
+            pair = (
+                _unlike(requests)
+                if shown
+                else tuple(AnswerRequest(p, 1) for p in probe_prompts(self.tokenizer, self.pad))
+            )
             first, second = (self._inputs([r]) for r in pair)
-            self._tried[shown] = agree(self.model, self._inputs(pair), (first, second), self.pad)
+            self._tried[shown] = padding_agrees(self.model, self._inputs(pair), (first, second), self.pad)
             if not self._tried[shown]:
                 log.info(
                     f"this model answers prompts of several lengths{' with images' * shown} otherwise together than "
@@ -251,15 +255,15 @@ class Generator:
                 )
         return self._tried[shown]
 
-    def _inputs(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+    def _inputs(self, requests: Sequence[AnswerRequest]) -> dict[str, Tensor]:
         """A batch [b, width], padded on the left, with its images."""
         width = max(len(r.prompt) for r in requests)
         rows = [(width - len(r.prompt), r.prompt) for r in requests]
         ids = [[self.pad] * left + list(prompt) for left, prompt in rows]
         mask = [[0] * left + [1] * len(prompt) for left, prompt in rows]
         seen = [(i, r.pictures) for i, r in enumerate(requests) if r.pictures is not None]
-        pieces = [Piece(i, rows[i][0], len(rows[i][1]), p.inputs) for i, p in seen]
-        towers = joined(pieces, seen[0][1].kinds, (len(requests), width)) if seen else {}
+        pieces = [ImageInputs(i, rows[i][0], len(rows[i][1]), p.inputs) for i, p in seen]
+        towers = join_image_inputs(pieces, seen[0][1].kinds, (len(requests), width)) if seen else {}
         return {
             "input_ids": torch.tensor(ids, device=self.device),
             "attention_mask": torch.tensor(mask, device=self.device),
@@ -272,7 +276,7 @@ class Generator:
         """The model within its adapters."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[AnswerRequest], sampling: GenerationParams) -> list[Answer]:
         """The answers, in the order of the requests."""
         if not self._together(requests):
             return [completion for request in requests for completion in self.generate([request], sampling)]
@@ -322,7 +326,7 @@ class Generator:
                 if not row.reason:
                     row.take(token, token in self.ends, None)
 
-    def _config(self, requests: Sequence[Request], sampling: Sampling) -> Any:
+    def _config(self, requests: Sequence[AnswerRequest], sampling: GenerationParams) -> Any:
         from transformers import GenerationConfig
 
         drawn = (

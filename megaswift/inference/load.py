@@ -1,8 +1,8 @@
 """From `--model` to a model that answers: found, placed, loaded, with its adapters. In two steps, so that mistakes cost
 nothing.
 
-`prepare` reads configuration and tokenizer; `load` reads weights. transformers loads and accelerate dispatches; what is
-ours is the way from a checkpoint of training to transformers' model, and saying what is wrong.
+`prepare_model_load` reads configuration and tokenizer; `load_model` reads weights. transformers loads and accelerate
+dispatches; what is ours is the way from a checkpoint of training to transformers' model, and saying what is wrong.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from megaswift import log
 from megaswift.bridge import finite_weights
-from megaswift.bridge.bits_and_bytes import settings, without_cpu_repacking
+from megaswift.bridge.bits_and_bytes import bitsandbytes_config, without_cpu_repacking
 from megaswift.bridge.hf_source import WeightSource
-from megaswift.bridge.open import open_checkpoint
+from megaswift.bridge.open_weights import open_checkpoint
 from megaswift.config import placement as devices
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.config.placement import DISK
@@ -32,14 +32,14 @@ from megaswift.data.processor import Processor, unreadable
 from megaswift.data.sample import RowError
 from megaswift.errors import ConfigError, Problem, UserError, WeightsError, first_line
 from megaswift.families import FAMILIES
-from megaswift.families.adapter_folder import base_of, shapes
+from megaswift.families.adapter_folder import adapter_shapes, base_of
 from megaswift.families.checkpoint_folder import find_checkpoint, verified_checkpoint
 from megaswift.families.family import read_config
 from megaswift.families.model_source import read_processor, read_tokenizer
 from megaswift.families.vision import has_tower
 from megaswift.inference import placement
-from megaswift.inference.first_look import found, need
-from megaswift.inference.placement import DeviceMap, Sizes
+from megaswift.inference.placement import DeviceMap, ModuleSizes
+from megaswift.inference.precheck import model_folder, require_package
 
 REFUSALS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError)
 """What transformers raises for a model that it cannot load."""
@@ -51,7 +51,7 @@ ADAPTER = "default"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedModel:
     """All of a model but its weights."""
 
     folder: Path
@@ -91,21 +91,21 @@ def _told(what: str) -> Iterator[None]:
         raise WeightsError(Problem(what, f"transformers cannot load it: {first_line(error)}", fix)) from None
 
 
-def quieten() -> None:
+def quiet_transformers() -> None:
     """transformers' bars and notes to developers stay off the screen; what is wrong is told by us."""
     from transformers.utils import logging
 
-    log.quieten()
+    log.quiet_libraries()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     getLogger("accelerate.big_modeling").setLevel(ERROR)  # says what the device map has said
 
 
-def prepare(options: WeightsOptions, chat_template: str | None) -> Prepared:
+def prepare_model_load(options: WeightsOptions, chat_template: str | None) -> PreparedModel:
     """Configuration and tokenizer, and everything that can be wrong without reading a weight."""
-    folder = found(options)
-    quieten()
+    folder = model_folder(options)
+    quiet_transformers()
     from transformers import AutoConfig
 
     with _told(str(folder)):
@@ -117,7 +117,7 @@ def prepare(options: WeightsOptions, chat_template: str | None) -> Prepared:
     reader = _reader(folder, options, chat_template)
     if isinstance(reader, Processor) and not tokenizer.chat_template:  # older models have it beside their processor
         tokenizer.chat_template = reader.tokenizer.chat_template
-    return Prepared(folder, options, config, tokenizer, reader)
+    return PreparedModel(folder, options, config, tokenizer, reader)
 
 
 def _reader(folder: Path, options: WeightsOptions, chat_template: str | None) -> Processor | str:
@@ -151,7 +151,7 @@ def _writes(config: Any, flag: str) -> None:
         )
 
 
-def _dtype(prepared: Prepared) -> torch.dtype:
+def _dtype(prepared: PreparedModel) -> torch.dtype:
     wanted = prepared.options.torch_dtype
     own = getattr(prepared.config, "dtype", None) or getattr(prepared.config.get_text_config(), "dtype", None)
     if wanted != "auto":
@@ -159,7 +159,7 @@ def _dtype(prepared: Prepared) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.float32
 
 
-def _auto(prepared: Prepared) -> Any:
+def _auto(prepared: PreparedModel) -> Any:
     """transformers' class of models that answer; a vision-language model is asked by text alone."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -168,7 +168,7 @@ def _auto(prepared: Prepared) -> Any:
     )
 
 
-def _skeleton(prepared: Prepared, how: Mapping[str, Any]) -> Any:
+def _skeleton(prepared: PreparedModel, how: Mapping[str, Any]) -> Any:
     """transformers' model without weights."""
     trust = prepared.options.trust_remote_code
     with _told(str(prepared.folder)), torch.device("meta"):
@@ -177,18 +177,22 @@ def _skeleton(prepared: Prepared, how: Mapping[str, Any]) -> Any:
     return model
 
 
-def place(prepared: Prepared, options: PlacementOptions, model: Any) -> DeviceMap:
+def place_modules(prepared: PreparedModel, options: PlacementOptions, model: Any) -> DeviceMap:
     """Each module's device; the table of them goes to the user."""
-    sizes = Sizes(model, options.quantization_bit or placement.stored_bits(prepared.config))
+    sizes = ModuleSizes(model, options.quantization_bit or placement.stored_bits(prepared.config))
     asked = devices.device_map(options.device_map)
     limits = devices.max_memory(options.max_memory) if options.max_memory is not None else None
     assert not isinstance(asked, Problem) and not isinstance(limits, Problem), "the command line was checked"
     flag = f"--device_map {options.device_map}"
-    placed = placement.decide(sizes, asked, limits) if isinstance(asked, str) else placement.check(sizes, asked, flag)
-    log.info(f"device map\n{placement.table(sizes, placed)}")
+    placed = (
+        placement.decide_device_map(sizes, asked, limits)
+        if isinstance(asked, str)
+        else placement.check_device_map(sizes, asked, flag)
+    )
+    log.info(f"device map\n{placement.placement_table(sizes, placed)}")
     on_disk = [name or "the model" for name, device in placed.items() if device == DISK]
     if on_disk and options.offload_folder is None:
-        count = log.amount(len(on_disk), "module")
+        count = log.count_text(len(on_disk), "module")
         what = f"no device has room for {count}" if isinstance(asked, str) else f"puts {count} on the disk"
         names = ", ".join([*on_disk[:3], *["..."] * (len(on_disk) > 3)])
         raise ConfigError(
@@ -226,7 +230,7 @@ def place(prepared: Prepared, options: PlacementOptions, model: Any) -> DeviceMa
     return placed
 
 
-def _quantisation(prepared: Prepared, bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
+def _quantisation(prepared: PreparedModel, bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
     if bits is None:
         return {}
     stored = getattr(prepared.config, "quantization_config", None)
@@ -242,8 +246,8 @@ def _quantisation(prepared: Prepared, bits: int | None, dtype: torch.dtype) -> d
 
 def bits_and_bytes(bits: int, dtype: torch.dtype) -> Any:
     """transformers' settings: NF4 that computes in `dtype`, or LLM.int8()."""
-    need("bitsandbytes", f"--quantization_bit {bits}")
-    return settings(bits, dtype)
+    require_package("bitsandbytes", f"--quantization_bit {bits}")
+    return bitsandbytes_config(bits, dtype)
 
 
 class _Lazy:
@@ -256,7 +260,7 @@ class _Lazy:
         assert where is ..., "transformers takes whole tensors"
         with self.lock:
             tensor = self.source.slice(self.name)
-        finite_weights.check([(self.name, tensor)])
+        finite_weights.check_finite([(self.name, tensor)])
         return tensor
 
     def get_shape(self) -> list[int]:
@@ -268,7 +272,7 @@ class _Lazy:
         return self.source.dtype_name(self.name)
 
 
-def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.device]:
+def load_model(prepared: PreparedModel, options: PlacementOptions) -> tuple[Any, torch.device]:
     """(the model with its weights and adapters, where its prompts go)."""
     dtype = _dtype(prepared)
     attention = prepared.options.attn_impl
@@ -276,7 +280,7 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
     quantised = _quantisation(prepared, options.quantization_bit, dtype)
     skeleton = _skeleton(prepared, how)
     _fitting(skeleton, prepared.options)
-    placed = place(prepared, options, skeleton)
+    placed = place_modules(prepared, options, skeleton)
     how |= {
         **quantised,
         "device_map": placed,
@@ -304,9 +308,9 @@ def load(prepared: Prepared, options: PlacementOptions) -> tuple[Any, torch.devi
         raise WeightsError(
             Problem(str(prepared.options.model), f"transformers finds no weights for {', '.join(lost[:4])}{more}")
         )
-    finite_weights.check(model.named_parameters())
+    finite_weights.check_finite(model.named_parameters())
     if any(p.is_meta for p in model.parameters()) and prepared.config.model_type not in FAMILIES:
-        placement.try_out(model, placement.main_device(placed), f"--device_map {options.device_map}")
+        placement.try_offloaded(model, placement.main_device(placed), f"--device_map {options.device_map}")
     return _adapted(model, prepared, placed).eval(), placement.main_device(placed)
 
 
@@ -316,7 +320,7 @@ def _fitting(skeleton: Any, options: WeightsOptions) -> None:
         return
     folder, modules = Path(options.adapters), dict(skeleton.named_modules())
     depth = getattr(skeleton.config.get_text_config(), "num_hidden_layers", None)
-    for name, shape in shapes(folder).items():
+    for name, shape in adapter_shapes(folder).items():
         found = LORA.fullmatch(name)
         if found is None:
             continue
@@ -328,7 +332,7 @@ def _fitting(skeleton: Any, options: WeightsOptions) -> None:
             theirs = shape[-1 if half == "A" else 0]
             wrong = f"{found['module']} has {theirs} {side} there and {ours} in this model" if theirs != ours else ""
         elif module is None and layer is not None and depth is not None and int(layer["number"]) >= depth:
-            wrong = f"it has {found['module']}, and this model has {log.amount(depth, 'layer')}"
+            wrong = f"it has {found['module']}, and this model has {log.count_text(depth, 'layer')}"
         if wrong:
             base = base_of(folder)
             rule = f"was trained on another model{f' ({base})' * bool(base)}: {wrong}"
@@ -337,7 +341,7 @@ def _fitting(skeleton: Any, options: WeightsOptions) -> None:
             )
 
 
-def _adapted(model: Any, prepared: Prepared, placed: DeviceMap) -> Any:
+def _adapted(model: Any, prepared: PreparedModel, placed: DeviceMap) -> Any:
     """The model with the adapters beside its weights, or in them.
 
     PEFT would take a dispatched model apart and dispatch it again by a map of its own, and write a copy of the weights
@@ -355,7 +359,7 @@ def _adapted(model: Any, prepared: Prepared, placed: DeviceMap) -> Any:
     model.hf_device_map = placed
     _onto_devices(adapted, folder, placement.main_device(placed))
     added = ((name, p) for name, p in adapted.named_parameters() if f".{ADAPTER}" in name)
-    finite_weights.check(added, f"--adapters {folder}")
+    finite_weights.check_finite(added, f"--adapters {folder}")
     return adapted.merge_and_unload() if prepared.options.merge_adapters else adapted
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megaswift.config.byte_size import bytes_text
 from megaswift.config.placement import DISK, Device
-from megaswift.config.size import bytes_text
-from megaswift.errors import ConfigError, Problem, nearest
+from megaswift.errors import ConfigError, Problem, nearest_name
 from megaswift.families.layers import layer_classes
 
 DeviceMap = dict[str, Device]
@@ -27,7 +27,7 @@ _NUMBERED = re.compile(r"(.+)\.(\d+)")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModuleSizes:
     """What each weight will take. A weight that two modules share counts with the first."""
 
     model: nn.Module
@@ -66,7 +66,7 @@ def stored_bits(config: Any) -> int | None:
     return bits if bits in (4, 8) else None
 
 
-def decide(sizes: Sizes, how: str, limits: Mapping[Device, int] | None) -> DeviceMap:
+def decide_device_map(sizes: ModuleSizes, how: str, limits: Mapping[Device, int] | None) -> DeviceMap:
     """The map that accelerate makes: auto and balanced spread evenly, balanced_low_0 spares GPU 0, sequential fills one
     after the other."""
     from accelerate.utils import get_balanced_memory, get_max_memory, infer_auto_device_map
@@ -93,14 +93,14 @@ def decide(sizes: Sizes, how: str, limits: Mapping[Device, int] | None) -> Devic
         ) from None
 
 
-def check(sizes: Sizes, given: Mapping[str, Device], flag: str) -> DeviceMap:
+def check_device_map(sizes: ModuleSizes, given: Mapping[str, Device], flag: str) -> DeviceMap:
     """A map of the user's as one that names every module once; ConfigError for names it gets wrong and modules it
     leaves out."""
     model = sizes.model
     _check_devices([d for d in given.values() if d != DISK], flag)
     known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
     problems = [
-        Problem(f"{flag}, {name}", "is no module of this model", nearest(name, sorted(known)))
+        Problem(f"{flag}, {name}", "is no module of this model", nearest_name(name, sorted(known)))
         for name in given
         if name not in known
     ]
@@ -167,7 +167,7 @@ def main_device(placed: Mapping[str, Device]) -> torch.device:
     return torch.device("cpu")
 
 
-def try_out(model: Any, device: torch.device, flag: str) -> None:
+def try_offloaded(model: Any, device: torch.device, flag: str) -> None:
     """One token, with weights elsewhere: accelerate brings a module's when it is called, which JetMoe's experts never
     are."""
     try:
@@ -201,7 +201,7 @@ class _Row:
         return self.first if self.first == self.last or a is None or b is None else f"{self.first}-{b[2]}"
 
 
-def table(sizes: Sizes, placed: Mapping[str, Device]) -> str:
+def placement_table(sizes: ModuleSizes, placed: Mapping[str, Device]) -> str:
     """Ranges of modules with their device, parameters and bytes; then what each device holds."""
     rows: list[_Row] = []
     weights = list(sizes.weights())

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.errors import EXPLAINED
-from megaswift.launchers.parent import PARENT, end_with_parent
+from megaswift.launchers.parent_death import PARENT, end_with_parent
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """A process that ended with an exit code other than 0."""
 
     rank: int
@@ -35,12 +35,12 @@ class Failure:
     """Whether the process has printed a message of its own."""
 
 
-def first(failures: Sequence[Failure]) -> Failure:
+def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure:
     """The cause: the earliest; of one second, a process that a signal other than the agent's SIGTERM ended."""
     return min(failures, key=lambda f: (f.code == -signal.SIGTERM, f.when, f.code >= 0, f.rank))
 
 
-def text(failure: Failure) -> str:
+def failure_text(failure: WorkerFailure) -> str:
     """The line about a run's end; empty where the process has said itself why it ended."""
     if failure.explained or failure.code in EXPLAINED:
         return ""
@@ -52,20 +52,20 @@ def text(failure: Failure) -> str:
     return f"{who} was ended by {name}{why}"
 
 
-def exit_code(failure: Failure) -> int:
+def exit_code(failure: WorkerFailure) -> int:
     """As a shell has it: 128 + n for signal n."""
     return failure.code if failure.code >= 0 else 128 - failure.code
 
 
-def failures_of(error: Any) -> list[Failure]:
+def failures_of(error: Any) -> list[WorkerFailure]:
     """Of torchrun's ChildFailedError."""
     return [
-        Failure(rank, f.pid, f.exitcode, f.timestamp, explained=Path(f.error_file).is_file())
+        WorkerFailure(rank, f.pid, f.exitcode, f.timestamp, explained=Path(f.error_file).is_file())
         for rank, f in error.failures.items()
     ]
 
 
-def quiet(environ: Mapping[str, str]) -> None:
+def quiet_torchrun(environ: Mapping[str, str]) -> None:
     """Turns torchrun's log off: its lines repeat what is told at the end."""
     if "LOGLEVEL" not in environ:
         logging.disable(logging.CRITICAL)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs torchrun to the end; the exit code."""
     end_with_parent(os.environ)
     os.environ[PARENT] = str(os.getpid())
-    quiet(os.environ)
+    quiet_torchrun(os.environ)
     try:
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run.main(list(sys.argv[1:] if argv is None else argv))
     except ChildFailedError as error:
-        failure = first(failures_of(error))
-        if line := text(failure):
+        failure = first_failure(failures_of(error))
+        if line := failure_text(failure):
             print(line, file=sys.stderr, flush=True)
         return exit_code(failure)
     except SignalException as error:

@@ -14,9 +14,9 @@ from types import FrameType
 
 from megaswift import log
 from megaswift.config.launch import LaunchConfig
-from megaswift.config.worker import RESTARTS
+from megaswift.config.launch_env import RESTARTS
 from megaswift.errors import EXPLAINED, Problem
-from megaswift.launchers.parent import as_parent
+from megaswift.launchers.parent_death import parent_environment
 
 DEFAULT_PORT = 29500
 PATIENCE_SECONDS = 1800
@@ -33,12 +33,12 @@ def wants_processes(launch: LaunchConfig) -> bool:
     return launch.nproc_per_node is not None or launch.nnodes is not None or launch.launcher == "ray"
 
 
-def world_size(launch: LaunchConfig) -> int:
+def launched_processes(launch: LaunchConfig) -> int:
     """Processes of the whole run."""
     return launch.num_workers or (launch.nproc_per_node or 1) * (launch.nnodes or 1)
 
 
-def command(launch: LaunchConfig, script: Path, argv: Sequence[str]) -> list[str]:
+def torchrun_command(launch: LaunchConfig, script: Path, argv: Sequence[str]) -> list[str]:
     """torchrun's command line for this machine."""
     nodes = launch.nnodes or 1
     words = [sys.executable, "-m", "megaswift.launchers.agent", "--nproc-per-node", str(launch.nproc_per_node or 1)]
@@ -63,7 +63,7 @@ def command(launch: LaunchConfig, script: Path, argv: Sequence[str]) -> list[str
     return [*words, str(script), *argv]
 
 
-def environment(launch: LaunchConfig, environ: Mapping[str, str]) -> dict[str, str]:
+def torchrun_environment(launch: LaunchConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of torchrun: threads shared out over the processes, time to save, where the user has not said
     otherwise."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -98,7 +98,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(words: Sequence[str], environ: Mapping[str, str], restarts: int = 0) -> int:
+def start_torchrun_here(words: Sequence[str], environ: Mapping[str, str], restarts: int = 0) -> int:
     """Runs the command to its end, up to `restarts` times again when a process of it fails; the last exit code.
 
     A user's mistake and a run that learns nothing would end the same again, and a signal asks for an end: none of them
@@ -119,7 +119,7 @@ def _once(words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:
 
     The child has a session of its own, so that a signal of the terminal reaches it once, through here.
     """
-    process = subprocess.Popen(list(words), env=as_parent(environ), start_new_session=True)
+    process = subprocess.Popen(list(words), env=parent_environment(environ), start_new_session=True)
     received: list[int] = []
     last = 0.0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class News:
+class ExchangeEvents:
     """What has happened since the last look."""
 
     lines: list[str]
@@ -60,7 +60,7 @@ class Exchange:
         """Signals after the first `seen`."""
         return self.signals[seen:]
 
-    def news(self) -> News:
+    def news(self) -> ExchangeEvents:
         """For the command; each line once."""
         lines, self.lines = self.lines, []
-        return News(lines, len(self.ranks), dict(self.failed))
+        return ExchangeEvents(lines, len(self.ranks), dict(self.failed))

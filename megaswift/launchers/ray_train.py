@@ -46,7 +46,7 @@ QUIET = {
 """Of Ray's variables, unless the user sets them: nothing is reported to its makers, and an end is noticed soon."""
 
 
-def missing(launch: LaunchConfig) -> list[Problem]:
+def missing_ray(launch: LaunchConfig) -> list[Problem]:
     """What a run under Ray lacks on this machine."""
     if launch.launcher != "ray":
         return []
@@ -59,7 +59,7 @@ def missing(launch: LaunchConfig) -> list[Problem]:
     return []
 
 
-def start(launch: LaunchConfig, task: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def start_on_ray(launch: LaunchConfig, task: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs `megaswift TASK ARGV` on Ray's workers to the end. 0, 1 when a process failed, 128 + n when signal n ended
     it."""
     os.environ.update({name: environ.get(name, value) for name, value in QUIET.items()})
@@ -90,7 +90,7 @@ def _connect(address: str, launch: LaunchConfig) -> None:
     if address == LOCAL:
         root = str(Path(__file__).resolve().parents[2])
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        cores = max(os.cpu_count() or 1, local.world_size(launch) * launch.cpus_per_worker)
+        cores = max(os.cpu_count() or 1, local.launched_processes(launch) * launch.cpus_per_worker)
         options |= {"num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
         _knock(address)
@@ -137,15 +137,15 @@ def _reserves_gpu(launch: LaunchConfig) -> bool:
     """Whether each worker has a GPU. ConfigError when the cluster is smaller than the run."""
     import ray
 
-    there, world = ray.cluster_resources(), local.world_size(launch)
+    there, world = ray.cluster_resources(), local.launched_processes(launch)
     gpus, cores = int(there.get("GPU", 0)), int(there.get("CPU", 0))
     gpu = gpus > 0 if launch.use_gpu is None else launch.use_gpu
     problems = []
     if gpu and gpus < world:
         problems.append(
             Problem(
-                f"{log.amount(world, 'process')} with a GPU each",
-                f"the cluster has {log.amount(gpus, 'GPU')}",
+                f"{log.count_text(world, 'process')} with a GPU each",
+                f"the cluster has {log.count_text(gpus, 'GPU')}",
                 f"--num_workers {gpus}" if gpus else "--use_gpu false",
             )
         )
@@ -157,8 +157,8 @@ def _reserves_gpu(launch: LaunchConfig) -> bool:
         )
         problems.append(
             Problem(
-                f"{log.amount(world, 'process')} with {log.amount(launch.cpus_per_worker, 'core')} each",
-                f"the cluster has {log.amount(cores, 'core')}",
+                f"{log.count_text(world, 'process')} with {log.count_text(launch.cpus_per_worker, 'core')} each",
+                f"the cluster has {log.count_text(cores, 'core')}",
                 fix,
             )
         )
@@ -168,8 +168,8 @@ def _reserves_gpu(launch: LaunchConfig) -> bool:
 
 
 def _workers(launch: LaunchConfig, gpu: bool) -> str:
-    each = log.amount(launch.cpus_per_worker, "core") + (" and a GPU" if gpu else "")
-    return f"{log.amount(local.world_size(launch), 'process')} with {each} each"
+    each = log.count_text(launch.cpus_per_worker, "core") + (" and a GPU" if gpu else "")
+    return f"{log.count_text(local.launched_processes(launch), 'process')} with {each} each"
 
 
 def _trainer(launch: LaunchConfig, plan: dict[str, Any], gpu: bool, folder: str) -> Any:
@@ -187,13 +187,13 @@ def _trainer(launch: LaunchConfig, plan: dict[str, Any], gpu: bool, folder: str)
         train_func_context = property(lambda self: contextlib.nullcontext)
 
     scaling = ScalingConfig(
-        num_workers=local.world_size(launch),
+        num_workers=local.launched_processes(launch),
         use_gpu=gpu,
         placement_strategy=launch.placement_strategy.upper(),
         resources_per_worker={"CPU": launch.cpus_per_worker} | ({"GPU": 1} if gpu else {}),
     )
     return TorchTrainer(
-        ray_worker.work,
+        ray_worker.run_worker,
         train_loop_config=plan,
         scaling_config=scaling,
         torch_config=NoGroupConfig(),
@@ -287,7 +287,7 @@ def _free() -> str:
     import ray
 
     found = ray.available_resources()
-    return f"{log.amount(int(found.get('CPU', 0)), 'core')} and {log.amount(int(found.get('GPU', 0)), 'GPU')}"
+    return f"{log.count_text(int(found.get('CPU', 0)), 'core')} and {log.count_text(int(found.get('GPU', 0)), 'GPU')}"
 
 
 def _last_line(error: BaseException) -> str:

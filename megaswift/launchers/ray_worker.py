@@ -25,7 +25,7 @@ SIGKILL_WITH_PARENT = (1, int(signal.SIGKILL))
 """prctl's PR_SET_PDEATHSIG: Ray ends its workers without a word, and the run's processes must not live on."""
 
 
-def work(plan: dict[str, Any]) -> None:
+def run_worker(plan: dict[str, Any]) -> None:
     """Ray Train's loop function. `plan`: task, argv, environ, folder, exchange."""
     import ray
     from ray import train
@@ -33,10 +33,10 @@ def work(plan: dict[str, Any]) -> None:
     here, exchange = train.get_context(), plan["exchange"]
     rank = here.get_world_rank()
     if rank == 0:
-        ray.get(exchange.meet.remote(ray.util.get_node_ip_address(), free_port()))
+        ray.get(exchange.meet.remote(ray.util.get_node_ip_address(), unused_port()))
     while (address := ray.get(exchange.where.remote())) is None:
         time.sleep(POLL_SECONDS)
-    environ = environment(plan["environ"], address) | {
+    environ = worker_environment(plan["environ"], address) | {
         "RANK": str(rank),
         "LOCAL_RANK": str(here.get_local_rank()),
         "WORLD_SIZE": str(here.get_world_size()),
@@ -62,7 +62,7 @@ def work(plan: dict[str, Any]) -> None:
         raise ChildProcessError(f"rank {rank} ended with exit code {process.returncode}")
 
 
-def environment(given: dict[str, str], address: tuple[str, int]) -> dict[str, str]:
+def worker_environment(given: dict[str, str], address: tuple[str, int]) -> dict[str, str]:
     """That of this worker, with what the command says, megaswift where this process found it, and the address of rank
     0."""
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -94,7 +94,7 @@ def popen(words: list[str], environ: dict[str, str], folder: str) -> subprocess.
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def free_port() -> int:
+def unused_port() -> int:
     """A port that nobody listens on now."""
     with socket.socket() as s:
         s.bind(("", 0))

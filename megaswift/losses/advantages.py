@@ -93,7 +93,7 @@ def weighted_sum(per_function: Tensor, weights: Tensor) -> Tensor:
     return (per_function * weights).nansum(1).masked_fill(per_function.isnan().all(1), torch.nan)
 
 
-def aggregated(per_function: Tensor, weights: Tensor, group: int, how: str, scale: str = "group") -> Tensor:
+def aggregate_advantages(per_function: Tensor, weights: Tensor, group: int, how: str, scale: str = "group") -> Tensor:
     """[n]: group advantages of several rewards [n, functions], with a weight each.
 
     `how`: `sum_then_normalize`, or `normalize_then_sum` (GDPO, arXiv 2601.05242), which normalises each function within
@@ -169,7 +169,7 @@ def gae(
     return advantages, (advantages + values) * mask
 
 
-def moments(x: Tensor, mask: Tensor) -> Tensor:
+def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
     """float64 [3]: count, sum and sum of squares of x in `mask`; these add up over micro-batches and ranks."""
     chosen = x[mask].double()
     return torch.stack([chosen.new_tensor(float(chosen.numel())), chosen.sum(), (chosen**2).sum()])
@@ -179,9 +179,9 @@ def whiten(x: Tensor, mask: Tensor, total: Tensor | None = None, shift_mean: boo
     """x [b, s] over its standard deviation in `mask`, 0 elsewhere; the mean is 0, or stays what it was without
     `shift_mean`.
 
-    `total`: the `moments` of everything that is whitened together, if that is more than x.
+    `total`: the `masked_moments` of everything that is whitened together, if that is more than x.
     """
-    count, added, squares = moments(x, mask) if total is None else total
+    count, added, squares = masked_moments(x, mask) if total is None else total
     mean = added / count.clamp(min=1)
     variance = ((squares - count * mean**2) / (count - 1).clamp(min=1)).clamp(min=0)
     whitened = (x.double() - mean) * (variance + 1e-8).rsqrt()

@@ -71,7 +71,8 @@ class Needs:
     fields: frozenset[str] = frozenset({"logprobs"})
     temperature: float = 1.0
     head: str | None = None
-    """`score`: `Outputs.values`, by the model's scalar head in place of the vocabulary's; `fields` is empty then."""
+    """`score`: `ModelOutputs.values`, by the model's scalar head in place of the vocabulary's; `fields` is empty
+    then."""
 
     def __post_init__(self) -> None:
         unknown = set(self.fields) - set(FIELDS)
@@ -85,7 +86,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class ModelOutputs:
     """What the engine computed, float32 `[b, s]` each, zero where the label's weight is 0. None where not asked for."""
 
     logprobs: Tensor | None = None
@@ -165,5 +166,5 @@ class Loss(Protocol):
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """The numbers by which terms are divided, of this micro-batch; the engine sums them over the global batch."""
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """Terms and metrics of one micro-batch."""

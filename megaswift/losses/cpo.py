@@ -12,14 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
-from megaswift.losses.documents import completion_mask, document_counts, document_sums
-from megaswift.losses.dpo_types import smoothed
-from megaswift.losses.pairs import Sides, pair_counts, policy_metrics, reward_metrics, side_masks, sides, token_mean
+from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.dpo_types import label_smoothed
+from megaswift.losses.preference_pairs import (
+    PairTensors,
+    pair_counts,
+    policy_metrics,
+    reward_metrics,
+    side_masks,
+    split_pairs,
+    token_mean,
+)
+from megaswift.losses.segments import completion_mask, document_counts, document_sums
 
 
 @dataclass(frozen=True)
-class LossType:
+class CpoLossType:
     """A formula, and which options mean something to it."""
 
     formula: Callable[[Tensor, CPO], Tensor]
@@ -52,12 +60,12 @@ class CPO:
         """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""
         return pair_counts(batch)
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """The preference, the cross-entropy where it has a weight, and TRL's metrics."""
         assert outputs.logprobs is not None
         kind = LOSS_TYPES[self.loss_type]
         logps = self._logps(outputs.logprobs, batch, kind.per_token)
-        rewards = Sides(self._reward(logps.chosen), self._reward(logps.rejected))
+        rewards = PairTensors(self._reward(logps.chosen), self._reward(logps.rejected))
         terms = [Term(f"loss/{self.loss_type}", kind.formula(rewards.difference, self).sum(), "pairs")]
         metrics = {**reward_metrics(self.beta * rewards), **policy_metrics(outputs, batch, logps)}
         if self.cpo_alpha:
@@ -66,10 +74,10 @@ class CPO:
             metrics["nll_loss"] = token_mean(-outputs.logprobs, chosen)
         return terms, metrics
 
-    def _logps(self, logprobs: Tensor, batch: Batch, per_token: bool) -> Sides:
+    def _logps(self, logprobs: Tensor, batch: Batch, per_token: bool) -> PairTensors:
         mask = completion_mask(batch)
-        sums = sides(batch, document_sums(batch, logprobs * mask))
-        return sums / sides(batch, document_counts(batch, mask).clamp(min=1)) if per_token else sums
+        sums = split_pairs(batch, document_sums(batch, logprobs * mask))
+        return sums / split_pairs(batch, document_counts(batch, mask).clamp(min=1)) if per_token else sums
 
     def _reward(self, logps: Tensor) -> Tensor:
         """[p]: a reward before beta, of the answers' log-probabilities."""
@@ -78,12 +86,12 @@ class CPO:
 
 def _sigmoid(difference: Tensor, s: CPO) -> Tensor:
     """CPO eq. 3, with label smoothing."""
-    return smoothed(s.beta * difference, s.label_smoothing)
+    return label_smoothed(s.beta * difference, s.label_smoothing)
 
 
 def _simpo(difference: Tensor, s: CPO) -> Tensor:
     """SimPO, arXiv 2405.14734 eq. 6, with label smoothing."""
-    return smoothed(s.beta * difference - s.simpo_gamma, s.label_smoothing)
+    return label_smoothed(s.beta * difference - s.simpo_gamma, s.label_smoothing)
 
 
 def _hinge(difference: Tensor, s: CPO) -> Tensor:
@@ -96,11 +104,11 @@ def _ipo(difference: Tensor, s: CPO) -> Tensor:
     return (difference - 1 / (2 * s.beta)) ** 2
 
 
-LOSS_TYPES: dict[str, LossType] = {
-    "sigmoid": LossType(_sigmoid, smoothing=True),
-    "hinge": LossType(_hinge),
-    "ipo": LossType(_ipo, per_token=True),
-    "simpo": LossType(_simpo, per_token=True, smoothing=True),
+LOSS_TYPES: dict[str, CpoLossType] = {
+    "sigmoid": CpoLossType(_sigmoid, smoothing=True),
+    "hinge": CpoLossType(_hinge),
+    "ipo": CpoLossType(_ipo, per_token=True),
+    "simpo": CpoLossType(_simpo, per_token=True, smoothing=True),
 }
 """TRL's `alphapo`, which `--loss_type` takes too, is `simpo` with `cpo_alpha` 0 (and an `alpha`): a name for settings,
 not a formula."""

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
-from megaswift.losses.documents import completion_mask, document_counts, document_index, document_places, document_sums
-from megaswift.losses.dpo_types import ALIASES, LOSS_TYPES, SFT, Compared, Settings, scores
-from megaswift.losses.pairs import (
-    Sides,
+from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.dpo_types import ALIASES, LOSS_TYPES, SFT, DpoSettings, PairStats, divergence_scores
+from megaswift.losses.preference_pairs import (
+    PairTensors,
     pair_count,
     pair_counts,
     policy_metrics,
     reward_metrics,
     side_masks,
-    sides,
+    split_pairs,
     token_mean,
 )
+from megaswift.losses.segments import completion_mask, document_counts, document_index, document_places, document_sums
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DPO:
     loss_types: tuple[str, ...] = ("sigmoid",)
     loss_weights: tuple[float, ...] = ()
     """One for each type; all 1 when empty."""
-    settings: Settings = Settings()
+    settings: DpoSettings = DpoSettings()
     f_divergence: str = "reverse_kl"
     f_alpha: float = 0.5
     """alpha of `alpha_divergence`."""
@@ -76,7 +76,7 @@ class DPO:
         """`pairs`, and `chosen_tokens`: tokens of the chosen answers."""
         return pair_counts(batch)
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """A term for each loss type, and TRL's metrics."""
         assert outputs.logprobs is not None
         compared = self.compare(outputs.logprobs, batch)
@@ -96,15 +96,17 @@ class DPO:
                 terms.append(Term(f"loss/{name}", (LOSS_TYPES[name].formula(compared) * weight).sum(), "pairs", factor))
         return terms, metrics
 
-    def compare(self, logprobs: Tensor, batch: Batch) -> Compared:
+    def compare(self, logprobs: Tensor, batch: Batch) -> PairStats:
         """Sums over the answers of each pair."""
         mask = completion_mask(batch)
         weights = mask.to(logprobs.dtype) if self.ld_alpha is None else self._verbosity_weights(batch, mask)
         reference = torch.zeros_like(logprobs) if self.reference_free else batch.fields["reference"].to(logprobs.dtype)
-        policy, base = (sides(batch, document_sums(batch, x * weights)) for x in (logprobs, reference))
-        ratios = sides(batch, document_sums(batch, (logprobs - reference) * weights))
-        lengths = sides(batch, document_counts(batch, mask).clamp(min=1))
-        return Compared(policy, base, ratios, scores(ratios, self.f_divergence, self.f_alpha), lengths, self.settings)
+        policy, base = (split_pairs(batch, document_sums(batch, x * weights)) for x in (logprobs, reference))
+        ratios = split_pairs(batch, document_sums(batch, (logprobs - reference) * weights))
+        lengths = split_pairs(batch, document_counts(batch, mask).clamp(min=1))
+        return PairStats(
+            policy, base, ratios, divergence_scores(ratios, self.f_divergence, self.f_alpha), lengths, self.settings
+        )
 
     def _verbosity_weights(self, batch: Batch, mask: Tensor) -> Tensor:
         """float32 [b, s]: 1 for tokens up to the shorter answer's length, `ld_alpha` beyond, 0 outside of answers."""
@@ -114,7 +116,7 @@ class DPO:
         within = document_places(batch, mask) <= shared[document_index(batch)]
         return torch.where(within, 1.0, self.ld_alpha) * mask
 
-    def pair_weights(self, outputs: Outputs, batch: Batch) -> Tensor:
+    def pair_weights(self, outputs: ModelOutputs, batch: Batch) -> Tensor:
         """[p], without a gradient: WPO's weights (eq. 2), or 1."""
         assert outputs.logprobs is not None
         if not self.use_weighting:
@@ -122,5 +124,5 @@ class DPO:
         assert outputs.log_sum_sq is not None
         mask = completion_mask(batch)
         likely = document_sums(batch, (outputs.logprobs - outputs.log_sum_sq).detach() * mask)
-        means: Sides = sides(batch, likely / document_counts(batch, mask).clamp(min=1))
+        means: PairTensors = split_pairs(batch, likely / document_counts(batch, mask).clamp(min=1))
         return (means.chosen + means.rejected).exp()

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.losses.pairs import Sides
+from megaswift.losses.preference_pairs import PairTensors
 
 
 @dataclass(frozen=True)
-class Settings:
+class DpoSettings:
     """Numbers that loss types read."""
 
     beta: float = 0.1
@@ -28,20 +28,20 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Compared:
+class PairStats:
     """What is known about the pairs of a micro-batch."""
 
-    logps: Sides
+    logps: PairTensors
     """Log-probability of the answer under the policy."""
-    reference: Sides
+    reference: PairTensors
     """The same under the reference."""
-    ratios: Sides
+    ratios: PairTensors
     """logps - reference."""
-    scores: Sides
+    scores: PairTensors
     """f'(exp(ratios)) of the chosen f-divergence; the ratios themselves for reverse KL."""
-    lengths: Sides
+    lengths: PairTensors
     """Tokens of the answer, at least 1."""
-    settings: Settings
+    settings: DpoSettings
 
     @property
     def margin(self) -> Tensor:
@@ -49,33 +49,33 @@ class Compared:
         return self.settings.beta * self.scores.difference
 
     @property
-    def rewards(self) -> Sides:
+    def rewards(self) -> PairTensors:
         """beta x log ratio."""
         return self.settings.beta * self.ratios
 
 
-def smoothed(margin: Tensor, smoothing: float) -> Tensor:
+def label_smoothed(margin: Tensor, smoothing: float) -> Tensor:
     """-log sigmoid(margin), where a share `smoothing` of the preferences is taken to be the wrong way round."""
     loss = -F.logsigmoid(margin)
     return loss if smoothing == 0 else (1 - smoothing) * loss - smoothing * F.logsigmoid(-margin)
 
 
-def _sigmoid(x: Compared) -> Tensor:
+def _sigmoid(x: PairStats) -> Tensor:
     """DPO, arXiv 2305.18290 eq. 7; with label smoothing, conservative DPO of the same authors."""
-    return smoothed(x.margin, x.settings.label_smoothing)
+    return label_smoothed(x.margin, x.settings.label_smoothing)
 
 
-def _hinge(x: Compared) -> Tensor:
+def _hinge(x: PairStats) -> Tensor:
     """SLiC-HF, arXiv 2305.10425, on the normalised likelihood of RSO."""
     return torch.relu(1 - x.margin)
 
 
-def _ipo(x: Compared) -> Tensor:
+def _ipo(x: PairStats) -> Tensor:
     """IPO, arXiv 2310.12036 eq. 17, scores per token as its authors' experiments have them."""
     return ((x.scores / x.lengths).difference - 1 / (2 * x.settings.beta)) ** 2
 
 
-def _exo_pair(x: Compared) -> Tensor:
+def _exo_pair(x: PairStats) -> Tensor:
     """EXO, arXiv 2402.00856 eq. 16: KL of the model's preference from the smoothed label (1 - e, e)."""
     smoothing = x.settings.label_smoothing
     assert 0 < smoothing < 1, "exo_pair needs label smoothing"
@@ -83,52 +83,52 @@ def _exo_pair(x: Compared) -> Tensor:
     return wins.exp() * (wins - math.log1p(-smoothing)) + loses.exp() * (loses - math.log(smoothing))
 
 
-def _nca_pair(x: Compared) -> Tensor:
+def _nca_pair(x: PairStats) -> Tensor:
     """NCA, arXiv 2402.05369."""
     chosen, rejected = x.rewards.chosen, x.rewards.rejected
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def _robust(x: Compared) -> Tensor:
+def _robust(x: PairStats) -> Tensor:
     """Robust DPO, arXiv 2403.00409 eq. 9: unbiased when a share of the labels is flipped."""
     smoothing = x.settings.label_smoothing
     return ((smoothing - 1) * F.logsigmoid(x.margin) + smoothing * F.logsigmoid(-x.margin)) / (1 - 2 * smoothing)
 
 
-def _bco_pair(x: Compared) -> Tensor:
+def _bco_pair(x: PairStats) -> Tensor:
     """BCO on pairs, arXiv 2404.04656, without its running mean."""
     return -F.logsigmoid(x.rewards.chosen) - F.logsigmoid(-x.rewards.rejected)
 
 
-def _sppo_hard(x: Compared) -> Tensor:
+def _sppo_hard(x: PairStats) -> Tensor:
     """SPPO, arXiv 2405.00675 eq. 4.7 with win probabilities 1 and 0."""
     target = 0.5 / x.settings.beta
     return (x.ratios.chosen - target) ** 2 + (x.ratios.rejected + target) ** 2
 
 
-def _aot(x: Compared) -> Tensor:
+def _aot(x: PairStats) -> Tensor:
     """AOT, arXiv 2406.05882: margins of policy and reference, each sorted over the micro-batch."""
     difference = x.logps.difference.sort().values - x.reference.difference.sort().values
-    return smoothed(x.settings.beta * difference, x.settings.label_smoothing)
+    return label_smoothed(x.settings.beta * difference, x.settings.label_smoothing)
 
 
-def _aot_unpaired(x: Compared) -> Tensor:
+def _aot_unpaired(x: PairStats) -> Tensor:
     """AOT of unpaired answers: ratios of the chosen and of the rejected, each sorted over the micro-batch."""
     difference = x.ratios.chosen.sort().values - x.ratios.rejected.sort().values
-    return smoothed(x.settings.beta * difference, x.settings.label_smoothing)
+    return label_smoothed(x.settings.beta * difference, x.settings.label_smoothing)
 
 
-def _apo_zero(x: Compared) -> Tensor:
+def _apo_zero(x: PairStats) -> Tensor:
     """APO-zero, arXiv 2408.06266 eq. 7: chosen answers up, rejected ones down."""
     return torch.sigmoid(-x.rewards.chosen) + torch.sigmoid(x.rewards.rejected)
 
 
-def _apo_down(x: Compared) -> Tensor:
+def _apo_down(x: PairStats) -> Tensor:
     """APO-down, arXiv 2408.06266 eq. 8: both down, rejected ones further."""
     return torch.sigmoid(x.rewards.chosen) + torch.sigmoid(-x.rewards.difference)
 
 
-def _discopop(x: Compared) -> Tensor:
+def _discopop(x: PairStats) -> Tensor:
     """DiscoPOP, arXiv 2406.08414 eq. 5: between logistic and exponential, by the margin."""
     gate = x.margin / x.settings.discopop_tau
     # exp(-margin) x sigmoid(gate) as one exponential: apart they are infinity x 0 where the margin is far below 0.
@@ -136,16 +136,16 @@ def _discopop(x: Compared) -> Tensor:
     return -F.logsigmoid(x.margin) * (1 - torch.sigmoid(gate)) + exponential
 
 
-def _sigmoid_norm(x: Compared) -> Tensor:
+def _sigmoid_norm(x: PairStats) -> Tensor:
     """DPO with scores per token (Tulu 3, arXiv 2411.15124)."""
     return -F.logsigmoid(x.settings.beta * (x.scores / x.lengths).difference)
 
 
 @dataclass(frozen=True)
-class LossType:
+class DpoLossType:
     """A formula, and which options mean something to it."""
 
-    formula: Callable[[Compared], Tensor]
+    formula: Callable[[PairStats], Tensor]
     smoothing: bool = False
     """Reads `label_smoothing`."""
     divergence: bool = True
@@ -154,21 +154,21 @@ class LossType:
     """Sorts pairs, so that a weight a pair (WPO) has no meaning."""
 
 
-LOSS_TYPES: dict[str, LossType] = {
-    "sigmoid": LossType(_sigmoid, smoothing=True),
-    "hinge": LossType(_hinge),
-    "ipo": LossType(_ipo),
-    "exo_pair": LossType(_exo_pair, smoothing=True),
-    "nca_pair": LossType(_nca_pair, divergence=False),
-    "robust": LossType(_robust, smoothing=True),
-    "bco_pair": LossType(_bco_pair, divergence=False),
-    "sppo_hard": LossType(_sppo_hard, divergence=False),
-    "aot": LossType(_aot, smoothing=True, divergence=False, sorts=True),
-    "aot_unpaired": LossType(_aot_unpaired, smoothing=True, divergence=False, sorts=True),
-    "apo_zero": LossType(_apo_zero, divergence=False),
-    "apo_down": LossType(_apo_down, divergence=False),
-    "discopop": LossType(_discopop),
-    "sigmoid_norm": LossType(_sigmoid_norm),
+LOSS_TYPES: dict[str, DpoLossType] = {
+    "sigmoid": DpoLossType(_sigmoid, smoothing=True),
+    "hinge": DpoLossType(_hinge),
+    "ipo": DpoLossType(_ipo),
+    "exo_pair": DpoLossType(_exo_pair, smoothing=True),
+    "nca_pair": DpoLossType(_nca_pair, divergence=False),
+    "robust": DpoLossType(_robust, smoothing=True),
+    "bco_pair": DpoLossType(_bco_pair, divergence=False),
+    "sppo_hard": DpoLossType(_sppo_hard, divergence=False),
+    "aot": DpoLossType(_aot, smoothing=True, divergence=False, sorts=True),
+    "aot_unpaired": DpoLossType(_aot_unpaired, smoothing=True, divergence=False, sorts=True),
+    "apo_zero": DpoLossType(_apo_zero, divergence=False),
+    "apo_down": DpoLossType(_apo_down, divergence=False),
+    "discopop": DpoLossType(_discopop),
+    "sigmoid_norm": DpoLossType(_sigmoid_norm),
 }
 """Every type but `sft`, which is no function of pairs: the cross-entropy of the chosen answers' tokens."""
 SFT = "sft"
@@ -201,7 +201,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
 """f' of the density ratio, from its logarithm (f-DPO, arXiv 2309.16240); the second argument is alpha."""
 
 
-def scores(ratios: Sides, divergence: str, alpha: float) -> Sides:
+def divergence_scores(ratios: PairTensors, divergence: str, alpha: float) -> PairTensors:
     """The scores of an f-divergence."""
     f = DIVERGENCES[divergence]
-    return Sides(f(ratios.chosen, alpha), f(ratios.rejected, alpha))
+    return PairTensors(f(ratios.chosen, alpha), f(ratios.rejected, alpha))

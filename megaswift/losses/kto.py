@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Difference, Mean, Metric, Needs, Outputs, Term
-from megaswift.losses.documents import completion_mask, document_sums, tokens_of
-from megaswift.losses.pairs import token_mean
+from megaswift.losses.contract import Batch, Difference, Mean, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.preference_pairs import token_mean
+from megaswift.losses.segments import completion_mask, document_sums, tokens_of
 
 
 def log_ratios(logprobs: Tensor, batch: Batch) -> Tensor:
@@ -76,7 +76,7 @@ class KTO:
         """`examples`."""
         return {"examples": float(batch.fields["examples"].numel())}
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """One term, and TRL's metrics."""
         assert outputs.logprobs is not None
         examples = batch.fields["examples"]
@@ -98,7 +98,7 @@ class KTO:
             else rewards.new_zeros(())
         )
 
-    def _metrics(self, outputs: Outputs, batch: Batch, rewards: Tensor, answers: Tensor) -> dict[str, Metric]:
+    def _metrics(self, outputs: ModelOutputs, batch: Batch, rewards: Tensor, answers: Tensor) -> dict[str, Metric]:
         assert outputs.entropy is not None and outputs.mean_logit is not None
         examples, mask = batch.fields["examples"], completion_mask(batch)
         good = batch.fields["label"][examples]

@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
-from megaswift.losses.documents import completion_mask, document_counts, document_sums
-from megaswift.losses.pairs import (
-    Sides,
+from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.preference_pairs import (
+    PairTensors,
     mean_of,
     pair_count,
     policy_metrics,
     reward_metrics,
     side_masks,
-    sides,
+    split_pairs,
     token_mean,
 )
+from megaswift.losses.segments import completion_mask, document_counts, document_sums
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class ORPO:
         """`pairs`, and `chosen_tokens`: labels of chosen documents, prompts included."""
         return {"pairs": float(pair_count(batch)), "chosen_tokens": float(_chosen(batch).sum())}
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """The likelihood, the odds ratio, and TRL's metrics."""
         assert outputs.logprobs is not None
         mask = completion_mask(batch)
-        logps = sides(batch, document_sums(batch, outputs.logprobs * mask)) / sides(
+        logps = split_pairs(batch, document_sums(batch, outputs.logprobs * mask)) / split_pairs(
             batch, document_counts(batch, mask).clamp(min=1)
         )
-        log_odds = (logps - Sides(_log1mexp(logps.chosen), _log1mexp(logps.rejected))).difference
+        log_odds = (logps - PairTensors(_log1mexp(logps.chosen), _log1mexp(logps.rejected))).difference
         ratio = F.logsigmoid(log_odds)
         chosen = _chosen(batch)
         terms = [

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 from megaswift.losses.advantages import LARGEST_LOG_RATIO, kl_estimate
-from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
-from megaswift.losses.documents import document_counts, document_index, document_sums
-from megaswift.losses.pairs import token_mean
+from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
 from megaswift.losses.policy_metrics import clip_metrics, per_completion, upper_clip, vespo_metrics
-from megaswift.losses.policy_types import HIGHEST, LOSS_TYPES, LOWEST, LossType, Settings, Weighed
-from megaswift.losses.sampler_gap import gap_metrics, ratio_metrics
+from megaswift.losses.policy_types import HIGHEST, LOSS_TYPES, LOWEST, PolicyLossType, PolicySettings, RatioStats
+from megaswift.losses.preference_pairs import token_mean
+from megaswift.losses.sampler_correction import gap_metrics, ratio_metrics
+from megaswift.losses.segments import document_counts, document_index, document_sums
 
 LEVELS = ("token", "sequence", "sequence_token")
 
 
 @dataclass(frozen=True)
-class Policy:
+class PolicyLoss:
     """The loss of a policy; its options have the names of TRL's GRPOConfig."""
 
     loss_type: str = "dapo"
-    settings: Settings = Settings()
+    settings: PolicySettings = PolicySettings()
     importance_sampling_level: str = "token"
     """`sequence`: GSPO (arXiv 2507.18071), one weight a completion, the geometric mean of its tokens' weights.
     `sequence_token`: GSPO-token (eq. 13 to 15 there), the same value with the gradient of each token's own
@@ -62,7 +62,7 @@ class Policy:
         assert self.max_completion_length or not self.kind.per_place, f"{self.loss_type} needs max_completion_length"
 
     @property
-    def kind(self) -> LossType:
+    def kind(self) -> PolicyLossType:
         """The loss type."""
         return LOSS_TYPES[self.loss_type]
 
@@ -89,7 +89,7 @@ class Policy:
         }
         return found | ({"kept_tokens": float(_kept(batch).sum())} if self.entropy_coef else {})
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """Terms for the policy, the KL and the entropy, and TRL's metrics."""
         assert outputs.logprobs is not None and outputs.entropy is not None
         mask, kept = batch.loss_weights != 0, _kept(batch)
@@ -110,7 +110,7 @@ class Policy:
             terms.append(Term("loss/entropy", -(outputs.entropy * kept).sum(), "kept_tokens", self.entropy_coef))
         return terms, metrics
 
-    def weigh(self, logprobs: Tensor, old: Tensor, batch: Batch) -> Weighed:
+    def weigh(self, logprobs: Tensor, old: Tensor, batch: Batch) -> RatioStats:
         """What the formulas read, from log-probabilities [b, s] of the policy and of the old one."""
         mask = batch.loss_weights != 0
         log_ratio = torch.where(mask, logprobs - old, 0.0)
@@ -122,7 +122,7 @@ class Policy:
         elif self.importance_sampling_level == "sequence_token":
             log_ratio = self._completion_mean(log_ratio.detach(), batch) + (log_ratio - log_ratio.detach())
         bounded = torch.where(mask, log_ratio, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        return Weighed(logprobs, batch.fields["advantages"].to(old.dtype), bounded.exp(), whole, self.settings)
+        return RatioStats(logprobs, batch.fields["advantages"].to(old.dtype), bounded.exp(), whole, self.settings)
 
     def _completion_mean(self, x: Tensor, batch: Batch) -> Tensor:
         """[b, s]: the mean over the labelled tokens of each token's completion of x, which is 0 elsewhere."""
@@ -143,7 +143,7 @@ class Policy:
                 total = total + document_sums(batch, log_correction)[document_index(batch)]
         return total.clamp(LOWEST, HIGHEST)
 
-    def _close_enough(self, x: Weighed, old: Tensor, batch: Batch) -> Tensor:
+    def _close_enough(self, x: RatioStats, old: Tensor, batch: Batch) -> Tensor:
         """[b, s] or 0-d: 0 for tokens of completions that are dropped. Both the sampler and earlier steps may have led
         away."""
         if self.off_policy_mask_threshold is None:
@@ -162,7 +162,7 @@ class Policy:
             weight / (self.max_completion_length or 1) if self.kind.per_place else weight,
         )
 
-    def _metrics(self, x: Weighed, old: Tensor, batch: Batch) -> dict[str, Metric]:
+    def _metrics(self, x: RatioStats, old: Tensor, batch: Batch) -> dict[str, Metric]:
         found: dict[str, Metric] = {}
         if self.kind.clips:
             found |= clip_metrics(x, batch, self.by_completion)

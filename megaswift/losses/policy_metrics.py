@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from megaswift.losses.contract import Batch, Max, Mean, Metric, Min
-from megaswift.losses.documents import document_counts, document_sums
-from megaswift.losses.pairs import mean_of, token_mean
-from megaswift.losses.policy_types import Weighed, vespo_weights
+from megaswift.losses.policy_types import RatioStats, vespo_weights
+from megaswift.losses.preference_pairs import mean_of, token_mean
+from megaswift.losses.segments import document_counts, document_sums
 
 
 def completion_lengths(batch: Batch, mask: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def reported_mean(batch: Batch, x: Tensor, by_completion: bool, empty: float = 0
     return mean_of(per_completion(batch, x, mask, empty)) if by_completion else token_mean(x, mask)
 
 
-def clip_metrics(x: Weighed, batch: Batch, by_completion: bool) -> dict[str, Metric]:
+def clip_metrics(x: RatioStats, batch: Batch, by_completion: bool) -> dict[str, Metric]:
     """The share of weights that a bound holds back, below, above and both; the smallest and largest share of a
     completion."""
     s, mask = x.settings, batch.loss_weights != 0
@@ -51,12 +51,12 @@ def clip_metrics(x: Weighed, batch: Batch, by_completion: bool) -> dict[str, Met
     }
 
 
-def upper_clip(x: Weighed, batch: Batch, by_completion: bool) -> dict[str, Metric]:
+def upper_clip(x: RatioStats, batch: Batch, by_completion: bool) -> dict[str, Metric]:
     """The share of weights that CISPO truncates where the advantage is positive."""
     clipped = (x.weights > x.settings.cap) & (x.advantages > 0)
     return {"cispo_clip_ratio": reported_mean(batch, clipped.to(x.weights.dtype), by_completion)}
 
 
-def vespo_metrics(x: Weighed, batch: Batch) -> dict[str, Metric]:
+def vespo_metrics(x: RatioStats, batch: Batch) -> dict[str, Metric]:
     """The mean weight of a completion; 1 for one without labels, whose log-ratio is 0."""
     return {"vespo/phi_seq_mean": reported_mean(batch, vespo_weights(x), by_completion=True, empty=1.0)}

@@ -20,7 +20,7 @@ CISPO_CAP = 5.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class PolicySettings:
     """Numbers that loss types read."""
 
     epsilon: float = 0.2
@@ -47,7 +47,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class RatioStats:
     """What is known about the tokens of a micro-batch, [b, s] each."""
 
     logprobs: Tensor
@@ -58,7 +58,7 @@ class Weighed:
     completion_log_weights: Tensor
     """log of the whole completion's weight, the sampler's correction included and between `LOWEST` and `HIGHEST`; no
     gradient."""
-    settings: Settings
+    settings: PolicySettings
 
     @property
     def bounded(self) -> Tensor:
@@ -66,24 +66,24 @@ class Weighed:
         return self.weights if self.settings.delta is None else self.weights.clamp(max=self.settings.delta)
 
 
-def _clipped(x: Weighed) -> Tensor:
+def _clipped(x: RatioStats) -> Tensor:
     """PPO's surrogate, arXiv 1707.06347 eq. 7; with two epsilons DAPO's, arXiv 2503.14476 eq. 8."""
     clipped = x.weights.clamp(1 - x.settings.epsilon, 1 + x.settings.high)
     return -torch.minimum(x.bounded * x.advantages, clipped * x.advantages)
 
 
-def _cispo(x: Weighed) -> Tensor:
+def _cispo(x: RatioStats) -> Tensor:
     """CISPO, arXiv 2506.13585, with ScaleRL's upper bound alone: REINFORCE under a truncated weight."""
     return -x.weights.clamp(max=x.settings.cap).detach() * x.advantages * x.logprobs
 
 
-def _sapo(x: Weighed) -> Tensor:
+def _sapo(x: RatioStats) -> Tensor:
     """SAPO, arXiv 2511.20347: a sigmoid gate around weight 1 in place of the clip."""
     temperature = torch.where(x.advantages > 0, x.settings.sapo_temperature_pos, x.settings.sapo_temperature_neg)
     return -torch.sigmoid(temperature * (x.weights - 1)) * 4 / temperature * x.advantages
 
 
-def vespo_weights(x: Weighed) -> Tensor:
+def vespo_weights(x: RatioStats) -> Tensor:
     """[b, s], without a gradient: w^k exp(lambda (1 - w)) of the completion's weight w, which is 1 at w = 1 (arXiv
     2602.10693)."""
     s, good = x.settings, x.advantages >= 0
@@ -95,16 +95,16 @@ def vespo_weights(x: Weighed) -> Tensor:
     return torch.exp(rate + k * log_w - rate * log_w.exp()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _vespo(x: Weighed) -> Tensor:
+def _vespo(x: RatioStats) -> Tensor:
     """VESPO, arXiv 2602.10693: REINFORCE, each completion under a smooth function of its whole weight."""
     return -vespo_weights(x) * x.advantages * x.logprobs
 
 
 @dataclass(frozen=True)
-class LossType:
+class PolicyLossType:
     """A formula and its normaliser."""
 
-    formula: Callable[[Weighed], Tensor]
+    formula: Callable[[RatioStats], Tensor]
     denominator: str
     """`completions` or `completion_tokens`, of the global batch."""
     token_mean: bool = False
@@ -122,14 +122,14 @@ class LossType:
         return self.formula is _clipped
 
 
-LOSS_TYPES: dict[str, LossType] = {
-    "grpo": LossType(_clipped, "completions", token_mean=True),  # arXiv 2402.03300 eq. 3
-    "bnpo": LossType(_clipped, "completion_tokens"),
-    "dr_grpo": LossType(_clipped, "completions", per_place=True),  # arXiv 2503.20783
-    "dapo": LossType(_clipped, "completion_tokens"),  # arXiv 2503.14476
-    "luspo": LossType(_clipped, "completions"),  # arXiv 2602.05261
-    "rloo": LossType(_clipped, "completions", token_mean=True, weighs_whole=True),  # arXiv 2402.14740
-    "cispo": LossType(_cispo, "completion_tokens"),
-    "sapo": LossType(_sapo, "completions", token_mean=True),
-    "vespo": LossType(_vespo, "completion_tokens", corrects=True),
+LOSS_TYPES: dict[str, PolicyLossType] = {
+    "grpo": PolicyLossType(_clipped, "completions", token_mean=True),  # arXiv 2402.03300 eq. 3
+    "bnpo": PolicyLossType(_clipped, "completion_tokens"),
+    "dr_grpo": PolicyLossType(_clipped, "completions", per_place=True),  # arXiv 2503.20783
+    "dapo": PolicyLossType(_clipped, "completion_tokens"),  # arXiv 2503.14476
+    "luspo": PolicyLossType(_clipped, "completions"),  # arXiv 2602.05261
+    "rloo": PolicyLossType(_clipped, "completions", token_mean=True, weighs_whole=True),  # arXiv 2402.14740
+    "cispo": PolicyLossType(_cispo, "completion_tokens"),
+    "sapo": PolicyLossType(_sapo, "completions", token_mean=True),
+    "vespo": PolicyLossType(_vespo, "completion_tokens", corrects=True),
 }

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Max, Mean, Metric, Min, Needs, Outputs, Term
-from megaswift.losses.documents import document_index, document_sums
-from megaswift.losses.pairs import mean_of, pair_count, sides
+from megaswift.losses.contract import Batch, Max, Mean, Metric, Min, ModelOutputs, Needs, Term
+from megaswift.losses.preference_pairs import mean_of, pair_count, split_pairs
+from megaswift.losses.segments import document_index, document_sums
 
 
 def scored_at_last_token(batch: Batch) -> Batch:
@@ -27,7 +27,7 @@ def scored_at_last_token(batch: Batch) -> Batch:
 
 
 @dataclass(frozen=True)
-class Reward:
+class RewardLoss:
     """-log sigmoid(score of the chosen - score of the rejected - margin), and centring where it has a weight."""
 
     center_rewards_coefficient: float | None = None
@@ -38,10 +38,10 @@ class Reward:
         """`pairs`."""
         return {"pairs": float(pair_count(batch))}
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """The preference, centring, and TRL's metrics."""
         assert outputs.values is not None
-        scores = sides(batch, document_sums(batch, outputs.values * (batch.loss_weights != 0)))
+        scores = split_pairs(batch, document_sums(batch, outputs.values * (batch.loss_weights != 0)))
         difference = scores.difference
         margin = batch.fields["margin"].to(difference.dtype) if "margin" in batch.fields else 0.0
         terms = [Term("loss/preference", -F.logsigmoid(difference - margin).sum(), "pairs")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaswift.losses.contract import Batch, Mean, Metric, Needs, Outputs, Term
+from megaswift.losses.contract import Batch, Mean, Metric, ModelOutputs, Needs, Term
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class CrossEntropy:
         """`label_weight`: the sum of the loss weights."""
         return {"label_weight": float(batch.loss_weights.sum())}
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """One term, and the share of labels that are the model's first choice."""
         assert outputs.logprobs is not None
         total = -(outputs.logprobs * batch.loss_weights).sum()

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
-from megaswift.losses.pairs import token_mean
+from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
+from megaswift.losses.preference_pairs import token_mean
 
 PARTS = ("value/returns", "value/returns_squared", "value/error", "value/error_squared")
 
 
 @dataclass(frozen=True)
-class Value:
+class ValueLoss:
     """Half the squared error, or that of a value held near the one before the update where it is larger (arXiv
     2005.12729, section 3)."""
 
@@ -32,7 +32,7 @@ class Value:
         """`completion_tokens`."""
         return {"completion_tokens": float(batch.label_tokens)}
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """One term; the loss, what was clipped, and the parts of `explained_variance`."""
         assert outputs.values is not None
         values, mask = outputs.values, batch.loss_weights != 0

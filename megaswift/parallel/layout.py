@@ -1,7 +1,7 @@
 """Which rank stands where: the rank arithmetic of every parallel axis, from one table.
 
 Owns sizes, coordinates and groups of ranks, in Megatron-Core's order. Leaves out what a model allows (`checks.py`),
-which layers a stage holds (`stages.py`) and process groups (the engine makes them).
+which layers a stage holds (`pipeline_split.py`) and process groups (the engine makes them).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from math import prod
 from typing import Protocol
 
 from megaswift.errors import LayoutError, Problem
-from megaswift.parallel.layout_string import parse
+from megaswift.parallel.layout_string import parse_layout_string
 
 GRIDS = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
 """The ranks 0 .. world - 1 as two grids, the fastest axis first: one of attention and dense layers, one of experts.
@@ -21,7 +21,7 @@ FLAGS = {"tp": "--tp", "pp": "--pp", "vpp": "--vpp", "cp": "--cp", "ep": "--ep",
 """The axes that a user sets; dp and edp are what is left of the world."""
 
 
-class ParallelConfig(Protocol):
+class LayoutOptions(Protocol):
     """What the layout reads of `megaswift.config`'s section `parallel`."""
 
     @property
@@ -56,7 +56,7 @@ class Coordinates:
 
 
 @dataclass(frozen=True)
-class Axes:
+class AxisSizes:
     """The sizes of the axes that a user sets, over `world_size` ranks; not known to go together."""
 
     world_size: int
@@ -80,7 +80,7 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Layout(Axes):
+class Layout(AxisSizes):
     """Axes that divide the ranks. LayoutError when they do not."""
 
     sequence_parallel: bool = False
@@ -92,7 +92,7 @@ class Layout(Axes):
             raise LayoutError(problems)
 
     @classmethod
-    def from_config(cls, parallel: ParallelConfig, world_size: int) -> Layout:
+    def from_config(cls, parallel: LayoutOptions, world_size: int) -> Layout:
         """The layout of a configuration, vpp from the layout string if there is one."""
         axes = asked_axes(parallel)
         return cls(world_size, **axes, sequence_parallel=sequence_parallel_on(axes["tp"], parallel.sequence_parallel))
@@ -178,11 +178,11 @@ def sequence_parallel_on(tp: int, asked: bool | None) -> bool:
     return tp > 1 if asked is None else asked
 
 
-def asked_axes(parallel: ParallelConfig) -> dict[str, int]:
+def asked_axes(parallel: LayoutOptions) -> dict[str, int]:
     """The sizes that a configuration asks for, unchecked, by short name."""
     pp, vpp = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size
     if parallel.pipeline_layout is not None and vpp is None and pp > 0:
-        vpp = max(1, len(parse(parallel.pipeline_layout)) // pp)
+        vpp = max(1, len(parse_layout_string(parallel.pipeline_layout)) // pp)
     return {
         "tp": parallel.tensor_parallel_size,
         "pp": pp,

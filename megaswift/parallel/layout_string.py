@@ -2,7 +2,7 @@
 
 Owns the syntax (that of Megatron-Core's `PipelineParallelLayerLayout`): `E` embedding, `t` a transformer layer, `m` a
 multi-token-prediction layer, `L` the loss; `x*n` and `(...)*n` repeat; commas are ornament. Leaves out what the stages
-mean for a given model (`stages.py`).
+mean for a given model (`pipeline_split.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _repeat(match: re.Match[str]) -> str:
     return match.group(1) * int(match.group(2))
 
 
-def parse(text: str) -> list[str]:
+def parse_layout_string(text: str) -> list[str]:
     """One string of letters a stage, in the order in which a sample passes them; LayoutError for an unknown letter."""
     unrolled = text.replace(",", "").replace(" ", "")
     for pattern in _REPEATS:

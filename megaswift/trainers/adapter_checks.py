@@ -6,12 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.adapter_rules import SHARDED, bits_of, method_of
+from megaswift.config.adapter_rules import SHARDED, bits_of, peft_method_of
 from megaswift.config.data import RL
 from megaswift.config.engine_rules import engine_of
 from megaswift.errors import Problem, UserError
 from megaswift.families import served_quantization
-from megaswift.families.adapter_folder import is_scored, kind_of
+from megaswift.families.adapter_folder import adapter_kind, is_scored
 from megaswift.families.family import read_config
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -58,7 +58,7 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     """Of a run on an engine of torch, with the model in `folder`."""
     kind, bits = cfg.model.train_type, bits_of(cfg)
     config, label = read_config(folder), f"--model {cfg.model.model}"
-    problems = served_quantization.problems(config, label, kind, bits, cfg.lora.merge_lora)
+    problems = served_quantization.quantization_problems(config, label, kind, bits, cfg.lora.merge_lora)
     if served_quantization.stays_quantised(config) and engine_of(cfg) in SHARDED:
         problems.append(
             Problem(
@@ -69,7 +69,7 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
         )
     if kind == "full":
         return problems
-    if cfg.task in RL and served_quantization.method_of(config) in served_quantization.KERNELS:
+    if cfg.task in RL and served_quantization.quant_method(config) in served_quantization.KERNELS:
         problems.append(
             Problem(
                 f"{label}, whose weights are quantised",
@@ -77,10 +77,10 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
                 served_quantization.PLAIN,
             )
         )
-    lacking = served_quantization.missing(("peft",), f"--train_type {kind}")
+    lacking = served_quantization.missing_packages(("peft",), f"--train_type {kind}")
     if bits is not None:
         given = "--train_type qlora" if kind == "qlora" else f"--quantization_bit {bits}"
-        problems += served_quantization.missing(("bitsandbytes", "accelerate"), given)
+        problems += served_quantization.missing_packages(("bitsandbytes", "accelerate"), given)
     if cfg.lora.adapters is not None:
         return (
             problems
@@ -92,7 +92,7 @@ def torch_adapter_problems(cfg: SwiftConfig, folder: Path) -> list[Problem]:
 
 def other_adapters(cfg: SwiftConfig, folder: Path) -> list[Problem]:
     """A folder of another kind than `train_type`, or of one that cannot go on."""
-    kind, label = kind_of(folder), f"--adapters {folder}"
+    kind, label = adapter_kind(folder), f"--adapters {folder}"
     if kind == "adalora":
         return [
             Problem(
@@ -110,12 +110,12 @@ def other_adapters(cfg: SwiftConfig, folder: Path) -> list[Problem]:
 def refused_by_peft(cfg: SwiftConfig) -> list[Problem]:
     """What PEFT says of an adapter's settings; asked (which loads torch) only for adapters whose rules are PEFT's
     alone."""
-    if method_of(cfg) is None:
+    if peft_method_of(cfg) is None:
         return []
     from megaswift.bridge import peft_config
 
     try:
-        peft_config.make(cfg)
+        peft_config.peft_config(cfg)
     except UserError as error:
         return list(error.problems)
     return []

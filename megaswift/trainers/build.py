@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from megaswift import log
+from megaswift import distributed, log
 from megaswift.bridge.fingerprint import fingerprint
 from megaswift.config import SwiftConfig
-from megaswift.config.absolute_paths import absolute
+from megaswift.config.absolute_paths import absolute_paths
 from megaswift.config.batch import batch_plan
 from megaswift.config.data import PPO
 from megaswift.config.preference import needs_reference
 from megaswift.data import build as data
+from megaswift.data.kl_pairs import kl_batches
 from megaswift.data.loader import BatchSource, EvalSource, LoaderGeometry, StoredSource
-from megaswift.data.mismatched import mismatched
 from megaswift.data.processor import tokenizer_in
 from megaswift.data.stream import StreamSource
 from megaswift.data.tokenizer import pad_of
@@ -37,24 +37,23 @@ from megaswift.families.spec import ModelSpec
 from megaswift.families.vision import has_tower
 from megaswift.losses.contract import Batch
 from megaswift.parallel.layout import Layout
-from megaswift.parallel.picture import picture
-from megaswift.parallel.stages import Split
-from megaswift.trainers import agree
-from megaswift.trainers.checkpoint import Checkpoint
-from megaswift.trainers.engines import Context, make_engine
+from megaswift.parallel.pipeline_split import PipelineSplit
+from megaswift.parallel.rank_grid import rank_grid
+from megaswift.trainers.checkpoint import CheckpointHook
+from megaswift.trainers.engines import EngineContext, make_engine
 from megaswift.trainers.evaluation import Evaluation
-from megaswift.trainers.flops import FlopRule, peak_tflops, rule_of
+from megaswift.trainers.flops import FlopRule, flop_rule, peak_tflops
 from megaswift.trainers.hook import Hook
-from megaswift.trainers.known_reference import Known, score_all
 from megaswift.trainers.metrics import Metrics, Speed
-from megaswift.trainers.outputs import Outputs
+from megaswift.trainers.outputs import OutputFolder
+from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs, score_dataset
 from megaswift.trainers.progress import Progress
-from megaswift.trainers.reference import Preparation, forward_passes, preparation_of, scored
+from megaswift.trainers.reference import BatchTransform, batch_transform, forward_passes, score_batches
 from megaswift.trainers.rl.critic import critic_folder
-from megaswift.trainers.screen import Facts, data_text
+from megaswift.trainers.step_monitor import StepMonitor
+from megaswift.trainers.summary import SummaryFacts, data_text
 from megaswift.trainers.tasks import TASKS, Task
 from megaswift.trainers.trackers import trackers
-from megaswift.trainers.watch import Watch
 
 TEMPLATE = "chat_template.jinja"
 REFERENCE = "reference"
@@ -77,22 +76,22 @@ SHAPE = (
 
 
 @dataclass
-class Build:
+class RunBuilder:
     """One run on one rank, in the order in which its parts are made."""
 
     cfg: SwiftConfig
     spec: ModelSpec
     folder: Path
     """The model's Hugging Face folder."""
-    context: Context
-    outputs: Outputs
+    context: EngineContext
+    outputs: OutputFolder
     tokenizer: Any = None
     resumed: Path | None = None
     """The checkpoint that the run goes on from."""
     seconds: dict[str, float] = field(default_factory=dict)
     sources: dict[bool, EvalSource] = field(default_factory=dict)
     """Every row once, by whether it is trained on: what a reference that is asked before training is to score."""
-    known: dict[bool, Known] = field(default_factory=dict)
+    known: dict[bool, PrecomputedReferenceLogprobs] = field(default_factory=dict)
     """What it said."""
     rules: list[FlopRule] = field(default_factory=list)
     """Of each model that trains."""
@@ -142,13 +141,13 @@ class Build:
             self.spec = replace(
                 self.spec, hf_config=with_padding(self.spec.hf_config, pad_of(self.tokenizer, self.spec.vocab_size))
             )
-        source, held = data.build(
+        source, held = data.build_sources(
             self.cfg.data, self.cfg.train, reader, self.geometry(), self.cfg.task, self.task.prompt_labels
         )
         if held is not None and self.layout.pp > 1:
             held = replace(held, geometry=replace(held.geometry, accumulation=self.layout.pp))
         if isinstance(source, StreamSource):
-            source.spread = agree.spread
+            source.spread = distributed.split_work
         if isinstance(source, StoredSource):
             once = EvalSource(source.data, replace(source.geometry, accumulation=self.layout.pp), source.shape)
             self.sources = {True: once} if held is None else {True: once, False: held}
@@ -188,33 +187,37 @@ class Build:
         if fresh and p.ref_model is not None:
             engine.load_hf(self.folder)
 
-    def ask_reference(self, engine: Engine) -> dict[bool, Known]:
+    def ask_reference(self, engine: Engine) -> dict[bool, PrecomputedReferenceLogprobs]:
         """The reference's numbers of all rows; nothing of it stays in memory but adapters that go on."""
         if self.adapts:
             engine.keep_reference()
         with engine.reference() if self.adapts else nullcontext():
             return {
-                training: score_all(
-                    once, partial(scored, engine), "the data to train on" if training else "the evaluation's data"
+                training: score_dataset(
+                    once,
+                    partial(score_batches, engine),
+                    "the data to train on" if training else "the evaluation's data",
                 )
                 for training, once in self.sources.items()
             }
 
-    def preparation(self) -> Preparation | None:
+    def preparation(self) -> BatchTransform | None:
         """What adds to batches what the task's loss reads."""
-        return preparation_of(self.cfg, self.mismatched, self.known)
+        return batch_transform(self.cfg, self.mismatched, self.known)
 
     def mismatched(self, batches: Sequence[Batch]) -> list[Batch]:
         """KTO's other answers, in batches of the run's shape."""
         geometry = self.geometry()
-        return mismatched(batches, data.shape_of(self.tokenizer, geometry), self.cfg.data.max_length, geometry.uniform)
+        return kl_batches(
+            batches, data.padding_of(self.tokenizer, geometry), self.cfg.data.max_length, geometry.uniform
+        )
 
     def hooks(self, engine: Engine, held: EvalSource | None) -> list[Hook]:
         """In the order of their work within a step: lines first, the checkpoint last."""
         train, outputs, task = self.cfg.train, self.outputs, self.task
         hooks: list[Hook] = [
             Metrics(outputs.metrics, train.logging_steps, self.speed(engine), task.count),
-            Watch(),
+            StepMonitor(),
             Progress(),
         ]
         hooks += trackers(train.report_to, outputs.root, self.cfg.to_dict())
@@ -229,12 +232,12 @@ class Build:
             )
         facts: dict[str, Any] = {"task": self.cfg.task, "model": self.model_facts(), "layout": asdict(self.layout)}
         facts |= {
-            "config": absolute(self.cfg.to_dict()),
+            "config": absolute_paths(self.cfg.to_dict()),
             "global_batch_size": batch_plan(train, self.layout.dp).global_batch_size,
         }
         if self.adapts:
             facts["base"] = self.base
-        checkpoint = Checkpoint(outputs.store, train.save_steps, train.save_total_limit, facts)
+        checkpoint = CheckpointHook(outputs.store, train.save_steps, train.save_total_limit, facts)
         checkpoint.attach = partial(self.attach, engine)
         sizes = engine.report()
         checkpoint.size = sizes.optimizer_bytes + sizes.host_bytes  # of one rank: a checkpoint holds no less
@@ -268,25 +271,29 @@ class Build:
         based = {"base_weights": self.folder} | (
             {"critic_weights": critic_folder(self.cfg, self.folder)} if self.cfg.task in PPO else {}
         )
-        return shape | {name: agree.on_main(partial(fingerprint, folder)) for name, folder in based.items()}
+        return shape | {name: distributed.run_on_rank0(partial(fingerprint, folder)) for name, folder in based.items()}
 
     def speed(self, engine: Engine) -> Speed:
         """The FLOP rule of this model on these devices; others that train beside it add theirs to `rules`."""
-        self.rules.append(rule_of(engine, self.spec, forward_passes(self.cfg, self.layout.dp)))
+        self.rules.append(flop_rule(engine, self.spec, forward_passes(self.cfg, self.layout.dp)))
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         peak = peak_tflops(device, str(engine.dtype).removeprefix("torch."))
         layout = self.layout
         return Speed(self.rules, layout.world_size, layout.tp * layout.pp * layout.cp, peak)
 
-    def facts(self, engine: Engine, source: Any, held: EvalSource | None, total_steps: int, start: int) -> Facts:
+    def facts(self, engine: Engine, source: Any, held: EvalSource | None, total_steps: int, start: int) -> SummaryFacts:
         """For the first screen."""
         s, layout = self.spec, self.layout
         experts = f", {s.experts} experts, {s.topk} active" if s.experts else ""
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
         plan = batch_plan(self.cfg.train, layout.dp)
-        grid = picture(layout, s.num_layers, Split.from_config(self.cfg.parallel)) if layout.world_size > 1 else ""
-        processes = log.amount(layout.world_size, "process")
-        return Facts(
+        grid = (
+            rank_grid(layout, s.num_layers, PipelineSplit.from_config(self.cfg.parallel))
+            if layout.world_size > 1
+            else ""
+        )
+        processes = log.count_text(layout.world_size, "process")
+        return SummaryFacts(
             title=self.task.title,
             model=f"{s.family}, {s.num_layers} layers x {s.hidden_size}, {s.heads} heads ({s.kv_heads} KV), "
             f"vocabulary {s.vocab_size:,}"
@@ -346,7 +353,7 @@ def count_steps(cfg: SwiftConfig, source: Any) -> int:
     return source.steps_for(cfg.train.num_train_epochs)
 
 
-def changed(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changed_options(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`learning_rate 1e-05 -> 2e-05` for every option that a resumed run has otherwise."""
     quiet = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}
     found = []
@@ -358,6 +365,6 @@ def changed(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
                 for n, v in values.items()
                 if n not in quiet and n in before and before[n] != v
             ]
-    if found and agree.rank() == 0:
+    if found and distributed.global_rank() == 0:
         log.info("differs from the checkpoint's run: " + ", ".join(found))
     return found

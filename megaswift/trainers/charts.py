@@ -16,7 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 26
 
 
 @dataclass(frozen=True)
-class Series:
+class ChartSeries:
     """One line of a chart."""
 
     name: str
@@ -26,7 +26,7 @@ class Series:
     marks: bool = False
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
+def thin_points(points: Points, most: int = MOST_POINTS) -> Points:
     """Few enough points to draw: of each stretch the lowest and the highest, so that no spike is lost."""
     points = [p for p in points if math.isfinite(p[1])]
     if len(points) <= most:
@@ -39,7 +39,7 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     return sorted({points[0], *kept, points[-1]})
 
 
-def ticks(low: float, high: float, count: int) -> list[float]:
+def axis_ticks(low: float, high: float, count: int) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten apart) inside the range."""
     if not high > low:
         return [low]
@@ -50,7 +50,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def number(value: float, digits: int | None = None) -> str:
+def axis_label(value: float, digits: int | None = None) -> str:
     """A short label: 1.2k, 0.25, 3e-05; with that many significant digits, or as many as its size asks for."""
     if value == 0:
         return "0"
@@ -63,17 +63,17 @@ def number(value: float, digits: int | None = None) -> str:
 
 def labels(values: Sequence[float]) -> list[str]:
     """Labels of one axis: no two alike, with more digits where the range is narrow beside its values."""
-    short = [number(value) for value in values]
-    longer = ([number(value, digits) for value in values] for digits in range(3, 16))
+    short = [axis_label(value) for value in values]
+    longer = ([axis_label(value, digits) for value in values] for digits in range(3, 16))
     return next((texts for texts in (short, *longer) if len(set(texts)) == len(values)), short)
 
 
 def line_chart(
-    title: str, series: Sequence[Series], bounds: tuple[float, float], width: int = 560, height: int = 220
+    title: str, series: Sequence[ChartSeries], bounds: tuple[float, float], width: int = 560, height: int = 220
 ) -> str:
     """An SVG of the series over the step, `bounds` on the vertical axis; points outside are cut at the frame."""
     steps = [x for s in series for x, _ in s.points]  # those without a finite value too: all charts have one range
-    series = [Series(s.name, thin(s.points), s.style, s.marks) for s in series]
+    series = [ChartSeries(s.name, thin_points(s.points), s.style, s.marks) for s in series]
     if not any(s.points for s in series):
         return ""
     x0, x1 = min(steps), max(steps)
@@ -88,17 +88,17 @@ def line_chart(
         )
 
     parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">']
-    values = ticks(y0, y1, 4)
+    values = axis_ticks(y0, y1, 4)
     for value, text in zip(values, labels(values), strict=True):
         _, y = place(x0, value)
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text x="{LEFT - 8}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>'
         )
-    for value in ticks(x0, x1, 6):
+    for value in axis_ticks(x0, x1, 6):
         if value == int(value):
             x, _ = place(value, y0)
-            parts.append(f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{number(value)}</text>')
+            parts.append(f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{axis_label(value)}</text>')
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{height - BOTTOM}" y2="{height - BOTTOM}"/>')
     for s in series:
         placed = [place(x, y) for x, y in s.points]

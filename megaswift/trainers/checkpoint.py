@@ -12,26 +12,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megaswift import distributed
 from megaswift.config.batch import BatchPlan
-from megaswift.config.size import bytes_text
+from megaswift.config.byte_size import bytes_text
 from megaswift.errors import CheckpointError, Problem
 from megaswift.families import step_manifest
 from megaswift.families.checkpoint_folder import ENGINE
-from megaswift.trainers import agree, commit
+from megaswift.trainers import checkpoint_store
 from megaswift.trainers.hook import Hook, Step
-from megaswift.trainers.progress import tell
-from megaswift.trainers.verified import step_problems
+from megaswift.trainers.progress import print_line
+from megaswift.trainers.verified_steps import damaged_on_any_rank
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
 
-class Checkpoint(Hook):
+class CheckpointHook(Hook):
     """Writes checkpoints. Stands last in the list: the lines of the step are on disk before it."""
 
     part = "checkpoints"
 
-    def __init__(self, store: commit.Store, every: int | None, limit: int | None, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, store: checkpoint_store.CheckpointStore, every: int | None, limit: int | None, facts: Mapping[str, Any]
+    ) -> None:
         self.store, self.every, self.limit, self.facts = store, every, limit, facts
         self.attach: Callable[[Path], None] = lambda folder: None
         """Writes what makes the folder usable by itself (config.json, tokenizer); rank 0."""
@@ -59,25 +62,27 @@ class Checkpoint(Hook):
     def save(self, loop: Loop) -> Path:
         """One checkpoint, on every rank together."""
         began = time.perf_counter()
-        rank, ranks = agree.rank(), agree.world_size()
+        rank, ranks = distributed.global_rank(), distributed.global_world_size()
         hooks = {type(h).__name__: state for h in loop.hooks if (state := h.state_dict())}
         state = {**self.facts, "total_steps": loop.total_steps, "data": loop.source.state_dict(), "hooks": hooks}
         engines = {ENGINE: loop.engine, **loop.engines}
-        folder = agree.on_main(lambda: self._open(loop.step, [*engines]))
+        folder = distributed.run_on_rank0(lambda: self._open(loop.step, [*engines]))
         for name, engine in engines.items():
             engine.save(folder / name)
         self.beside(folder)
-        agree.barrier()
+        distributed.barrier()
         files = {
             name: entry
-            for share in agree.gather(commit.hash_share(folder, rank, ranks))
+            for share in distributed.all_gather_objects(checkpoint_store.hash_share(folder, rank, ranks))
             for name, entry in share.items()
         }
-        done = agree.on_main(lambda: self.store.finish(loop.step, files, state))
-        agree.on_main(lambda: self.store.rotate(self.limit))
+        done = distributed.run_on_rank0(lambda: self.store.finish(loop.step, files, state))
+        distributed.run_on_rank0(lambda: self.store.rotate(self.limit))
         self.saved = loop.step
         size = self.size = sum(entry["bytes"] for entry in files.values())
-        tell(f"step {loop.step}: checkpoint {done} ({size / 2**20:,.1f} MiB, {time.perf_counter() - began:.1f} s)")
+        print_line(
+            f"step {loop.step}: checkpoint {done} ({size / 2**20:,.1f} MiB, {time.perf_counter() - began:.1f} s)"
+        )
         return done
 
     def _open(self, step: int, names: Sequence[str]) -> Path:
@@ -104,7 +109,7 @@ def check_space(root: Path, size: int, step: int) -> None:
         )
 
 
-def restore(
+def restore_run(
     loop: Loop,
     folder: Path,
     model: Mapping[str, Any],
@@ -115,10 +120,10 @@ def restore(
     `on_manifest` is called with the manifest before anything is loaded, so that a notice of changed options comes
     before a refusal that they cause.
     """
-    manifest = agree.on_main(lambda: step_manifest.load_manifest(folder))
+    manifest = distributed.run_on_rank0(lambda: step_manifest.load_manifest(folder))
     if isinstance(manifest, Problem):
         raise CheckpointError(manifest)
-    problems = [*differences(manifest, model), *step_problems(folder)]
+    problems = [*checkpoint_differences(manifest, model), *damaged_on_any_rank(folder)]
     if problems:
         raise CheckpointError(problems)
     on_manifest(manifest)
@@ -143,10 +148,12 @@ def _load_states(folder: Path, states: Sequence[tuple[str, _Stateful, Any]]) -> 
             owner.load_state_dict(state)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             rule = f"has a value for {name} that cannot be read ({type(error).__name__}: {error})"
-            raise CheckpointError(Problem(str(folder / commit.MARKER), rule, "another step of the run")) from error
+            raise CheckpointError(
+                Problem(str(folder / checkpoint_store.MARKER), rule, "another step of the run")
+            ) from error
 
 
-def other_batch(manifest: Mapping[str, Any], plan: BatchPlan) -> str:
+def batch_size_notice(manifest: Mapping[str, Any], plan: BatchPlan) -> str:
     """What is said of steps that are larger or smaller now, as on other data-parallel ranks where no global batch is
     given."""
     size = plan.global_batch_size
@@ -155,11 +162,11 @@ def other_batch(manifest: Mapping[str, Any], plan: BatchPlan) -> str:
     return "" if was == size else f"a step takes a global batch of {size}, and {was} in the checkpoint's run: {fix} it"
 
 
-def differences(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[Problem]:
+def checkpoint_differences(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> list[Problem]:
     """What makes a checkpoint unfit for this run: another format, another model."""
     problems = []
-    if manifest["format"] != commit.FORMAT:
-        rule = f"has format {manifest['format']}, this version reads {commit.FORMAT}"
+    if manifest["format"] != checkpoint_store.FORMAT:
+        rule = f"has format {manifest['format']}, this version reads {checkpoint_store.FORMAT}"
         problems.append(Problem("checkpoint", rule, "the version that wrote it"))
     saved = manifest.get("model", {})
     problems += [

@@ -13,7 +13,7 @@ from megaswift.trainers.metrics import read_lines
 RAW, MEAN, EVAL, BAD, INK, GRID = "#9ec5f4", "#1f5fb4", "#d9730d", "#c0392b", "#333a45", "#e3e6ea"
 
 
-def smooth(values: Sequence[float], window: int) -> list[float]:
+def median_smooth(values: Sequence[float], window: int) -> list[float]:
     """Median of the `window` values around each, so that a spike stays a spike; as many on either side, hence fewer at
     the ends.
 
@@ -26,7 +26,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     return out
 
 
-def column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+def metric_column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """One field of all lines, NaN where it is null or missing."""
     return [float(v) if isinstance(v := line.get(name), (int, float)) else math.nan for line in lines]
 
@@ -37,7 +37,7 @@ def smoothing_window(count: int) -> int:
     return max(1, count // 30) | 1
 
 
-def limits(values: Sequence[float]) -> tuple[float, float] | None:
+def plot_limits(values: Sequence[float]) -> tuple[float, float] | None:
     """The range to show: all of a tame curve, without the first spikes of a wild one; None when there is nothing."""
     finite = sorted(v for v in values if math.isfinite(v))
     if not finite:
@@ -50,7 +50,7 @@ def limits(values: Sequence[float]) -> tuple[float, float] | None:
     return low - room, high + room
 
 
-def draw(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
+def draw_loss_png(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
     """Draws the picture, whole or not at all; nothing without a line of metrics."""
     lines, evals = read_lines(metrics), read_lines(evaluation)
     if not lines:
@@ -63,14 +63,14 @@ def draw(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
 
     figure = Figure(figsize=(9, 6.4), dpi=150, layout="constrained")
     axes = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [3.2, 1, 1]})
-    steps = column(lines, "step")
-    watched = watched_of(lines)
+    steps = metric_column(lines, "step")
+    watched = primary_metric(lines)
     _main(axes[0], steps, lines, evals)
     axes[0].set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold", pad=10)
     few = {"marker": "o", "markersize": 3} if len(lines) < 40 else {}
-    axes[1].plot(steps, column(lines, "learning_rate"), color=MEAN, linewidth=1.4, **few)
-    axes[2].plot(steps, column(lines, "grad_norm"), color=MEAN, linewidth=1.1, **few)
-    if bounds := limits(column(lines, "grad_norm")):
+    axes[1].plot(steps, metric_column(lines, "learning_rate"), color=MEAN, linewidth=1.4, **few)
+    axes[2].plot(steps, metric_column(lines, "grad_norm"), color=MEAN, linewidth=1.1, **few)
+    if bounds := plot_limits(metric_column(lines, "grad_norm")):
         axes[2].set_ylim(*bounds)
     axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
     for axis, name in zip(axes, (watched, "learning rate", "gradient norm"), strict=True):
@@ -87,18 +87,18 @@ def draw(metrics: Path, evaluation: Path, picture: Path, title: str) -> None:
     fresh.replace(picture)
 
 
-def watched_of(lines: Sequence[Mapping[str, Any]]) -> str:
+def primary_metric(lines: Sequence[Mapping[str, Any]]) -> str:
     """What one watches: the loss, or the reward where there is one; the loss of a policy says nothing."""
     return "reward" if any("reward" in line for line in lines) else "loss"
 
 
 def _main(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> None:
-    watched = watched_of(lines)
-    losses = column(lines, watched)
+    watched = primary_metric(lines)
+    losses = metric_column(lines, watched)
     window = smoothing_window(len(lines))
     if window > 1:
         axis.plot(steps, losses, color=RAW, linewidth=0.9, label="each line")
-        axis.plot(steps, smooth(losses, window), color=MEAN, linewidth=1.8, label=f"median of {window} lines")
+        axis.plot(steps, median_smooth(losses, window), color=MEAN, linewidth=1.8, label=f"median of {window} lines")
     else:
         axis.plot(
             steps,
@@ -111,15 +111,21 @@ def _main(axis: Any, steps: Sequence[float], lines: Sequence[dict[str, Any]], ev
         )
     shown = list(losses)
     if evals:
-        values = column(evals, watched)
+        values = metric_column(evals, watched)
         shown += values
         axis.plot(
-            column(evals, "step"), values, color=EVAL, linewidth=1.2, marker="D", markersize=4, label="evaluation"
+            metric_column(evals, "step"),
+            values,
+            color=EVAL,
+            linewidth=1.2,
+            marker="D",
+            markersize=4,
+            label="evaluation",
         )
     bad = [line["step"] for line in lines if line.get("skipped")]
     for i, step in enumerate(bad):
         axis.axvline(step, color=BAD, linewidth=0.8, alpha=0.5, label="skipped" if i == 0 else None)
-    if bounds := limits(shown):
+    if bounds := plot_limits(shown):
         axis.set_ylim(*bounds)
     if evals or window > 1 or bad:
         axis.legend(

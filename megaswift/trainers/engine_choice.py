@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from megaswift import log
 from megaswift.config import SwiftConfig, fsdp_json
-from megaswift.config.adapter_rules import SHARDED, bits_of, method_of
+from megaswift.config.adapter_rules import SHARDED, bits_of, peft_method_of
 from megaswift.config.engine_rules import AUTO, NATIVE, engine_of, splits_model
 from megaswift.config.optim import EVERYWHERE, ON_PARTS
 from megaswift.families import FAMILIES
-from megaswift.families.model_source import locate
+from megaswift.families.model_source import locate_model
 from megaswift.families.spec import ModelSpec
 from megaswift.families.unlisted import any_spec
 
@@ -34,7 +34,7 @@ SHARE = 0.8
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """What a run has."""
 
     processes: int
@@ -64,33 +64,33 @@ def memory_of_a_process(processes: int) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / here
 
 
-def settle(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
+def resolve_engine(cfg: SwiftConfig, world_size: int, tell: bool = True) -> SwiftConfig:
     """The configuration with its engine named; `auto` and the options that mean one are resolved. `tell`: which, and
     why."""
     asked = engine_of(cfg)
     if tell and (cfg.engine.fsdp or cfg.engine.fsdp_config):
         log.info("engine fsdp2: FSDP's options mean torch's fully_shard (FSDP2); FSDP1 is not used")
     if cfg.engine.fsdp_config:
-        cfg = cfg.replace(**fsdp_json.of(cfg).options)
+        cfg = cfg.replace(**fsdp_json.fsdp_file_options(cfg).options)
     if asked != AUTO:
         return cfg if cfg.engine.engine == asked else cfg.replace(engine=asked)
-    machine = Machine(world_size, memory_of_a_process(world_size), cfg.model.train_type == "full")
-    kind, why = choose(any_spec(locate(cfg.model, weights=False)), splits_model(cfg), machine)
+    machine = MachineFacts(world_size, memory_of_a_process(world_size), cfg.model.train_type == "full")
+    kind, why = choose_engine(any_spec(locate_model(cfg.model, weights=False)), splits_model(cfg), machine)
     optimizer = cfg.optim.optimizer
     if kind != "ddp" and optimizer in ON_PARTS:
         kind, why = "fsdp2", f"it and ddp step the optimizer {optimizer}"
     elif kind != "ddp" and optimizer not in EVERYWHERE:
         kind, why = "ddp", f"the optimizer {optimizer} steps whole matrices"
-    if method_of(cfg) is not None or bits_of(cfg) is not None:
-        kind, why = for_adapters(cfg, kind, why)
+    if peft_method_of(cfg) is not None or bits_of(cfg) is not None:
+        kind, why = resolve_for_adapters(cfg, kind, why)
     if tell:
         log.info(f"engine {kind}: {why}")
     return cfg.replace(engine=kind)
 
 
-def for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
+def resolve_for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
     """The same where the adapters, or the weights under them, leave the choice to fewer engines."""
-    name, method = f"train_type {cfg.model.train_type}", method_of(cfg)
+    name, method = f"train_type {cfg.model.train_type}", peft_method_of(cfg)
     if kind == NATIVE and cfg.model.train_type != "qlora" and not splits_model(cfg):
         return "ddp", f"{name} is not the native engine's"
     if method is not None and method.engines and kind not in (NATIVE, *method.engines):
@@ -102,9 +102,9 @@ def for_adapters(cfg: SwiftConfig, kind: str, why: str) -> tuple[str, str]:
     )
 
 
-def choose(spec: ModelSpec, axes: bool, machine: Machine) -> tuple[str, str]:
+def choose_engine(spec: ModelSpec, axes: bool, machine: MachineFacts) -> tuple[str, str]:
     """(engine, reason)."""
-    size = parameters(spec)
+    size = parameter_count(spec)
     text = f"{size / 1e9:.3g} B parameters" if size >= 1e8 else f"{size / 1e6:.2f} M parameters"
     if axes:
         return NATIVE, "a model-parallel axis is set"
@@ -125,7 +125,7 @@ def choose(spec: ModelSpec, axes: bool, machine: Machine) -> tuple[str, str]:
     return kind, f"{text}: {later[0]} would need about {machine.need(later[0], size) / 2**30:.0f} GiB of {room}"
 
 
-def parameters(spec: ModelSpec) -> int:
+def parameter_count(spec: ModelSpec) -> int:
     """Of the matrices of a gated transformer of these sizes: near enough to choose by."""
     attention = 2 * spec.hidden_size * (spec.attention_width + spec.kv_width)
     total = 0

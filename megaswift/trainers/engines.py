@@ -18,7 +18,7 @@ from megaswift.families.spec import ModelSpec
 from megaswift.parallel.layout import Coordinates, Layout
 
 
-class Context(Protocol):
+class EngineContext(Protocol):
     """The processes of a run."""
 
     layout: Layout
@@ -30,13 +30,13 @@ class Context(Protocol):
         """Takes the process groups down."""
 
 
-def start_context(cfg: SwiftConfig, layout: Layout) -> Context:
+def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
     """Process groups and random states."""
     if need := process_group.restarts_need(os.environ):
         log.warn(need)
     seconds, seed = float(cfg.parallel.ddp_timeout), cfg.train.seed
     if is_native(cfg):
-        from megaswift.engine.megatron.context import ParallelContext
+        from megaswift.engine.megatron.parallel_context import ParallelContext
 
         return ParallelContext(layout, seconds, seed)
     from megaswift.engine.torch.context import TorchContext

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.losses.contract import Batch
 from megaswift.trainers.hook import Step
-from megaswift.trainers.metrics import Lines, Window, weight_of
+from megaswift.trainers.metrics import JsonLines, MetricsWindow, weight_of
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
 
-class Evaluation(Lines):
+class Evaluation(JsonLines):
     """Runs the validation batches through the engine."""
 
     part = "evaluation"
@@ -41,7 +41,7 @@ class Evaluation(Lines):
     def evaluate(self, loop: Loop, epoch: float) -> dict[str, Any]:
         """One pass over the validation set, one line."""
         began = time.perf_counter()
-        window = Window()
+        window = MetricsWindow()
         for microbatches in self.batches():
             result = loop.engine.evaluate(loop.prepare(loop.engine, microbatches, False), loop.loss)
             step = Step(loop.step, epoch, 0.0, result, 0.0, 0.0, 0)

@@ -57,7 +57,7 @@ class FlopRule:
         return 6.0 * self.parameters * tokens + 6.0 * self.attention * squares + beside
 
 
-def rule_of(engine: Engine, spec: ModelSpec, passes: float) -> FlopRule:
+def flop_rule(engine: Engine, spec: ModelSpec, passes: float) -> FlopRule:
     """Of the model that an engine trains; a critic has the policy's layers. Collective."""
     sizes = engine.report()
     forward = sizes.flops_per_token_parameters if sizes.forward_parameters is None else sizes.forward_parameters

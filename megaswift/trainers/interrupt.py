@@ -23,14 +23,14 @@ SAME_SIGNAL_SECONDS = 3.0
 """Ctrl-C reaches a worker twice: from the terminal, and from torchrun, which passes it on."""
 
 
-class Interrupted(SystemExit):
+class HardInterrupt(SystemExit):
     """The run ended early on a signal, with its state saved. The exit code is the shell's: 128 + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
 
 
-class Received:
+class ReceivedSignal:
     """The signal that arrived on this rank, 0 when none did."""
 
     def __init__(self) -> None:
@@ -51,9 +51,9 @@ class Received:
 
 
 @contextmanager
-def listen() -> Iterator[Received]:
+def listen_for_signals() -> Iterator[ReceivedSignal]:
     """Takes the signals over inside the context. In a thread other than the main one it does nothing."""
-    received = Received()
+    received = ReceivedSignal()
     if threading.current_thread() is not threading.main_thread():
         yield received
         return

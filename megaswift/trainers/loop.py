@@ -10,15 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from megaswift import distributed
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError, Problem, UserError, first_line
 from megaswift.losses.contract import Batch, Loss
-from megaswift.trainers import agree, interrupt
+from megaswift.trainers import interrupt
 from megaswift.trainers.hook import Hook, Step
-from megaswift.trainers.progress import warn
+from megaswift.trainers.progress import print_warning
 
 
-class Source(Protocol):
+class BatchStream(Protocol):
     """Where the batches come from."""
 
     @property
@@ -39,13 +40,13 @@ Prepare = Callable[[Engine, list[Batch], bool], list[Batch]]
 """What a task adds to micro-batches that its loss reads; True in training."""
 
 
-def as_they_are(engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
+def unchanged(engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
     """Nothing."""
     return batches
 
 
 @dataclass(frozen=True)
-class Beside:
+class StepExtras:
     """What a source tells of the step that it gave, besides its micro-batches."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -62,14 +63,14 @@ class Loop:
     """Steps from `step` to `total_steps`, the same on every rank."""
 
     engine: Engine
-    source: Source
+    source: BatchStream
     loss: Loss
     learning_rate: Callable[[int], float]
     """Learning rate of the step of this number, counted from 0."""
     total_steps: int
     hooks: Sequence[Hook] = ()
-    prepare: Prepare = as_they_are
-    beside: Callable[[], Beside] = Beside
+    prepare: Prepare = unchanged
+    beside: Callable[[], StepExtras] = StepExtras
     mark: Callable[[], Callable[[], None]] | None = None
     """What takes the source back to where it is now, on every rank; None: its `load_state_dict`."""
     engines: Mapping[str, Engine] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class Loop:
         lost."""
         try:
             self.emit("on_start")
-            with interrupt.listen() as signal:
+            with interrupt.listen_for_signals() as signal:
                 while self.step < self.total_steps:
                     began = time.perf_counter()
                     microbatches = self.take(signal.number)
@@ -121,7 +122,7 @@ class Loop:
                 try:
                     hook.close()
                 except OSError as error:  # what hooks write late must not hide the run's own error
-                    warn(f"{type(hook).__name__} could not write its last lines: {first_line(error)}")
+                    print_warning(f"{type(hook).__name__} could not write its last lines: {first_line(error)}")
 
     def take(self, signal: int) -> list[Batch] | None:
         """The next global batch, or None on every rank when any has a signal or met a row that cannot be used.
@@ -129,7 +130,7 @@ class Loop:
         The position is then the one before this batch, so that a resumed run meets the row again. With a signal nothing
         is asked of the source: its next batch may be minutes of sampling.
         """
-        self.interrupted = int(agree.largest([signal])[0])
+        self.interrupted = int(distributed.all_max([signal])[0])
         if self.interrupted:
             return None
         back = self.back()
@@ -138,7 +139,7 @@ class Loop:
             microbatches = self.source.next()
         except UserError as error:
             self.mistake = error
-        failed = agree.largest([self.mistake is not None])[0]
+        failed = distributed.all_max([self.mistake is not None])[0]
         if failed and self.mistake is None:
             self.mistake = DataError(
                 Problem("the next batch", "another rank met a row that it cannot use; its message says which")

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from megaswift import distributed
 from megaswift.errors import storage_error
-from megaswift.trainers import agree, memory
+from megaswift.trainers import out_of_memory
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.hook import Hook, Step
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def open_for_append(path: Path) -> Iterator[None]:
     """StorageError where the system does not let us write a file of ours."""
     try:
         yield
@@ -33,7 +34,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @dataclass
-class Window:
+class MetricsWindow:
     """What has added up since the last line. Plain values: it travels in checkpoints."""
 
     steps: int = 0
@@ -78,7 +79,7 @@ class Speed:
     peak_tflops: float | None = None
 
 
-class Lines(Hook):
+class JsonLines(Hook):
     """A file of lines by step, written by rank 0."""
 
     def __init__(self, path: Path) -> None:
@@ -86,14 +87,14 @@ class Lines(Hook):
 
     def on_start(self, loop: Loop) -> None:
         """Drops the lines past the checkpoint."""
-        if agree.rank() == 0:
+        if distributed.global_rank() == 0:
             drop_after(self.path, loop.step)
 
     def write(self, *lines: Mapping[str, Any]) -> None:
         """Adds lines to the file."""
-        if agree.rank() == 0:
-            with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.writelines(to_json(line) + "\n" for line in lines)
+        if distributed.global_rank() == 0:
+            with open_for_append(self.path), self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json_value(line) + "\n" for line in lines)
 
 
 class Metrics(Hook):
@@ -101,13 +102,13 @@ class Metrics(Hook):
 
     def __init__(self, path: Path, every: int, speed: Speed, count: str) -> None:
         self.path, self.every, self.speed, self.count = path, every, speed, count
-        self.window = Window()
+        self.window = MetricsWindow()
         self._file: IO[str] | None = None
 
     def on_start(self, loop: Loop) -> None:
         """Drops the lines past the checkpoint and opens the file."""
-        if agree.rank() == 0:
-            with writing(self.path):
+        if distributed.global_rank() == 0:
+            with open_for_append(self.path):
                 drop_after(self.path, loop.step)
             self._file = self.path.open("a", encoding="utf-8")
 
@@ -116,18 +117,18 @@ class Metrics(Hook):
         self.window.add(step, weight_of(step, self.count))
         if step.number % self.every == 0 or step.number == loop.total_steps:
             line = self.line(step)
-            self.window = Window()
+            self.window = MetricsWindow()
             if self._file is not None:
-                with writing(self.path):
-                    self._file.write(to_json(line) + "\n")
+                with open_for_append(self.path):
+                    self._file.write(json_value(line) + "\n")
                     self._file.flush()
             loop.emit("on_log", line)
 
     def line(self, step: Step) -> dict[str, Any]:
         """The line of this window. step_time and what is divided by it are this rank's; the file has rank 0's."""
         w, speed = self.window, self.speed
-        (squares,) = agree.total([w.squares])
-        data_wait, memory_gib = agree.largest([w.data_wait, memory.peak_gib()])
+        (squares,) = distributed.all_sum([w.squares])
+        data_wait, memory_gib = distributed.all_max([w.data_wait, out_of_memory.peak_gib()])
         flops = sum(rule.step(w.tokens, squares / speed.replicas) for rule in speed.rules)
         tflops = flops / max(w.seconds, 1e-12) / speed.devices / 1e12
         per_second = w.tokens / max(w.seconds, 1e-12)
@@ -159,13 +160,13 @@ class Metrics(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """The open window, `squares` over all data-parallel ranks: any layout can go on with it."""
-        (squares,) = agree.total([self.window.squares])
+        (squares,) = distributed.all_sum([self.window.squares])
         return asdict(self.window) | {"squares": squares / self.speed.replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with the window."""
-        self.window = Window(**state)
-        self.window.squares *= self.speed.replicas / agree.world_size()
+        self.window = MetricsWindow(**state)
+        self.window.squares *= self.speed.replicas / distributed.global_world_size()
 
 
 def weight_of(step: Step, count: str) -> float:
@@ -173,7 +174,7 @@ def weight_of(step: Step, count: str) -> float:
     return float(step.result.counts.get(count, step.result.label_tokens))
 
 
-def to_json(line: Mapping[str, Any]) -> str:
+def json_value(line: Mapping[str, Any]) -> str:
     """Strict JSON in full precision; what is not finite becomes null."""
     plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     return json.dumps(plain, allow_nan=False, ensure_ascii=False)
@@ -198,7 +199,7 @@ def drop_after(path: Path, step: int) -> int:
         return 0
     lines = read_lines(path)
     kept = [line for line in lines if line.get("step", 0) <= step]
-    text = "".join(to_json(line) + "\n" for line in kept)
+    text = "".join(json_value(line) + "\n" for line in kept)
     if text != path.read_text(encoding="utf-8"):
         fresh = path.with_name(path.name + ".new")
         fresh.write_text(text, encoding="utf-8")

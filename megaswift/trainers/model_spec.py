@@ -16,7 +16,7 @@ from megaswift.families.unlisted import any_spec
 
 def spec_of(cfg: SwiftConfig, folder: Path) -> ModelSpec:
     """What the folder's config.json describes; ConfigError where the task cannot use it."""
-    if unfit := list(config_numbers.problems(read_config(folder))):
+    if unfit := list(config_numbers.number_problems(read_config(folder))):
         raise WeightsError(unfit)
     spec = load_spec(folder) if is_native(cfg) else any_spec(folder)
     if cfg.task == "rm":

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.absolute_paths import absolute
+from megaswift.config.absolute_paths import absolute_paths
 from megaswift.config.engine_rules import is_native
 from megaswift.config.swift import to_yaml
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
-from megaswift.trainers import commit
+from megaswift.trainers import checkpoint_store
 from megaswift.trainers.run_lock import RunLock
 
 NAMES = (
@@ -39,7 +39,7 @@ HEADER = "# The resolved configuration of this run, written by megaswift.\n"
 
 
 @dataclass(frozen=True)
-class Outputs:
+class OutputFolder:
     """The paths of one run."""
 
     root: Path
@@ -85,9 +85,9 @@ class Outputs:
         return self.root / "report.html"
 
     @property
-    def store(self) -> commit.Store:
+    def store(self) -> checkpoint_store.CheckpointStore:
         """The checkpoints."""
-        return commit.Store(self.root / "checkpoints")
+        return checkpoint_store.CheckpointStore(self.root / "checkpoints")
 
     def present(self) -> list[Path]:
         """What of a run is there. What a start that failed before its first step left behind is no run."""
@@ -101,9 +101,9 @@ def _empty(path: Path) -> bool:
     return not any(path.iterdir()) if path.is_dir() else path.suffix == ".jsonl" and path.stat().st_size == 0
 
 
-def check(cfg: SwiftConfig) -> list[Problem]:
+def check_output_folder(cfg: SwiftConfig) -> list[Problem]:
     """What speaks against this output directory; changes nothing."""
-    train, outputs = cfg.train, Outputs(Path(cfg.train.output_dir))
+    train, outputs = cfg.train, OutputFolder(Path(cfg.train.output_dir))
     problems, flag = [], f"--output_dir {train.output_dir}"
     occupied = next((p for p in (outputs.root, *outputs.root.parents) if p.exists()), None)
     if occupied is not None and not occupied.is_dir():
@@ -113,7 +113,7 @@ def check(cfg: SwiftConfig) -> list[Problem]:
     resume = None
     if train.resume_from_checkpoint is not None:
         try:
-            resume, _ = commit.select(train.resume_from_checkpoint, outputs.root)
+            resume, _ = checkpoint_store.select_step(train.resume_from_checkpoint, outputs.root)
         except UserError as error:
             problems += error.problems
     problems += [] if resume is None else _other_engine(cfg, resume)
@@ -159,9 +159,10 @@ def _inside(path: Path, folder: Path) -> bool:
     return path.exists() and path.resolve().is_relative_to(folder.resolve())
 
 
-def prepare(cfg: SwiftConfig, lock: RunLock | None = None) -> Outputs:
-    """Makes the folder, locks it with `lock`, moves a replaced run aside, writes config.yaml. Rank 0, after `check`."""
-    outputs = Outputs(Path(cfg.train.output_dir))
+def prepare_output_folder(cfg: SwiftConfig, lock: RunLock | None = None) -> OutputFolder:
+    """Makes the folder, locks it with `lock`, moves a replaced run aside, writes config.yaml. Rank 0, after
+    `check_output_folder`."""
+    outputs = OutputFolder(Path(cfg.train.output_dir))
     outputs.root.mkdir(parents=True, exist_ok=True)
     if lock is not None:
         lock.take()
@@ -174,7 +175,7 @@ def prepare(cfg: SwiftConfig, lock: RunLock | None = None) -> Outputs:
     if cfg.train.resume_from_checkpoint is not None:
         outputs.store.recover()
     fresh = outputs.config.with_name("config.yaml.new")
-    fresh.write_text(HEADER + to_yaml(absolute(cfg.to_dict())), encoding="utf-8")
+    fresh.write_text(HEADER + to_yaml(absolute_paths(cfg.to_dict())), encoding="utf-8")
     fresh.replace(outputs.config)
     return outputs
 

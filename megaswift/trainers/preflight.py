@@ -14,26 +14,26 @@ from functools import partial
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.capabilities import chosen, missing_transformer_engine
+from megaswift.config.capabilities import is_set, missing_transformer_engine
 from megaswift.config.data import RL
-from megaswift.config.deepspeed_json import missing
+from megaswift.config.deepspeed_json import missing_deepspeed
 from megaswift.config.engine import ZERO
 from megaswift.config.engine_rules import engine_of, is_native, zero_config
-from megaswift.config.values import show
-from megaswift.data.sources import resolve
+from megaswift.config.value_types import show
+from megaswift.data.sources import resolve_dataset
 from megaswift.data.template import read_system, read_template
 from megaswift.engine.determinism import environment_problems
 from megaswift.errors import ConfigError, LayoutError, Problem, UserError
 from megaswift.families import ModelSpec, family_of, four_bits
-from megaswift.families.model_source import locate, missing_files
-from megaswift.families.projections import Projection, saved, select, without_dora
+from megaswift.families.model_source import locate_model, missing_files
+from megaswift.families.projections import Projection, saved_modules, select_projections, without_dora
 from megaswift.parallel.checks import check_layout
-from megaswift.parallel.rules import Asked
-from megaswift.parallel.shape import ModelShape
+from megaswift.parallel.layout_rules import LayoutRequest
+from megaswift.parallel.model_shape import ModelShape
 from megaswift.trainers import outputs
 from megaswift.trainers.adapter_checks import folder_problems, head_problems, torch_adapter_problems
 from megaswift.trainers.model_spec import spec_of
-from megaswift.trainers.rl.adapters import refused
+from megaswift.trainers.rl.adapters import refused_adapters
 from megaswift.trainers.rl.checks import named_problems, policy_problems
 from megaswift.trainers.torch_checks import machine_problems
 from megaswift.trainers.vision_checks import vision_problems
@@ -49,7 +49,7 @@ Check = tuple[Callable[[], Sequence[Problem]], type[UserError]]
 
 def preflight(cfg: SwiftConfig, world_size: int) -> None:
     """Raises one UserError with all problems of this run on `world_size` processes."""
-    errors = refusals(
+    errors = task_problems(
         [
             (lambda: missing_transformer_engine(cfg) if is_native(cfg) else [], ConfigError),
             (lambda: device_problems(cfg), ConfigError),
@@ -72,23 +72,23 @@ def beside_options(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     def layout() -> list[Problem]:
         if cfg.model.model is None:
             return []
-        shape = ModelShape.of(spec_of(cfg, locate(cfg.model, weights=False)))
-        return check_layout(shape, Asked.from_config(cfg, world_size))
+        shape = ModelShape.of(spec_of(cfg, locate_model(cfg.model, weights=False)))
+        return check_layout(shape, LayoutRequest.from_config(cfg, world_size))
 
     named: Check = (lambda: named_problems(cfg) if cfg.task in RL else [], ConfigError)
-    return [p for error in refusals([(layout, LayoutError), named, *file_checks(cfg)]) for p in error.problems]
+    return [p for error in task_problems([(layout, LayoutError), named, *file_checks(cfg)]) for p in error.problems]
 
 
 def file_checks(cfg: SwiftConfig) -> list[Check]:
     """Of data sets, the output directory and trackers."""
     return [
         (lambda: data_problems(cfg), ConfigError),
-        (lambda: outputs.check(cfg), ConfigError),
+        (lambda: outputs.check_output_folder(cfg), ConfigError),
         (lambda: tracker_problems(cfg.train.report_to), ConfigError),
     ]
 
 
-def refusals(checks: Iterable[Check]) -> list[UserError]:
+def task_problems(checks: Iterable[Check]) -> list[UserError]:
     """What each check raises or returns."""
     errors: list[UserError] = []
     for check, kind in checks:
@@ -120,26 +120,26 @@ def device_problems(cfg: SwiftConfig) -> list[Problem]:
 
 def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """The model's files and its layout."""
-    folder = locate(cfg.model, weights=False)
+    folder = locate_model(cfg.model, weights=False)
     local = Path(str(cfg.model.model)).is_dir()
     problems = missing_files(folder, cfg.model.random_init) if local else []
     spec = spec_of(cfg, folder)
-    problems += refused(cfg, spec, folder) if cfg.task in RL else []
+    problems += refused_adapters(cfg, spec, folder) if cfg.task in RL else []
     if not is_native(cfg):
         return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
     idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
     adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []
     idle += length_problems(cfg, spec)
-    asked = Asked.from_config(cfg, world_size)
+    asked = LayoutRequest.from_config(cfg, world_size)
     unfit = check_layout(ModelShape.of(spec), asked)
     if cfg.model.train_type == "qlora" and not unfit:
-        unfit = four_bits.problems(family_of(spec.hf_config), spec, asked.tp, asked.etp)
+        unfit = four_bits.four_bit_problems(family_of(spec.hf_config), spec, asked.tp, asked.etp)
     return problems + idle + adapters + unfit
 
 
 def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world_size: int) -> list[Problem]:
     """What the torch engine needs beside a model that transformers loads."""
-    problems = check_layout(ModelShape.of(spec), Asked.from_config(cfg, world_size)) + machine_problems(cfg)
+    problems = check_layout(ModelShape.of(spec), LayoutRequest.from_config(cfg, world_size)) + machine_problems(cfg)
     if "moe_router_score_function" not in spec.transformer:
         rule = (
             f"is for models with experts, and model_type {spec.family} has none, or has them unlike those that "
@@ -148,12 +148,12 @@ def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world
         problems += [
             Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out")
             for name in EXPERT_OPTIONS[:2]
-            if chosen(cfg, name) and getattr(cfg.model, name)
+            if is_set(cfg, name) and getattr(cfg.model, name)
         ]
     if (kind := engine_of(cfg)) in ZERO:
         # auto depends on the device: what the file says of it is then checked on the ranks
         dtype = cfg.model.torch_dtype
-        problems += missing(kind)
+        problems += missing_deepspeed(kind)
         problems += [
             p
             for p in zero_config(cfg, world_size, dtype, spec.hidden_size).problems
@@ -171,11 +171,11 @@ def adapter_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     family = family_of(spec.hf_config)
     targets: list[Projection] = []
     try:
-        targets = select(family, spec, lora.target_modules, lora.target_parameters)
+        targets = select_projections(family, spec, lora.target_modules, lora.target_parameters)
     except UserError as error:
         problems += error.problems
     try:
-        whole = saved(family, spec, lora.modules_to_save)
+        whole = saved_modules(family, spec, lora.modules_to_save)
         problems += four_bits.cannot_train(family, whole) if cfg.model.train_type == "qlora" else []
     except UserError as error:
         problems += error.problems
@@ -208,7 +208,7 @@ def expert_options(cfg: SwiftConfig) -> list[Problem]:
     given = [
         Problem(f"--{name} {show(getattr(cfg.model, name))}", rule, "leave it out")
         for name in EXPERT_OPTIONS
-        if chosen(cfg, name)
+        if is_set(cfg, name)
     ]
     parts = [part for part in cfg.model.recompute_modules if part in ("moe", "moe_act")]
     given += [Problem(f"--recompute_modules {part}", rule, "core_attn or mlp") for part in parts]
@@ -235,7 +235,7 @@ def data_problems(cfg: SwiftConfig) -> list[Problem]:
     """Data sets that are not there, a chat template that cannot be had; what is in them `megaswift.data` reads."""
     problems: list[Problem] = []
     checks: list[Callable[[], object]] = [
-        partial(resolve, name, _later, f"--{option}")
+        partial(resolve_dataset, name, _later, f"--{option}")
         for option in ("dataset", "val_dataset")
         for name in cfg.value(option)
     ]

@@ -1,6 +1,7 @@
 """What is seen while the loop runs, on rank 0: a bar on a terminal, plain lines now and then elsewhere.
 
-Owns the only writes to the terminal inside the loop (`tell`, `warn`), so that messages do not cut the bar.
+Owns the only writes to the terminal inside the loop (`print_line`, `print_warning`), so that messages do not cut the
+bar.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from tqdm import tqdm
 
-from megaswift import log
-from megaswift.trainers import agree
+from megaswift import distributed, log
 from megaswift.trainers.hook import Hook, Line, Step
 
 if TYPE_CHECKING:
@@ -23,19 +23,19 @@ PLAIN_SECONDS = 10.0
 """At least so long between two plain lines."""
 
 
-def tell(text: str) -> None:
+def print_line(text: str) -> None:
     """A message to the user that leaves the bar whole."""
     with tqdm.external_write_mode(file=sys.stderr):
         log.info(text)
 
 
-def warn(text: str) -> None:
+def print_warning(text: str) -> None:
     """The same for what should not be missed."""
     with tqdm.external_write_mode(file=sys.stderr):
         log.warn(text)
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """`0:42`, `7:05`, `2:03:44`, `3d 04:05`."""
     s = round(max(seconds, 0.0))
     days, hours, minutes = s // 86400, s // 3600 % 24, s // 60 % 60
@@ -50,7 +50,7 @@ def chosen_first(line: Line) -> str:
     return "" if rate is None else f"  chosen first {rate:.0%}"
 
 
-def short(line: Line) -> str:
+def short_number(line: Line) -> str:
     """The figures of a line that matter while one waits."""
     loss = (
         f"reward {line['reward']:.4f}"
@@ -75,7 +75,7 @@ class Progress(Hook):
     def on_start(self, loop: Loop) -> None:
         """Opens the bar where there is a terminal."""
         self._first, self._began, self._last = loop.step, time.monotonic(), float("-inf")
-        if agree.rank() == 0 and self.stream.isatty():
+        if distributed.global_rank() == 0 and self.stream.isatty():
             self.bar = tqdm(
                 total=loop.total_steps, initial=loop.step, bar_format=BAR, dynamic_ncols=True, file=self.stream
             )
@@ -88,12 +88,14 @@ class Progress(Hook):
     def on_log(self, loop: Loop, line: Line) -> None:
         """Shows the figures."""
         if self.bar is not None:
-            self.bar.set_postfix_str(short(line), refresh=False)
-        elif agree.rank() == 0 and (time.monotonic() - self._last >= self.every or line["step"] == loop.total_steps):
+            self.bar.set_postfix_str(short_number(line), refresh=False)
+        elif distributed.global_rank() == 0 and (
+            time.monotonic() - self._last >= self.every or line["step"] == loop.total_steps
+        ):
             self._last = time.monotonic()
             left = (self._last - self._began) / max(line["step"] - self._first, 1) * (loop.total_steps - line["step"])
             print(
-                f"step {line['step']}/{loop.total_steps}  {short(line)}  ETA {duration(left)}",
+                f"step {line['step']}/{loop.total_steps}  {short_number(line)}  ETA {duration_text(left)}",
                 file=self.stream,
                 flush=True,
             )
@@ -102,9 +104,9 @@ class Progress(Hook):
         """One line an evaluation."""
         if "prompts" in line:  # of a policy; without a reward where every function returned None
             reward = "none" if line.get("reward") is None else f"{line['reward']:.4f}"
-            tell(f"step {line['step']}: evaluation reward {reward} over {line['prompts']:,} prompts")
+            print_line(f"step {line['step']}: evaluation reward {reward} over {line['prompts']:,} prompts")
             return
-        tell(
+        print_line(
             f"step {line['step']}: evaluation loss {line['loss']:.4f}{chosen_first(line)} over "
             f"{line['label_tokens']:,} label tokens"
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megaswift import distributed
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.preference import beta_of, loss_types_of, needs_reference
@@ -21,10 +22,9 @@ from megaswift.engine.protocol import Engine
 from megaswift.losses.contract import Batch, Needs
 from megaswift.losses.kto import USES_DELTA, USES_KL, log_ratios
 from megaswift.losses.reward import scored_at_last_token
-from megaswift.trainers import agree
 from megaswift.trainers.hook import Hook, Step
-from megaswift.trainers.known_reference import Known
-from megaswift.trainers.rl.settings import settings_of
+from megaswift.trainers.precomputed_reference import PrecomputedReferenceLogprobs
+from megaswift.trainers.rl.settings import rl_settings
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Mismatched = Callable[[Sequence[Batch]], list[Batch]]
 
 
-def scored(engine: Engine, batches: Sequence[Batch]) -> list[torch.Tensor]:
+def score_batches(engine: Engine, batches: Sequence[Batch]) -> list[torch.Tensor]:
     """Log-probabilities [b, s] of each micro-batch under the weights that the engine has."""
     found = [outputs.logprobs for outputs in engine.score(batches, Needs())]
     return [logprobs for logprobs in found if logprobs is not None]
@@ -43,7 +43,7 @@ def with_field(batches: Sequence[Batch], name: str, values: Sequence[torch.Tenso
     return [replace(b, fields={**b.fields, name: v}) for b, v in zip(batches, values, strict=True)]
 
 
-class Preparation(Hook, ABC):
+class BatchTransform(Hook, ABC):
     """Adds to micro-batches what a loss reads."""
 
     @abstractmethod
@@ -51,12 +51,12 @@ class Preparation(Hook, ABC):
         """The micro-batches of one step; `training` False in evaluation, which changes no state."""
 
 
-class Reference(Preparation):
+class ReferenceLogprobs(BatchTransform):
     """Adds `fields["reference"]`."""
 
     def __init__(self, move_every: int | None = None, share: float = 0.0) -> None:
         self.move_every, self.share = move_every, share
-        self.known: Mapping[bool, Known] = {}
+        self.known: Mapping[bool, PrecomputedReferenceLogprobs] = {}
         """Numbers scored before training, by whether they are of the data to train on; empty where the engine is
         asked."""
 
@@ -65,7 +65,7 @@ class Reference(Preparation):
         if self.known:
             return with_field(batches, "reference", [self.known[training].of(b) for b in batches])
         with engine.reference():
-            return with_field(batches, "reference", scored(engine, batches))
+            return with_field(batches, "reference", score_batches(engine, batches))
 
     def on_step(self, loop: Loop, step: Step) -> None:
         """Moves the reference towards the model."""
@@ -73,7 +73,7 @@ class Reference(Preparation):
             loop.engine.move_reference(self.share)
 
 
-class Baseline(Reference):
+class KtoBaseline(ReferenceLogprobs):
     """Adds KTO's `fields["kl"]` too: the mean log-ratio of mismatched answers, not below 0 (arXiv:2402.01306, section
     4).
 
@@ -88,17 +88,17 @@ class Baseline(Reference):
         """The micro-batches with both fields."""
         others = self.mismatched(batches)
         with engine.reference():
-            own, rest = scored(engine, batches), with_field(others, "reference", scored(engine, others))
-        policy = scored(engine, rest)
+            own, rest = score_batches(engine, batches), with_field(others, "reference", score_batches(engine, others))
+        policy = score_batches(engine, rest)
         sums = [
             value for p, b in zip(policy, rest, strict=True) for value in _sum_and_count(log_ratios(p, b.to(p.device)))
         ]
-        totals = agree.total(sums)  # replicas of a model-parallel grid count alike, in sum and number
+        totals = distributed.all_sum(sums)  # replicas of a model-parallel grid count alike, in sum and number
         zeros = [max(0.0, s / n) if n else 0.0 for s, n in zip(totals[::2], totals[1::2], strict=True)]
         return with_field(with_field(batches, "reference", own), "kl", [torch.tensor(z) for z in zeros])
 
 
-class RunningMean(Reference):
+class RunningMean(ReferenceLogprobs):
     """Adds BCO's `fields["delta"]` too: the mean reward of all examples so far, this step's included (arXiv:2404.04656,
     section 4.1)."""
 
@@ -110,9 +110,9 @@ class RunningMean(Reference):
         """The micro-batches with both fields; evaluation leaves the mean as it is."""
         made = super().prepare(engine, batches, training)
         if training:
-            policy = scored(engine, made)
+            policy = score_batches(engine, made)
             pairs = [_sum_and_count(log_ratios(p, b.to(p.device))) for p, b in zip(policy, made, strict=True)]
-            found, count = agree.total([sum(p[0] for p in pairs), sum(p[1] for p in pairs)])
+            found, count = distributed.all_sum([sum(p[0] for p in pairs), sum(p[1] for p in pairs)])
             self.sum, self.count = self.sum + self.beta * found, self.count + count
         delta = torch.tensor(self.sum / self.count if self.count else 0.0)
         return with_field(made, "delta", [delta] * len(made))
@@ -130,7 +130,7 @@ def _sum_and_count(values: torch.Tensor) -> tuple[float, float]:
     return float(values.double().sum()), float(values.numel())
 
 
-class LastTokens(Preparation):
+class LastTokens(BatchTransform):
     """For reward models: the head looks at the last token of each conversation, and nowhere else."""
 
     def prepare(self, engine: Engine, batches: list[Batch], training: bool) -> list[Batch]:
@@ -145,14 +145,16 @@ def forward_passes(cfg: SwiftConfig, dp: int = 1) -> float:
     KTO's other answers have the tokens of its own.
     """
     if cfg.task in RL:
-        return settings_of(cfg, dp).forward_passes
+        return rl_settings(cfg, dp).forward_passes
     if not needs_reference(cfg):
         return 0
     kind, once = loss_types_of(cfg)[0], cfg.preference.precompute_ref_log_probs
     return 3 if kind in USES_KL else (not once) + (kind in USES_DELTA)
 
 
-def preparation_of(cfg: SwiftConfig, mismatched: Mismatched, known: Mapping[bool, Known]) -> Preparation | None:
+def batch_transform(
+    cfg: SwiftConfig, mismatched: Mismatched, known: Mapping[bool, PrecomputedReferenceLogprobs]
+) -> BatchTransform | None:
     """What this run's loss needs; None where a batch says it all."""
     if cfg.task == "rm":
         return LastTokens()
@@ -161,7 +163,7 @@ def preparation_of(cfg: SwiftConfig, mismatched: Mismatched, known: Mapping[bool
     p, kind = cfg.preference, loss_types_of(cfg)[0]
     moves = (p.ref_model_sync_steps if p.sync_ref_model else None, p.ref_model_mixup_alpha)
     if kind in USES_KL:
-        return Baseline(mismatched, *moves)
-    made = RunningMean(beta_of(cfg), *moves) if kind in USES_DELTA else Reference(*moves)
+        return KtoBaseline(mismatched, *moves)
+    made = RunningMean(beta_of(cfg), *moves) if kind in USES_DELTA else ReferenceLogprobs(*moves)
     made.known = known
     return made

@@ -1,6 +1,6 @@
 """report.html: one page about a run, readable without network: curves, layout, configuration, timings, versions.
 
-Made from the files of the output directory and what `run` hands over; draws nothing itself (`charts`) and measures
+Made from the files of the output directory and what `run` hands over; draws nothing itself (`chart_cards`) and measures
 nothing.
 """
 
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.log import amount
-from megaswift.trainers.charts import Points, Series, line_chart
-from megaswift.trainers.curves import column, limits, smooth, smoothing_window, watched_of
+from megaswift.log import count_text
+from megaswift.trainers.charts import ChartSeries, Points, line_chart
+from megaswift.trainers.curves import median_smooth, metric_column, plot_limits, primary_metric, smoothing_window
 from megaswift.trainers.metrics import read_lines
-from megaswift.trainers.progress import duration
-from megaswift.trainers.screen import Rows
+from megaswift.trainers.progress import duration_text
+from megaswift.trainers.summary import Rows
 
 PACKAGES = (
     "megaswift",
@@ -93,7 +93,7 @@ tr.given td{background:var(--given)}.bar{background:var(--blue);height:9px;borde
 
 
 @dataclass
-class Story:
+class RunReport:
     """What the page tells besides the files."""
 
     title: str
@@ -134,9 +134,9 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     """The figures one looks for first: value, what it is."""
     if not lines:
         return [("0", "logged steps")]
-    watched = watched_of(lines)
-    losses = [v for v in column(lines, watched) if math.isfinite(v)]
-    speeds = sorted(v for v in column(lines, "tokens_per_second") if math.isfinite(v))
+    watched = primary_metric(lines)
+    losses = [v for v in metric_column(lines, watched) if math.isfinite(v)]
+    speeds = sorted(v for v in metric_column(lines, "tokens_per_second") if math.isfinite(v))
     last = lines[-1]
     found = [(f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "nan", f"training {watched}, first and last line")]
     if evals and (value := evals[-1].get(watched)) is not None:  # no reward where all functions returned None
@@ -150,7 +150,7 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
                 )
             )
     found.append(
-        (f"{last['step']:,}", f"optimizer step{'s'[: last['step'] - 1]}, {amount(last['epoch'], 'epoch', '.3g')}")
+        (f"{last['step']:,}", f"optimizer step{'s'[: last['step'] - 1]}, {count_text(last['epoch'], 'epoch', '.3g')}")
     )
     if skipped := sum(line.get("skipped", 0) for line in lines):
         found.append((f"{skipped:,}", "of these skipped: gradient not finite"))
@@ -162,33 +162,33 @@ def tiles(lines: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
     )
     if speeds:
         found.append((f"{speeds[len(speeds) // 2]:,.0f}", "tokens per second (median)"))
-    flops = sorted(column(lines, "tflops_per_device"))
-    mfu = sorted(v for v in column(lines, "mfu") if math.isfinite(v))
+    flops = sorted(metric_column(lines, "tflops_per_device"))
+    mfu = sorted(v for v in metric_column(lines, "mfu") if math.isfinite(v))
     share = f", {mfu[len(mfu) // 2]:.1%} of the peak" if mfu else ""
     found.append((f"{flops[len(flops) // 2]:.3g}", f"TFLOP/s per device (median){share}"))
-    found.append((f"{max(column(lines, 'memory_gib')):.2f} GiB", "peak memory of the largest rank"))
-    return [*found, (duration(total), "wall time of this start")]
+    found.append((f"{max(metric_column(lines, 'memory_gib')):.2f} GiB", "peak memory of the largest rank"))
+    return [*found, (duration_text(total), "wall time of this start")]
 
 
-def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
+def chart_cards(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
     """The cards with curves."""
 
     def points(name: str, of: list[dict[str, Any]]) -> Points:
-        return list(zip(column(of, "step"), column(of, name), strict=True))
+        return list(zip(metric_column(of, "step"), metric_column(of, name), strict=True))
 
-    watched = watched_of(lines)
-    losses = column(lines, watched)
+    watched = primary_metric(lines)
+    losses = metric_column(lines, watched)
     window = smoothing_window(len(lines))
-    averaged = list(zip(column(lines, "step"), smooth(losses, window), strict=True))
-    loss = [Series("each line", points(watched, lines), "raw" if window > 1 else "mean")]
-    loss += [Series(f"median of {window} lines", averaged, "mean")] if window > 1 else []
-    loss += [Series("evaluation", points(watched, evals), "eval", marks=True)] if evals else []
-    cards = [(watched, loss, limits(losses + column(evals, watched)))]
+    averaged = list(zip(metric_column(lines, "step"), median_smooth(losses, window), strict=True))
+    loss = [ChartSeries("each line", points(watched, lines), "raw" if window > 1 else "mean")]
+    loss += [ChartSeries(f"median of {window} lines", averaged, "mean")] if window > 1 else []
+    loss += [ChartSeries("evaluation", points(watched, evals), "eval", marks=True)] if evals else []
+    cards = [(watched, loss, plot_limits(losses + metric_column(evals, watched)))]
     for name, title in PREFERENCE:
         if any(name in line for line in lines):
-            both = [Series("training", points(name, lines), "mean")]
-            both += [Series("evaluation", points(name, evals), "eval", marks=True)] if evals else []
-            cards.append((title, both, limits(column(lines, name) + column(evals, name))))
+            both = [ChartSeries("training", points(name, lines), "mean")]
+            both += [ChartSeries("evaluation", points(name, evals), "eval", marks=True)] if evals else []
+            cards.append((title, both, plot_limits(metric_column(lines, name) + metric_column(evals, name))))
     for name, title in (
         *_rewards(lines),
         ("grad_norm", "gradient norm"),
@@ -200,7 +200,9 @@ def charts(lines: list[dict[str, Any]], evals: list[dict[str, Any]]) -> str:
     ):
         if not any(name in line for line in lines):
             continue
-        cards.append((title, [Series(title, points(name, lines), "mean")], limits(column(lines, name))))
+        cards.append(
+            (title, [ChartSeries(title, points(name, lines), "mean")], plot_limits(metric_column(lines, name)))
+        )
     html = []
     for title, series, bounds in cards:
         if bounds is not None:
@@ -218,7 +220,7 @@ def _rewards(lines: Sequence[Mapping[str, Any]]) -> Rows:
     return [(m[0], f"reward {m[1]}, mean") for m in found] if len(found) > 1 else []
 
 
-def table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozenset(), style: str = "") -> str:
+def html_table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozenset(), style: str = "") -> str:
     """Two columns; text of several lines keeps its shape."""
     html = []
     for label, text in rows:
@@ -227,7 +229,7 @@ def table(rows: Sequence[tuple[str, str]], given: frozenset[str] = frozenset(), 
     return f'<div class="card"><table class="{style}">{"".join(html)}</table></div>'
 
 
-def samples(rows: Sequence[Mapping[str, Any]]) -> str:
+def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Completions of the last generation with their rewards; nothing where there are none."""
     last = [row for row in rows if row["step"] == rows[-1]["step"]][:SAMPLES]
     if not last:
@@ -244,7 +246,7 @@ def samples(rows: Sequence[Mapping[str, Any]]) -> str:
             if name.startswith("rewards/")
         )
         cells.append((f"{judged}; advantage {row['advantage']:.3g}", f"{prompt}\n→ {answer}"))
-    return f"<h2>Completions of step {last[0]['step']:,}</h2>{table(cells)}"
+    return f"<h2>Completions of step {last[0]['step']:,}</h2>{html_table(cells)}"
 
 
 def timings(seconds: Mapping[str, float]) -> str:
@@ -266,12 +268,12 @@ def configuration(cfg: SwiftConfig) -> str:
             rows = [(name, "" if value is None else str(value)) for name, value in values.items()]
             count = sum(name in cfg.given for name in values)
             summary = f"{escape(section)} ({count} of {len(rows)} set)"
-            html.append(f"<details open><summary>{summary}</summary>{table(rows, cfg.given)}</details>")
+            html.append(f"<details open><summary>{summary}</summary>{html_table(rows, cfg.given)}</details>")
     return "".join(html)
 
 
-def page(
-    cfg: SwiftConfig, story: Story, lines: list[dict[str, Any]], evals: list[dict[str, Any]], answers: str = ""
+def report_page(
+    cfg: SwiftConfig, story: RunReport, lines: list[dict[str, Any]], evals: list[dict[str, Any]], answers: str = ""
 ) -> str:
     """The page's text; `answers`: a section of its own, HTML."""
     figures = "".join(
@@ -282,9 +284,10 @@ def page(
     where = escape(str(Path(cfg.train.output_dir).resolve()))
     body = (
         f'<h1>{escape(story.title)}</h1><p class="sub">{escape(story.status)} · {when} · {where}</p>'
-        f'<div class="tiles">{figures}</div><h2>Curves</h2><div class="charts">{charts(lines, evals)}</div>{answers}'
-        f"<h2>The run</h2>{table(story.rows, style='wide')}<h2>Where the time went</h2>{timings(story.seconds)}"
-        f"<h2>Configuration</h2>{configuration(cfg)}<h2>Versions</h2>{table(versions())}"
+        f'<div class="tiles">{figures}</div><h2>Curves</h2>'
+        f'<div class="charts">{chart_cards(lines, evals)}</div>{answers}'
+        f"<h2>The run</h2>{html_table(story.rows, style='wide')}<h2>Where the time went</h2>{timings(story.seconds)}"
+        f"<h2>Configuration</h2>{configuration(cfg)}<h2>Versions</h2>{html_table(versions())}"
     )
     view = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
     return (
@@ -293,9 +296,9 @@ def page(
     )
 
 
-def write(path: Path, cfg: SwiftConfig, story: Story, logs: tuple[Path, Path, Path]) -> None:
+def write_report(path: Path, cfg: SwiftConfig, story: RunReport, logs: tuple[Path, Path, Path]) -> None:
     """The page on disk, whole or not at all. `logs`: metrics.jsonl, eval.jsonl and completions.jsonl."""
     fresh = path.with_name(path.name + ".new")
     lines, evals, answers = (read_lines(log) for log in logs)
-    fresh.write_text(page(cfg, story, lines, evals, samples(answers)), encoding="utf-8")
+    fresh.write_text(report_page(cfg, story, lines, evals, sample_table(answers)), encoding="utf-8")
     fresh.replace(path)

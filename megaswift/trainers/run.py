@@ -1,7 +1,7 @@
-"""One training run on a rank, from the configuration to the export: `preflight`, then `run`.
+"""One training run on a rank, from the configuration to the export: `preflight`, then `run_training`.
 
 Owns the order of the parts and how a run ends. The parts are made in `build`, the loop is `loop`, the end is `finish`.
-torch is imported when `run` starts, so that a wrong command line is answered at once.
+torch is imported when `run_training` starts, so that a wrong command line is answered at once.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from pathlib import Path
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.engine.determinism import prepare
-from megaswift.families.model_source import locate
+from megaswift.engine.determinism import enable_determinism
+from megaswift.families.model_source import locate_model
 from megaswift.parallel.checks import layout_for
-from megaswift.parallel.shape import ModelShape
+from megaswift.parallel.model_shape import ModelShape
+from megaswift.trainers.gc_pause import gc_paused
 from megaswift.trainers.model_spec import spec_of
 from megaswift.trainers.preflight import preflight
-from megaswift.trainers.start_up import lasting
 
-__all__ = ["preflight", "run"]
+__all__ = ["preflight", "run_training"]
 
 
-def run(cfg: SwiftConfig) -> Path:
+def run_training(cfg: SwiftConfig) -> Path:
     """Trains as `cfg` says and returns the output directory. Every rank calls it, after `preflight`."""
     began = time.perf_counter()
-    log.quieten()
-    prepare(cfg, os.environ)
-    with lasting():
+    log.quiet_libraries()
+    enable_determinism(cfg, os.environ)
+    with gc_paused():
         from megaswift.trainers.engines import start_context
         from megaswift.trainers.session import Session
-        from megaswift.trainers.verified import checked_folder
+        from megaswift.trainers.verified_steps import checked_folder
 
-        folder = locate(cfg.model, weights=not cfg.model.random_init, verify=False)
+        folder = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
         spec = spec_of(cfg, folder)
         layout = layout_for(cfg, ModelShape.of(spec), int(os.environ.get("WORLD_SIZE", "1")))
         context = start_context(cfg, layout)
     finished = False
     try:
-        with lasting():
+        with gc_paused():
             intact = checked_folder(cfg, folder)
             spec = spec if intact == folder else spec_of(cfg, intact)
             session = Session(cfg, spec, intact, context)
@@ -52,7 +52,7 @@ def run(cfg: SwiftConfig) -> Path:
 
         if not stacks.is_lost(error):
             raise
-        raise stacks.explain(error, Path(cfg.train.output_dir), cfg.parallel.ddp_timeout) from error
+        raise stacks.explain_lost_rank(error, Path(cfg.train.output_dir), cfg.parallel.ddp_timeout) from error
     finally:
         # after an error other ranks may be inside a collective: the process ends instead
         if finished or layout.world_size == 1:

@@ -12,10 +12,10 @@ from math import ceil, cos, pi, sqrt
 from typing import Protocol
 
 from megaswift.errors import ConfigError, Problem
-from megaswift.log import amount
+from megaswift.log import count_text
 
 
-class OptimConfig(Protocol):
+class ScheduleOptions(Protocol):
     """What a schedule reads of `megaswift.config`'s section `optim`."""
 
     @property
@@ -32,25 +32,25 @@ class OptimConfig(Protocol):
     def wsd_decay_ratio(self) -> float: ...  # noqa: D102
 
 
-def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
+def warmup_steps(total_steps: int, optim: ScheduleOptions) -> int:
     """Steps that warm up: `warmup_steps` when given, else that share of all steps, rounded up (as transformers
     does)."""
     return optim.warmup_steps if optim.warmup_steps > 0 else ceil(optim.warmup_ratio * total_steps)
 
 
-def check_warmup(total_steps: int, optim: OptimConfig) -> None:
+def check_warmup(total_steps: int, optim: ScheduleOptions) -> None:
     """ConfigError for a warm-up that outlasts the run, which would never come to its learning rate."""
     if optim.warmup_steps > total_steps:
         raise ConfigError(
             Problem(
                 f"--warmup_steps {optim.warmup_steps}",
-                f"is longer than the run of {amount(total_steps, 'step')}",
+                f"is longer than the run of {count_text(total_steps, 'step')}",
                 "--warmup_ratio 0.1, or a longer run (--max_steps, --num_train_epochs)",
             )
         )
 
 
-def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
+def lr_at(step: int, total_steps: int, optim: ScheduleOptions) -> float:
     """The learning rate of step `step` (from 0) of `total_steps`."""
     high, low, warm = optim.learning_rate, optim.min_lr, warmup_steps(total_steps, optim)
     if step < warm:
@@ -75,16 +75,16 @@ def inverse_sqrt(step: int, warm: int) -> float:
     return sqrt(scale / (step + scale - warm))
 
 
-def linear(progress: float) -> float:
+def linear_decay(progress: float) -> float:
     """From 1 to 0 on a line."""
     return 1 - progress
 
 
-def cosine(progress: float) -> float:
+def cosine_decay(progress: float) -> float:
     """From 1 to 0 on half a cosine (Loshchilov and Hutter, arXiv 1608.03983, without restarts)."""
     return (1 + cos(pi * progress)) / 2
 
 
-SHAPES: dict[str, Callable[[float], float]] = {"linear": linear, "cosine": cosine, "wsd": cosine}
+SHAPES: dict[str, Callable[[float], float]] = {"linear": linear_decay, "cosine": cosine_decay, "wsd": cosine_decay}
 """Course of the falling part, progress 0 to 1. `wsd` (arXiv 2404.06395) stays at the full rate and falls over the last
 `wsd_decay_ratio` of all steps, on transformers' default shape."""

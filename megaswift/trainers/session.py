@@ -8,39 +8,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megaswift import log
+from megaswift import distributed, log
 from megaswift.config import SwiftConfig
-from megaswift.config.absolute_paths import absolute
+from megaswift.config.absolute_paths import absolute_paths
 from megaswift.config.batch import batch_plan
 from megaswift.config.data import RL
 from megaswift.data.loader import StoredSource
 from megaswift.data.stream import StreamSource
-from megaswift.engine.determinism import prevented
+from megaswift.engine.determinism import determinism_error
 from megaswift.errors import UserError, first_line
 from megaswift.families.model_source import short_name
 from megaswift.families.spec import ModelSpec
 from megaswift.trainers import (
-    agree,
     build,
-    commit,
+    checkpoint_store,
     curves,
-    finish,
-    memory,
+    final_export,
+    out_of_memory,
     outputs,
     report,
-    screen,
     stacks,
+    summary,
 )
-from megaswift.trainers.checkpoint import other_batch, restore
-from megaswift.trainers.interrupt import Interrupted
+from megaswift.trainers.checkpoint import batch_size_notice, restore_run
+from megaswift.trainers.interrupt import HardInterrupt
 from megaswift.trainers.loop import Loop
-from megaswift.trainers.rl import assemble as rl
+from megaswift.trainers.model_identity import refuse_other_model
+from megaswift.trainers.rl import build as rl
 from megaswift.trainers.run_lock import RunLock
-from megaswift.trainers.same_model import refuse_other_model
 from megaswift.trainers.schedule import check_warmup, lr_at
-from megaswift.trainers.timing import timed
-from megaswift.trainers.verified import first_intact
-from megaswift.trainers.watch import Watch
+from megaswift.trainers.step_monitor import StepMonitor
+from megaswift.trainers.timers import timed
+from megaswift.trainers.verified_steps import first_intact
 
 PARTS = (
     "start-up",
@@ -71,27 +70,27 @@ class Session:
     def __init__(self, cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> None:
         self.cfg, self.spec = cfg, spec
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.rows: screen.Rows = []
+        self.rows: summary.Rows = []
         self.status = "failed before the first step"
         self.lock = RunLock(Path(cfg.train.output_dir))
-        made = agree.on_main(lambda: outputs.prepare(cfg, self.lock))
-        self.build = build.Build(cfg, spec, folder, context, made)
+        made = distributed.run_on_rank0(lambda: outputs.prepare_output_folder(cfg, self.lock))
+        self.build = build.RunBuilder(cfg, spec, folder, context, made)
 
     def run(self) -> Path:
         """Everything, in order; a page about it also when it fails."""
         try:
-            stacks.listen(self.build.outputs.root)
+            stacks.listen_for_stacks(self.build.outputs.root)
             loop = self.prepare()
             self.train(loop)
             if self.cfg.train.export_hf or self.build.adapts:
                 with timed(self.seconds, "export"):
-                    finish.export(loop.engine, self.build)
-            self.status = f"finished at step {loop.step}{watch_of(loop).summary()}"
+                    final_export.export_model(loop.engine, self.build)
+            self.status = f"finished at step {loop.step}{step_monitor_of(loop).summary()}"
         finally:
-            if agree.rank() == 0 and self.rows:
+            if distributed.global_rank() == 0 and self.rows:
                 self.tell_story()
             self.lock.release()
-        agree.barrier()
+        distributed.barrier()
         return self.build.outputs.root
 
     def prepare(self) -> Loop:
@@ -106,7 +105,7 @@ class Session:
         with timed(self.seconds, "data"):
             source: Any
             held: Any
-            source, held = rl.prompts(b) if cfg.task in RL else b.data()
+            source, held = rl.build_prompts(b) if cfg.task in RL else b.data()
             total = build.count_steps(cfg, source)
         check_warmup(total, cfg.optim)
         with timed(self.seconds, "model"), self.memory_advice():
@@ -122,25 +121,28 @@ class Session:
             seconds=self.seconds,
         )
         if cfg.task in RL:
-            rl.attach(b, loop, source, held)
+            rl.attach_rollouts(b, loop, source, held)
         elif (preparation := b.preparation()) is not None:
             loop.hooks, loop.prepare = [preparation, *hooks], preparation.prepare
         if resume is not None:
             with timed(self.seconds, "resume"):
-                manifest = restore(
-                    loop, resume, b.model_facts(), lambda m: build.changed(m.get("config", {}), absolute(cfg.to_dict()))
+                manifest = restore_run(
+                    loop,
+                    resume,
+                    b.model_facts(),
+                    lambda m: build.changed_options(m.get("config", {}), absolute_paths(cfg.to_dict())),
                 )
-                if told := other_batch(manifest, batch_plan(cfg.train, b.layout.dp)):
+                if told := batch_size_notice(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(told)
             # each row as often as was asked, whatever steps took
             if cfg.train.max_steps is None and isinstance(source, StoredSource):
                 loop.total_steps = total = loop.step + source.steps_left(cfg.train.num_train_epochs)
         facts = b.facts(engine, source, None if cfg.task in RL else held, total, loop.step)
         if cfg.task in RL:
-            facts = rl.with_more(facts, b, source, loop.engines.get(rl.CRITIC))
-        self.rows = screen.rows(cfg, facts)
-        if agree.rank() == 0:
-            log.info(screen.render(facts.title, self.rows))
+            facts = rl.with_rl_rows(facts, b, source, loop.engines.get(rl.CRITIC))
+        self.rows = summary.summary_rows(cfg, facts)
+        if distributed.global_rank() == 0:
+            log.info(summary.render_summary(facts.title, self.rows))
         return loop
 
     def resume(self) -> Path | None:
@@ -148,13 +150,13 @@ class Session:
         wanted = self.cfg.train.resume_from_checkpoint
         if wanted is None:
             return None
-        steps, notes = agree.on_main(lambda: commit.steps_for(wanted, self.build.outputs.root))
+        steps, notes = distributed.run_on_rank0(lambda: checkpoint_store.steps_for(wanted, self.build.outputs.root))
         for note in notes:
             log.info(note)
         with timed(self.seconds, "resume"):
             found = first_intact(steps)
             if found is not None:
-                agree.on_main(partial(refuse_other_model, found, self.spec.hf_config))
+                distributed.run_on_rank0(partial(refuse_other_model, found, self.spec.hf_config))
         log.info(f"going on from {found}" if found else "no checkpoint yet: starting from the beginning")
         return found
 
@@ -176,7 +178,7 @@ class Session:
             why = reason(error, f"step {loop.step}")
             raise
         finally:
-            self.status = f"failed after step {loop.step}{why or watch_of(loop).summary()}"
+            self.status = f"failed after step {loop.step}{why or step_monitor_of(loop).summary()}"
             self.tell_rows(loop.source)
         if loop.interrupted:
             self.status = (
@@ -192,7 +194,7 @@ class Session:
                     else ": there is nothing to save"
                 )
             )
-            raise Interrupted(loop.interrupted)
+            raise HardInterrupt(loop.interrupted)
 
     @contextmanager
     def memory_advice(self) -> Iterator[None]:
@@ -202,15 +204,19 @@ class Session:
         except UserError:
             raise
         except (RuntimeError, MemoryError) as error:
-            if (told := prevented(self.cfg, error)) is not None:
+            if (told := determinism_error(self.cfg, error)) is not None:
                 raise told from None
-            if not memory.is_out_of_memory(error):
+            if not out_of_memory.is_out_of_memory(error):
                 raise
-            raise memory.out_of_memory(self.cfg, self.spec.experts, error) from None
+            raise out_of_memory.out_of_memory(self.cfg, self.spec.experts, error) from None
 
     def tell_rows(self, source: object) -> None:
         """What was left out of a stream since this start, on the screen and in the report."""
-        if isinstance(source, StreamSource) and (text := screen.read_text(source.stats)) and agree.rank() == 0:
+        if (
+            isinstance(source, StreamSource)
+            and (text := summary.read_text(source.stats))
+            and distributed.global_rank() == 0
+        ):
             self.rows.append(("rows", text))
             log.warn(f"{', '.join(s.name for s in source.sources)}: {text}")
 
@@ -219,18 +225,18 @@ class Session:
         out = self.build.outputs
         title = f"{self.build.task.title}: {short_name(str(self.cfg.model.model))}"
         try:
-            curves.draw(out.metrics, out.evaluation, out.curves, title)
-            story = report.Story(title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v})
-            report.write(out.report, self.cfg, story, (out.metrics, out.evaluation, out.completions))
+            curves.draw_loss_png(out.metrics, out.evaluation, out.curves, title)
+            story = report.RunReport(title, self.status, self.rows, {k: v for k, v in self.seconds.items() if v})
+            report.write_report(out.report, self.cfg, story, (out.metrics, out.evaluation, out.completions))
         except REPORT_ERRORS as error:
             log.warn(f"{out.report} could not be written: {first_line(error)}")
         else:
-            log.result(f"{self.status}; report with curves: {out.report}")
+            log.print_result(f"{self.status}; report with curves: {out.report}")
 
 
-def watch_of(loop: Loop) -> Watch:
+def step_monitor_of(loop: Loop) -> StepMonitor:
     """The hook that counts skipped steps."""
-    return next(hook for hook in loop.hooks if isinstance(hook, Watch))
+    return next(hook for hook in loop.hooks if isinstance(hook, StepMonitor))
 
 
 def reason(error: UserError, where: str) -> str:

@@ -19,9 +19,9 @@ from typing import IO
 
 import torch.distributed as dist
 
+from megaswift import distributed
 from megaswift.errors import Problem, UserError
-from megaswift.log import amount
-from megaswift.trainers import agree
+from megaswift.log import count_text
 
 FOLDER = "stacks"
 ASK = signal.SIGUSR2
@@ -48,12 +48,12 @@ class LostRank(UserError):
     exit_code = 1
 
 
-def listen(root: Path) -> None:
+def listen_for_stacks(root: Path) -> None:
     """From now on a signal, or a crash in a library, writes this rank's stacks below `root`. Its host and process
     id go to the store, for the other ranks."""
-    if agree.world_size() == 1:
+    if distributed.global_world_size() == 1:
         return
-    rank = agree.rank()
+    rank = distributed.global_rank()
     folder = root / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"rank-{rank}.txt"
@@ -69,14 +69,14 @@ def listen(root: Path) -> None:
 def is_lost(error: RuntimeError) -> bool:
     """Whether a collective failed because of another rank."""
     text = str(error)
-    return agree.world_size() > 1 and (
+    return distributed.global_world_size() > 1 and (
         isinstance(error, dist.DistError) or any(word in text for word in (*LOST, *LATE))
     )
 
 
-def explain(error: RuntimeError, root: Path, timeout_s: float) -> LostRank:
+def explain_lost_rank(error: RuntimeError, root: Path, timeout_s: float) -> LostRank:
     """The message, after the stacks of this rank and of missing ones of this machine were written below `root`."""
-    rank, world = agree.rank(), agree.world_size()
+    rank, world = distributed.global_rank(), distributed.global_world_size()
     if file := _files.get("stacks"):
         traceback.print_exception(error, file=file)
         file.flush()
@@ -127,4 +127,4 @@ def _ask(rank: int) -> bool | None:
 
 def _ranks(numbers: list[int]) -> str:
     listed = ", ".join(map(str, numbers))
-    return f"rank {listed}" if len(numbers) == 1 else f"{amount(len(numbers), 'rank')} ({listed})"
+    return f"rank {listed}" if len(numbers) == 1 else f"{count_text(len(numbers), 'rank')} ({listed})"

@@ -11,12 +11,12 @@ from megaswift.config.rl_defaults import corrects_kl, kl_estimator_of, kl_in_rew
 from megaswift.losses.contract import Loss
 from megaswift.losses.cpo import CPO
 from megaswift.losses.dpo import DPO
-from megaswift.losses.dpo_types import Settings
+from megaswift.losses.dpo_types import DpoSettings
 from megaswift.losses.kto import KTO
 from megaswift.losses.orpo import ORPO
-from megaswift.losses.policy import Policy
-from megaswift.losses.policy_types import Settings as Formulas
-from megaswift.losses.reward import Reward
+from megaswift.losses.policy import PolicyLoss
+from megaswift.losses.policy_types import PolicySettings as Formulas
+from megaswift.losses.reward import RewardLoss
 from megaswift.losses.sft import CrossEntropy
 from megaswift.registry import Registry
 from megaswift.trainers.rl.settings import correction_of
@@ -41,7 +41,7 @@ class Task:
 
 def _dpo(cfg: SwiftConfig) -> Loss:
     p = cfg.preference
-    settings = Settings(beta=beta_of(cfg), label_smoothing=p.label_smoothing, discopop_tau=p.discopop_tau)
+    settings = DpoSettings(beta=beta_of(cfg), label_smoothing=p.label_smoothing, discopop_tau=p.discopop_tau)
     return DPO(
         loss_types_of(cfg),
         p.loss_weights,
@@ -68,7 +68,7 @@ def _cpo(cfg: SwiftConfig) -> Loss:
 def _policy(cfg: SwiftConfig) -> Loss:
     rl = cfg.rl
     formulas = Formulas(**{f.name: getattr(rl, f.name) for f in fields(Formulas)})
-    return Policy(
+    return PolicyLoss(
         loss_type=policy_loss_of(cfg),
         settings=formulas,
         importance_sampling_level=rl.importance_sampling_level,
@@ -103,7 +103,7 @@ for _task in (
     Task(
         "rm",
         "reward model",
-        lambda cfg: Reward(cfg.preference.center_rewards_coefficient),
+        lambda cfg: RewardLoss(cfg.preference.center_rewards_coefficient),
         "pairs",
         "pairs",
         scored=True,

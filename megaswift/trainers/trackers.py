@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaswift.trainers import agree
+from megaswift import distributed
 from megaswift.trainers.hook import Hook, Line
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ WRITER_THREAD = "_AsyncWriterThread"
 """tensorboard 2.x, summary/writer/event_file_writer.py."""
 
 
-def numbers(prefix: str, line: Line) -> dict[str, float]:
+def scalars_of(prefix: str, line: Line) -> dict[str, float]:
     """The figures of a line under `prefix/name`; the step itself is the axis."""
     return {
         f"{prefix}/{k}": v
@@ -46,7 +46,7 @@ class TensorBoard(Hook):
 
     def on_start(self, loop: Loop) -> None:
         """Opens the event file; events past the checkpoint are hidden by `purge_step`."""
-        if agree.rank() == 0:
+        if distributed.global_rank() == 0:
             from torch.utils.tensorboard import SummaryWriter
 
             threading.excepthook = _thread_error
@@ -62,7 +62,7 @@ class TensorBoard(Hook):
 
     def _write(self, prefix: str, line: Line) -> None:
         if self.writer is not None:
-            for name, value in numbers(prefix, line).items():
+            for name, value in scalars_of(prefix, line).items():
                 self.writer.add_scalar(name, value, line["step"])
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class WandB(Hook):
     def on_start(self, loop: Loop) -> None:
         """Opens the run, under the output directory's name; a resumed run goes on as the same one
         (OUT/wandb/run-id)."""
-        if agree.rank() == 0:
+        if distributed.global_rank() == 0:
             import wandb
 
             identity = self.directory / "wandb" / "run-id"
@@ -114,7 +114,7 @@ class WandB(Hook):
 
     def _send(self, prefix: str, line: Line) -> None:
         if self.session is not None:
-            self.session.log({**numbers(prefix, line), "step": line["step"]})
+            self.session.log({**scalars_of(prefix, line), "step": line["step"]})
 
     def close(self) -> None:
         """Ends the run."""

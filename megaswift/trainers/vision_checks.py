@@ -6,7 +6,7 @@ from __future__ import annotations
 from megaswift.config import SwiftConfig
 from megaswift.data.processor import unreadable
 from megaswift.errors import Problem
-from megaswift.families.model_source import locate
+from megaswift.families.model_source import locate_model
 from megaswift.families.spec import ModelSpec
 from megaswift.families.vision import has_tower
 
@@ -52,4 +52,4 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
                 "--streaming false: pixels are read as they are needed, tokens alone are kept on disk",
             )
         )
-    return problems + unreadable(locate(cfg.model, weights=False), model)
+    return problems + unreadable(locate_model(cfg.model, weights=False), model)

@@ -10,7 +10,7 @@ import torch
 from megaswift.bridge.adapters import PREFIX, AdapterPlan, AdapterSettings
 from megaswift.bridge.hf_source import INDEX, TensorMeta
 from megaswift.bridge.hf_writer import HfFile, index_of, plan_file, plan_files
-from megaswift.bridge.peft_folder import CONFIG, TENSORS, config_of
+from megaswift.bridge.peft_folder import CONFIG, TENSORS, adapter_config
 from megaswift.bridge.plan import WeightPlan
 from megaswift.families import family_of, read_config
 from megaswift.families.projections import projections
@@ -47,7 +47,7 @@ def write_sparse_adapter(folder: Path, base: Path, rank: int) -> int:
         TENSORS, {PREFIX + name: TensorMeta(shape, torch.float32) for name, shape in plan.shapes().items()}
     )
     _write(folder, file)
-    (folder / CONFIG).write_text(json.dumps(config_of(plan, str(base))))
+    (folder / CONFIG).write_text(json.dumps(adapter_config(plan, str(base))))
     return file.size
 
 

@@ -11,10 +11,10 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from megaswift.bridge.bits_and_bytes import settings, without_cpu_repacking
+from megaswift.bridge.bits_and_bytes import bitsandbytes_config, without_cpu_repacking
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch.model import build
-from megaswift.engine.torch.quantised import dequantised, loading
+from megaswift.engine.torch.model import build_model
+from megaswift.engine.torch.quantized import dequantized, loading_arguments
 from megaswift.families.unlisted import any_spec
 from tests.four_bits import cpu_with
 from tests.trainers.inputs import write_model
@@ -53,19 +53,19 @@ def test_the_torch_engine_evaluates_and_merges_from_the_stored_values(folder: Pa
     cfg, cpu = SwiftConfig(model=str(folder), **options), torch.device("cpu")
     ids = torch.arange(4, 40)[None]
     with cpu_with(avx512_bf16=True):
-        further = loading(folder, cfg, cpu, torch.float32)
-        model = build(folder, cfg, weights=True, spec=any_spec(folder), further=further, empty=False)
+        further = loading_arguments(folder, cfg, cpu, torch.float32)
+        model = build_model(folder, cfg, weights=True, spec=any_spec(folder), further=further, empty=False)
     packed = [m for m in model.modules() if isinstance(m, Linear4bit)]
     assert packed
-    before = [dequantised(m) for m in packed]
+    before = [dequantized(m) for m in packed]
     with torch.no_grad():
         training = model.train()(ids).logits
         evaluated = model.eval()(ids).logits
         again = model.train()(ids).logits
     assert torch.equal(evaluated, training) and torch.equal(again, training)
-    assert all(torch.equal(dequantised(m), values) for m, values in zip(packed, before, strict=True))
+    assert all(torch.equal(dequantized(m), values) for m, values in zip(packed, before, strict=True))
     with cpu_with(avx512_bf16=False):
-        how = settings(4, torch.float32, double=double)
+        how = bitsandbytes_config(4, torch.float32, double=double)
         theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu")
     with torch.no_grad():
         assert torch.equal(theirs.eval()(ids).logits, evaluated)

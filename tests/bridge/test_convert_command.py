@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaswift.cli import main
-from megaswift.convert import convert, size
+from megaswift.convert import byte_size, convert
 from megaswift.errors import UserError
 from tests.bridge.folders import make, tensors_of
 from tests.sources import ROOT
@@ -33,7 +33,7 @@ def call(*words: object) -> subprocess.CompletedProcess[str]:
     ("text", "value"), [("5GB", 5_000_000_000), ("512 MiB", 2**29), ("1000", 1000), ("1.5kb", 1500)]
 )
 def test_sizes(text: str, value: int) -> None:
-    assert size(text) == value
+    assert byte_size(text) == value
 
 
 @pytest.mark.parametrize(

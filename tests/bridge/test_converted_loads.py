@@ -33,7 +33,7 @@ def converted(variant: str, made: Path, tp: int) -> tuple[Path, Path]:
     """(Hugging Face folder, checkpoint), made once."""
     folder, target = build_model(variant, made / variant), made / f"{variant}-tp{tp}"
     if not target.exists():
-        hf_to_megatron.hf_to_megatron(folder, target, hf_to_megatron.Options({"tp": tp}))
+        hf_to_megatron.hf_to_megatron(folder, target, hf_to_megatron.ToMegatronOptions({"tp": tp}))
     return folder, target
 
 

@@ -12,15 +12,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megaswift.bridge import dist_files as files
 from megaswift.bridge import dist_index
-from megaswift.bridge.dist_files import Box
+from megaswift.bridge.dist_files import ShardChunk
 from megaswift.errors import Problem
 
 
-def halves(key: str, tensor: Tensor, at: int) -> list[Box]:
+def halves(key: str, tensor: Tensor, at: int) -> list[ShardChunk]:
     """A tensor as two boxes of rows."""
     whole = tuple(tensor.shape)
     rest = (0,) * (tensor.dim() - 1)
-    return [Box(key, whole, (0, *rest), tensor[:at]), Box(key, whole, (at, *rest), tensor[at:])]
+    return [ShardChunk(key, whole, (0, *rest), tensor[:at]), ShardChunk(key, whole, (at, *rest), tensor[at:])]
 
 
 def index_of(folder: Path) -> Metadata:
@@ -34,42 +34,44 @@ def test_other_boxes_read_what_was_written(tmp_path: Path) -> None:
     """Rows split at 2 are read split at 5, into another dtype too; files and tables stay as they are when the folder
     moves."""
     tensor = torch.randn(8, 3)
-    files.write(tmp_path / "a", [*halves("x", tensor, 2), Box("y", (4,), (0,), torch.arange(4.0))])
+    files.write_chunks(tmp_path / "a", [*halves("x", tensor, 2), ShardChunk("y", (4,), (0,), torch.arange(4.0))])
     (tmp_path / "a").rename(tmp_path / "b")
     assert str(tmp_path).encode() not in (tmp_path / "b" / ".metadata").read_bytes()
     index = index_of(tmp_path / "b")
     assert dist_index.file_problems(tmp_path / "b", index) == []
     out, half = torch.empty(8, 3), torch.empty(4, dtype=torch.bfloat16)
-    wanted = [*halves("x", out, 5), Box("y", (4,), (0,), half)]
+    wanted = [*halves("x", out, 5), ShardChunk("y", (4,), (0,), half)]
     items, problems = files.plan_reads(index, wanted)
     assert not problems
-    files.read(tmp_path / "b", index, wanted, items)
+    files.read_chunks(tmp_path / "b", index, wanted, items)
     assert torch.equal(out, tensor) and torch.equal(half, torch.arange(4, dtype=torch.bfloat16))
 
 
 def test_padded_rows(tmp_path: Path) -> None:
     """More rows than were saved: zero; fewer: the first ones."""
-    files.write(tmp_path, [Box("x", (5, 2), (0, 0), torch.ones(5, 2), padded=True)])
+    files.write_chunks(tmp_path, [ShardChunk("x", (5, 2), (0, 0), torch.ones(5, 2), padded=True)])
     index = index_of(tmp_path)
     more, fewer = torch.full((8, 2), 7.0), torch.full((3, 2), 7.0)
     wanted = [
-        Box("x", (8, 2), (0, 0), more[:4], True),
-        Box("x", (8, 2), (4, 0), more[4:], True),
-        Box("x", (3, 2), (0, 0), fewer, True),
+        ShardChunk("x", (8, 2), (0, 0), more[:4], True),
+        ShardChunk("x", (8, 2), (4, 0), more[4:], True),
+        ShardChunk("x", (3, 2), (0, 0), fewer, True),
     ]
     items, problems = files.plan_reads(index, wanted)
     assert not problems
-    files.read(tmp_path, index, wanted, items)
+    files.read_chunks(tmp_path, index, wanted, items)
     assert more.sum(1).tolist() == [2.0] * 5 + [0.0] * 3 and fewer.sum() == 6
 
 
 def test_problems_name_the_tensor(tmp_path: Path) -> None:
     """A missing tensor, another shape, a hole: all at once."""
-    files.write(tmp_path, [Box("x", (4, 2), (0, 0), torch.ones(2, 2)), Box("y", (3,), (0,), torch.ones(3))])
+    files.write_chunks(
+        tmp_path, [ShardChunk("x", (4, 2), (0, 0), torch.ones(2, 2)), ShardChunk("y", (3,), (0,), torch.ones(3))]
+    )
     wanted = [
-        Box("z", (1,), (0,), torch.ones(1)),
-        Box("y", (2,), (0,), torch.ones(2)),
-        Box("x", (4, 2), (0, 0), torch.ones(4, 2)),
+        ShardChunk("z", (1,), (0,), torch.ones(1)),
+        ShardChunk("y", (2,), (0,), torch.ones(2)),
+        ShardChunk("x", (4, 2), (0, 0), torch.ones(4, 2)),
     ]
     texts = [str(p) for p in files.plan_reads(index_of(tmp_path), wanted)[1]]
     assert texts[0] == "z: is not in the checkpoint"
@@ -109,7 +111,7 @@ def test_broken_tables(content: bytes, tmp_path: Path) -> None:
 
 def test_files_are_checked(tmp_path: Path) -> None:
     """Missing, then truncated."""
-    files.write(tmp_path, [Box("x", (100,), (0,), torch.ones(100))])
+    files.write_chunks(tmp_path, [ShardChunk("x", (100,), (0,), torch.ones(100))])
     index, file = index_of(tmp_path), tmp_path / "__0_0.distcp"
     content = file.read_bytes()
     file.write_bytes(content[:-1])

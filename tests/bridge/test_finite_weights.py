@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from megaswift import entry
 from megaswift.bridge import finite_weights
-from megaswift.bridge.hf_to_megatron import Options, hf_to_megatron
+from megaswift.bridge.hf_to_megatron import ToMegatronOptions, hf_to_megatron
 from megaswift.bridge.megatron_to_hf import megatron_to_hf
 from megaswift.bridge.merge import merge_folders
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.errors import WeightsError
-from megaswift.inference.load import load, prepare
+from megaswift.inference.load import load_model, prepare_model_load
 from tests.inference.models import adapters
 from tests.trainers.inputs import write_inputs, write_model
 
@@ -31,7 +31,7 @@ def test_one_bad_value(dtype: torch.dtype, bad: float) -> None:
     tensor[1, 2] = bad
     assert not finite_weights.is_finite(tensor)
     with pytest.raises(WeightsError, match=r"in b$|in b\n"):
-        finite_weights.check([("a", torch.ones(2)), ("b", tensor)])
+        finite_weights.check_finite([("a", torch.ones(2)), ("b", tensor)])
 
 
 def test_what_is_not_looked_at() -> None:
@@ -75,14 +75,16 @@ def damaged(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_inference_and_quantisation_refuse_the_folder(damaged: Path, bits: int | None) -> None:
     with pytest.raises(WeightsError, match=f"--model: holds values that are not finite .* in {NAME}") as error:
-        load(prepare(WeightsOptions(model=str(damaged)), None), PlacementOptions(quantization_bit=bits))
+        load_model(
+            prepare_model_load(WeightsOptions(model=str(damaged)), None), PlacementOptions(quantization_bit=bits)
+        )
     assert len(error.value.problems) == 1 and error.value.exit_code == 2
 
 
 def test_inference_refuses_a_checkpoint_and_adapters(damaged: Path, tmp_path: Path) -> None:
     hf_to_megatron(damaged, tmp_path / "checkpoint")
     with pytest.raises(WeightsError, match=f"not finite .* in {NAME}"):
-        load(prepare(WeightsOptions(model=str(tmp_path / "checkpoint")), None), PlacementOptions())
+        load_model(prepare_model_load(WeightsOptions(model=str(tmp_path / "checkpoint")), None), PlacementOptions())
     write_model(tmp_path / "whole")
     folder = adapters(tmp_path / "adapter", tmp_path / "whole")
     path = folder / "adapter_model.safetensors"
@@ -90,7 +92,10 @@ def test_inference_refuses_a_checkpoint_and_adapters(damaged: Path, tmp_path: Pa
     next(iter(tensors.values()))[0, 0] = math.inf
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(WeightsError, match=f"--adapters {folder}: holds values that are not finite"):
-        load(prepare(WeightsOptions(model=str(tmp_path / "whole"), adapters=str(folder)), None), PlacementOptions())
+        load_model(
+            prepare_model_load(WeightsOptions(model=str(tmp_path / "whole"), adapters=str(folder)), None),
+            PlacementOptions(),
+        )
 
 
 def test_conversions_say_what_they_wrote(damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,5 +114,5 @@ def test_conversions_say_what_they_wrote(damaged: Path, tmp_path: Path, capsys: 
     large = load_file(tmp_path / "whole/model.safetensors")
     large[NAME][0, 0] = 1e6
     save_file(large, tmp_path / "whole/model.safetensors", metadata={"format": "pt"})
-    hf_to_megatron(tmp_path / "whole", tmp_path / "f", Options(dtype=torch.float16))
+    hf_to_megatron(tmp_path / "whole", tmp_path / "f", ToMegatronOptions(dtype=torch.float16))
     assert f"not finite (NaN or infinity) in {NAME}" in capsys.readouterr().err

@@ -117,6 +117,6 @@ def test_an_index_of_another_form_is_told_before_and_by_the_reader(text: str, tm
 def test_a_resealed_manifest_with_wrong_types(change: dict[str, Any], said: str) -> None:
     good = json.loads(fuzz.SEEDS["manifest"])
     made = good | change
-    (fuzz.step() / "manifest.json").write_text(json.dumps(made | {"sha256": fuzz.step_manifest.seal(made)}))
+    (fuzz.step() / "manifest.json").write_text(json.dumps(made | {"sha256": fuzz.step_manifest.manifest_seal(made)}))
     found = fuzz.step_manifest.load_manifest(fuzz.step())
     assert isinstance(found, Problem) and found.rule == f"has a wrong value for {said}"

@@ -37,32 +37,32 @@ def test_bytes_and_values_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
     from bitsandbytes import functional
 
     weight = matrix(dtype)
-    packed, absmax = nf4.quantise(weight)
+    packed, absmax = nf4.nf4_quantize(weight)
     theirs, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
     assert torch.equal(packed.flatten(), theirs.flatten()) and torch.equal(absmax.flatten(), state.absmax)
-    ours = nf4.dequantise(packed, absmax, dtype)
+    ours = nf4.nf4_dequantize(packed, absmax, dtype)
     assert ours.dtype == dtype and torch.equal(ours, functional.dequantize_4bit(theirs, state))
 
 
 def test_values_by_hand() -> None:
     """A block's largest value and the codes times it come back as they are; the high half of a byte is first."""
     row = torch.cat([nf4.CODE * 4.0, torch.zeros(48)])[None]
-    packed, absmax = nf4.quantise(row)
+    packed, absmax = nf4.nf4_quantize(row)
     assert absmax.tolist() == [[4.0]] and packed[0, :8].tolist() == [0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF]
-    assert torch.equal(nf4.dequantise(packed, absmax, torch.float32), row)
+    assert torch.equal(nf4.nf4_dequantize(packed, absmax, torch.float32), row)
     assert sorted(nf4.CODE.tolist()) == nf4.CODE.tolist() and float(nf4.CODE[7]) == 0.0
 
 
 def test_a_shard_is_quantised_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """By rows anywhere, by columns at blocks; bands of rows change nothing."""
     weight = matrix()
-    packed, absmax = nf4.quantise(weight)
+    packed, absmax = nf4.nf4_quantize(weight)
     monkeypatch.setitem(nf4.BAND, "cpu", 192 * 5)
     assert torch.equal(
-        nf4.dequantise(packed, absmax, torch.bfloat16), nf4.dequantise(packed, absmax, torch.float32).bfloat16()
+        nf4.nf4_dequantize(packed, absmax, torch.bfloat16), nf4.nf4_dequantize(packed, absmax, torch.float32).bfloat16()
     )
     for rows, columns in ((slice(7, 31), slice(0, 192)), (slice(0, 48), slice(64, 192))):
-        part, scales = nf4.quantise(weight[rows, columns])
+        part, scales = nf4.nf4_quantize(weight[rows, columns])
         assert torch.equal(part, packed[rows, columns.start // 2 : columns.stop // 2])
         assert torch.equal(scales, absmax[rows, columns.start // 64 : columns.stop // 64])
 
@@ -80,7 +80,7 @@ def test_a_shard_is_quantised_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_all_linear_layers_are_held_and_nothing_else(variant: str, left: set[str]) -> None:
     plan = plan_of(variant)
-    held = {name for e in plan.entries if four_bits.held(e.rule) for name in e.hf}
+    held = {name for e in plan.entries if four_bits.held_in_four_bits(e.rule) for name in e.hf}
     matrices = {name for name, shape in plan.hf_shapes.items() if len(shape) > 1 and not name.endswith("bias")}
     assert held < matrices
     rest = {n.split(".", 3)[-1] if "layers" in n else n for n in matrices - held}
@@ -89,7 +89,7 @@ def test_all_linear_layers_are_held_and_nothing_else(variant: str, left: set[str
 
 def unfit(variant: str, tp: int, etp: int) -> list[Problem]:
     plan = plan_of(variant)
-    return four_bits.problems(plan.family, plan.spec, tp, etp)
+    return four_bits.four_bit_problems(plan.family, plan.spec, tp, etp)
 
 
 def test_what_does_not_fit_is_told_once_with_numbers() -> None:

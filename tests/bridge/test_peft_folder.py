@@ -20,7 +20,7 @@ from megaswift.bridge.merge import merge_folders
 from megaswift.bridge.peft_folder import PeftFolder, write_adapter
 from megaswift.convert import convert
 from megaswift.errors import UserError, WeightsError
-from megaswift.families.projections import ALL, select
+from megaswift.families.projections import ALL, select_projections
 from megaswift.families.rules import dim_of
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.parity.lora import ALPHA, ATTENTION, MLP, RANK, Adapted, made_by_peft, make_adapter, read_adapter
@@ -77,7 +77,9 @@ def test_peft_loads_what_we_write(
 ) -> None:
     folder = make(variant, folders)
     weights = plan_of(folder)
-    plan = AdapterPlan(weights, select(weights.family, weights.spec, targets), AdapterSettings(RANK, ALPHA), saved)
+    plan = AdapterPlan(
+        weights, select_projections(weights.family, weights.spec, targets), AdapterSettings(RANK, ALPHA), saved
+    )
     values = random_values(plan)
     write_adapter(tmp_path / "adapter", plan, values.items(), str(folder))
     want = logits(Adapted(base(folder), values, ALPHA / RANK))
@@ -96,7 +98,7 @@ def test_options_mean_what_they_mean_to_peft(
 ) -> None:
     """rank 16, alpha 8: alpha / r is 1/2, alpha / sqrt(r) is 2. PEFT reads its own scale from the folder."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.megatron.lora import plan_adapters
+    from megaswift.engine.megatron.lora.adapters import plan_adapters
 
     folder = make("dense", folders)
     cfg = SwiftConfig(
@@ -185,7 +187,7 @@ def test_stacks_of_experts_are_written_as_peft_does(
     back."""
     folder = make("gpt_oss", folders)
     weights = plan_of(folder)
-    chosen = select(weights.family, weights.spec, targets, parameters)
+    chosen = select_projections(weights.family, weights.spec, targets, parameters)
     plan = AdapterPlan(weights, chosen, AdapterSettings(RANK, ALPHA, dropout=0.1))
     stacks = sorted({p.stack for p in chosen if p.stack})
     theirs = made_by_peft(
@@ -210,7 +212,9 @@ def test_dropout_on_experts_does_not_keep_peft_from_loading(folders: Path, tmp_p
     folder = make("mixtral", folders)
     weights = plan_of(folder)
     plan = AdapterPlan(
-        weights, select(weights.family, weights.spec, ("w1", "w2", "w3")), AdapterSettings(RANK, ALPHA, dropout=0.1)
+        weights,
+        select_projections(weights.family, weights.spec, ("w1", "w2", "w3")),
+        AdapterSettings(RANK, ALPHA, dropout=0.1),
     )
     write_adapter(tmp_path / "a", plan, random_values(plan).items(), str(folder))
     loaded = peft.PeftModel.from_pretrained(base(folder), tmp_path / "a")
@@ -245,7 +249,7 @@ def test_shards_of_the_product_are_products_of_shards(variant: str, ranks: int, 
     weights, source = opened(folder)
     leaves = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "w1", "w2")
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if variant == "gpt_oss" else []
-    chosen = select(weights.family, weights.spec, [x for x in leaves if _has(weights, x)], stacks)
+    chosen = select_projections(weights.family, weights.spec, [x for x in leaves if _has(weights, x)], stacks)
     plan = AdapterPlan(weights, chosen, AdapterSettings(RANK, ALPHA))
     write_adapter(tmp_path / "a", plan, random_values(plan).items(), "base")
     values = PeftFolder(tmp_path / "a").read(plan)

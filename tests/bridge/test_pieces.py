@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megaswift.bridge.plan import Entry, Group
+from megaswift.bridge.plan import PlanEntry, PlanGroup
 from megaswift.families import ModelSpec, family_of
-from megaswift.families.rules import Cut, Piece, Shard
+from megaswift.families.rules import Shard, ShardSpec, SliceMap
 from tests.families.published import QWEN3_30B_A3B
 
 E, H, F = 3, 4, 6
@@ -33,12 +33,12 @@ class Interleaved:
         """One tensor."""
         return [(E, H, 2 * F)]
 
-    def pieces(self, spec: ModelSpec, cut: Cut) -> list[Piece]:
+    def pieces(self, spec: ModelSpec, cut: ShardSpec) -> list[SliceMap]:
         """This rank's gates, then its ups."""
         assert cut.expert is not None
         n = F // cut.tp
         first, stop = 2 * n * cut.rank, 2 * n * (cut.rank + 1)
-        return [Piece(0, first + part, stop - 1 + part, 2, (cut.expert,), True) for part in (0, 1)]
+        return [SliceMap(0, first + part, stop - 1 + part, 2, (cut.expert,), True) for part in (0, 1)]
 
 
 class Source:
@@ -59,9 +59,9 @@ class Source:
 def test_stacked_transposed_interleaved() -> None:
     spec = family_of(QWEN3_30B_A3B).spec(QWEN3_30B_A3B)
     stored = torch.arange(E * H * 2 * F, dtype=torch.float32).view(E, H, 2 * F)
-    entries = tuple(Entry(Interleaved(), spec, None, e) for e in range(E))
+    entries = tuple(PlanEntry(Interleaved(), spec, None, e) for e in range(E))
     shards = [[entry.read(Source(stored), 2, rank) for rank in (0, 1)] for entry in entries]
     assert entries[0].shard_shape(2) == (F, H) and entries[0].full_shape() == (2 * F, H)
     second = shards[1][1]  # expert 1, rank 1: gates 3, 4, 5 are columns 6, 8, 10, its ups columns 7, 9, 11
     assert torch.equal(second, stored[1][:, [6, 8, 10, 7, 9, 11]].t())
-    assert torch.equal(Group(entries).write(shards)["gate_up"], stored)
+    assert torch.equal(PlanGroup(entries).write(shards)["gate_up"], stored)

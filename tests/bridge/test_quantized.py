@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge import Entry, ExportOptions, export_hf, open_hf
+from megaswift.bridge import FolderOptions, PlanEntry, export_hf, open_hf
 from megaswift.bridge import quantized as quantized_module
 from megaswift.bridge.hf_source import HfSource
-from megaswift.bridge.plan import Group
+from megaswift.bridge.plan import PlanGroup
 from megaswift.errors import WeightsError
 from megaswift.families import family_of, load_spec
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
@@ -158,9 +158,9 @@ def test_a_model_is_what_transformers_loads(fresh: Fresh, tmp_path: Path) -> Non
     weights = [
         pair
         for entry in plan.entries
-        for pair in Group((entry,)).write([[entry.read(source, 2, r) for r in range(2)]]).items()
+        for pair in PlanGroup((entry,)).write([[entry.read(source, 2, r) for r in range(2)]]).items()
     ]
-    export_hf(tmp_path / "out", plan, weights, ExportOptions(source=folder))
+    export_hf(tmp_path / "out", plan, weights, FolderOptions(source=folder))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
@@ -195,7 +195,7 @@ def test_stacked_experts_are_read_by_a_rule(tmp_path: Path) -> None:
     blocks, scales = packed_fp4(3, 12, 1)
     source = open_hf(folder_of(tmp_path / "m", {"gate_up_blocks": blocks, "gate_up_scales": scales}, MXFP4))
     spec = family_of(QWEN3_30B_A3B).spec(QWEN3_30B_A3B)
-    shard = Entry(Interleaved(), spec, None, 1).read(source, 2, 1)
+    shard = PlanEntry(Interleaved(), spec, None, 1).read(source, 2, 1)
     assert torch.equal(shard, convert_moe_packed_tensors(blocks, scales)[1][:4, [6, 8, 10, 7, 9, 11]].t())
 
 

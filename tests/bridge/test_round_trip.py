@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge import ExportOptions, HfSource, WeightPlan, export_hf
-from megaswift.bridge.plan import Group
+from megaswift.bridge import FolderOptions, HfSource, WeightPlan, export_hf
+from megaswift.bridge.plan import PlanGroup
 from megaswift.families import FAMILIES
 from tests.bridge.folders import make, opened, plan_of, rewrite, tensors_of
 from tests.parity.models import BRIDGED, VARIANTS
@@ -62,7 +62,7 @@ def test_export_loads_in_transformers_with_equal_logits(variant: str, folders: P
     folder = make(variant, folders)
     plan, source = opened(folder)
     weights = round_trip(plan, source, 2, 2).items()
-    export_hf(tmp_path / "out", plan, weights, ExportOptions(source=folder, max_shard_bytes=100_000))
+    export_hf(tmp_path / "out", plan, weights, FolderOptions(source=folder, max_shard_bytes=100_000))
     before, after = (
         AutoModelForCausalLM.from_pretrained(f, attn_implementation="eager") for f in (folder, tmp_path / "out")
     )
@@ -80,11 +80,11 @@ def test_each_tensor_keeps_its_own_dtype(tmp_path: Path, fresh: Callable[[str], 
     plan, source = opened(folder)
     # as fp32 main weights would be
     trained = {name: tensor.float() for name, tensor in round_trip(plan, source, 2, 1).items()}
-    export_hf(tmp_path / "kept", plan, trained.items(), ExportOptions(source=folder))
+    export_hf(tmp_path / "kept", plan, trained.items(), FolderOptions(source=folder))
     kept = tensors_of(tmp_path / "kept")
     assert {n: t.dtype for n, t in kept.items()} == {n: t.dtype for n, t in mixed.items()}
     assert all(torch.equal(kept[n], mixed[n]) for n in mixed)
-    export_hf(tmp_path / "cast", plan, trained.items(), ExportOptions(source=folder, dtype=torch.bfloat16))
+    export_hf(tmp_path / "cast", plan, trained.items(), FolderOptions(source=folder, dtype=torch.bfloat16))
     assert {t.dtype for t in tensors_of(tmp_path / "cast").values()} == {torch.bfloat16}
     assert plan_of(tmp_path / "cast").spec.dtype == "bfloat16"
 
@@ -124,7 +124,7 @@ def test_padding_is_zero_and_leaves_no_trace(folders: Path) -> None:
     assert torch.count_nonzero(shards[2][34:]) == 0 and torch.count_nonzero(shards[3]) == 0
     assert torch.count_nonzero(shards[2][:34]) > 0
     shards = [s + 7 for s in shards]  # whatever the padding became in training
-    back = Group((entry,)).write([shards])["lm_head.weight"]
+    back = PlanGroup((entry,)).write([shards])["lm_head.weight"]
     assert torch.equal(back, tensors_of(make("dense", folders))["lm_head.weight"] + 7)
 
 
@@ -133,7 +133,7 @@ def test_lost_shards_are_noticed(folders: Path) -> None:
     entry = plan.by_megatron["decoder.layers.0.mlp.linear_fc1.weight"]
     shard = entry.read(source, 4, 0)
     with pytest.raises(AssertionError, match="shard 0 is"):
-        Group((entry,)).write([[shard, shard]])
+        PlanGroup((entry,)).write([[shard, shard]])
 
 
 @pytest.mark.parametrize("variant", ONE_A_FAMILY)

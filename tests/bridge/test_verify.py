@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megaswift.bridge import conversion
-from megaswift.bridge.hf_to_megatron import Options, hf_to_megatron
+from megaswift.bridge.hf_to_megatron import ToMegatronOptions, hf_to_megatron
 from megaswift.cli import main
 from megaswift.convert import convert
 from megaswift.errors import UserError
@@ -197,7 +197,7 @@ def test_mistakes(words: list[str], told: str, folders: Path) -> None:
 @pytest.mark.parametrize("variant", ["moe", "qwen2"])
 def test_a_checkpoint(variant: str, verify: Any, folders: Path, tmp_path: Path) -> None:
     folder = make(variant, folders, torch.bfloat16)
-    checkpoint = hf_to_megatron(folder, tmp_path / "megatron", Options(layout={"tp": 2}))
+    checkpoint = hf_to_megatron(folder, tmp_path / "megatron", ToMegatronOptions(layout={"tp": 2}))
     code, _, report = verify(folder, checkpoint)
     assert code == 0 and len(report["tensors"]) == len(tensors_of(folder))
     assert verify(checkpoint, folder)[0] == 0

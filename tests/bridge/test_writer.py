@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megaswift.bridge import ExportOptions, HfSource, HfWriter, TensorMeta, megatron_to_hf
+from megaswift.bridge import FolderOptions, HfSource, HfWriter, TensorMeta, megatron_to_hf
 from megaswift.bridge.hf_writer import MAX_SHARD_BYTES, plan_files
 from megaswift.bridge.merge import merge_folders
 from megaswift.errors import CheckpointError
@@ -85,7 +85,7 @@ def test_five_gigabytes_a_file_unless_said() -> None:
     metas = {f"t{i}": TensorMeta((600, 1_000_000), torch.bfloat16) for i in range(9)} | {
         "whole": TensorMeta((3, 10**9), torch.bfloat16)
     }
-    limits = {ExportOptions().max_shard_bytes, megatron_to_hf.Options().max_shard_bytes, MAX_SHARD_BYTES}
+    limits = {FolderOptions().max_shard_bytes, megatron_to_hf.ToHfOptions().max_shard_bytes, MAX_SHARD_BYTES}
     limits |= {inspect.signature(call).parameters["max_shard_bytes"].default for call in (HfWriter, merge_folders)}
     assert limits == {5 * 10**9}
     files = plan_files(metas, MAX_SHARD_BYTES)

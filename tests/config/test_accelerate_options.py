@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import SwiftConfig, load
-from megaswift.config.accelerate_options import not_read, notices
+from megaswift.config.accelerate_options import accelerate_notices, not_read
 from megaswift.config.engine_rules import engine_of
 from megaswift.errors import ConfigError
-from tests.config.test_worker import ACCELERATE, ALONE
+from tests.config.test_launch_env import ACCELERATE, ALONE
 
 ZERO2 = ACCELERATE | {
     "ACCELERATE_USE_DEEPSPEED": "true",
@@ -68,7 +68,7 @@ FSDP2 = FSDP1 | {"FSDP_VERSION": "2"}
 def test_what_is_taken_and_said(environ: dict[str, str], options: dict[str, object]) -> None:
     cfg = load("sft", [], environ=environ)
     assert {name: cfg.value(name) for name in cfg.given} == options
-    said = list(notices(environ, cfg, alone=False))
+    said = list(accelerate_notices(environ, cfg, alone=False))
     assert [line.startswith("from accelerate's settings: --") for line in said[:1]] == [True] * bool(options)
     assert all(f"--{name} " in said[0] for name in options)
     assert [s for s in said[1:] if "FSDP of version 1" not in s] == []
@@ -81,7 +81,7 @@ def test_the_run_s_own_options_go_over_them() -> None:
     environ = ZERO2 | {"ACCELERATE_MIXED_PRECISION": "bf16"}
     cfg = load("sft", ["--deepspeed", "zero3", "--dtype", "fp32"], environ=environ)
     assert cfg.engine.deepspeed == "zero3" and cfg.model.torch_dtype == "float32"
-    assert list(notices(environ, cfg, alone=False)) == [
+    assert list(accelerate_notices(environ, cfg, alone=False)) == [
         "accelerate's mixed_precision bf16 has no effect; the run's own --torch_dtype float32 counts",
         "accelerate's deepspeed_config has no effect; the run's own --deepspeed zero3 counts",
     ]
@@ -124,14 +124,14 @@ def test_what_is_refused(added: dict[str, str], part: str) -> None:
 )
 def test_what_has_no_effect_is_said(added: dict[str, str], part: str) -> None:
     environ = FSDP2 | added
-    assert part in list(notices(environ, load("sft", [], environ=environ), alone=False))[-1]
+    assert part in list(accelerate_notices(environ, load("sft", [], environ=environ), alone=False))[-1]
 
 
 def test_one_process_that_was_not_meant() -> None:
     cfg = load("sft", [], environ=ALONE)
-    assert ["accelerate started one process" in s for s in notices(ALONE, cfg, alone=True)] == [True]
-    assert not list(notices(ALONE, cfg, alone=False)) and not list(
-        notices({"MASTER_PORT": "1"}, SwiftConfig(), alone=True)
+    assert ["accelerate started one process" in s for s in accelerate_notices(ALONE, cfg, alone=True)] == [True]
+    assert not list(accelerate_notices(ALONE, cfg, alone=False)) and not list(
+        accelerate_notices({"MASTER_PORT": "1"}, SwiftConfig(), alone=True)
     )
 
 

@@ -11,11 +11,20 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.deepspeed_json import KINDS, Facts, facts_of, fill, kind_of, offloads, preset, read
+from megaswift.config.deepspeed_json import (
+    KINDS,
+    RunFacts,
+    deepspeed_kind,
+    facts_of,
+    fill_auto,
+    offloads,
+    preset,
+    read_deepspeed_json,
+)
 from megaswift.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "deepspeed"
-FACTS = Facts(4, 8, 2, 2e-5, (0.9, 0.95), 1e-8, 0.1, 1.0, "cosine", "bfloat16", 1024)
+FACTS = RunFacts(4, 8, 2, 2e-5, (0.9, 0.95), 1e-8, 0.1, 1.0, "cosine", "bfloat16", 1024)
 LABEL = "--deepspeed f.json"
 TRANSFORMERS_ZERO3: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
@@ -43,21 +52,21 @@ TRANSFORMERS_ZERO3: dict[str, Any] = {
 """The shape of file that users of transformers have."""
 
 
-def wrong(given: dict[str, Any], facts: Facts = FACTS) -> str:
-    return "\n".join(str(p) for p in fill(given, facts, LABEL).problems)
+def wrong(given: dict[str, Any], facts: RunFacts = FACTS) -> str:
+    return "\n".join(str(p) for p in fill_auto(given, facts, LABEL).problems)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_presets(kind: str) -> None:
     assert json.loads((FOLDER / f"{kind}.json").read_text()) == preset(kind)
-    filled = fill(preset(kind), FACTS, LABEL)
+    filled = fill_auto(preset(kind), FACTS, LABEL)
     assert (filled.kind, filled.problems) == (kind, ())
     assert "auto" not in json.dumps(filled.config)
-    assert kind_of(filled.config) == kind
+    assert deepspeed_kind(filled.config) == kind
 
 
 def test_auto_is_filled() -> None:
-    filled = fill(TRANSFORMERS_ZERO3, FACTS, LABEL)
+    filled = fill_auto(TRANSFORMERS_ZERO3, FACTS, LABEL)
     assert (filled.kind, filled.problems) == ("zero3", ())
     assert filled.config["train_batch_size"] == 64
     assert filled.config["gradient_clipping"] == 1.0
@@ -70,7 +79,7 @@ def test_auto_is_filled() -> None:
 
 
 def test_auto_without_a_known_size_is_deepspeeds_own() -> None:
-    filled = fill(TRANSFORMERS_ZERO3, replace(FACTS, hidden_size=None, world=None), LABEL)
+    filled = fill_auto(TRANSFORMERS_ZERO3, replace(FACTS, hidden_size=None, world=None), LABEL)
     assert filled.problems == ()
     assert not {"reduce_bucket_size", "stage3_prefetch_bucket_size"} & filled.config["zero_optimization"].keys()
     assert "train_batch_size" not in filled.config
@@ -111,12 +120,12 @@ def test_auto_without_a_known_size_is_deepspeeds_own() -> None:
 def test_contradictions_are_told(change: dict[str, Any], words: tuple[str, ...]) -> None:
     text = wrong({**TRANSFORMERS_ZERO3, **change})
     assert all(word in text for word in words), text
-    assert len(fill({**TRANSFORMERS_ZERO3, **change}, FACTS, LABEL).problems) == 1, text
+    assert len(fill_auto({**TRANSFORMERS_ZERO3, **change}, FACTS, LABEL).problems) == 1, text
 
 
 @pytest.mark.parametrize("part", ["optimizer", "param"])
 def test_stage_3_may_offload_one_part(part: str) -> None:
-    filled = fill({"zero_optimization": {"stage": 3, f"offload_{part}": {"device": "cpu"}}}, FACTS, LABEL)
+    filled = fill_auto({"zero_optimization": {"stage": 3, f"offload_{part}": {"device": "cpu"}}}, FACTS, LABEL)
     assert (filled.kind, filled.problems, offloads(filled.config)) == (
         "zero3_offload",
         (),
@@ -146,4 +155,4 @@ def test_a_file_that_is_none(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigError, match=r"f\.json"):
-        read(file)
+        read_deepspeed_json(file)

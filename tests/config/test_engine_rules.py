@@ -14,7 +14,7 @@ from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES, ModelSpec, family_of
 from megaswift.families.unlisted import unlisted_spec
-from megaswift.trainers.engine_choice import Machine, choose, parameters, settle
+from megaswift.trainers.engine_choice import MachineFacts, choose_engine, parameter_count, resolve_engine
 from tests.config.refusals import problems
 from tests.config.test_sections import NEEDS, other_value
 from tests.parity.models import VARIANTS, config
@@ -82,7 +82,7 @@ def test_contradictions() -> None:
 def test_spellings(options: dict[str, object], kind: str) -> None:
     cfg = SwiftConfig(**options)
     assert engine_of(cfg) == kind
-    assert settle(cfg, 2).engine.engine == kind
+    assert resolve_engine(cfg, 2).engine.engine == kind
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_distributed_strategy_in_a_file(word: str, kind: str, tmp_path: Path) ->
 
 def test_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(write_model(tmp_path / "m"))
-    assert settle(SwiftConfig(model=model, engine="auto"), 2).engine.engine == "ddp"
+    assert resolve_engine(SwiftConfig(model=model, engine="auto"), 2).engine.engine == "ddp"
     assert "megaswift: engine ddp: 0.02 M parameters, whole on each device\n" in capsys.readouterr().err
     assert (
-        settle(SwiftConfig(model=model, engine="auto"), 2, tell=False).engine.engine == "ddp"
+        resolve_engine(SwiftConfig(model=model, engine="auto"), 2, tell=False).engine.engine == "ddp"
         and not capsys.readouterr().err
     )
-    assert settle(SwiftConfig(model=model, engine="auto", tp=2), 2).engine.engine == "megatron"
+    assert resolve_engine(SwiftConfig(model=model, engine="auto", tp=2), 2).engine.engine == "megatron"
 
 
 SIZES = {  # layers, width, MLP; the published sizes of Qwen3 0.6 B, 4 B and 8 B, of Llama 3 70 B
@@ -133,7 +133,7 @@ def dense(name: str) -> ModelSpec:
             "intermediate_size": inner,
         }
     )
-    assert parameters(spec) / 1e9 == pytest.approx(float(name), rel=0.25)
+    assert parameter_count(spec) / 1e9 == pytest.approx(float(name), rel=0.25)
     return spec
 
 
@@ -197,7 +197,7 @@ def test_auto_by_axes_size_and_machine(
 ) -> None:
     spec, axes, world, deepspeed, engine, reason = row
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if deepspeed else None)
-    taken, why = choose(spec, axes, Machine(world, 1e15))
+    taken, why = choose_engine(spec, axes, MachineFacts(world, 1e15))
     assert taken == engine and reason in why, why
 
 
@@ -205,7 +205,7 @@ def test_auto_by_axes_size_and_machine(
 def test_auto_by_memory(row: tuple[ModelSpec, int, bool, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     spec, room, adapters, engine, reason = row
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    taken, why = choose(spec, False, Machine(8, room * 2**30, not adapters))
+    taken, why = choose_engine(spec, False, MachineFacts(8, room * 2**30, not adapters))
     assert taken == engine and reason in why, why
 
 
@@ -217,4 +217,4 @@ def test_sizes_are_near(variant: str) -> None:
     raw = json.loads(config(variant).to_json_string(use_diff=False))
     assert raw["model_type"] in FAMILIES
     spec = family_of(raw).spec(raw)
-    assert parameters(spec) == pytest.approx(WeightPlan(family_of(raw), spec).parameters, rel=0.35)
+    assert parameter_count(spec) == pytest.approx(WeightPlan(family_of(raw), spec).parameters, rel=0.35)

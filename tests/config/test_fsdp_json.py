@@ -11,9 +11,9 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.config.engine_rules import engine_of
-from megaswift.config.fsdp_json import of, take
+from megaswift.config.fsdp_json import fsdp_file_options, options_from_fsdp
 from megaswift.errors import ConfigError
-from megaswift.trainers.engine_choice import settle
+from megaswift.trainers.engine_choice import resolve_engine
 
 ACCELERATE: dict[str, Any] = {
     "fsdp_version": 2,
@@ -48,17 +48,17 @@ def made(folder: Path, content: Any, **more: Any) -> SwiftConfig:
 
 
 def test_what_is_taken() -> None:
-    assert take(ACCELERATE, "f").options == {
+    assert options_from_fsdp(ACCELERATE, "f").options == {
         "fsdp": ("shard_grad_op", "offload"),
         "fsdp_transformer_layer_cls_to_wrap": ("Qwen3DecoderLayer", "Qwen3RMSNorm"),
         "recompute_granularity": "full",
     }
-    assert take(FSDP1, "f").options == {
+    assert options_from_fsdp(FSDP1, "f").options == {
         "fsdp": ("full_shard",),
         "fsdp_transformer_layer_cls_to_wrap": ("LlamaDecoderLayer",),
     }
-    assert take({"offload_params": True}, "f").options == {"fsdp": ("full_shard", "offload")}
-    assert take({}, "f").options == {}
+    assert options_from_fsdp({"offload_params": True}, "f").options == {"fsdp": ("full_shard", "offload")}
+    assert options_from_fsdp({}, "f").options == {}
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,20 @@ def test_what_is_taken() -> None:
     ],
 )
 def test_what_is_told(content: dict[str, Any], said: tuple[str, ...]) -> None:
-    text = "\n".join(str(p) for p in take(content, "f.json").problems)
+    text = "\n".join(str(p) for p in options_from_fsdp(content, "f.json").problems)
     assert all(part in text for part in ("f.json", *said)), text
 
 
 def test_a_run_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It asks for fsdp2 by itself, its keys become options, and the run may be repeated from those."""
     cfg = made(tmp_path, ACCELERATE, fsdp=["shard_grad_op", "offload", "auto_wrap"])
-    assert engine_of(cfg) == "fsdp2" and not of(cfg).problems
-    run = settle(cfg, 2)
+    assert engine_of(cfg) == "fsdp2" and not fsdp_file_options(cfg).problems
+    run = resolve_engine(cfg, 2)
     assert run.engine.engine == "fsdp2" and run.engine.fsdp == ("shard_grad_op", "offload")
     assert run.engine.fsdp_transformer_layer_cls_to_wrap == ("Qwen3DecoderLayer", "Qwen3RMSNorm")
     assert run.model.recompute_granularity == "full"
     assert "FSDP2" in capsys.readouterr().err
-    assert settle(run, 2).engine == run.engine
+    assert resolve_engine(run, 2).engine == run.engine
 
 
 def test_contradictions_are_told_together(tmp_path: Path) -> None:

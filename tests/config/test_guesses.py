@@ -12,11 +12,11 @@ import pytest
 from megaswift import deploy, export, infer
 from megaswift.cli import COMMANDS
 from megaswift.commands import ELSEWHERE, no_command
-from megaswift.confidential import is_secret
 from megaswift.config import load
-from megaswift.config.other_names import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, meaning
+from megaswift.config.foreign_options import NAMES_ELSEWHERE, PATTERNS, VALUES_ELSEWHERE, option_advice
 from megaswift.config.sections import NAMES, OPTIONS
-from megaswift.errors import ConfigError, beside, distance, nearest
+from megaswift.errors import ConfigError, edit_distance, nearest_name, path_hint
+from megaswift.redaction import is_secret
 
 SWIFT_NAMES = Path(__file__).with_name("swift_names.json")
 """Options that ms-swift documents (its docs/source_en, commit 3602360, 2026-08-22), names alone."""
@@ -40,7 +40,7 @@ def fixes(*argv: str, task: str | None = "sft") -> list[str]:
     ],
 )
 def test_distance_by_hand(a: str, b: str, far: int) -> None:
-    assert distance(a, b) == distance(b, a) == far
+    assert edit_distance(a, b) == edit_distance(b, a) == far
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,15 @@ def test_distance_by_hand(a: str, b: str, far: int) -> None:
     ],
 )
 def test_the_rule_of_typos(typed: str, known: list[str], found: str) -> None:
-    assert nearest(typed, known) == (f"did you mean {found}?" if found else "")
+    assert nearest_name(typed, known) == (f"did you mean {found}?" if found else "")
 
 
 def test_a_neighbour_of_a_file(tmp_path: Path) -> None:
     for name in ("bom.jsonl", "messages.jsonl", "notes.txt"):
         (tmp_path / name).touch()
-    assert beside(tmp_path / "mesages.jsonl") == "did you mean messages.jsonl?"
+    assert path_hint(tmp_path / "mesages.jsonl") == "did you mean messages.jsonl?"
     (tmp_path / "messages.jsonl").unlink()
-    assert beside(tmp_path / "mesages.jsonl") == f"look in {tmp_path}"
+    assert path_hint(tmp_path / "mesages.jsonl") == f"look in {tmp_path}"
 
 
 ANSWERS = [
@@ -194,9 +194,9 @@ def test_no_guess_misleads_among_ms_swift_s_names() -> None:
     names = json.loads(SWIFT_NAMES.read_text())
     unknown = [name for name in dict.fromkeys(names) if name not in NAMES]
     assert len(unknown) > 350
-    guessed = {name: nearest(name, NAMES) for name in unknown if not meaning(name, "1", NAMES)}
+    guessed = {name: nearest_name(name, NAMES) for name in unknown if not option_advice(name, "1", NAMES)}
     assert {name: text for name, text in guessed.items() if text} == {}
-    answered = [name for name in unknown if meaning(name, "1", NAMES)]
+    answered = [name for name in unknown if option_advice(name, "1", NAMES)]
     assert len(answered) > 200
 
 

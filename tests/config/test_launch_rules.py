@@ -7,7 +7,7 @@ import pytest
 from megaswift.config import load
 from megaswift.config.launch_rules import LAUNCH_CLASHES, LAUNCH_IGNORED
 from megaswift.config.sections import OPTIONS
-from megaswift.launchers.local import wants_processes, world_size
+from megaswift.launchers.local import launched_processes, wants_processes
 from tests.config.refusals import assert_contradiction, assert_idle
 
 RAY = "--launcher ray --num_workers 2"
@@ -66,4 +66,4 @@ def test_every_row_is_tried() -> None:
 )
 def test_how_many_processes_under_ray(words: str, environ: dict[str, str], count: int) -> None:
     launch = load("sft", words.split(), environ=environ).launch
-    assert wants_processes(launch) and world_size(launch) == count
+    assert wants_processes(launch) and launched_processes(launch) == count

@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 
 from megaswift.config import load
-from megaswift.config.migration import CHANGED, MEGATRON_SWIFT, PAGE, SPELLINGS, SWIFT, TRL, applying
+from megaswift.config.migration import CHANGED, MEGATRON_SWIFT, PAGE, SPELLINGS, SWIFT, TRL, changed_for
 from megaswift.config.rl_defaults import policy_loss_of
 from megaswift.config.sections import NAMES, OPTIONS, TASKS
-from megaswift.config.values import show
+from megaswift.config.value_types import show
 from tests.config.migration_page import written
 from tests.sources import ROOT
 
@@ -108,4 +108,4 @@ def test_every_toolkit_has_rows_for_every_task() -> None:
     for toolkit in (SWIFT, MEGATRON_SWIFT, TRL):
         for task in TASKS:
             words = ["--micro_batch_size", "4"] if task == "kto" else []
-            assert list(applying(load(task, words, environ={}), toolkit)), (toolkit, task)
+            assert list(changed_for(load(task, words, environ={}), toolkit)), (toolkit, task)

@@ -8,7 +8,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.optim import OPTIMIZERS, SPELLINGS
 from megaswift.config.optimizer_rules import OPTIMIZER_CLASHES, OPTIMIZER_IGNORED
 from megaswift.config.sections import OPTIONS
-from megaswift.trainers.engine_choice import settle
+from megaswift.trainers.engine_choice import resolve_engine
 from tests.config.refusals import assert_idle, problems
 from tests.trainers.inputs import write_model
 
@@ -63,7 +63,7 @@ def test_auto_takes_an_engine_that_can(
 ) -> None:
     monkeypatch.setattr("megaswift.trainers.engine_choice.SMALL", 1.0)
     model = str(write_model(tmp_path_factory.mktemp("m")))
-    assert settle(SwiftConfig(model=model, engine="auto"), 2).engine.engine != "ddp"
-    assert settle(SwiftConfig(model=model, engine="auto", optim="adafactor"), 2).engine.engine == "ddp"
+    assert resolve_engine(SwiftConfig(model=model, engine="auto"), 2).engine.engine != "ddp"
+    assert resolve_engine(SwiftConfig(model=model, engine="auto", optim="adafactor"), 2).engine.engine == "ddp"
     assert "the optimizer adafactor steps whole matrices" in capsys.readouterr().err
-    assert settle(SwiftConfig(model=model, engine="auto", optim="lion"), 2).engine.engine == "fsdp2"
+    assert resolve_engine(SwiftConfig(model=model, engine="auto", optim="lion"), 2).engine.engine == "fsdp2"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load
-from megaswift.config.helptext import task_help
+from megaswift.config.help_page import task_help
 from megaswift.config.preference import GRPO_LOSSES, beta_of, needs_reference
 from megaswift.config.rl import BACKENDS, MODES, RlConfig
 from megaswift.config.rl_clashes import RL_CLASHES
@@ -272,7 +272,7 @@ def test_modes_of_ms_swift_from_several_sources(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES[:4])
 def test_modes_of_trl_keep_their_meaning(mode: str) -> None:
-    """Names and meaning; `Correction` has TRL's values of them (tests/losses/test_sampler_gap.py)."""
+    """Names and meaning; `Correction` has TRL's values of them (tests/losses/test_sampler_correction.py)."""
     assert (
         load("grpo", f"--use_vllm --vllm_importance_sampling_mode {mode}".split(), environ={}).value(
             "importance_sampling_mode"
@@ -303,9 +303,9 @@ def test_a_whole_run_needs_something_that_judges() -> None:
 
 
 def test_the_rules_know_the_losses_samplers_and_rewards_that_there_are() -> None:
-    from megaswift.inference.rollout import backends
     from megaswift.losses.policy_types import LOSS_TYPES
-    from megaswift.trainers.rewards.contract import RewardOptions
+    from megaswift.rewards.contract import RewardOptions
+    from megaswift.rollout.sampler import backends
 
     assert set(GRPO_LOSSES) == set(LOSS_TYPES) and {n for n, t in LOSS_TYPES.items() if t.clips} == CLIPS
     assert set(backends()) <= set(BACKENDS)

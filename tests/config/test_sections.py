@@ -8,7 +8,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import FOUR_BITS
 from megaswift.config.peft_methods import OWNERS
 from megaswift.config.sections import NAMES, OPTIONS, SECTION_ALIASES, SECTIONS
-from megaswift.config.values import show
+from megaswift.config.value_types import show
 
 GOLDEN = Path(__file__).with_name("surface.txt")
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megaswift.data import readers
-from megaswift.data.build import build, documents
+from megaswift.data.build import build_sources, load_documents
 from megaswift.data.json_text import MOST_NESTED
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.sample import RowError
@@ -57,7 +57,7 @@ def good() -> bytes:
 
 def counted(tmp_path: Path, path: str, task: str = "sft", **options: Any) -> tuple[int, dict[str, int]]:
     cfg = config(tmp_path, path, task, **{"strict": False, "max_length": 8192, **options})
-    docs, _ = documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), task)
+    docs, _ = load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), task)
     return len(docs), {name: count for name, count in docs.counted.items() if count}
 
 
@@ -66,7 +66,7 @@ def test_a_broken_line_names_its_place(tmp_path: Path, line: bytes, said: str) -
     path = lines(tmp_path / "d.jsonl", good(), line, good())
     cfg = config(tmp_path, path)
     with pytest.raises(DataError) as e:
-        documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
+        load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
     assert "d.jsonl:2: " in str(e.value) and said in str(e.value)
     assert "--strict false" in str(e.value) and len(str(e.value)) < 700
 
@@ -76,23 +76,23 @@ def test_broken_lines_are_skipped_and_counted_in_files_and_streams(tmp_path: Pat
     assert counted(tmp_path, path) == (2, {"rows": 2, "malformed": len(BROKEN)})
     assert f"{len(BROKEN)} malformed rows skipped (--strict false)" in capsys.readouterr().err
     cfg = config(tmp_path, path, strict=False, streaming=True)
-    source, _ = build(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(per_device=12))
+    source, _ = build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(per_device=12))
     source.next()
     assert source.stats["malformed"] == len(BROKEN)
     strict = config(tmp_path, lines(tmp_path / "e.jsonl", BROKEN[0][0], good()), streaming=True)
     with pytest.raises(DataError, match=r"e.jsonl:1: messages\[1\].content: .* surrogate pair"):
-        build(strict.data, strict.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry())
+        build_sources(strict.data, strict.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry())
 
 
 @pytest.mark.process
 def test_worker_processes_tell_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaswift.data.prepare.WORKER_BYTES", 1)
+    monkeypatch.setattr("megaswift.data.tokenization.WORKER_BYTES", 1)
     path = lines(tmp_path / "d.jsonl", *[good()] * 1500, *(line for line, _ in BROKEN), *[good()] * 1500)
     said = []
     for processes in (1, 2):
         cfg = config(tmp_path / str(processes), path, dataset_num_proc=processes)
         with pytest.raises(DataError) as e:
-            documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
+            load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
         said.append(str(e.value))
     assert said[0] == said[1] and "d.jsonl:1501 and 1 more like it: messages[1].content" in said[0]
     assert counted(tmp_path / "3", path, dataset_num_proc=2) == (3000, {"rows": 3000, "malformed": len(BROKEN)})
@@ -148,7 +148,7 @@ def test_csv(tmp_path: Path, content: bytes, kept: int | None, said: str) -> Non
     cfg = config(tmp_path, str(path))
     if said:
         with pytest.raises(DataError) as e:
-            documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
+            load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
         assert "d.csv" + said in str(e.value)
     if kept is not None:
         assert counted(tmp_path, str(path)) == (kept, {"rows": kept} | ({"malformed": 1} if said else {}))
@@ -191,7 +191,7 @@ def test_damaged_parquet_pages_name_their_rows(tmp_path: Path) -> None:
     path.write_bytes(damaged)
     cfg = config(tmp_path, str(path))
     with pytest.raises(DataError, match=r"d.parquet:1 and 9 more like it: row: damaged Parquet data \("):
-        documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
+        load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
     assert counted(tmp_path, str(path)) == (24, {"rows": 24, "malformed": 16})
     rows = list(readers.READERS["parquet"](path, 10, 20, 1))
     assert [r.line for r in rows] == list(range(11, 21))

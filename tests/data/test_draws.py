@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.data.build import documents
-from megaswift.data.sources import parts_of, resolve
+from megaswift.data.build import load_documents
+from megaswift.data.sources import parts_of, resolve_dataset
 from megaswift.errors import DataError
 from tests.data.makers import config, tokenizer
-from tests.data.test_prepare import ROWS, expected, texts, write
+from tests.data.test_tokenization import ROWS, expected, texts, write
 
 
 def test_rows_are_drawn_by_the_seed(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_rows_are_drawn_from_all_files_of_a_folder_alike(tmp_path: Path) -> None
     folder.mkdir()
     for name, count in (("a.txt", 900), ("b.txt", 2700)):
         (folder / name).write_text("".join(f"{name[0]} {i}\n" for i in range(count)))
-    source = replace(resolve(f"{folder}#2000", lambda *_: ()), draw=(7, 0))
+    source = replace(resolve_dataset(f"{folder}#2000", lambda *_: ()), draw=(7, 0))
     rows = [located.row["text"] for part in parts_of(source, 1) for located in part.rows()]
     assert len(rows) == len(set(rows)) == 2000
     first = [int(text.split()[1]) for text in rows if text.startswith("a")]
@@ -43,7 +43,7 @@ def test_two_entries_are_drawn_apart_and_validation_data_are_not(tmp_path: Path)
     both = texts(tmp_path, [f"{path}#6", f"{path}#6"])
     assert len(both) == 12 and both[:6] != both[6:]
     cfg = config(tmp_path, path, val_dataset=[f"{path}#3"])
-    held = documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))[1]
+    held = load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))[1]
     assert held is not None and held.sample.tolist() == [0, 1, 2] and len(held) == 3
     assert [held.read(i)[0].tolist() for i in range(3)] == [
         tokenizer("qwen", "qwen2_5")(text)["input_ids"] for text in expected(ROWS[:3])

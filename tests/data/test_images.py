@@ -55,7 +55,7 @@ def sources(processor: Processor, folder: Path, *rows: dict[str, Any], per_devic
     } | options
     cfg = SwiftConfig(task="sft", model="unused", **given)
     geometry = LoaderGeometry(per_device=per_device)
-    return build.build(cfg.data, cfg.train, processor, geometry, "sft")[0]
+    return build.build_sources(cfg.data, cfg.train, processor, geometry, "sft")[0]
 
 
 FORMS: list[dict[str, Any]] = [

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaswift.data.build import build, documents, units
+from megaswift.data.build import build_sources, load_documents, load_preferences
 from megaswift.data.chat import ChatRenderer, templates_of
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.prompts import prompts_of
 from megaswift.data.sample import RowError, conversation
 from megaswift.data.show import summary
 from megaswift.errors import DataError
-from megaswift.trainers.screen import data_text
+from megaswift.trainers.summary import data_text
 from tests.data.makers import chat, config, jsonl, tokenizer
 
 PLAIN = (
@@ -45,10 +45,10 @@ def test_calls_that_a_template_leaves_out_are_no_empty_answer(tmp_path: Path) ->
     with pytest.raises(
         DataError, match=r"d.jsonl:1: column messages\[1\].tool_calls: .*leaves out.*--chat_template FILE"
     ):
-        documents(cfg.data, cfg.train, tok)
+        load_documents(cfg.data, cfg.train, tok)
     rows = [{"conversations": [ASK, CALL, RESULT, ANSWER]}, {"conversations": [ASK, RESULT, ANSWER]}, chat("q", "a")]
     cfg, tok = made(tmp_path, rows)
-    docs, _ = documents(cfg.data, cfg.train, tok)
+    docs, _ = load_documents(cfg.data, cfg.train, tok)
     assert len(docs) == 1 and docs.counted["malformed"] == 2
 
 
@@ -106,7 +106,7 @@ COUNTS = {
 
 def test_every_reason_is_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg, tok = made(tmp_path, NOTED, max_length=300)
-    docs, _ = documents(cfg.data, cfg.train, tok)
+    docs, _ = load_documents(cfg.data, cfg.train, tok)
     assert docs.counted == COUNTS
     said = capsys.readouterr().err
     for part in (
@@ -118,7 +118,7 @@ def test_every_reason_is_counted_and_told(tmp_path: Path, capsys: pytest.Capture
         "1 of 6 rows have no token that carries loss",
     ):
         assert part in said
-    source, _ = build(cfg.data, cfg.train, tok, LoaderGeometry())
+    source, _ = build_sources(cfg.data, cfg.train, tok, LoaderGeometry())
     for text in (data_text(source.stats), summary(docs, None, 300)[0]):
         for part in (
             "1 malformed and skipped",
@@ -133,7 +133,7 @@ def test_every_reason_is_counted_and_told(tmp_path: Path, capsys: pytest.Capture
 
 def test_streams_count_the_same(tmp_path: Path) -> None:
     cfg, tok = made(tmp_path, NOTED, max_length=300, streaming=True)
-    source, _ = build(cfg.data, cfg.train, tok, LoaderGeometry(per_device=8))
+    source, _ = build_sources(cfg.data, cfg.train, tok, LoaderGeometry(per_device=8))
     source.next()
     assert source.stats == {"rows_read": 8.0} | {k: float(v) for k, v in COUNTS.items() if k != "rows"}
 
@@ -141,7 +141,7 @@ def test_streams_count_the_same(tmp_path: Path) -> None:
 def test_pairs_and_prompts_count_too(tmp_path: Path) -> None:
     row = {**chat("q", "a"), "rejected_response": "b", "tools": [TOOL]}
     cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [row]), "dpo", chat_template=PLAIN)
-    made_units, _ = units(cfg.data, cfg.train, tokenizer("qwen"), "dpo")
+    made_units, _ = load_preferences(cfg.data, cfg.train, tokenizer("qwen"), "dpo")
     assert made_units.docs.counted["unused_tools"] == 1
     cfg = config(
         tmp_path,
@@ -173,7 +173,7 @@ def test_a_text_completion_is_trained_as_trl_does(tmp_path: Path, kind: str) -> 
     ]
     path = jsonl(tmp_path / "d.jsonl", rows)
     cfg = config(tmp_path, path)
-    docs, _ = documents(cfg.data, cfg.train, tok)
+    docs, _ = load_documents(cfg.data, cfg.train, tok)
     for i, row in enumerate(rows):
         ids, mask = docs.read(i)
         whole = row["prompt"] + row["completion"].removesuffix(tok.eos_token) + tok.eos_token
@@ -182,18 +182,18 @@ def test_a_text_completion_is_trained_as_trl_does(tmp_path: Path, kind: str) -> 
         assert tok.decode(ids[kept]).lstrip() == row["completion"].removesuffix(tok.eos_token) + tok.eos_token
         assert kept.tolist() == list(range(int(kept[0]), len(ids)))
     stream = config(tmp_path, path, streaming=True, shuffle=False)
-    source, _ = build(stream.data, stream.train, tok, LoaderGeometry(per_device=2))
+    source, _ = build_sources(stream.data, stream.train, tok, LoaderGeometry(per_device=2))
     batch = source.next()[0]
     assert batch.input_ids[0][: len(docs.read(0)[0])].tolist() == docs.read(0)[0].tolist()
     with pytest.raises(DataError, match="--system has no place in it"):
         cfg = config(tmp_path, path, system="s")
-        documents(cfg.data, cfg.train, tok)
+        load_documents(cfg.data, cfg.train, tok)
 
 
 def test_messages_of_a_base_model_are_refused_with_the_template_to_give(tmp_path: Path) -> None:
     cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [chat("q", "a")]))
     with pytest.raises(DataError, match=r"d.jsonl:1: column messages: the tokenizer has no chat template.*FILE.jinja"):
-        documents(cfg.data, cfg.train, tokenizer("qwen"))
+        load_documents(cfg.data, cfg.train, tokenizer("qwen"))
 
 
 def test_text_files_as_whole_documents(tmp_path: Path) -> None:
@@ -205,13 +205,13 @@ def test_text_files_as_whole_documents(tmp_path: Path) -> None:
 
     def texts(**options: Any) -> list[str]:
         cfg = config(tmp_path, str(folder), "pt", **options)
-        docs, _ = documents(cfg.data, cfg.train, tok, "pt")
+        docs, _ = load_documents(cfg.data, cfg.train, tok, "pt")
         return [tok.decode(docs.read(i)[0][:-1]) for i in range(len(docs))]
 
     assert texts() == ["one", "two", "# three"]
     assert texts(sample_by="document") == ["one\n\ntwo\n", "# three"]
     cfg = config(tmp_path, str(folder), "pt", sample_by="document", streaming=True, shuffle=False)
-    source, _ = build(cfg.data, cfg.train, tok, LoaderGeometry(per_device=2), "pt")
+    source, _ = build_sources(cfg.data, cfg.train, tok, LoaderGeometry(per_device=2), "pt")
     rows = source.next()[0].input_ids
     assert tok.decode(rows[0][rows[0] != tok.pad_token_id]).startswith("one\n\ntwo\n")
     assert source.epoch == pytest.approx(1.0, abs=0.15)  # the blank file counts by its bytes
@@ -220,13 +220,13 @@ def test_text_files_as_whole_documents(tmp_path: Path) -> None:
 def test_a_template_that_writes_half_a_character_is_refused(tmp_path: Path) -> None:
     cfg, tok = made(tmp_path, [chat("q", "a")], PLAIN + "{{ '\\ud83d' }}", strict=True)
     with pytest.raises(DataError, match=r"half of a surrogate pair \(\\ud83d\) after rendering"):
-        documents(cfg.data, cfg.train, tok)
+        load_documents(cfg.data, cfg.train, tok)
 
 
 def test_the_proposed_columns_are_ready_to_paste(tmp_path: Path) -> None:
     cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [{"question": "q", "answer": "a"}] * 2))
     with pytest.raises(DataError) as e:
-        documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
+        load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
     assert str(e.value).endswith("try: no row so far could be read: --columns question=query answer=response")
     with pytest.raises(RowError, match="nested too deep"):
         conversation(json.dumps([[]]).replace("[]", "[" * 500 + "]" * 500), "messages")

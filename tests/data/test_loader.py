@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.data.build import build
-from megaswift.data.collate import Shape, collate_packed, collate_rows
+from megaswift.data.build import build_sources
+from megaswift.data.collate import PaddingShape, collate_packed, collate_rows
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.order import Order
 from megaswift.errors import DataError
@@ -33,7 +33,7 @@ def source(tmp_path: Path, rows: int, geometry: LoaderGeometry, **options: Any) 
     if not path.exists():
         jsonl(path, [chat(f"hello {i}", "answer " * (1 + i * 7 % 11)) for i in range(rows)])
     cfg = config(tmp_path, str(path), **options)
-    return build(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), geometry)
+    return build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), geometry)
 
 
 def ids_of(batches: list[Any]) -> list[int]:
@@ -41,7 +41,9 @@ def ids_of(batches: list[Any]) -> list[int]:
 
 
 def test_rows_are_shifted_padded_and_masked_by_hand() -> None:
-    b = collate_rows([doc([5, 6, 7], [1, 0, 1], 3), None, doc([8, 9], [0, 1], 4)], Shape(pad_id=1, row_multiple=4), 4)
+    b = collate_rows(
+        [doc([5, 6, 7], [1, 0, 1], 3), None, doc([8, 9], [0, 1], 4)], PaddingShape(pad_id=1, row_multiple=4), 4
+    )
     assert b.input_ids.tolist() == [[5, 6, 7, 1], [1, 1, 1, 1], [8, 9, 1, 1]]
     assert b.labels.tolist() == [[6, 7, 1, 1], [1, 1, 1, 1], [9, 1, 1, 1]]
     assert b.loss_weights.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
@@ -52,7 +54,7 @@ def test_rows_are_shifted_padded_and_masked_by_hand() -> None:
 
 
 def test_packed_rows_by_hand() -> None:
-    shape = Shape(doc_multiple=4, row_multiple=8, pad_id=0)
+    shape = PaddingShape(doc_multiple=4, row_multiple=8, pad_id=0)
     row = [doc([5, 6, 7, 8, 9], [0, 1, 1, 1, 1], 3), doc([4, 3], [0, 1], 1)]
     assert shape.packed_length(row) == 16
     b = collate_packed([row, []], shape, [16, 8])
@@ -65,7 +67,7 @@ def test_packed_rows_by_hand() -> None:
 
 
 def test_labels_never_cross_documents() -> None:
-    b = collate_packed([[doc([5, 6], [1, 1], 0), doc([7, 8], [1, 1], 1)]], Shape(), [4])
+    b = collate_packed([[doc([5, 6], [1, 1], 0), doc([7, 8], [1, 1], 1)]], PaddingShape(), [4])
     assert b.loss_weights.tolist() == [[1, 0, 1, 0]]
 
 
@@ -221,7 +223,7 @@ def test_what_is_said_of_too_few_packed_rows_is_enough(tmp_path: Path) -> None:
     )
     assert rows is not None and int(rows[1]) < 40 < int(rows[2])
     cfg = config(tmp_path, f"{tmp_path / 'd.jsonl'}#{rows[2]}", packing=True, max_length=256)
-    made = build(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(per_device=50))[0]
+    made = build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(per_device=50))[0]
     assert made.rows is not None and 50 <= made.rows < 60
 
 

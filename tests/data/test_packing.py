@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from megaswift.data.packing import Packing, best_fit, padded
+from megaswift.data.packing import Packing, best_fit, padded_lengths
 
 
 def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -60,4 +60,4 @@ def test_a_long_tail_is_filled_to_99_percent_in_a_second() -> None:
 
 
 def test_lengths_rounded_up() -> None:
-    assert padded(np.array([1, 4, 5]), 4).tolist() == [4, 4, 8]
+    assert padded_lengths(np.array([1, 4, 5]), 4).tolist() == [4, 4, 8]

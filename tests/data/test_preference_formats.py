@@ -10,7 +10,7 @@ import pytest
 
 from megaswift.config.data import EXAMPLES, PAIRS, PREFERENCES
 from megaswift.data.formats import FORMATS, recognise
-from megaswift.data.preference import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, UnitError
+from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, PreferenceError
 from megaswift.data.sample import RowError, Sample
 
 S, U, V = {"role": "system", "content": "s"}, {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
@@ -220,7 +220,7 @@ def test_a_row_of_no_use_names_its_column_and_cause(
     with pytest.raises(RowError) as e:
         recognise(row, task).parse(row)
     assert e.value.column == column and said in str(e.value)
-    assert (e.value.cause if isinstance(e.value, UnitError) else None) == cause
+    assert (e.value.cause if isinstance(e.value, PreferenceError) else None) == cause
 
 
 WRONG = [

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megaswift.data.build import build
-from megaswift.data.cursor import Cursor, Passes, read_on
+from megaswift.data.build import build_sources
 from megaswift.data.loader import LoaderGeometry
-from megaswift.data.sources import Source
+from megaswift.data.sources import DatasetFiles
+from megaswift.data.stream_cursor import Cursor, Passes, read_on
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.data.test_loader import ids_of, source
@@ -69,20 +69,20 @@ def test_the_part_of_a_pass_by_rows_bytes_and_files(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), columns)
     table.write_text("text\n0\n1\n2\n3\n")
 
-    def parts(*sources: Source) -> list[float]:
+    def parts(*sources: DatasetFiles) -> list[float]:
         cursors = (cursor for _, _, cursor in read_on(sources, Cursor()))
         return [Passes(sources).at(cursor) for cursor in islice(cursors, 8)]
 
     quarters = pytest.approx([0.25 * n for n in range(1, 9)])
-    assert parts(Source("", (lines,))) == quarters and parts(Source("", (columns,))) == quarters
-    assert parts(Source("", (lines,), 8)) == pytest.approx([n / 8 for n in range(1, 9)])
-    assert parts(Source("", (lines,), 2), Source("", (columns,), 2)) == quarters
-    assert parts(Source("", (table,)))[:5] == [0, 0, 0, 0, 1]
+    assert parts(DatasetFiles("", (lines,))) == quarters and parts(DatasetFiles("", (columns,))) == quarters
+    assert parts(DatasetFiles("", (lines,), 8)) == pytest.approx([n / 8 for n in range(1, 9)])
+    assert parts(DatasetFiles("", (lines,), 2), DatasetFiles("", (columns,), 2)) == quarters
+    assert parts(DatasetFiles("", (table,)))[:5] == [0, 0, 0, 0, 1]
     a, b = lines.stat().st_size, columns.stat().st_size
-    assert parts(Source("", (lines, columns))) == pytest.approx(
+    assert parts(DatasetFiles("", (lines, columns))) == pytest.approx(
         [*(n * a / 4 / (a + b) for n in range(1, 5)), *((a + n * b / 4) / (a + b) for n in range(1, 5))]
     )
-    assert set(parts(Source("", (lines,), 2), Source("", (columns,)))) == {0, 1}
+    assert set(parts(DatasetFiles("", (lines,), 2), DatasetFiles("", (columns,)))) == {0, 1}
 
 
 def test_a_stream_stops_at_a_malformed_row_with_its_position_kept(
@@ -172,4 +172,4 @@ def test_a_stream_splits_only_into_packed_rows(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "t.jsonl", [{"text": "a b c"}])
     cfg = config(tmp_path, path, "pt", streaming=True, truncation_strategy="split", packing=False)
     with pytest.raises(DataError, match="only the first piece"):
-        build(cfg.data, cfg.train, tokenizer("qwen"), LoaderGeometry(), "pt")
+        build_sources(cfg.data, cfg.train, tokenizer("qwen"), LoaderGeometry(), "pt")

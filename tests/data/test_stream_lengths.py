@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.data.build import build, documents
+from megaswift.data.build import build_sources, load_documents
 from megaswift.data.loader import LoaderGeometry
 from megaswift.errors import DataError
 from tests.data.makers import chat, config, jsonl, tokenizer
@@ -23,13 +23,13 @@ def written(tmp_path: Path, task: str) -> str:
 
 def streamed(tmp_path: Path, task: str, **options: Any) -> Any:
     cfg = config(tmp_path, written(tmp_path, task), task, streaming=True, shuffle=False, **options)
-    return build(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(), task)[0]
+    return build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), LoaderGeometry(), task)[0]
 
 
 def stored(tmp_path: Path, task: str, **options: Any) -> list[tuple[list[int], list[int]]]:
     """Tokens and mask of each document."""
     cfg = config(tmp_path, written(tmp_path, task), task, **options)
-    docs, _ = documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), task)
+    docs, _ = load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), task)
     return [(ids.tolist(), mask.tolist()) for ids, mask in map(docs.read, range(len(docs)))]
 
 

@@ -11,7 +11,7 @@ from jinja2.exceptions import TemplateError
 from transformers.utils import chat_template_utils
 
 from megaswift.data import template_limits
-from megaswift.data.chat import ChatRenderer, Templates
+from megaswift.data.chat import ChatRenderer, ChatTemplates
 from megaswift.data.sample import RowError, Sample, conversation
 from megaswift.data.tokenizer import load_tokenizer
 from megaswift.errors import DataError, WeightsError
@@ -21,7 +21,7 @@ SAMPLE = conversation(chat("q", "a")["messages"], "messages")
 
 
 def rendered(template: str, sample: Sample = SAMPLE) -> str:
-    return ChatRenderer(Templates({"default": template}), "all").render(sample).text
+    return ChatRenderer(ChatTemplates({"default": template}), "all").render(sample).text
 
 
 LARGE = "of more than [0-9,]+ characters or items"

@@ -57,8 +57,8 @@ class Result:
 def build(run: Run, world: int) -> tuple[Any, Any]:
     """(engine, context). With a checkpoint to load, all else is other: weights at random, other seeds."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.megatron.context import ParallelContext
     from megaswift.engine.megatron.engine import MegatronEngine
+    from megaswift.engine.megatron.parallel_context import ParallelContext
     from megaswift.families import family_of
     from megaswift.parallel.layout import Layout
 
@@ -83,10 +83,10 @@ def flat_moments(engine: Any, name: str) -> dict[int, Tensor]:
     """id(weight) to this tensor-parallel shard's whole moment: distributed ranges are summed into zeros."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from megaswift.engine.megatron.optimizer import parts
+    from megaswift.engine.megatron.optimizer import optimizer_parts
 
     found: dict[int, Tensor] = {}
-    for part in parts(engine.optimizer):
+    for part in optimizer_parts(engine.optimizer):
         if isinstance(part, DistributedOptimizer):
             for buffer in part.buffers:
                 for weight in buffer.params:
@@ -123,7 +123,7 @@ def snapshot(engine: Any, result: Result) -> None:
 
 def job(rank: int, world: int, run: Run) -> Result:
     """One `Run` on this rank."""
-    from megaswift.engine.megatron import optimizer_states
+    from megaswift.engine.megatron.checkpoint import optimizer_states
 
     result = Result()
     engine, context = build(run, world)
@@ -146,7 +146,7 @@ def job(rank: int, world: int, run: Run) -> Result:
     if run.save is not None:
         engine.save(run.save)
     snapshot(engine, result)
-    result.step = optimizer_states.get_step(engine.optimizer)
+    result.step = optimizer_states.get_step_count(engine.optimizer)
     result.host_bytes = engine.report().host_bytes
     train(run.last, run.last + run.extra)
     dist.barrier()

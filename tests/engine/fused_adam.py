@@ -124,7 +124,7 @@ def job(rank: int, world: int, run: Run) -> Any:
     """`checkpoint_worker.job` with it; of the result, `moments["main"]` has the main weights by Hugging Face name."""
     from megaswift.engine.megatron import engine, optimizer
 
-    real = optimizer.build
+    real = optimizer.build_optimizer
 
     def build(*args: Any) -> Any:
         with installed():
@@ -132,7 +132,7 @@ def job(rank: int, world: int, run: Run) -> Any:
 
     with (
         patch.object(engine, "missing_transformer_engine", lambda cfg, installed: []),
-        patch.object(optimizer, "build", build),
+        patch.object(optimizer, "build_optimizer", build),
         patch.object(checkpoint_worker, "snapshot", snapshot),
     ):
         return checkpoint_worker.job(rank, world, run)
@@ -148,12 +148,12 @@ def snapshot(engine: Any, result: Any) -> None:
     """Weights, moments and main weights, each from the optimizer's own tensors."""
     import torch.distributed as dist
 
-    from megaswift.engine.megatron.optimizer import parts
+    from megaswift.engine.megatron.optimizer import optimizer_parts
 
     result.weights = {name: t.clone() for name, t in engine.hf_weights()}
     for name in ("exp_avg", "exp_avg_sq", "main"):
         found: dict[int, Tensor] = {}
-        for part in parts(engine.optimizer):
+        for part in optimizer_parts(engine.optimizer):
             for weight, (group, order) in part.model_param_group_index_map.items():
                 p = part.optimizer.param_groups[group]["params"][order]
                 state, at = part.optimizer.state[p], part._get_model_param_range_map(weight)["param"]

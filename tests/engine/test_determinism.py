@@ -34,10 +34,10 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.usefixtures("switches")
 def test_what_is_set() -> None:
     environ = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "OTHER": "1"}
-    determinism.prepare(OFF, environ)
+    determinism.enable_determinism(OFF, environ)
     assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "OTHER": "1"}
     assert not torch.are_deterministic_algorithms_enabled()
-    determinism.prepare(ON, environ)
+    determinism.enable_determinism(ON, environ)
     assert environ == {
         "CUBLAS_WORKSPACE_CONFIG": ":16:8",  # from docs.nvidia.com/cuda/cublas: this or :4096:8
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -53,7 +53,7 @@ def test_variables_that_prevent_it_are_refused() -> None:
     environ = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1", "NCCL_ALGO": "NVLS", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     assert determinism.environment_problems(OFF, environ) == []
     with pytest.raises(ConfigError) as error:
-        determinism.prepare(ON, environ)
+        determinism.enable_determinism(ON, environ)
     assert [p.what for p in error.value.problems] == ["NVTE_ALLOW_NONDETERMINISTIC_ALGO=1", "NCCL_ALGO=NVLS"]
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -81,10 +81,10 @@ def test_a_run_sets_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object, **__: object) -> None:
         raise Stop
 
-    monkeypatch.setattr(module, "locate", stop)
+    monkeypatch.setattr(module, "locate_model", stop)
     for cfg, on in ((OFF, False), (ON, True)):
         with pytest.raises(Stop):
-            module.run(cfg)
+            module.run_training(cfg)
         assert torch.are_deterministic_algorithms_enabled() is on
 
 
@@ -100,9 +100,12 @@ def test_an_operation_without_a_deterministic_form_is_named() -> None:
     torch.use_deterministic_algorithms(True)
     with pytest.raises(RuntimeError) as error:
         torch._C._nn.max_unpool2d(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.int64), [2, 2])
-    found = determinism.prevented(ON, error.value)
+    found = determinism.determinism_error(ON, error.value)
     assert found is not None and "max_unpooling2d_forward_out has no deterministic" in found.message()
-    assert determinism.prevented(OFF, error.value) is None and determinism.prevented(ON, ValueError("x")) is None
+    assert (
+        determinism.determinism_error(OFF, error.value) is None
+        and determinism.determinism_error(ON, ValueError("x")) is None
+    )
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from megaswift.config import SwiftConfig
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.protocol import StepResult
-from megaswift.trainers.watch import MOST_IN_A_ROW, Diverged, Watch
+from megaswift.trainers.step_monitor import MOST_IN_A_ROW, StepMonitor, TrainingDiverged
 
 
 def scaler(megatron: ModuleType) -> Any:
@@ -25,7 +25,7 @@ def scaler(megatron: ModuleType) -> Any:
     config = SimpleNamespace(bf16=False, fp16=True, params_dtype=torch.float16)
     stop = patch.object(optim, "get_megatron_optimizer", lambda options, chunks, **_: seen.append(options) or 1 / 0)
     with stop, pytest.raises(ZeroDivisionError):
-        optim.build([chunk], config, SwiftConfig(task="sft", model="m"))  # type: ignore[list-item, arg-type]
+        optim.build_optimizer([chunk], config, SwiftConfig(task="sft", model="m"))  # type: ignore[list-item, arg-type]
     o, real = seen[0], torch.tensor
     with patch.object(torch, "tensor", lambda *args, device=None, **named: real(*args, **named)):
         return DynamicGradScaler(o.initial_loss_scale, o.min_loss_scale, 2.0, 0.5, o.loss_scale_window, o.hysteresis)
@@ -81,7 +81,7 @@ def test_dense_and_expert_gradients_are_unscaled_by_the_scale_of_the_loss(megatr
                 part.grad = torch.ones(3) * float(chained.get_loss_scale())
                 if number in (1, 2) and index == bad:
                     part.grad[0] = torch.inf
-            taken.append(optim.step(chained, 0.0)[1])
+            taken.append(optim.optimizer_step(chained, 0.0)[1])
     assert taken == [True, False, False, True, True]
     scales = [part.grad_scaler for part in chained.chained_optimizers]
     assert [float(s.scale) for s in scales] == [2**15, 2**15], "the second of two overflows lowers it (hysteresis 2)"
@@ -89,9 +89,9 @@ def test_dense_and_expert_gradients_are_unscaled_by_the_scale_of_the_loss(megatr
     assert all(torch.equal(w, torch.full((3,), -3.0)) for w in weights)
 
 
-def run(made: Any, fits: float, steps: int) -> tuple[Watch, list[int]]:
+def run(made: Any, fits: float, steps: int) -> tuple[StepMonitor, list[int]]:
     """Steps of which those with a loss scale above `fits` overflow; which were skipped."""
-    watch, skipped = Watch(), []
+    watch, skipped = StepMonitor(), []
     whole = SimpleNamespace(grad_scaler=made)
     for number in range(1, steps + 1):
         overflow = float(made.scale) > fits
@@ -112,7 +112,7 @@ def test_a_run_that_needs_a_small_scale_goes_on(megatron: ModuleType) -> None:
 
 def test_gradients_that_no_scale_makes_finite_end_the_run(megatron: ModuleType) -> None:
     made = scaler(megatron)
-    with pytest.raises(Diverged, match=f"{MOST_IN_A_ROW} steps in a row"):
+    with pytest.raises(TrainingDiverged, match=f"{MOST_IN_A_ROW} steps in a row"):
         run(made, 0.0, 100)
     assert float(made.scale) == 1.0
 

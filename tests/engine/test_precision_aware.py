@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.bridge.dist_files import Box, plan_reads, write
+from megaswift.bridge.dist_files import ShardChunk, plan_reads, write_chunks
 from megaswift.bridge.dist_index import read_index
 from megaswift.bridge.dist_source import DistSource
-from megaswift.bridge.open import open_weights
-from megaswift.engine.megatron.split_weights import joined, split
+from megaswift.bridge.open_weights import open_weights
+from megaswift.engine.megatron.checkpoint.split_weights import join_remainder, split_remainder
 from tests.engine.checkpoint_worker import Result, Run
 from tests.engine.fused_adam import kernels_main, kernels_parts
 from tests.parity.cases import parse
@@ -38,16 +38,18 @@ def drawn(count: int) -> Tensor:
 def test_the_two_parts_are_the_kernels() -> None:
     main = drawn(200_000)
     weight, remainder = kernels_parts(main)
-    assert torch.equal(joined(weight, remainder).view(torch.int32), main.view(torch.int32))
+    assert torch.equal(join_remainder(weight, remainder).view(torch.int32), main.view(torch.int32))
     for half in (weight, torch.zeros_like(weight)):  # weights that are no rounding of the main weights are replaced
-        ours = split(main, half)
+        ours = split_remainder(main, half)
         assert torch.equal(kernels_main(*ours).view(torch.int32), main.view(torch.int32))
-    assert torch.equal(split(main, weight)[0], weight) and torch.equal(split(main, weight)[1], remainder)
+    assert torch.equal(split_remainder(main, weight)[0], weight) and torch.equal(
+        split_remainder(main, weight)[1], remainder
+    )
 
 
 def test_weights_that_torch_rounded_stay_and_ties_move_by_one_unit() -> None:
     main = drawn(200_000)
-    weight, remainder = split(main, main.bfloat16())
+    weight, remainder = split_remainder(main, main.bfloat16())
     assert torch.equal(weight, main.bfloat16())
     apart = (kernels_main(weight, remainder).view(torch.int32).long() - main.view(torch.int32).long()).abs()
     ties = (main.view(torch.int32) & 0xFFFF) == 0x8000
@@ -110,8 +112,8 @@ def test_save_and_load(words: str, pool: Pool, tmp_path: Path) -> None:
 def test_a_state_of_another_kind_is_refused(
     key: str, saved: torch.dtype, wanted: torch.dtype, fits: bool, tmp_path: Path
 ) -> None:
-    write(tmp_path, [Box(key, (4,), (0,), torch.zeros(4, dtype=saved))])
-    items, problems = plan_reads(read_index(tmp_path), [Box(key, (4,), (0,), torch.zeros(4, dtype=wanted))])
+    write_chunks(tmp_path, [ShardChunk(key, (4,), (0,), torch.zeros(4, dtype=saved))])
+    items, problems = plan_reads(read_index(tmp_path), [ShardChunk(key, (4,), (0,), torch.zeros(4, dtype=wanted))])
     assert bool(items) == (not problems) == fits
     if not fits:
         names = [str(t).removeprefix("torch.") for t in (saved, wanted)]

@@ -32,13 +32,13 @@ from tests.trainers.inputs import write_model
     ],
 )
 def test_a_number_that_cannot_be(raw: dict[str, Any], what: str) -> None:
-    (problem,) = config_numbers.problems(raw)
+    (problem,) = config_numbers.number_problems(raw)
     assert problem.what == f"config.json, {what}" and "above 0" in problem.rule
 
 
 def test_ordinary_ones_and_those_left_out() -> None:
     assert not list(
-        config_numbers.problems({"rms_norm_eps": 1e-6, "rope_theta": None, "rope_scaling": None, "eps": -1})
+        config_numbers.number_problems({"rms_norm_eps": 1e-6, "rope_theta": None, "rope_scaling": None, "eps": -1})
     )
 
 

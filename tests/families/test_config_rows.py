@@ -8,7 +8,7 @@ import pytest
 
 from megaswift.errors import WeightsError
 from megaswift.families import FAMILIES, family_of, load_spec
-from megaswift.families.config_rows import Reading
+from megaswift.families.config_rows import ConfigReading
 from megaswift.families.scalar_head import with_score
 from tests.families.published import (
     LLAMA_2_7B,
@@ -240,7 +240,7 @@ def test_an_architecture_that_is_no_list() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "smollm3", "exaone4", "gemma2"])
 def test_a_number_of_layers_that_no_model_has_ends_at_once(family: str, layers: int) -> None:
     """Rows of windows list the layers before the number is refused."""
-    reading = Reading(family, {"num_hidden_layers": layers, "sliding_window": 8})
+    reading = ConfigReading(family, {"num_hidden_layers": layers, "sliding_window": 8})
     for row in FAMILIES.get(family).config:
         if {"sliding_window", "layer_types", "no_rope_layers"} & {*row.keys}:
             row.read(reading)

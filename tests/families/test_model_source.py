@@ -13,8 +13,8 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import UserError
-from megaswift.families.model_source import locate, missing_files, short_name, tokenizer_of
-from megaswift.trainers import commit
+from megaswift.families.model_source import locate_model, missing_files, short_name, tokenizer_of
+from megaswift.trainers import checkpoint_store
 from tests.trainers.inputs import TEMPLATE, write_model
 
 
@@ -93,17 +93,17 @@ def test_a_model_s_id_is_asked_of_the_hub_that_was_named(
     for name in ("huggingface_hub", "modelscope"):
         monkeypatch.setitem(sys.modules, name, client(name))
     model = SwiftConfig(model="some/model", model_revision="v2", **options).model
-    assert locate(model) == locate(model, weights=False) == tmp_path
+    assert locate_model(model) == locate_model(model, weights=False) == tmp_path
     assert asked == [(package, "some/model", "v2", True), (package, "some/model", "v2", False)]
     hub = "ModelScope" if options else "Hugging Face"
     with pytest.raises(UserError, match=f"some/other: no such folder here, and {hub} did not give it"):
-        locate(SwiftConfig(model="some/other", **options).model)
+        locate_model(SwiftConfig(model="some/other", **options).model)
 
 
 @pytest.mark.parametrize("engine", ["megatron", "torch"])
 def test_a_run_of_adapters_is_no_model(engine: str, tmp_path: Path) -> None:
     """Told with the model that they are of, by names and small files alone."""
-    store = commit.Store(tmp_path / "OUT" / "checkpoints")
+    store = checkpoint_store.CheckpointStore(tmp_path / "OUT" / "checkpoints")
     saving = store.begin(4)
     write_model(saving / "model")
     (saving / "adapter").mkdir()
@@ -111,12 +111,12 @@ def test_a_run_of_adapters_is_no_model(engine: str, tmp_path: Path) -> None:
     (saving / "engine" / "state").mkdir(parents=True)
     if engine == "megatron":
         (saving / "engine" / ".metadata").write_text("")
-    step = store.finish(4, commit.hash_share(saving, 0, 1), {})
+    step = store.finish(4, checkpoint_store.hash_share(saving, 0, 1), {})
     for name in (tmp_path / "OUT", step):
-        folder = locate(WeightsOptions(model=str(name)))
+        folder = locate_model(WeightsOptions(model=str(name)))
         (problem,) = missing_files(folder, random_init=False)
         assert problem.rule == "holds the adapters of a LoRA run, not a model"
         assert problem.fix == f"--model models/base --adapters {step / 'adapter'}"
     assert missing_files(folder, random_init=True) == []
     with pytest.raises(UserError, match="holds the adapters of a LoRA run"):
-        locate(WeightsOptions(model=str(step / "adapter")))
+        locate_model(WeightsOptions(model=str(step / "adapter")))

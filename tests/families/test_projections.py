@@ -8,7 +8,7 @@ import pytest
 
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
-from megaswift.families.projections import select
+from megaswift.families.projections import select_projections
 from tests.families.published import QWEN3_0_6B, QWEN3_30B_A3B
 from tests.families.published_moe import GPT_OSS_20B
 
@@ -18,7 +18,7 @@ STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 def chosen(config: dict[str, Any], modules: tuple[str, ...], parameters: tuple[str, ...] = ()) -> list[Any]:
     """The projections of a published model."""
     family = family_of(config)
-    return select(family, family.spec(config), modules, parameters)
+    return select_projections(family, family.spec(config), modules, parameters)
 
 
 def refused(config: dict[str, Any], modules: tuple[str, ...], parameters: tuple[str, ...] = ()) -> str:

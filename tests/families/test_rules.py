@@ -8,7 +8,7 @@ import pytest
 
 from megaswift.errors import LayoutError
 from megaswift.families import FAMILIES, ModelSpec, family_of
-from megaswift.families.rules import QKV, Copy, Cut, GatedMLP, Piece, RowParallel, Vocab, dim_of
+from megaswift.families.rules import QKV, Copy, GatedMLP, RowParallel, ShardSpec, SliceMap, Vocab, dim_of
 from tests.families.published import LLAMA_3_1_8B, PUBLISHED
 
 
@@ -29,7 +29,7 @@ def small() -> ModelSpec:
     )
 
 
-def ranges(pieces: list[Piece]) -> list[tuple[int, int, int]]:
+def ranges(pieces: list[SliceMap]) -> list[tuple[int, int, int]]:
     """Pieces as plain tuples."""
     return [(p.source, p.start, p.stop) for p in pieces]
 
@@ -38,29 +38,29 @@ def test_qkv_by_hand() -> None:
     rule = QKV("m", ("q", "k", "v"))
     assert rule.shapes(small()) == [(8, 6), (4, 6), (4, 6)]
     first, second = [(0, 0, 4), (1, 0, 2), (2, 0, 2)], [(0, 4, 8), (1, 2, 4), (2, 2, 4)]
-    assert ranges(rule.pieces(small(), Cut())) == first + second
-    assert ranges(rule.pieces(small(), Cut(2, 0))) == first
-    assert ranges(rule.pieces(small(), Cut(2, 1))) == second
-    more_ranks_than_groups = [ranges(rule.pieces(small(), Cut(4, rank))) for rank in range(4)]
+    assert ranges(rule.pieces(small(), ShardSpec())) == first + second
+    assert ranges(rule.pieces(small(), ShardSpec(2, 0))) == first
+    assert ranges(rule.pieces(small(), ShardSpec(2, 1))) == second
+    more_ranks_than_groups = [ranges(rule.pieces(small(), ShardSpec(4, rank))) for rank in range(4)]
     assert more_ranks_than_groups == [first[:1], first[1:], second[:1], second[1:]]
     with pytest.raises(LayoutError, match="tensor parallel size 3"):
-        rule.pieces(small(), Cut(3, 0))
+        rule.pieces(small(), ShardSpec(3, 0))
 
 
 def test_gated_mlp_by_hand() -> None:
     rule = GatedMLP("m", ("gate", "up"))
-    assert ranges(rule.pieces(small(), Cut())) == [(0, 0, 4), (1, 0, 4)]
-    assert ranges(rule.pieces(small(), Cut(2, 1))) == [(0, 2, 4), (1, 2, 4)]
+    assert ranges(rule.pieces(small(), ShardSpec())) == [(0, 0, 4), (1, 0, 4)]
+    assert ranges(rule.pieces(small(), ShardSpec(2, 1))) == [(0, 2, 4), (1, 2, 4)]
 
 
 def test_rows_copies_and_padded_vocabulary_by_hand() -> None:
-    assert ranges(RowParallel("m", ("o",), ("hidden_size", "attention_width")).pieces(small(), Cut(4, 3))) == [
+    assert ranges(RowParallel("m", ("o",), ("hidden_size", "attention_width")).pieces(small(), ShardSpec(4, 3))) == [
         (0, 6, 8)
     ]
-    assert ranges(Copy("m", ("n",), ("hidden_size",)).pieces(small(), Cut(4, 3))) == [(0, 0, 6)]
-    assert ranges(Vocab("m", ("e",)).pieces(small(), Cut(2, 1, padded_vocab=16))) == [(0, 8, 16)]
+    assert ranges(Copy("m", ("n",), ("hidden_size",)).pieces(small(), ShardSpec(4, 3))) == [(0, 0, 6)]
+    assert ranges(Vocab("m", ("e",)).pieces(small(), ShardSpec(2, 1, padded_vocab=16))) == [(0, 8, 16)]
     with pytest.raises(LayoutError, match="padded vocabulary"):
-        Vocab("m", ("e",)).pieces(small(), Cut(4, 0))
+        Vocab("m", ("e",)).pieces(small(), ShardSpec(4, 0))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -76,7 +76,9 @@ def test_the_pieces_of_all_ranks_cover_every_row_once(name: str, tp: int) -> Non
         ranks = range(tp if rule.shard != "replicated" else 1)
         padded = -(-spec.vocab_size // tp) * tp
         pieces = [
-            p for rank in ranks for p in rule.pieces(spec, Cut(tp, rank, padded, 3 if rule.scope == "expert" else None))
+            p
+            for rank in ranks
+            for p in rule.pieces(spec, ShardSpec(tp, rank, padded, 3 if rule.scope == "expert" else None))
         ]
         for source, shape in enumerate(shapes):
             mine = sorted(i for p in pieces if p.source == source for i in range(p.start, p.stop, p.stride))

@@ -25,7 +25,7 @@ MODELS = ("dense", "llama3-rope", "mistral-window", "moe", "dense-tied")
 
 @pytest.fixture(scope="module")
 def context() -> Iterator[Any]:
-    from megaswift.engine.megatron.context import ParallelContext
+    from megaswift.engine.megatron.parallel_context import ParallelContext
     from megaswift.parallel.layout import Layout
 
     made = ParallelContext(Layout(1))
@@ -130,7 +130,7 @@ def test_fp8_trains(tmp_path: Path, context: Any) -> None:
 
 def test_moments_on_the_host(tmp_path: Path, context: Any) -> None:
     """The ordinary optimizer's course, with eight bytes a parameter less on the GPU."""
-    from megaswift.engine.megatron.optimizer import parts
+    from megaswift.engine.megatron.optimizer import optimizer_parts
     from megaswift.losses.sft import CrossEntropy
 
     folder = build("dense", tmp_path / "dense")
@@ -143,7 +143,7 @@ def test_moments_on_the_host(tmp_path: Path, context: Any) -> None:
     ours.save(tmp_path / "saved")
     for engine in (plain, ours):
         engine.load(tmp_path / "saved")
-    states = [state for part in parts(ours.optimizer) for state in part.optimizer.state.values()]
+    states = [state for part in optimizer_parts(ours.optimizer) for state in part.optimizer.state.values()]
     assert states and {t.device.type for state in states for t in state.values()} == {"cpu"}
     want = dict(ours.hf_weights())
     assert [n for n, t in plain.hf_weights() if not torch.equal(t, want[n])] == []

@@ -10,7 +10,7 @@ import torch
 
 from megaswift.config.inference import PlacementOptions, WeightsOptions
 from megaswift.inference.generator import Generator
-from megaswift.inference.load import Prepared, load, prepare
+from megaswift.inference.load import PreparedModel, load_model, prepare_model_load
 from tests.trainers.inputs import write_model
 
 PROMPTS = ("ab", "1+2?", "what is 3+4? say it", "x", "0123456789 abc", "z+z")
@@ -45,11 +45,11 @@ def adapters(path: Path, model: Path, seed: int = 5) -> Path:
 
 def opened(
     model: Path, adapter: Path | None = None, merge: bool = False, **placement: Any
-) -> tuple[Prepared, Generator]:
+) -> tuple[PreparedModel, Generator]:
     """As `infer` opens a model."""
     options = WeightsOptions(model=str(model), adapters=None if adapter is None else str(adapter), merge_adapters=merge)
-    prepared = prepare(options, None)
-    loaded, device = load(prepared, PlacementOptions(**placement))
+    prepared = prepare_model_load(options, None)
+    loaded, device = load_model(prepared, PlacementOptions(**placement))
     return prepared, Generator(loaded, prepared.tokenizer, device)
 
 

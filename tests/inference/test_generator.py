@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megaswift.config.inference import GenerationOptions
 from megaswift.errors import ConfigError
-from megaswift.inference.generator import Generator, Request, Sampling, sampling_of
+from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator, generation_params
 from tests.inference.models import PROMPTS, opened, plain
 
 pytestmark = pytest.mark.wide
@@ -35,7 +35,7 @@ def ids(generator: Generator, texts: tuple[str, ...] = PROMPTS) -> list[tuple[in
 
 def test_greedy_rows_of_a_padded_batch_are_those_of_transformers(ours: Generator, theirs: tuple[Any, Any]) -> None:
     prompts = ids(ours)
-    found = ours.generate([Request(p, NEW) for p in prompts], Sampling())
+    found = ours.generate([AnswerRequest(p, NEW) for p in prompts], GenerationParams())
     want = plain(*theirs, prompts, NEW, do_sample=False)
     assert [c.text for c in found] == want and len(set(want)) == len(want)
 
@@ -43,25 +43,26 @@ def test_greedy_rows_of_a_padded_batch_are_those_of_transformers(ours: Generator
 @pytest.mark.parametrize("how", [{"repetition_penalty": 1.7}, {"num_beams": 3}])
 def test_penalties_and_beams(ours: Generator, theirs: tuple[Any, Any], how: dict[str, Any]) -> None:
     prompts = ids(ours)
-    found = ours.generate([Request(p, NEW) for p in prompts], Sampling(**how))
+    found = ours.generate([AnswerRequest(p, NEW) for p in prompts], GenerationParams(**how))
     assert [c.text for c in found] == plain(*theirs, prompts, NEW, do_sample=False, **how)
 
 
 def test_drawn_tokens_follow_the_seed_as_in_transformers(ours: Generator, theirs: tuple[Any, Any]) -> None:
     [prompt] = ids(ours, ("1+2?",))
     how = {"temperature": 0.9, "top_p": 0.95, "top_k": 20}
-    found = ours.generate([Request(prompt, NEW)], Sampling(seed=7, **how))[0].text
+    found = ours.generate([AnswerRequest(prompt, NEW)], GenerationParams(seed=7, **how))[0].text
     torch.manual_seed(7)
     assert [found] == plain(*theirs, [prompt], NEW, do_sample=True, **how)
-    assert found == ours.generate([Request(prompt, NEW)], Sampling(seed=7, **how))[0].text
-    assert found != ours.generate([Request(prompt, NEW)], Sampling(seed=8, **how))[0].text
+    assert found == ours.generate([AnswerRequest(prompt, NEW)], GenerationParams(seed=7, **how))[0].text
+    assert found != ours.generate([AnswerRequest(prompt, NEW)], GenerationParams(seed=8, **how))[0].text
 
 
 def test_logprobs_are_the_log_softmax_of_the_models_logits(ours: Generator, theirs: tuple[Any, Any]) -> None:
     """Also under a penalty and a temperature: they are the model's, not those of the draw."""
     prompts = ids(ours)
     found = ours.generate(
-        [Request(p, NEW, logprobs=3) for p in prompts], Sampling(temperature=0.7, repetition_penalty=1.3, seed=1)
+        [AnswerRequest(p, NEW, logprobs=3) for p in prompts],
+        GenerationParams(temperature=0.7, repetition_penalty=1.3, seed=1),
     )
     for prompt, completion in zip(prompts, found, strict=True):
         tokens = [t.token for t in completion.logprobs]
@@ -76,14 +77,14 @@ def test_logprobs_are_the_log_softmax_of_the_models_logits(ours: Generator, thei
 
 def test_each_row_has_its_own_length_stop_texts_and_listener(ours: Generator) -> None:
     prompts = ids(ours)
-    whole = [c.text for c in ours.generate([Request(p, NEW) for p in prompts], Sampling())]
+    whole = [c.text for c in ours.generate([AnswerRequest(p, NEW) for p in prompts], GenerationParams())]
     stop = whole[1][4:7]
     heard: dict[int, list[str]] = {i: [] for i in range(len(prompts))}
     wanted = [
-        Request(p, NEW - i, (stop,) if i == 1 else (), 0, lambda text, told, i=i: heard[i].append(text))
+        AnswerRequest(p, NEW - i, (stop,) if i == 1 else (), 0, lambda text, told, i=i: heard[i].append(text))
         for i, p in enumerate(prompts)
     ]
-    found = ours.generate(wanted, Sampling())
+    found = ours.generate(wanted, GenerationParams())
     assert found[1].text == whole[1][: whole[1].index(stop)] and found[1].reason == "stop"
     for i, completion in enumerate(found):
         assert "".join(heard[i]) == completion.text and whole[i].startswith(completion.text)
@@ -93,19 +94,19 @@ def test_each_row_has_its_own_length_stop_texts_and_listener(ours: Generator) ->
 
 
 def test_a_cancelled_answer_ends_and_the_others_go_on(ours: Generator) -> None:
-    first, second = (Request(p, NEW) for p in ids(ours, PROMPTS[:2]))
+    first, second = (AnswerRequest(p, NEW) for p in ids(ours, PROMPTS[:2]))
     first.listener = lambda text, told: setattr(first, "cancelled", True)
-    cancelled, whole = ours.generate([first, second], Sampling())
+    cancelled, whole = ours.generate([first, second], GenerationParams())
     assert cancelled.reason == "cancelled" and cancelled.tokens < 5 < whole.tokens
 
 
 def test_an_end_token_ends_an_answer_and_is_no_text(model: Path, ours: Generator) -> None:
     prompts = ids(ours)
-    told = ours.generate([Request(p, NEW, logprobs=0) for p in prompts], Sampling())
+    told = ours.generate([AnswerRequest(p, NEW, logprobs=0) for p in prompts], GenerationParams())
     token = told[0].logprobs[3].token
     ending = Generator(ours.model, ours.tokenizer, ours.device)
     ending.ends = frozenset([*ours.ends, token])
-    found = ending.generate([Request(p, NEW) for p in prompts], Sampling())[0]
+    found = ending.generate([AnswerRequest(p, NEW) for p in prompts], GenerationParams())[0]
     first = [t.token for t in told[0].logprobs].index(token)
     assert found.reason == "stop" and found.tokens == first + 1
     assert found.text == ours.tokenizer.decode([t.token for t in told[0].logprobs][:first])
@@ -113,9 +114,9 @@ def test_an_end_token_ends_an_answer_and_is_no_text(model: Path, ours: Generator
 
 def test_what_is_not_set_comes_from_the_model_s_own_configuration() -> None:
     own = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
-    assert sampling_of(GenerationOptions(), own) == Sampling(0.6, 0.9, 20)
-    assert sampling_of(GenerationOptions(temperature=0), own) == Sampling()
-    assert sampling_of(GenerationOptions(temperature=1.0, top_k=0), own) == Sampling(1.0, 0.9, 0)
-    assert sampling_of(GenerationOptions(), GenerationConfig()) == Sampling()
+    assert generation_params(GenerationOptions(), own) == GenerationParams(0.6, 0.9, 20)
+    assert generation_params(GenerationOptions(temperature=0), own) == GenerationParams()
+    assert generation_params(GenerationOptions(temperature=1.0, top_k=0), own) == GenerationParams(1.0, 0.9, 0)
+    assert generation_params(GenerationOptions(), GenerationConfig()) == GenerationParams()
     with pytest.raises(ConfigError, match="--temperature 0.7"):
-        sampling_of(GenerationOptions(top_p=0.5), GenerationConfig())
+        generation_params(GenerationOptions(top_p=0.5), GenerationConfig())

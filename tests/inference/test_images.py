@@ -19,23 +19,23 @@ from transformers import AutoModelForImageTextToText
 
 from megaswift.config.inference import GenerationOptions
 from megaswift.data import images
-from megaswift.data.images import Home
+from megaswift.data.images import ImageRoot
 from megaswift.data.processor import Processor
 from megaswift.errors import DataError
 from megaswift.infer import main
-from megaswift.inference.generator import Generator, Sampling
-from megaswift.inference.load import Prepared
-from megaswift.inference.prompts import PromptError, Prompts
-from megaswift.inference.queueing import Line
-from megaswift.inference.serving import Served, app_of
-from megaswift.inference.terminal import Terminal
+from megaswift.inference.chat_inputs import ChatInputError, ChatInputs
+from megaswift.inference.generator import GenerationParams, Generator
+from megaswift.inference.load import PreparedModel
+from megaswift.serve.app import ServerState, build_app
+from megaswift.serve.request_queue import RequestQueue
+from megaswift.serve.terminal import Terminal
 from tests.inference.models import opened
 from tests.parity import vision
 
 pytestmark = pytest.mark.wide
 
 NEW, CHEAP, END = 8, "qwen2_vl", vision.VOCAB.index("<unk>")
-Opened = tuple[Path, Prepared, Generator]
+Opened = tuple[Path, PreparedModel, Generator]
 
 
 def ask(*parts: Any) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Opened]:
 
 
 def told(
-    folder: Path, conversation: list[dict[str, Any]], prepared: Prepared, model: Any = None
+    folder: Path, conversation: list[dict[str, Any]], prepared: PreparedModel, model: Any = None
 ) -> tuple[str, list[float]]:
     """transformers alone: its answer, and the log-probability of each token."""
     assert isinstance(prepared.reader, Processor)
@@ -100,7 +100,7 @@ def told(
     return prepared.tokenizer.decode(ids, skip_special_tokens=True), scores
 
 
-def theirs(folder: Path, conversation: list[dict[str, Any]], prepared: Prepared) -> str:
+def theirs(folder: Path, conversation: list[dict[str, Any]], prepared: PreparedModel) -> str:
     return told(folder, conversation, prepared)[0]
 
 
@@ -122,9 +122,9 @@ def test_with_adapters_and_with_weights_on_disk(
     room = {"max_memory": "cpu:90KiB", "offload_folder": str(tmp_path / "off")} if how == "disk" else {}
     _, generator = opened(folder, adapter, **room)
     assert any(p.is_meta for p in generator.model.parameters()) == (how == "disk")
-    prompts = Prompts(prepared, None, Home(folder.parent))
+    prompts = ChatInputs(prepared, None, ImageRoot(folder.parent))
     found = generator.generate(
-        [prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], Sampling()
+        [prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], GenerationParams()
     )
     want, scores = zip(*(told(folder, c, prepared, weights) for c in CONVERSATIONS), strict=True)
     assert [c.text for c in found] == [*want] and generator._tried[True]
@@ -143,16 +143,16 @@ def url(folder: Path, number: int) -> str:
 )
 def test_a_batch_with_and_without_images(kind: str, model: Callable[[str], Opened]) -> None:
     folder, prepared, generator = model(kind)
-    prompts = Prompts(prepared, None, Home(folder.parent))
+    prompts = ChatInputs(prepared, None, ImageRoot(folder.parent))
     want, scores = zip(*(told(folder, c, prepared) for c in CONVERSATIONS), strict=True)
     found = generator.generate(
-        [prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], Sampling()
+        [prompts.request(prompts.of_chat(c), NEW, (), logprobs=0) for c in CONVERSATIONS], GenerationParams()
     )
     assert [c.text for c in found] == [*want] and want[0] != want[1] and len(set(want)) > 2
     assert [[t.logprob for t in c.logprobs] for c in found] == [pytest.approx(s, abs=2e-5) for s in scores]
     assert generator._tried[True], "they go in one batch"
     # nothing of the images is left
-    again = generator.generate([prompts.request(prompts.of_chat(CONVERSATIONS[3]), NEW, ())], Sampling())
+    again = generator.generate([prompts.request(prompts.of_chat(CONVERSATIONS[3]), NEW, ())], GenerationParams())
     assert again[0].text == want[3]
 
 
@@ -173,7 +173,8 @@ def test_a_file_of_rows(
     data.write_text("".join(json.dumps(r) + "\n" for r in rows))
     looked: list[Any] = []
     monkeypatch.setattr(
-        "megaswift.inference.prompts.open_image", lambda image, sent: looked.append(sent) or images.open_image(image)
+        "megaswift.inference.chat_inputs.open_image",
+        lambda image, sent: looked.append(sent) or images.open_image(image),
     )
     words = ["--model", str(folder), "--dataset", str(data), "--max_new_tokens", str(NEW), "--batch_size", "3"]
     assert main([*words, "--result_path", str(tmp_path / "a.jsonl")]) == 0
@@ -185,16 +186,16 @@ def test_a_file_of_rows(
 
 def test_an_image_that_went_before_its_turn_is_told(model: Callable[[str], Opened], tmp_path: Path) -> None:
     folder, prepared, _ = model(CHEAP)
-    prompts = Prompts(prepared, None, Home(tmp_path))
+    prompts = ChatInputs(prepared, None, ImageRoot(tmp_path))
     image = vision.write_images(tmp_path)[0]
     prompt = prompts.of_chat(ask({"type": "image", "image": image}, "x"))
     kept = type(prompt)(prompt.ids, prompt.text, prompt.images)
     assert prompts.request(kept, NEW, ()).pictures is not None
     (folder.parent / "images" / "2.png").rename(tmp_path / image)
-    with pytest.raises(PromptError, match="their sizes changed"):
+    with pytest.raises(ChatInputError, match="their sizes changed"):
         prompts.request(kept, NEW, ())
     (tmp_path / image).unlink()
-    with pytest.raises(PromptError, match="cannot be read"):
+    with pytest.raises(ChatInputError, match="cannot be read"):
         prompts.request(kept, NEW, ())
 
 
@@ -227,14 +228,14 @@ def test_rows_that_cannot_be_asked(model: Callable[[str], Opened], tmp_path: Pat
 class Clients:
     """The server's application, asked by the openai client in this process."""
 
-    def __init__(self, prepared: Prepared, generator: Generator) -> None:
+    def __init__(self, prepared: PreparedModel, generator: Generator) -> None:
         import openai
         from starlette.testclient import TestClient
 
-        line = Line.before(generator, 4, 8)
-        named = "sees", Prompts(prepared, None), line, GenerationOptions(), prepared.generation, int(time.time())
-        served = Served(*named, copy.deepcopy(prepared.tokenizer))
-        http = TestClient(app_of(served))
+        line = RequestQueue.before(generator, 4, 8)
+        named = "sees", ChatInputs(prepared, None), line, GenerationOptions(), prepared.generation, int(time.time())
+        served = ServerState(*named, copy.deepcopy(prepared.tokenizer))
+        http = TestClient(build_app(served))
         self.client = openai.OpenAI(base_url="http://testserver/v1", api_key="x", max_retries=0, http_client=http)
         self.served = served
 
@@ -265,7 +266,9 @@ def test_the_server_answers_about_images(clients: Clients, model: Callable[[str]
     want = theirs(folder, CONVERSATIONS[0], prepared)
     whole = clients.chat(sent(url(folder, 0), detail="auto"), "what is it?", n=2)
     assert [c.message.content for c in whole.choices] == [want, want]
-    assert whole.usage.prompt_tokens == len(Prompts(prepared, None, Home(folder.parent)).of_chat(CONVERSATIONS[0]).ids)
+    assert whole.usage.prompt_tokens == len(
+        ChatInputs(prepared, None, ImageRoot(folder.parent)).of_chat(CONVERSATIONS[0]).ids
+    )
     chunks = clients.chat(sent(url(folder, 0)), "what is it?", stream=True)
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == want
     assert clients.chat("no image at all?").choices[0].message.content == theirs(folder, CONVERSATIONS[3], prepared)
@@ -304,7 +307,9 @@ def test_the_server_reads_what_it_was_sent_and_nothing_else(
 def test_in_the_terminal(model: Callable[[str], Opened], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, prepared, generator = model(CHEAP)
     out = io.StringIO()
-    terminal = Terminal(generator, Prompts(prepared, None, Home(folder.parent)), Sampling(), NEW, out=out)
+    terminal = Terminal(
+        generator, ChatInputs(prepared, None, ImageRoot(folder.parent)), GenerationParams(), NEW, out=out
+    )
     lines = ["/image images/9.png", "/image images/3.png", "/clear", "/image images/0.png", "what is it?"]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
     terminal.run()
@@ -319,9 +324,11 @@ def test_text_models_and_processors_that_do_not_load(model: Callable[[str], Open
     for name in ("processor_config.json", "preprocessor_config.json"):
         (folder / name).unlink(missing_ok=True)
     prepared, generator = opened(folder)
-    prompts = Prompts(prepared, None, Home(tmp_path))
-    with pytest.raises(PromptError, match="images are not read: .* has no processor"):
+    prompts = ChatInputs(prepared, None, ImageRoot(tmp_path))
+    with pytest.raises(ChatInputError, match="images are not read: .* has no processor"):
         prompts.of_chat(ask(shown(0), "x"))
-    with pytest.raises(PromptError, match="images are not read: .* has no processor"):
+    with pytest.raises(ChatInputError, match="images are not read: .* has no processor"):
         prompts.image("0.png")
-    assert generator.generate([prompts.request(prompts.of_chat(ask("ab")), NEW, ())], Sampling())[0].tokens == NEW
+    assert (
+        generator.generate([prompts.request(prompts.of_chat(ask("ab")), NEW, ())], GenerationParams())[0].tokens == NEW
+    )

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megaswift.bridge.hf_to_megatron import hf_to_megatron
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import UserError
-from megaswift.inference.generator import Generator, Request, Sampling
-from megaswift.inference.load import prepare
+from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
+from megaswift.inference.load import prepare_model_load
 from tests.four_bits import BOTH_CPUS, by_transformers, cpu_with
 from tests.inference.models import PROMPTS, adapters, opened, plain
 from tests.trainers.inputs import write_model
@@ -32,7 +32,7 @@ def adapter(model: Path) -> Path:
 
 def answers(generator: Generator) -> list[str]:
     prompts = [tuple(generator.tokenizer(t)["input_ids"]) for t in PROMPTS]
-    return [c.text for c in generator.generate([Request(p, NEW) for p in prompts], Sampling())]
+    return [c.text for c in generator.generate([AnswerRequest(p, NEW) for p in prompts], GenerationParams())]
 
 
 def expected(model: Path, loaded: object = None) -> list[str]:
@@ -144,6 +144,6 @@ def test_what_is_wrong_is_told_before_weights_are_read(model: Path, tmp_path: Pa
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "code.py").write_text("raise SystemExit('ran code of the folder')\n")
     with pytest.raises(UserError, match="--trust_remote_code true"):
-        prepare(WeightsOptions(model=str(tmp_path)), None)
+        prepare_model_load(WeightsOptions(model=str(tmp_path)), None)
     with pytest.raises(UserError, match="no such folder"):
-        prepare(WeightsOptions(model="/nowhere/model"), None)
+        prepare_model_load(WeightsOptions(model="/nowhere/model"), None)

@@ -16,7 +16,7 @@ from megaswift.cli import main
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import UserError
 from megaswift.families import served_quantization
-from megaswift.inference.load import prepare
+from megaswift.inference.load import prepare_model_load
 from tests.bridge.folders import set_config
 from tests.inference.models import folder, opened
 from tests.inference.test_load import answers, expected
@@ -81,4 +81,4 @@ def test_a_package_that_quantised_weights_need_is_named(tmp_path: Path, monkeypa
     )
     set_config(folder(tmp_path / "model"), quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(UserError, match="pip install gptqmodel optimum"):
-        prepare(WeightsOptions(model=str(tmp_path / "model")), None)
+        prepare_model_load(WeightsOptions(model=str(tmp_path / "model")), None)

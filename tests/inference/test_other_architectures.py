@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.inference import placement
-from megaswift.inference.generator import Request, Sampling
+from megaswift.inference.generator import AnswerRequest, GenerationParams
 from tests.engine.torch.other_models import ENCODERS, KINDS, config_of, write
 from tests.inference.models import PROMPTS, opened, plain
 from tests.parity import vision
@@ -67,7 +67,7 @@ def test_greedy_answers_of_a_batch(kind: str, offload: bool, tmp_path: Path) -> 
     _, generator = opened(made, **how)
     assert any(p.is_meta for p in generator.model.parameters()) == offload
     prompts = [generator.tokenizer(text)["input_ids"] for text in PROMPTS]
-    found = [c.text for c in generator.generate([Request(tuple(p), NEW) for p in prompts], Sampling())]
+    found = [c.text for c in generator.generate([AnswerRequest(tuple(p), NEW) for p in prompts], GenerationParams())]
     want = plain(AutoModelForCausalLM.from_pretrained(made), generator.tokenizer, prompts, NEW, do_sample=False)
     assert found == want and len(set(want)) > 2
 
@@ -83,7 +83,9 @@ def test_prompts_go_together_where_the_model_looks_at_the_mask(
     want = plain(AutoModelForCausalLM.from_pretrained(made), generator.tokenizer, prompts, NEW, do_sample=False)
     capsys.readouterr()
     for _ in range(2):
-        assert [c.text for c in generator.generate([Request(tuple(p), NEW) for p in prompts], Sampling())] == want
+        assert [
+            c.text for c in generator.generate([AnswerRequest(tuple(p), NEW) for p in prompts], GenerationParams())
+        ] == want
     assert generator._tried == {False: together}
     assert capsys.readouterr().err.count("of several lengths otherwise together than alone") == int(not together), (
         "told once"
@@ -104,7 +106,7 @@ def test_layers_stay_whole(kind: str, room: int) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of(kind))
     model.tie_weights()
-    placed = placement.decide(placement.Sizes(model), "auto", {"cpu": room * 1024})
+    placed = placement.decide_device_map(placement.ModuleSizes(model), "auto", {"cpu": room * 1024})
     assert not [name for name in placed if re.search(r"\.\d+\.", name)], placed
 
 
@@ -115,7 +117,7 @@ def test_vision_language_models_answer_text(kind: str, tmp_path: Path) -> None:
     made = vision.write_model(kind, tmp_path / kind)
     _, generator = opened(made)
     prompts = [generator.tokenizer(text)["input_ids"] for text in PROMPTS]
-    found = [c.text for c in generator.generate([Request(tuple(p), NEW) for p in prompts], Sampling())]
+    found = [c.text for c in generator.generate([AnswerRequest(tuple(p), NEW) for p in prompts], GenerationParams())]
     assert found == plain(
         AutoModelForImageTextToText.from_pretrained(made), generator.tokenizer, prompts, NEW, do_sample=False
     )

@@ -10,7 +10,14 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megaswift.errors import ConfigError
-from megaswift.inference.placement import Sizes, check, decide, main_device, stored_bits, table
+from megaswift.inference.placement import (
+    ModuleSizes,
+    check_device_map,
+    decide_device_map,
+    main_device,
+    placement_table,
+    stored_bits,
+)
 
 FLAG = "--device_map map.json"
 
@@ -33,13 +40,13 @@ def model() -> Any:
 
 def refused(model: Any, given: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        check(Sizes(model), given, FLAG)
+        check_device_map(ModuleSizes(model), given, FLAG)
     return str(caught.value)
 
 
 def test_a_file_s_map_names_every_module_once(model: Any) -> None:
     given = {"": "cpu", "model.layers.1": "disk", "model.layers.10": "disk"}
-    full = check(Sizes(model), given, FLAG)
+    full = check_device_map(ModuleSizes(model), given, FLAG)
     assert (
         full["model.layers.1"] == full["model.layers.10"] == "disk"
         and full["model.layers.11"] == full["lm_head"] == "cpu"
@@ -61,16 +68,18 @@ def test_mistakes_in_a_file_s_map(model: Any) -> None:
 
 
 def test_what_does_not_fit_goes_to_the_disk(model: Any) -> None:
-    sizes = Sizes(model)
+    sizes = ModuleSizes(model)
     total = sum(b for _, _, b in sizes.weights())
-    assert decide(sizes, "auto", {"cpu": int(total * 10)}) == {"": "cpu"}
-    placed = decide(sizes, "sequential", {"cpu": int(total / 2)})
+    assert decide_device_map(sizes, "auto", {"cpu": int(total * 10)}) == {"": "cpu"}
+    placed = decide_device_map(sizes, "sequential", {"cpu": int(total / 2)})
     on_disk = [n for n, d in placed.items() if d == "disk"]
     held = sum(b for name, _, b in sizes.weights() if not any(name.startswith(n + ".") for n in on_disk))
     assert on_disk and 0 < held < total / 2
     # in four bits the same model fits where it did not before: only the embedding and the head keep their size
-    small = sum(b for _, _, b in Sizes(model, 4).weights())
-    assert small < total / 3 and decide(Sizes(model, 4), "sequential", {"cpu": int(total / 2)}) == {"": "cpu"}
+    small = sum(b for _, _, b in ModuleSizes(model, 4).weights())
+    assert small < total / 3 and decide_device_map(ModuleSizes(model, 4), "sequential", {"cpu": int(total / 2)}) == {
+        "": "cpu"
+    }
 
 
 @pytest.mark.parametrize("how", ["auto", "balanced", "balanced_low_0", "sequential"])
@@ -78,9 +87,9 @@ def test_two_gpus_are_shared_as_accelerate_shares_them(how: str, model: Any, mon
     """The decision alone: devices are numbers in it. As transformers' `from_pretrained(device_map=how)` would place the
     model."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    sizes = Sizes(model)
+    sizes = ModuleSizes(model)
     total = sum(b for _, _, b in sizes.weights())
-    placed = decide(sizes, how, {0: int(total * 0.8), 1: int(total * 1.2), "cpu": int(total)})
+    placed = decide_device_map(sizes, how, {0: int(total * 0.8), 1: int(total * 1.2), "cpu": int(total)})
     held = {gpu: 0.0 for gpu in (0, 1)}
     for name, _, size in sizes.weights():
         held[placed[max((m for m in placed if not m or f"{name}.".startswith(f"{m}.")), key=len)]] += size
@@ -110,8 +119,8 @@ def test_bits_of_a_quantised_checkpoint(stored: dict[str, Any] | None, bits: int
 
 def test_the_table_joins_layers_and_adds_up(model: Any) -> None:
     given = {"": "cpu"} | {f"model.layers.{i}": "disk" for i in range(4, 12)}
-    placed = check(Sizes(model), given, FLAG)
-    lines = [line.split() for line in table(Sizes(model), placed).splitlines()]
+    placed = check_device_map(ModuleSizes(model), given, FLAG)
+    lines = [line.split() for line in placement_table(ModuleSizes(model), placed).splitlines()]
     assert lines[0] == ["module", "device", "parameters", "bytes"]
     rows = {line[0]: line for line in lines[1:]}
     assert {"model.embed_tokens", "model.layers.0-3", "model.layers.4-11", "lm_head"} <= rows.keys()
@@ -128,4 +137,4 @@ def test_prompts_go_where_layers_are_computed() -> None:
 
 
 def test_one_device_is_one_row(model: Any, tmp_path: Path) -> None:
-    assert table(Sizes(model), {"": "cpu"}).splitlines()[1].startswith("(the whole model)  cpu")
+    assert placement_table(ModuleSizes(model), {"": "cpu"}).splitlines()[1].startswith("(the whole model)  cpu")

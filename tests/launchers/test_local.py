@@ -14,10 +14,16 @@ from torch.distributed.launcher import api as torch_launcher
 
 from megaswift import entry
 from megaswift.config import load
-from megaswift.config.worker import RESTARTS
+from megaswift.config.launch_env import RESTARTS
 from megaswift.launchers import local
-from megaswift.launchers.local import command, environment, start, wants_processes, world_size
-from megaswift.trainers import commit
+from megaswift.launchers.local import (
+    launched_processes,
+    start_torchrun_here,
+    torchrun_command,
+    torchrun_environment,
+    wants_processes,
+)
+from megaswift.trainers import checkpoint_store
 from tests.trainers.inputs import write_inputs
 
 SCRIPT = Path("/x/megaswift/sft.py")
@@ -26,7 +32,7 @@ SCRIPT = Path("/x/megaswift/sft.py")
 def words(argv: str, **environ: str) -> list[str]:
     launch = load("sft", argv.split(), environ=environ).launch
     assert wants_processes(launch)
-    made = command(launch, SCRIPT, ["run.yaml"])
+    made = torchrun_command(launch, SCRIPT, ["run.yaml"])
     assert made[:3] == [sys.executable, "-m", "megaswift.launchers.agent"] and made[-2:] == [str(SCRIPT), "run.yaml"]
     return made[3:-2]
 
@@ -71,9 +77,9 @@ def test_several_machines() -> None:
 
 def test_no_number_given_is_this_very_process() -> None:
     launch = load("sft", [], environ={"MASTER_ADDR": "h", "MASTER_PORT": "1"}).launch
-    assert not wants_processes(launch) and world_size(launch) == 1
+    assert not wants_processes(launch) and launched_processes(launch) == 1
     assert (
-        world_size(
+        launched_processes(
             load("sft", [], environ={"NPROC_PER_NODE": "4", "NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "h"}).launch
         )
         == 12
@@ -82,13 +88,13 @@ def test_no_number_given_is_this_very_process() -> None:
 
 def test_threads_are_shared_out_unless_said() -> None:
     launch = load("sft", ["--nproc_per_node", "4"], environ={}).launch
-    assert environment(launch, {})["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 4))
-    assert environment(launch, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+    assert torchrun_environment(launch, {})["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 4))
+    assert torchrun_environment(launch, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 
 def test_torchrun_gives_workers_the_time_to_save() -> None:
     launch, name = load("sft", ["--nproc_per_node", "2"], environ={}).launch, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    assert environment(launch, {})[name] == "1800" and environment(launch, {name: "5"})[name] == "5"
+    assert torchrun_environment(launch, {})[name] == "1800" and torchrun_environment(launch, {name: "5"})[name] == "5"
     assert name in Path(torch_launcher.__file__).read_text(encoding="utf-8"), "this torch knows another name"
 
 
@@ -98,7 +104,7 @@ def test_every_way_to_name_an_engine_starts_the_processes(
 ) -> None:
     """The number of processes comes from the environment, and the engine is settled in between."""
     seen: list[str] = []
-    monkeypatch.setattr(local, "start", lambda made, *_: seen.extend(made) or 0)
+    monkeypatch.setattr(local, "start_torchrun_here", lambda made, *_: seen.extend(made) or 0)
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     inputs = write_inputs(tmp_path)
     assert entry.main("sft", [*inputs, *engine.split(), "--output_dir", str(tmp_path / "out")]) == 0
@@ -113,7 +119,7 @@ def test_a_launcher_that_was_stopped_ends_as_a_shell_says(number: int) -> None:
     ends = f"import signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(1)); time.sleep(2); sys.exit(1)"
     threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), number))).start()
     try:
-        assert start([sys.executable, "-c", ends], os.environ) == 128 + number
+        assert start_torchrun_here([sys.executable, "-c", ends], os.environ) == 128 + number
     finally:
         signal.signal(number, before)
 
@@ -121,18 +127,18 @@ def test_a_launcher_that_was_stopped_ends_as_a_shell_says(number: int) -> None:
 @pytest.mark.process
 def test_exit_codes_and_signals_pass_through() -> None:
     run = [sys.executable, "-c"]
-    assert start([*run, "raise SystemExit(7)"], os.environ) == 7
-    assert start([*run, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], os.environ) == 128 + 9
+    assert start_torchrun_here([*run, "raise SystemExit(7)"], os.environ) == 7
+    assert start_torchrun_here([*run, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], os.environ) == 128 + 9
     threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), signal.SIGTERM))).start()
     before = time.monotonic()
-    assert start([*run, "import time; time.sleep(30)"], os.environ) == 128 + 15
+    assert start_torchrun_here([*run, "import time; time.sleep(30)"], os.environ) == 128 + 15
     assert time.monotonic() - before < 10
 
 
 def attempts(script: str, folder: Path, restarts: int) -> tuple[int, int]:
     """The exit code, and how often the script was started; it writes a line into its folder each time."""
     count = f"open({str(folder / 'count')!r}, 'a').write('x'); "
-    code = start([sys.executable, "-c", "import os, signal; " + count + script], os.environ, restarts)
+    code = start_torchrun_here([sys.executable, "-c", "import os, signal; " + count + script], os.environ, restarts)
     return code, len((folder / "count").read_text())
 
 
@@ -212,24 +218,26 @@ def test_a_port_in_use_is_refused_with_another() -> None:
 def test_workers_are_told_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers do not read NPROC_PER_NODE: without it an option of several processes would be refused there."""
     cfg = load("sft", ["--max_restarts", "2"], environ={"NPROC_PER_NODE": "2"})
-    assert entry.counts(cfg) == ["--nproc_per_node", "2"]
+    assert entry.launch_counts(cfg) == ["--nproc_per_node", "2"]
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert load("sft", ["--max_restarts", "2", *entry.counts(cfg)]).launch.max_restarts == 2
+    assert load("sft", ["--max_restarts", "2", *entry.launch_counts(cfg)]).launch.max_restarts == 2
 
 
 def test_a_restarted_attempt_resumes_from_its_own_folder(tmp_path: Path) -> None:
     out = tmp_path / "out"
     cfg = load("sft", ["--output_dir", str(out), "--overwrite_output_dir"], environ={})
-    assert entry.resuming(cfg, 0) is cfg
-    again = entry.resuming(cfg, 1).train
+    assert entry.resumed_config(cfg, 0) is cfg
+    again = entry.resumed_config(cfg, 1).train
     assert again.resume_from_checkpoint == "latest" and not again.overwrite_output_dir
     other = load("sft", ["--output_dir", str(out), "--resume_from_checkpoint", str(tmp_path)], environ={})
-    assert entry.resuming(other, 1).train.resume_from_checkpoint == str(tmp_path), "nothing of its own is saved yet"
-    store = commit.Store(out / "checkpoints")
+    assert entry.resumed_config(other, 1).train.resume_from_checkpoint == str(tmp_path), (
+        "nothing of its own is saved yet"
+    )
+    store = checkpoint_store.CheckpointStore(out / "checkpoints")
     store.begin(3)
     store.finish(3, {}, {})
-    assert entry.resuming(other, 1).train.resume_from_checkpoint == "latest"
+    assert entry.resumed_config(other, 1).train.resume_from_checkpoint == "latest"
 
 
 @pytest.mark.process
@@ -242,7 +250,7 @@ def test_sigusr1_reaches_the_workers_as_sigterm(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), signal.SIGUSR1))).start()
     try:
-        start([sys.executable, "-c", script], os.environ)
+        start_torchrun_here([sys.executable, "-c", script], os.environ)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert told.read_text() == "saved"
@@ -257,4 +265,4 @@ def test_a_child_whose_launcher_has_ended_already_ends_too() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
     told = "import os; raise SystemExit(os.environ.get('MEGASWIFT_PARENT') != str(os.getppid()))"
-    assert start([sys.executable, "-c", told], os.environ) == 0
+    assert start_torchrun_here([sys.executable, "-c", told], os.environ) == 0

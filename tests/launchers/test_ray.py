@@ -15,9 +15,9 @@ import pytest
 
 from megaswift import entry
 from megaswift.config import load
-from megaswift.launchers.ray_exchange import Exchange, News
-from megaswift.launchers.ray_train import _Run, missing
-from megaswift.trainers.commit import Store
+from megaswift.launchers.ray_exchange import Exchange, ExchangeEvents
+from megaswift.launchers.ray_train import _Run, missing_ray
+from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.metrics import read_lines
 from tests.launchers.test_other_launchers import SCRIPT, SFT, environment, file, start  # noqa: F401 (a fixture)
 from tests.trainers.test_run import values
@@ -120,7 +120,7 @@ def test_a_signal_saves_the_state_and_the_run_goes_on_from_it(
         process.kill()
     assert process.returncode == 128 + number, text
     assert text.count(f"{number.name} received: finishing this step and saving") == 1, text
-    step = Store(out / "checkpoints").latest()
+    step = CheckpointStore(out / "checkpoints").latest()
     assert step is not None
     done = int(step.name.split("-")[1])
     code, text = start([*words, str(done + 1), "--resume_from_checkpoint", "latest"], tmp_path, **ray_folder)
@@ -143,15 +143,15 @@ def test_a_cluster_that_is_too_small_or_absent(file: str, tmp_path: Path, ray_fo
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = load("sft", [*RAY, "--num_workers", "2"], environ={}).launch
     monkeypatch.setattr(util, "find_spec", lambda name: None)
-    (problem,) = missing(launch)
+    (problem,) = missing_ray(launch)
     assert "not installed" in problem.rule and "pip install 'ray[train]'" in problem.fix
-    assert not missing(load("sft", [], environ={}).launch)
+    assert not missing_ray(load("sft", [], environ={}).launch)
     monkeypatch.setattr(util, "find_spec", lambda name: object())
     monkeypatch.setattr(metadata, "version", lambda name: "2.44.1")
-    (problem,) = missing(launch)
+    (problem,) = missing_ray(launch)
     assert "needs ray 2.51 or later, and 2.44.1 is installed" in problem.rule
     monkeypatch.setattr(metadata, "version", lambda name: "2.51.0")
-    assert not missing(launch)
+    assert not missing_ray(launch)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,11 @@ def test_what_is_said_and_when() -> None:
     exchange.meet("h", 7)
     exchange.begin(1)
     exchange.say("a\n")
-    assert exchange.where() == ("h", 7) and exchange.news() == News(["a\n"], 1, {}) and exchange.news().lines == []
+    assert (
+        exchange.where() == ("h", 7)
+        and exchange.news() == ExchangeEvents(["a\n"], 1, {})
+        and exchange.news().lines == []
+    )
     exchange.signal(2)
     exchange.signal(15)
     assert (exchange.signalled(0), exchange.signalled(1), exchange.signalled(2)) == ([2, 15], [15], [])

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megaswift.data.collate import Shape, collate_packed, collate_rows
-from megaswift.losses.contract import Batch, Difference, Loss, Max, Mean, Metric, Min, Needs, Outputs
+from megaswift.data.collate import PaddingShape, collate_packed, collate_rows
+from megaswift.losses.contract import Batch, Difference, Loss, Max, Mean, Metric, Min, ModelOutputs, Needs
 
-SHAPE = Shape(doc_multiple=4, row_multiple=3)
+SHAPE = PaddingShape(doc_multiple=4, row_multiple=3)
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ NAMES = {
 }
 
 
-def outputs(model: Bigram, batch: Batch, needs: Needs) -> Outputs:
+def outputs(model: Bigram, batch: Batch, needs: Needs) -> ModelOutputs:
     """What an engine gives a loss: the needed fields, 0 where there is no label."""
     found = fields(model.weight[batch.input_ids], batch.labels.clamp(min=0))
     labelled = batch.loss_weights != 0
-    return Outputs(**{name: found[NAMES[name]] * labelled for name in needs.fields})
+    return ModelOutputs(**{name: found[NAMES[name]] * labelled for name in needs.fields})
 
 
 def batch(docs: Sequence[Doc], packed: bool, every: bool = False) -> Batch:
     """A micro-batch; `every`: all labels count. No documents: a filler."""
-    pad = Shape(SHAPE.doc_multiple, SHAPE.row_multiple, pad_id=-1)
+    pad = PaddingShape(SHAPE.doc_multiple, SHAPE.row_multiple, pad_id=-1)
     rows = [d.collated(every) for d in docs]
     if packed:
         made = collate_packed([rows], pad, [pad.packed_length(rows)])

@@ -13,12 +13,12 @@ from torch import Tensor
 from megaswift.config import SwiftConfig
 from megaswift.config.rl_defaults import corrects_kl
 from megaswift.losses.advantages import (
-    aggregated,
+    aggregate_advantages,
     entropy_threshold,
     gae,
     group_advantages,
     kl_estimate,
-    moments,
+    masked_moments,
     next_kl_coefficient,
     reinforce_plus_plus,
     rloo,
@@ -27,7 +27,7 @@ from megaswift.losses.advantages import (
     whiten,
     without_spread,
 )
-from megaswift.losses.documents import document_index
+from megaswift.losses.segments import document_index
 from tests.losses import trainers
 from tests.losses.rollouts import DOCS, label_fields, models, rollouts
 
@@ -65,7 +65,7 @@ def test_group_advantages_are_trl_s(grpo: Any, case: str, scale: str) -> None:
     expected = scored(grpo, r, scale_rewards=scale, multi_objective_aggregation="sum_then_normalize")["advantages"]
     noted = trainers.metrics(grpo)
     weights = WEIGHTS[: r.shape[1]]
-    assert_equal(aggregated(r, weights, GROUP, "sum_then_normalize", scale), expected)
+    assert_equal(aggregate_advantages(r, weights, GROUP, "sum_then_normalize", scale), expected)
     total = weighted_sum(r, weights)
     assert_equal(group_advantages(total, GROUP, scale), expected)
     assert noted["reward"] == pytest.approx(total.nanmean().item())
@@ -77,7 +77,7 @@ def test_group_advantages_are_trl_s(grpo: Any, case: str, scale: str) -> None:
 def test_normalize_then_sum_is_trl_s(grpo: Any, case: str) -> None:
     r = REWARDS[case]
     expected = scored(grpo, r, multi_objective_aggregation="normalize_then_sum")["advantages"]
-    assert_equal(aggregated(r, WEIGHTS[: r.shape[1]], GROUP, "normalize_then_sum"), expected)
+    assert_equal(aggregate_advantages(r, WEIGHTS[: r.shape[1]], GROUP, "normalize_then_sum"), expected)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -247,7 +247,7 @@ def test_whitening() -> None:
         and abs(whole[mask].var().item() - 1) < 1e-7
         and whole[~mask].abs().max() == 0
     )
-    total = moments(x[:2], mask[:2]) + moments(x[2:], mask[2:])
+    total = masked_moments(x[:2], mask[:2]) + masked_moments(x[2:], mask[2:])
     torch.testing.assert_close(torch.cat([whiten(x[:2], mask[:2], total), whiten(x[2:], mask[2:], total)]), whole)
     assert abs(whiten(x, mask, shift_mean=False)[mask].mean().item() - x[mask].mean().item()) < 1e-12
     assert whiten(x[:, :0], mask[:, :0]).shape == (6, 0)
@@ -264,7 +264,7 @@ def test_the_controller_of_the_kl() -> None:
 def test_unknown_names_are_ours_to_prevent() -> None:
     for call in (
         lambda: group_advantages(torch.ones(2), 2, "all"),
-        lambda: aggregated(torch.ones(2, 1), torch.ones(1), 2, "sum"),
+        lambda: aggregate_advantages(torch.ones(2, 1), torch.ones(1), 2, "sum"),
         lambda: kl_estimate(torch.ones(1), torch.ones(1), "k4"),
     ):
         with pytest.raises(AssertionError):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megaswift.losses.dpo import DPO
-from megaswift.losses.dpo_types import DIVERGENCES, LOSS_TYPES, SFT, Compared, Settings, scores
-from megaswift.losses.pairs import Sides
+from megaswift.losses.dpo_types import DIVERGENCES, LOSS_TYPES, SFT, DpoSettings, PairStats, divergence_scores
+from megaswift.losses.preference_pairs import PairTensors
 from tests.losses import trainers
 from tests.losses.bigram import (
     Bigram,
@@ -33,23 +33,23 @@ SHORT = documents([(1, 2), (1, 1), (1, 1), (2, 2)])
 """For what TRL computes in float32 only: sums that leave it a few roundings."""
 
 CASES: dict[str, DPO] = {
-    **{name: DPO((name,), settings=Settings(0.3, 0.2 if name == "exo_pair" else 0.0)) for name in LOSS_TYPES},
+    **{name: DPO((name,), settings=DpoSettings(0.3, 0.2 if name == "exo_pair" else 0.0)) for name in LOSS_TYPES},
     "sft": DPO(("sft",)),
     "aot_pair": DPO(("aot_pair",)),
     **{
-        f"{name} smoothed": DPO((name,), settings=Settings(0.3, 0.15))
+        f"{name} smoothed": DPO((name,), settings=DpoSettings(0.3, 0.15))
         for name, t in LOSS_TYPES.items()
         if t.smoothing and name != "sigmoid"
     },
     **{
         f"{name} {f}": DPO(
-            (name,), settings=Settings(0.3, 0.2 if name == "exo_pair" else 0.0), f_divergence=f, f_alpha=0.3
+            (name,), settings=DpoSettings(0.3, 0.2 if name == "exo_pair" else 0.0), f_divergence=f, f_alpha=0.3
         )
         for name, t in LOSS_TYPES.items()
         if t.divergence
         for f in ("forward_kl", "js_divergence")
     },
-    "discopop tau": DPO(("discopop",), settings=Settings(0.2, discopop_tau=0.7)),
+    "discopop tau": DPO(("discopop",), settings=DpoSettings(0.2, discopop_tau=0.7)),
     "ld": DPO(ld_alpha=0.35),
     "ld ipo": DPO(("ipo",), ld_alpha=0.0),
     "ld aot": DPO(("aot",), ld_alpha=0.5),
@@ -57,7 +57,7 @@ CASES: dict[str, DPO] = {
     "wpo nca": DPO(
         ("nca_pair", "ipo"), use_weighting=True
     ),  # hinge: TRL multiplies in place what its backward pass needs
-    "several": DPO(("sigmoid", "bco_pair", "sft"), (0.8, 0.2, 1.1), settings=Settings(0.4)),
+    "several": DPO(("sigmoid", "bco_pair", "sft"), (0.8, 0.2, 1.1), settings=DpoSettings(0.4)),
     "several unweighted": DPO(("hinge", "apo_zero")),
     "twice": DPO(("hinge", "hinge"), (0.5, 0.75)),
     "rpo": DPO(rpo_alpha=0.7),
@@ -66,7 +66,7 @@ CASES: dict[str, DPO] = {
 ALPHAS = {
     f"{name} alpha {alpha}": DPO(
         (name,),
-        settings=Settings(0.3, 0.2 if name == "exo_pair" else 0.0, 0.7),
+        settings=DpoSettings(0.3, 0.2 if name == "exo_pair" else 0.0, 0.7),
         f_divergence="alpha_divergence",
         f_alpha=alpha,
     )
@@ -162,7 +162,7 @@ def test_every_type_of_the_installed_config_is_here(trl: Any) -> None:
 
 def test_label_smoothing_of_sigmoid_is_that_of_aot_on_one_pair(trl: Any) -> None:
     """TRL's sigmoid ignores the option; its aot, with nothing to sort, is conservative DPO."""
-    loss = DPO(settings=Settings(0.3, 0.15))
+    loss = DPO(settings=DpoSettings(0.3, 0.15))
     both = models(DOCS)
     single = [theirs(trl, replace(loss, loss_types=("aot",)), both, DOCS[i : i + 2]) for i in range(0, len(DOCS), 2)]
     value, gradient, _ = run(loss, both[0], [reference_of(both[1], pairs(DOCS, True))])
@@ -172,7 +172,7 @@ def test_label_smoothing_of_sigmoid_is_that_of_aot_on_one_pair(trl: Any) -> None
 def test_reference_free_by_hand() -> None:
     """Log ratios are the answers' log-probabilities, rewards beta times these."""
     policy, _ = models(DOCS)
-    loss = DPO(settings=Settings(0.2), reference_free=True)
+    loss = DPO(settings=DpoSettings(0.2), reference_free=True)
     value, gradient, metrics = run(loss, policy, [pairs(DOCS, True)])
     logp = policy.weight.log_softmax(-1)
     answers = [sum(logp[a, b] for a, b in zip(d.ids[d.begin - 1 :], d.ids[d.begin :], strict=False)) for d in DOCS]
@@ -210,20 +210,22 @@ def test_fillers_alone_have_no_loss_and_a_gradient_of_zero() -> None:
 @pytest.mark.parametrize("away", [-4000.0, 4000.0])
 def test_a_pair_far_from_its_reference_has_a_finite_loss(name: str, away: float) -> None:
     """In float32, with its gradient, whichever answer the policy has come to prefer."""
-    logps = Sides(
+    logps = PairTensors(
         torch.tensor([-5000.0 + away], requires_grad=True), torch.tensor([-5000.0 - away], requires_grad=True)
     )
-    reference = Sides(torch.tensor([-5000.0]), torch.tensor([-5000.0]))
-    ratios, lengths = logps - reference, Sides(torch.tensor([500.0]), torch.tensor([500.0]))
-    found = LOSS_TYPES[name].formula(Compared(logps, reference, ratios, ratios, lengths, Settings(label_smoothing=0.1)))
+    reference = PairTensors(torch.tensor([-5000.0]), torch.tensor([-5000.0]))
+    ratios, lengths = logps - reference, PairTensors(torch.tensor([500.0]), torch.tensor([500.0]))
+    found = LOSS_TYPES[name].formula(
+        PairStats(logps, reference, ratios, ratios, lengths, DpoSettings(label_smoothing=0.1))
+    )
     gradients = torch.autograd.grad(found.sum(), [logps.chosen, logps.rejected], allow_unused=True)
     assert found.isfinite().all() and all(g is None or g.isfinite().all() for g in gradients)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_a_divergence_of_any_ratio_is_finite(divergence: str) -> None:
-    ratios = Sides(torch.tensor([-4000.0], requires_grad=True), torch.tensor([-3000.0], requires_grad=True))
-    found = scores(ratios, divergence, 0.5).difference
+    ratios = PairTensors(torch.tensor([-4000.0], requires_grad=True), torch.tensor([-3000.0], requires_grad=True))
+    found = divergence_scores(ratios, divergence, 0.5).difference
     gradients = torch.autograd.grad(found.sum(), [ratios.chosen, ratios.rejected])
     assert found.isfinite().all() and all(g.isfinite().all() for g in gradients)
 

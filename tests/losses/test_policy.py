@@ -10,19 +10,21 @@ import pytest
 import torch
 
 from megaswift.losses.advantages import entropy_threshold
-from megaswift.losses.policy import Policy
-from megaswift.losses.policy_types import LOSS_TYPES, Settings
-from megaswift.losses.sampler_gap import Correction
+from megaswift.losses.policy import PolicyLoss
+from megaswift.losses.policy_types import LOSS_TYPES, PolicySettings
+from megaswift.losses.sampler_correction import SamplerCorrection
 from tests.losses import trainers
 from tests.losses.bigram import Bigram, assert_same, assert_same_metrics, run
 from tests.losses.rollouts import TOKENS, Rollouts, label_fields, models, right, rollouts
 
-NARROW = Settings(epsilon=0.02, epsilon_high=0.05)
+NARROW = PolicySettings(epsilon=0.02, epsilon_high=0.05)
 """For weights of whole completions, which differ less from 1 than those of tokens."""
-CASES: dict[str, tuple[Policy, set[str]]] = {
+CASES: dict[str, tuple[PolicyLoss, set[str]]] = {
     **{
         f"{name} {level}": (
-            Policy(name, NARROW if level == "sequence" else Settings(0.2, 0.28), level, max_completion_length=11),
+            PolicyLoss(
+                name, NARROW if level == "sequence" else PolicySettings(0.2, 0.28), level, max_completion_length=11
+            ),
             {"old"},
         )
         for name in LOSS_TYPES
@@ -30,15 +32,15 @@ CASES: dict[str, tuple[Policy, set[str]]] = {
         for level in ("token", "sequence")
     },
     **{
-        f"{name} on policy": (Policy(name, max_completion_length=7, beta=0.1), set())
+        f"{name} on policy": (PolicyLoss(name, max_completion_length=7, beta=0.1), set())
         for name in LOSS_TYPES
         if name != "rloo"
     },
     **{
         f"{name} everything": (
-            Policy(
+            PolicyLoss(
                 name,
-                Settings(0.1, 0.2, 1.5),
+                PolicySettings(0.1, 0.2, 1.5),
                 "token",
                 0.3,
                 off_policy_mask_threshold=0.05,
@@ -50,27 +52,32 @@ CASES: dict[str, tuple[Policy, set[str]]] = {
         for name in LOSS_TYPES
         if name != "rloo"
     },
-    "delta": (Policy("grpo", Settings(0.1, 0.2, 1.4)), {"old"}),
-    "delta below the bound": (Policy("grpo", Settings(0.1, 0.2, 1.15)), {"old"}),
-    "delta sequence": (Policy("bnpo", Settings(0.02, 0.05, 1.04), "sequence"), {"old"}),
-    "cispo with a useful bound": (Policy("cispo", Settings(epsilon_high=1.1)), {"old"}),
-    "sapo temperatures": (Policy("sapo", Settings(sapo_temperature_pos=0.7, sapo_temperature_neg=1.9)), {"old"}),
-    "vespo settings": (
-        Policy("vespo", Settings(vespo_k_pos=1.1, vespo_lambda_pos=0.7, vespo_k_neg=0.6, vespo_lambda_neg=1.4)),
+    "delta": (PolicyLoss("grpo", PolicySettings(0.1, 0.2, 1.4)), {"old"}),
+    "delta below the bound": (PolicyLoss("grpo", PolicySettings(0.1, 0.2, 1.15)), {"old"}),
+    "delta sequence": (PolicyLoss("bnpo", PolicySettings(0.02, 0.05, 1.04), "sequence"), {"old"}),
+    "cispo with a useful bound": (PolicyLoss("cispo", PolicySettings(epsilon_high=1.1)), {"old"}),
+    "sapo temperatures": (
+        PolicyLoss("sapo", PolicySettings(sapo_temperature_pos=0.7, sapo_temperature_neg=1.9)),
         {"old"},
     ),
-    "vespo sequence ratio": (Policy("vespo", ratio_level="sequence"), {"old", "ratio"}),
-    "kl": (Policy("dapo", beta=0.2, use_bias_correction_kl=False), {"old"}),
-    "kl corrected": (Policy("dapo", beta=0.2), {"old"}),
-    "kl corrected sequence": (Policy("grpo", NARROW, "sequence", 0.2), {"old"}),
-    "off policy by the old": (Policy("dapo", off_policy_mask_threshold=0.02), {"old"}),
-    "off policy by the sampler": (Policy("dapo", off_policy_mask_threshold=0.02), {"old", "sampled"}),
-    "off policy sequence": (Policy("grpo", NARROW, "sequence", off_policy_mask_threshold=0.02), {"old", "sampled"}),
-    "entropy": (Policy("grpo", entropy_coef=0.3), {"old"}),
-    "entropy of kept tokens": (Policy("grpo", entropy_coef=0.3), {"old", "keep"}),
-    "kept tokens": (Policy("dapo"), {"old", "keep"}),
-    "token ratio": (Policy("dapo"), {"old", "ratio"}),
-    "sequence ratio": (Policy("dapo", ratio_level="sequence"), {"old", "ratio"}),
+    "vespo settings": (
+        PolicyLoss(
+            "vespo", PolicySettings(vespo_k_pos=1.1, vespo_lambda_pos=0.7, vespo_k_neg=0.6, vespo_lambda_neg=1.4)
+        ),
+        {"old"},
+    ),
+    "vespo sequence ratio": (PolicyLoss("vespo", ratio_level="sequence"), {"old", "ratio"}),
+    "kl": (PolicyLoss("dapo", beta=0.2, use_bias_correction_kl=False), {"old"}),
+    "kl corrected": (PolicyLoss("dapo", beta=0.2), {"old"}),
+    "kl corrected sequence": (PolicyLoss("grpo", NARROW, "sequence", 0.2), {"old"}),
+    "off policy by the old": (PolicyLoss("dapo", off_policy_mask_threshold=0.02), {"old"}),
+    "off policy by the sampler": (PolicyLoss("dapo", off_policy_mask_threshold=0.02), {"old", "sampled"}),
+    "off policy sequence": (PolicyLoss("grpo", NARROW, "sequence", off_policy_mask_threshold=0.02), {"old", "sampled"}),
+    "entropy": (PolicyLoss("grpo", entropy_coef=0.3), {"old"}),
+    "entropy of kept tokens": (PolicyLoss("grpo", entropy_coef=0.3), {"old", "keep"}),
+    "kept tokens": (PolicyLoss("dapo"), {"old", "keep"}),
+    "token ratio": (PolicyLoss("dapo"), {"old", "ratio"}),
+    "sequence ratio": (PolicyLoss("dapo", ratio_level="sequence"), {"old", "ratio"}),
 }
 SHARE = 0.4
 """Of tokens kept."""
@@ -81,11 +88,11 @@ def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trainers.grpo(tmp_path_factory.mktemp("grpo"))
 
 
-def known_to(loss: Policy, names: set[str], data: Rollouts, policy: Bigram) -> Rollouts:
+def known_to(loss: PolicyLoss, names: set[str], data: Rollouts, policy: Bigram) -> Rollouts:
     """The fields of a case."""
     made = dict(data.known)
     if "ratio" in names:
-        correction = Correction(f"{loss.ratio_level}_truncate", clip_max=1.2, clip_min=0.85)
+        correction = SamplerCorrection(f"{loss.ratio_level}_truncate", clip_max=1.2, clip_min=0.85)
         made["ratio"] = [
             correction.weights((o - s).unsqueeze(0), m.unsqueeze(0))[0]
             for o, s, m in zip(made["old"], made["sampled"], data.learnt, strict=True)
@@ -97,7 +104,7 @@ def known_to(loss: Policy, names: set[str], data: Rollouts, policy: Bigram) -> R
     return replace(data, known={n: v for n, v in made.items() if n in names | {"advantages", "reference"}})
 
 
-def theirs(trl: Any, loss: Policy, data: Rollouts, both: tuple[Bigram, Bigram]) -> tuple[float, torch.Tensor]:
+def theirs(trl: Any, loss: PolicyLoss, data: Rollouts, both: tuple[Bigram, Bigram]) -> tuple[float, torch.Tensor]:
     """TRL's loss of all completions in one batch."""
     s = loss.settings
     trl.model, trl.loss_type, trl.importance_sampling_level, trl.beta = (
@@ -112,7 +119,7 @@ def theirs(trl: Any, loss: Policy, data: Rollouts, both: tuple[Bigram, Bigram]) 
         loss.off_policy_mask_threshold,
         loss.use_bias_correction_kl,
     )
-    for name in {f.name for f in fields(Settings)} - {"epsilon", "epsilon_high"}:
+    for name in {f.name for f in fields(PolicySettings)} - {"epsilon", "epsilon_high"}:
         setattr(trl.args, name, getattr(s, name))
     trl._entropy_bonus_enabled, trl.entropy_coef = loss.entropy_coef != 0, loss.entropy_coef
     trl.top_entropy_quantile = SHARE if "keep" in data.known else 1.0
@@ -126,7 +133,7 @@ def theirs(trl: Any, loss: Policy, data: Rollouts, both: tuple[Bigram, Bigram]) 
     return trainers.differentiated(trl._compute_loss(trl.model, inputs), trl.model.weight)
 
 
-def assert_agree(trl: Any, loss: Policy, data: Rollouts, both: tuple[Bigram, Bigram]) -> dict[str, float]:
+def assert_agree(trl: Any, loss: PolicyLoss, data: Rollouts, both: tuple[Bigram, Bigram]) -> dict[str, float]:
     expected = theirs(trl, loss, data, both)
     noted = trainers.metrics(trl)
     for microbatches in data.layouts():
@@ -149,7 +156,9 @@ def test_value_gradient_and_metrics_are_trl_s(trl: Any, case: str) -> None:
 def test_vespo_far_from_the_old_policy_is_trl_s(trl: Any) -> None:
     """Where logarithms of weights end, of tokens and of completions; settings under which such weights still count."""
     both = models()
-    loss = Policy("vespo", Settings(vespo_k_pos=0.05, vespo_lambda_pos=0.1, vespo_k_neg=0.05, vespo_lambda_neg=0.0))
+    loss = PolicyLoss(
+        "vespo", PolicySettings(vespo_k_pos=0.05, vespo_lambda_pos=0.1, vespo_k_neg=0.05, vespo_lambda_neg=0.0)
+    )
     data = rollouts(*both, distance=30.0).without("sampled")
     logprobs = label_fields(both[0], data.docs)["log_probs"]
     away = [torch.where(m, p - o, 0.0) for p, o, m in zip(logprobs, data.known["old"], data.learnt, strict=True)]
@@ -163,7 +172,7 @@ def test_a_completion_without_labels_is_no_extreme(trl: Any) -> None:
     data = rollouts(*both)
     old = [v + 0.7 for v in label_fields(both[0], data.docs)["log_probs"]]
     data = replace(data, known={**data.known, "old": old, "advantages": [-torch.ones_like(v) for v in old]})
-    loss = Policy("dapo", beta=0.1)  # clipped weights have no gradient; the KL has one
+    loss = PolicyLoss("dapo", beta=0.1)  # clipped weights have no gradient; the KL has one
     assert assert_agree(trl, loss, data.without("sampled"), both)["clip_ratio/low_min"] == 1
     assert (
         assert_agree(trl, replace(loss, importance_sampling_level="sequence"), data.without("sampled"), both)[
@@ -197,14 +206,14 @@ def test_rloo_is_trl_s(tmp_path_factory: pytest.TempPathFactory, epsilon: float)
     expected = trainers.differentiated(trl._compute_loss(trl.model, inputs), both[0].weight)
     noted = trainers.metrics(trl)
     for microbatches in data.layouts():
-        value, gradient, metrics = run(Policy("rloo", Settings(epsilon)), both[0], microbatches)
+        value, gradient, metrics = run(PolicyLoss("rloo", PolicySettings(epsilon)), both[0], microbatches)
         assert_same((value, gradient), expected)
         assert_same_metrics(metrics, noted)
 
 
 def test_micro_batches_of_unequal_lengths_have_one_normaliser(trl: Any) -> None:
     """bnpo over all completions at once, where TRL takes a mean of means: its micro-batches weighed by their tokens."""
-    loss, both = Policy("bnpo", beta=0.1), models()
+    loss, both = PolicyLoss("bnpo", beta=0.1), models()
     data = rollouts(*both)
     cuts = [slice(0, 2), slice(2, 7), slice(7, 8)]
     tokens = [sum(int(m.sum()) for m in data.learnt[c]) for c in cuts]
@@ -216,7 +225,7 @@ def test_micro_batches_of_unequal_lengths_have_one_normaliser(trl: Any) -> None:
 
 def test_dapo_divides_by_the_tokens_of_the_generation_as_trl_does_over_accumulated_batches(trl: Any) -> None:
     """Three accumulated batches of one step: TRL's sum of them."""
-    loss, both = Policy("dapo"), models()
+    loss, both = PolicyLoss("dapo"), models()
     data = rollouts(*both).without("sampled")
     total, found = sum(int(m.sum()) for m in data.learnt), []
     for cut in (slice(0, 3), slice(3, 6), slice(6, 8)):
@@ -235,7 +244,9 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
     both = models()
     data = rollouts(*both).without("old", "sampled")
     value, gradient, _ = run(
-        Policy(name, max_completion_length=7, settings=Settings(epsilon_high=2.0)), both[0], [data.batch(True)]
+        PolicyLoss(name, max_completion_length=7, settings=PolicySettings(epsilon_high=2.0)),
+        both[0],
+        [data.batch(True)],
     )
     logp, expected, kind = both[0].weight.log_softmax(-1), torch.zeros(()), LOSS_TYPES[name]
     tokens = sum(int(m.sum()) for m in data.learnt)
@@ -255,16 +266,16 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
 def test_a_kl_that_is_in_the_rewards_is_no_term() -> None:
     both = models()
     data = rollouts(*both)
-    with_kl = run(Policy(beta=0.3, kl_in_reward=True), both[0], [data.batch(True)])
-    without = run(Policy(), both[0], [data.batch(True)])
+    with_kl = run(PolicyLoss(beta=0.3, kl_in_reward=True), both[0], [data.batch(True)])
+    without = run(PolicyLoss(), both[0], [data.batch(True)])
     assert with_kl[0] == without[0] and torch.equal(with_kl[1], without[1]) and "kl" not in with_kl[2]
 
 
 @pytest.mark.parametrize("name", LOSS_TYPES)
 def test_fillers_alone_have_no_loss(name: str) -> None:
     both = models()
-    data = known_to(Policy(), {"old", "sampled", "ratio", "keep"}, rollouts(*both), both[0])
-    loss = Policy(name, beta=0.1, entropy_coef=0.1, off_policy_mask_threshold=0.1, max_completion_length=7)
+    data = known_to(PolicyLoss(), {"old", "sampled", "ratio", "keep"}, rollouts(*both), both[0])
+    loss = PolicyLoss(name, beta=0.1, entropy_coef=0.1, off_policy_mask_threshold=0.1, max_completion_length=7)
     for packed in (False, True):
         filler = data.part(slice(0, 0)).batch(packed)
         value, gradient, metrics = run(loss, both[0], [filler])
@@ -282,13 +293,13 @@ def test_a_loss_of_nan_at_a_token_that_is_not_learnt_stays_away() -> None:
         "sampled": [torch.where(torch.arange(len(v)) == 0, torch.nan, v) for v in data.known["sampled"]],
     }
     value, gradient, metrics = run(
-        Policy(off_policy_mask_threshold=0.1), both[0], [replace(data, known=known).batch(True)]
+        PolicyLoss(off_policy_mask_threshold=0.1), both[0], [replace(data, known=known).batch(True)]
     )
     assert value == value and gradient.isfinite().all() and all(m == m for m in metrics.values())
 
 
 def test_needs_and_what_is_ours_to_prevent() -> None:
-    assert Policy(temperature=0.7).needs.temperature == 0.7 and Policy().needs.fields == {"logprobs", "entropy"}
+    assert PolicyLoss(temperature=0.7).needs.temperature == 0.7 and PolicyLoss().needs.fields == {"logprobs", "entropy"}
     for wrong in ({"loss_type": "ppo"}, {"importance_sampling_level": "word"}, {"loss_type": "dr_grpo"}):
         with pytest.raises(AssertionError):
-            Policy(**wrong)
+            PolicyLoss(**wrong)

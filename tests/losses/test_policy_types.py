@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megaswift.losses.contract import Batch, Outputs
-from megaswift.losses.policy import LEVELS, Policy
-from megaswift.losses.policy_types import LOSS_TYPES, Settings
+from megaswift.losses.contract import Batch, ModelOutputs
+from megaswift.losses.policy import LEVELS, PolicyLoss
+from megaswift.losses.policy_types import LOSS_TYPES, PolicySettings
 from tests.losses.bigram import Bigram, assert_same, run
 from tests.losses.rollouts import Rollouts, label_fields, models, rollouts
 
@@ -22,7 +22,7 @@ def test_cispo_s_cap_is_5_by_default() -> None:
     logprobs = label_fields(both[0], data.docs)["log_probs"]
     known = {**data.known, "old": [p - math.log(8) for p in logprobs]}
     away, on = replace(data, known=known), data.without("old")
-    gradients = [run(Policy("cispo", Settings(epsilon=0.3)), both[0], [d.batch(True)])[1] for d in (on, away)]
+    gradients = [run(PolicyLoss("cispo", PolicySettings(epsilon=0.3)), both[0], [d.batch(True)])[1] for d in (on, away)]
     assert_same((0.0, 5 * gradients[0]), (0.0, gradients[1]))
     logp, expected = both[0].weight.log_softmax(-1), torch.zeros(())
     for d, a, m in zip(data.docs, data.known["advantages"], data.learnt, strict=True):
@@ -53,7 +53,7 @@ def test_gspo_token_keeps_the_advantages_of_tokens() -> None:
     """Equal to GSPO where a completion's advantages are equal; else each token has its own, which GSPO averages."""
     both, epsilon = models(), 0.03
     data = rollouts(*both).without("sampled")
-    level = {name: Policy("grpo", Settings(epsilon), name) for name in ("sequence", "sequence_token")}
+    level = {name: PolicyLoss("grpo", PolicySettings(epsilon), name) for name in ("sequence", "sequence_token")}
     for microbatches in data.layouts():
         value, gradient, _ = run(level["sequence_token"], both[0], microbatches)
         assert_same((value, gradient), run(level["sequence"], both[0], microbatches)[:2])
@@ -88,7 +88,7 @@ def test_ratios_of_any_size_are_finite(name: str, level: str) -> None:
         }
         positions, valid = torch.arange(length + 1).unsqueeze(0), torch.ones_like(tokens, dtype=torch.bool)
         b = Batch(tokens, tokens, labelled, positions, valid, fields=known)
-        loss = Policy(name, importance_sampling_level=level, beta=0.1, max_completion_length=length)
-        terms, _ = loss(Outputs(logprobs=logprobs, entropy=torch.ones(1, length + 1)), b)
+        loss = PolicyLoss(name, importance_sampling_level=level, beta=0.1, max_completion_length=length)
+        terms, _ = loss(ModelOutputs(logprobs=logprobs, entropy=torch.ones(1, length + 1)), b)
         (gradient,) = torch.autograd.grad(sum((t.sum * t.weight for t in terms), torch.zeros(())), [logprobs])
         assert all(t.sum.isfinite() for t in terms) and gradient.isfinite().all(), step

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.losses.advantages import gae, kl_estimate, moments, token_rewards, whiten
-from megaswift.losses.contract import Batch, Outputs
-from megaswift.losses.documents import document_index
-from megaswift.losses.policy import Policy
-from megaswift.losses.policy_types import Settings
-from megaswift.losses.value import Value
+from megaswift.losses.advantages import gae, kl_estimate, masked_moments, token_rewards, whiten
+from megaswift.losses.contract import Batch, ModelOutputs
+from megaswift.losses.policy import PolicyLoss
+from megaswift.losses.policy_types import PolicySettings
+from megaswift.losses.segments import document_index
+from megaswift.losses.value import ValueLoss
 from tests.losses import bigram
 from tests.losses.bigram import Bigram
 from tests.losses.rollouts import DOCS, TOKENS, Rollouts, label_fields, models, rollouts
@@ -108,7 +108,7 @@ def prepared(data: Rollouts, reference: Bigram, values: Tensor, layout: int) -> 
         rewards = token_rewards(scores, KL * kl_estimate(b.fields["old"], b.fields["reference"], "k1"), mask, documents)
         advantages, returns = gae(rewards, b.fields["values"], mask, GAMMA, LAM, documents)
         made.append(replace(b, fields={**b.fields, "advantages": advantages, "returns": returns}))
-    total = torch.stack([moments(b.fields["advantages"], b.loss_weights != 0) for b in made]).sum(0)
+    total = torch.stack([masked_moments(b.fields["advantages"], b.loss_weights != 0) for b in made]).sum(0)
     return [
         replace(b, fields={**b.fields, "advantages": whiten(b.fields["advantages"], b.loss_weights != 0, total)})
         for b in made
@@ -116,9 +116,9 @@ def prepared(data: Rollouts, reference: Bigram, values: Tensor, layout: int) -> 
 
 
 def value_loss(weight: Tensor, microbatches: list[Batch]) -> Tensor:
-    loss = Value(VALUE_CLIP)
+    loss = ValueLoss(VALUE_CLIP)
     count = sum(loss.counts(b)["completion_tokens"] for b in microbatches)
-    terms = [loss(Outputs(values=weight[b.input_ids] * (b.loss_weights != 0)), b)[0][0] for b in microbatches]
+    terms = [loss(ModelOutputs(values=weight[b.input_ids] * (b.loss_weights != 0)), b)[0][0] for b in microbatches]
     return sum((t.sum / count for t in terms), start=torch.zeros((), dtype=torch.float64))
 
 
@@ -138,7 +138,7 @@ def test_four_updates_of_policy_and_critic(layout: int) -> None:
     for _ in range(4):
         surrogate, squares = losses_by_loops(theirs, their_critic, tokens)
         gradients = [torch.autograd.grad(surrogate, [theirs])[0], torch.autograd.grad(squares, [their_critic])[0]]
-        value, gradient, metrics = bigram.run(Policy("dapo", Settings(EPSILON)), ours, batches)
+        value, gradient, metrics = bigram.run(PolicyLoss("dapo", PolicySettings(EPSILON)), ours, batches)
         bigram.assert_same((value, gradient), (surrogate.item(), gradients[0]))
         found = value_loss(our_critic, batches)
         (slope,) = torch.autograd.grad(found, [our_critic])
@@ -167,7 +167,7 @@ def test_the_surrogate_by_hand() -> None:
         "advantages": [torch.tensor([2.0, -2, 2, -2], dtype=torch.float64)],
     }
     value, gradient, metrics = bigram.run(
-        Policy("dapo", Settings(0.2)), policy, [replace(data, known=known).batch(True)]
+        PolicyLoss("dapo", PolicySettings(0.2)), policy, [replace(data, known=known).batch(True)]
     )
     assert value == pytest.approx(-(2.4 - 3 + 1 - 1.6) / 4)
     assert (

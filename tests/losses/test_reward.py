@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megaswift.losses.contract import Batch, Metric, Outputs
-from megaswift.losses.reward import Reward, scored_at_last_token
+from megaswift.losses.contract import Batch, Metric, ModelOutputs
+from megaswift.losses.reward import RewardLoss, scored_at_last_token
 from tests.losses import trainers
 from tests.losses.bigram import assert_same, assert_same_metrics, documents, padded, pairs, reduced
 
@@ -50,12 +50,12 @@ def batch(numbers: list[int], packed: bool, margin: bool) -> Batch:
     )
 
 
-def run(loss: Reward, model: Scores, microbatches: list[Batch]) -> tuple[float, Tensor, dict[str, float]]:
+def run(loss: RewardLoss, model: Scores, microbatches: list[Batch]) -> tuple[float, Tensor, dict[str, float]]:
     count = sum(loss.counts(b)["pairs"] for b in microbatches) or 1.0
     parts: list[dict[str, Metric]] = []
     total = torch.zeros((), dtype=torch.float64)
     for b in microbatches:
-        terms, metrics = loss(Outputs(values=model.weight[b.input_ids] * (b.loss_weights != 0)), b)
+        terms, metrics = loss(ModelOutputs(values=model.weight[b.input_ids] * (b.loss_weights != 0)), b)
         total = total + sum(t.weight * t.sum / count for t in terms)
         parts.append(dict(metrics))
     (gradient,) = torch.autograd.grad(total, [model.weight])
@@ -77,7 +77,7 @@ def test_value_gradient_and_metrics_are_trl_s(trl: Any, centring: float | None, 
         inputs["margin"] = torch.tensor(MARGIN)
     expected = trainers.differentiated(trl.compute_loss(model, inputs), model.weight)
     noted = trainers.metrics(trl)
-    loss = Reward(centring)
+    loss = RewardLoss(centring)
     for cut in ([([0, 1, 2], False)], [([0, 1, 2], True)], [([0], True), ([], True), ([1, 2], False), ([], False)]):
         value, gradient, metrics = run(loss, model, [batch(*c, margin) for c in cut])
         assert_same((value, gradient), expected)
@@ -85,9 +85,9 @@ def test_value_gradient_and_metrics_are_trl_s(trl: Any, centring: float | None, 
 
 
 def test_fillers_alone_have_no_loss() -> None:
-    value, gradient, metrics = run(Reward(0.1), Scores(), [batch([], True, False)])
+    value, gradient, metrics = run(RewardLoss(0.1), Scores(), [batch([], True, False)])
     assert value == 0 and gradient.abs().max() == 0 and metrics.keys() == {"min_reward", "max_reward"}
 
 
 def test_it_asks_for_the_head_alone() -> None:
-    assert Reward().needs.head == "score" and not Reward().needs.fields
+    assert RewardLoss().needs.head == "score" and not RewardLoss().needs.fields

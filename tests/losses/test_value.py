@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import Batch, Metric, Outputs
-from megaswift.losses.value import Value, explained_variance
+from megaswift.losses.contract import Batch, Metric, ModelOutputs
+from megaswift.losses.value import ValueLoss, explained_variance
 from tests.losses.bigram import assert_same, reduced
 from tests.losses.rollouts import TOKENS, Rollouts, models, rollouts
 
 
-def run(loss: Value, weight: Tensor, microbatches: list[Batch]) -> tuple[float, Tensor, dict[str, float]]:
+def run(loss: ValueLoss, weight: Tensor, microbatches: list[Batch]) -> tuple[float, Tensor, dict[str, float]]:
     """A critic with a value for each token."""
     count = sum(loss.counts(b)["completion_tokens"] for b in microbatches) or 1.0
     total, parts = torch.zeros((), dtype=torch.float64), []
     for b in microbatches:
-        terms, metrics = loss(Outputs(values=weight[b.input_ids] * (b.loss_weights != 0)), b)
+        terms, metrics = loss(ModelOutputs(values=weight[b.input_ids] * (b.loss_weights != 0)), b)
         total = total + sum(t.weight * t.sum / count for t in terms)
         found: dict[str, Metric] = dict(metrics)
         parts.append(found)
@@ -62,7 +62,7 @@ def test_value_and_gradient_are_plain_torch_s(clip: float | None) -> None:
     (gradient,) = torch.autograd.grad(sum(losses) / len(losses), [weight])
     expected = (sum(x.item() for x in losses) / len(losses), gradient)
     for microbatches in d.layouts():
-        value, found, metrics = run(Value(clip), weight, microbatches)
+        value, found, metrics = run(ValueLoss(clip), weight, microbatches)
         assert_same((value, found), expected)
         assert metrics["vf_loss"] == pytest.approx(expected[0]) and metrics["vf_clip_ratio"] == pytest.approx(
             held / len(losses)
@@ -81,7 +81,7 @@ def test_by_hand() -> None:
     weight = torch.zeros(TOKENS + 1, dtype=torch.float64)
     places = b.input_ids[b.loss_weights != 0]
     weight[places] = torch.tensor([2.0, 0.9], dtype=torch.float64)
-    value, gradient, metrics = run(Value(0.2, vf_coef=0.5), weight.requires_grad_(), [b])
+    value, gradient, metrics = run(ValueLoss(0.2, vf_coef=0.5), weight.requires_grad_(), [b])
     assert value == pytest.approx(0.5 * (1.8**2 + 2.1**2) / 4)
     assert gradient[places].tolist() == pytest.approx([0, -0.5 * 2.1 / 2])
     assert metrics["vf_loss"] == pytest.approx((1.8**2 + 2.1**2) / 4) and metrics["vf_clip_ratio"] == 0.5
@@ -91,9 +91,9 @@ def test_by_hand() -> None:
 def test_fillers_alone_have_no_loss() -> None:
     weight = critic()
     for packed in (False, True):
-        value, gradient, metrics = run(Value(), weight, [data(weight).part(slice(0, 0)).batch(packed)])
+        value, gradient, metrics = run(ValueLoss(), weight, [data(weight).part(slice(0, 0)).batch(packed)])
         assert value == 0 and gradient.abs().max() == 0 and metrics == {} and explained_variance(metrics) is None
 
 
 def test_it_asks_for_the_head_alone() -> None:
-    assert Value().needs.head == "score" and not Value().needs.fields
+    assert ValueLoss().needs.head == "score" and not ValueLoss().needs.fields

@@ -9,10 +9,10 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.errors import LayoutError
-from megaswift.parallel.checks import check_layout, describe, layout_for, nearest_layout
-from megaswift.parallel.rules import Asked, broken
-from megaswift.parallel.shape import ModelShape
-from megaswift.parallel.stages import Split
+from megaswift.parallel.checks import check_layout, describe_layout, layout_for, nearest_layout
+from megaswift.parallel.layout_rules import LayoutRequest, broken_rules
+from megaswift.parallel.model_shape import ModelShape
+from megaswift.parallel.pipeline_split import PipelineSplit
 
 DENSE = ModelShape(num_layers=12, heads=8, kv_heads=4, head_dim=8, ffn=96)
 MOE = replace(DENSE, experts=8, expert_ffn=24, moe_layers=(False,) + (True,) * 11)
@@ -45,7 +45,7 @@ def test_heads_are_refused_where_megatron_refuses(megatron):
         except ValueError:
             fine = False
         shape = replace(DENSE, heads=heads, kv_heads=kv, ffn=tp * 16)
-        assert (not list(broken(shape, Asked(tp, tp=tp)))) == fine, (heads, kv, tp)
+        assert (not list(broken_rules(shape, LayoutRequest(tp, tp=tp)))) == fine, (heads, kv, tp)
         verdicts[fine] += 1
     assert min(verdicts.values()) > 10
 
@@ -60,12 +60,16 @@ def test_expert_and_sequence_parallel_rules_are_megatrons(megatron):
             return False
         return True
 
-    assert not theirs(sequence_parallel=True) and list(broken(DENSE, Asked(1, sequence_parallel=True)))
-    assert not theirs(expert_model_parallel_size=2) and list(broken(DENSE, Asked(2, ep=2)))
-    assert theirs(expert_model_parallel_size=2, num_moe_experts=4) and not list(broken(MOE, Asked(2, ep=2)))
+    assert not theirs(sequence_parallel=True) and list(broken_rules(DENSE, LayoutRequest(1, sequence_parallel=True)))
+    assert not theirs(expert_model_parallel_size=2) and list(broken_rules(DENSE, LayoutRequest(2, ep=2)))
+    assert theirs(expert_model_parallel_size=2, num_moe_experts=4) and not list(
+        broken_rules(MOE, LayoutRequest(2, ep=2))
+    )
     with pytest.raises(AssertionError, match="ETP==1"):
         theirs(expert_tensor_parallel_size=2, num_moe_experts=4, add_bias_linear=True)
-    assert list(broken(replace(MOE, expert_bias=True), Asked(2, etp=2))) and not list(broken(MOE, Asked(2, etp=2)))
+    assert list(broken_rules(replace(MOE, expert_bias=True), LayoutRequest(2, etp=2))) and not list(
+        broken_rules(MOE, LayoutRequest(2, etp=2))
+    )
 
 
 REFUSED = [
@@ -107,7 +111,7 @@ REFUSED = [
     (DENSE, dict(world_size=4, vpp=2), ["--vpp 2: model chunks need a pipeline, and --pp is 1"]),
     (
         DENSE,
-        dict(world_size=4, pp=4, split=Split(first=2)),
+        dict(world_size=4, pp=4, split=PipelineSplit(first=2)),
         ["the other 10 of 12 layers are not divisible by 3 stages", "--first_stage_layers 3"],
     ),
     (
@@ -146,7 +150,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("shape", "asked", "says"), REFUSED)
 def test_refusals_name_flag_numbers_and_a_way_out(shape, asked, says):
-    problems = check_layout(shape, Asked(**asked))
+    problems = check_layout(shape, LayoutRequest(**asked))
     text = str(LayoutError(problems))
     for part in says:
         assert part in text
@@ -154,7 +158,7 @@ def test_refusals_name_flag_numbers_and_a_way_out(shape, asked, says):
 
 
 def test_all_mistakes_at_once():
-    problems = check_layout(MOE, Asked(8, tp=3, pp=5, ep=6, cp=2, max_length=1023, dp=3))
+    problems = check_layout(MOE, LayoutRequest(8, tp=3, pp=5, ep=6, cp=2, max_length=1023, dp=3))
     text = "\n".join(map(str, problems))
     for part in (
         "--tp 3 --cp 2 --pp 5: need 3 x 2 x 5 = 30",
@@ -194,27 +198,27 @@ def test_layout_for():
 
 
 def test_more_tensor_parallel_ranks_than_kv_heads_is_megatrons_to_split():
-    assert check_layout(DENSE, Asked(8, tp=8)) == []
+    assert check_layout(DENSE, LayoutRequest(8, tp=8)) == []
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        Asked(8, tp=3),
-        Asked(8, tp=3, pp=5),
-        Asked(8, pp=8, ep=3),
-        Asked(8, cp=4, max_length=12),
-        Asked(8, vpp=2),
-        Asked(8, pp=8, vpp=2),
-        Asked(6, tp=4, pp=2),
-        Asked(8, tp=2, ep=8, etp=2),
-        Asked(7, tp=2),
-        Asked(8, tp=2, sequence_parallel=False, ep=16),
+        LayoutRequest(8, tp=3),
+        LayoutRequest(8, tp=3, pp=5),
+        LayoutRequest(8, pp=8, ep=3),
+        LayoutRequest(8, cp=4, max_length=12),
+        LayoutRequest(8, vpp=2),
+        LayoutRequest(8, pp=8, vpp=2),
+        LayoutRequest(6, tp=4, pp=2),
+        LayoutRequest(8, tp=2, ep=8, etp=2),
+        LayoutRequest(7, tp=2),
+        LayoutRequest(8, tp=2, sequence_parallel=False, ep=16),
     ],
 )
 def test_the_nearest_layout_works_and_none_is_nearer(asked):
     near = nearest_layout(MOE, asked)
-    assert list(broken(MOE, near)) == []
+    assert list(broken_rules(MOE, near)) == []
 
     def changes(other):
         names = ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel")
@@ -231,23 +235,28 @@ def _legal(asked, others):
         if asked.world_size % (tp * pp * cp) or asked.world_size % (ep * etp * pp):
             continue
         other = replace(asked, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, sequence_parallel=sp)
-        if next(broken(MOE, other), None) is None:
+        if next(broken_rules(MOE, other), None) is None:
             yield other
 
 
 def test_nearest_layouts_by_hand():
-    assert describe(nearest_layout(DENSE, Asked(8, tp=3)), Asked(8, tp=3)) == "--tp 4 (data parallel: 2)"
-    dense = Asked(8, tp=2, ep=4)
-    assert describe(nearest_layout(DENSE, dense), dense) == "--tp 2 --ep 1 (data parallel: 4)"
-    split = Asked(4, pp=4, split=Split(first=5))
-    assert describe(nearest_layout(DENSE, split), split) == "--pp 4 (data parallel: 1)"
-    assert nearest_layout(DENSE, Asked(4, train=config(gbs=6).train)) == Asked(4, tp=2, train=config(gbs=6).train)
+    assert (
+        describe_layout(nearest_layout(DENSE, LayoutRequest(8, tp=3)), LayoutRequest(8, tp=3))
+        == "--tp 4 (data parallel: 2)"
+    )
+    dense = LayoutRequest(8, tp=2, ep=4)
+    assert describe_layout(nearest_layout(DENSE, dense), dense) == "--tp 2 --ep 1 (data parallel: 4)"
+    split = LayoutRequest(4, pp=4, split=PipelineSplit(first=5))
+    assert describe_layout(nearest_layout(DENSE, split), split) == "--pp 4 (data parallel: 1)"
+    assert nearest_layout(DENSE, LayoutRequest(4, train=config(gbs=6).train)) == LayoutRequest(
+        4, tp=2, train=config(gbs=6).train
+    )
 
 
 def test_a_large_world_is_searched_quickly():
-    asked = Asked(720, tp=7, pp=11, ep=13, etp=17, cp=19, max_length=4096)
+    asked = LayoutRequest(720, tp=7, pp=11, ep=13, etp=17, cp=19, max_length=4096)
     shape = replace(MOE, num_layers=48, heads=32, ffn=12288, experts=128, expert_ffn=768, moe_layers=(True,) * 48)
-    assert list(broken(shape, nearest_layout(shape, asked))) == []
+    assert list(broken_rules(shape, nearest_layout(shape, asked))) == []
 
 
 def test_shape_of_a_spec():

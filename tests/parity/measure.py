@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.losses.contract import FIELDS, Batch, Loss, Needs, Outputs, Term
+from megaswift.losses.contract import FIELDS, Batch, Loss, ModelOutputs, Needs, Term
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import Case, global_batch, own
 from tests.parity.oracle import Recipe, Reference
@@ -51,7 +51,7 @@ class ScaledLoss:
         """Those of cross-entropy."""
         return CrossEntropy().counts(batch)
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Any]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Any]:
         """Cross-entropy's term, its sum scaled."""
         terms, metrics = CrossEntropy()(outputs, batch)
         return [replace(t, sum=t.sum * self.factor) for t in terms], metrics
@@ -72,7 +72,7 @@ class MixedLoss:
         """Those of cross-entropy."""
         return CrossEntropy().counts(batch)
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Any]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Any]:
         """One term."""
         mixed = sum(w * getattr(outputs, name) for name, w in MIX.items())
         return [Term("loss", (mixed * batch.loss_weights).sum(), "label_weight")], {}
@@ -156,7 +156,7 @@ class Scored:
     dtypes kept."""
 
     dp: int
-    outputs: list[Outputs]
+    outputs: list[ModelOutputs]
     evaluated: float
     accuracy: float
     weights: dict[str, Tensor]

@@ -15,7 +15,7 @@ from tests.parity.pool import Pool
 
 def patience(rank: int, world: int, seconds: float) -> list[float]:
     """Seconds of the world's group and of two of Megatron's (on the ranks)."""
-    from megaswift.engine.megatron.context import ParallelContext
+    from megaswift.engine.megatron.parallel_context import ParallelContext
     from megaswift.parallel.layout import Layout
 
     context = ParallelContext(Layout(world, tp=world), timeout_s=seconds)
@@ -40,11 +40,11 @@ def test_a_run_gives_it(options: dict[str, Any], seconds: float, monkeypatch: py
     def context(layout: Any, timeout_s: float, seed: int) -> None:
         raise Stop(timeout_s)
 
-    monkeypatch.setattr(module, "locate", lambda *_, **__: Path())
+    monkeypatch.setattr(module, "locate_model", lambda *_, **__: Path())
     monkeypatch.setattr(module, "spec_of", lambda *_: None)
     monkeypatch.setattr(module, "ModelShape", SimpleNamespace(of=lambda _: None))
     monkeypatch.setattr(module, "layout_for", lambda *_: None)
-    monkeypatch.setattr("megaswift.engine.megatron.context.ParallelContext", context)
+    monkeypatch.setattr("megaswift.engine.megatron.parallel_context.ParallelContext", context)
     with pytest.raises(Stop) as caught:
-        module.run(SwiftConfig(model="m", dataset="d", **options))
+        module.run_training(SwiftConfig(model="m", dataset="d", **options))
     assert caught.value.args == (seconds,)

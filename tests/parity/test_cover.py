@@ -9,8 +9,8 @@ from itertools import combinations, product
 import pytest
 
 from megaswift.families import family_of
-from megaswift.parallel.rules import Asked, broken
-from megaswift.parallel.shape import ModelShape
+from megaswift.parallel.layout_rules import LayoutRequest, broken_rules
+from megaswift.parallel.model_shape import ModelShape
 from tests.parity import cover
 from tests.parity.cases import Case, parse
 from tests.parity.models import config
@@ -64,12 +64,12 @@ def every_product(model: str) -> Iterator[Case]:
 
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_the_checks_agree_with_the_rule_by_hand(model: str) -> None:
-    """`megaswift.parallel.rules` refuses exactly the layouts that are not in the list of all."""
+    """`megaswift.parallel.layout_rules` refuses exactly the layouts that are not in the list of all."""
     hf_config = config(model).to_dict()
     shape = ModelShape.of(family_of(hf_config).spec(hf_config))
     for case in every_product(model):
-        asked = Asked(
+        asked = LayoutRequest(
             case.world, case.tp, case.pp, case.vpp, case.cp, case.ep, case.etp, sequence_parallel=case.sp, max_length=64
         )
-        problems = list(broken(shape, asked))
+        problems = list(broken_rules(shape, asked))
         assert (not problems) == cover.legal(case), f"{case}: {[str(p) for p in problems]}"

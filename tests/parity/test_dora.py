@@ -168,7 +168,7 @@ def test_experts_and_lacking_magnitudes_are_refused(references: References, tmp_
     import peft
 
     from megaswift.config.lora import LoraConfig
-    from megaswift.engine.megatron.lora import plan_adapters
+    from megaswift.engine.megatron.lora.adapters import plan_adapters
 
     moe, dense = references.model("moe"), references.model("dense")
     config = peft.LoraConfig(use_dora=True, target_modules=[], target_parameters=["mlp.experts.down_proj"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megaswift.config.engine import ZERO
-from megaswift.losses.contract import Needs, Outputs
+from megaswift.losses.contract import ModelOutputs, Needs
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import global_batch, own, parse
 from tests.parity.measure import Task, build, full
@@ -28,11 +28,11 @@ class Seen:
     """What a rank saw. Scores of the same batch: before training, after, of the reference, after it; then after a
     move."""
 
-    before: list[Outputs]
-    trained: list[Outputs]
-    reference: list[Outputs]
-    again: list[Outputs]
-    moved: list[Outputs]
+    before: list[ModelOutputs]
+    trained: list[ModelOutputs]
+    reference: list[ModelOutputs]
+    again: list[ModelOutputs]
+    moved: list[ModelOutputs]
     third: float
     """Loss of the step after the reference was used."""
     weights: dict[str, Tensor]
@@ -80,7 +80,7 @@ def plainly(rank: int, world: int, task: Task) -> float:
     return loss
 
 
-def same(a: list[Outputs], b: list[Outputs]) -> bool:
+def same(a: list[ModelOutputs], b: list[ModelOutputs]) -> bool:
     return all(
         torch.equal(x.logprobs, y.logprobs)
         for x, y in zip(a, b, strict=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bridge.new_head import new_head
-from megaswift.losses.contract import Batch, Metric, Needs, Outputs, Term
+from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
 from tests.parity.cases import global_batch, own, parse
 from tests.parity.compare import GRADIENT, LOSS, number, table, tensors
 from tests.parity.measure import Task, full
@@ -36,7 +36,7 @@ class Squares:
         """The sum of the weights."""
         return {"label_weight": float(batch.loss_weights.sum())}
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
+    def __call__(self, outputs: ModelOutputs, batch: Batch) -> tuple[list[Term], Mapping[str, Metric]]:
         """One term."""
         assert outputs.values is not None
         return [Term("loss", ((outputs.values - 1).square() * batch.loss_weights).sum(), "label_weight")], {}

@@ -35,7 +35,7 @@ def held(rank: int, world: int, task: Task) -> tuple[tuple[Any, ...], tuple[int,
     assert not engine.train_batch(mine, CrossEntropy(), 1e-3).skipped
     parameters = [p for chunk in engine.plain for p in chunk.parameters()]
     states: list[Tensor] = []
-    for part in optim.parts(engine.optimizer):
+    for part in optim.optimizer_parts(engine.optimizer):
         states += [
             t for state in part.optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()
         ]

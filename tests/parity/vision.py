@@ -319,7 +319,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
     from megaswift.families.unlisted import any_spec
     from megaswift.parallel.layout import Layout
-    from megaswift.trainers.build import Build
+    from megaswift.trainers.build import RunBuilder
     from megaswift.trainers.engines import start_context
 
     options = {
@@ -334,7 +334,7 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
         task="sft", model=str(task.folder), dataset=[str(task.data)], engine=task.engine, **options | dict(task.options)
     )
     context = start_context(cfg, Layout.from_config(cfg.parallel, world))
-    build: Any = Build(cfg, any_spec(task.folder), task.folder, context, None)
+    build: Any = RunBuilder(cfg, any_spec(task.folder), task.folder, context, None)
     source, _ = build.data()
     engine = build.engine(fresh=True, total_steps=1)
     first = source.next()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.trainers.rewards.contract import Judged, RewardOptions, score_all
-from megaswift.trainers.rewards.load import reward_functions
+from megaswift.rewards.contract import RewardInput, RewardOptions, score_rewards
+from megaswift.rewards.load import reward_functions
 from tests.sources import ROOT
 
 QUICK = ROOT / "scripts" / "quickstart"
@@ -23,10 +23,10 @@ def test_the_reward_is_one_for_the_very_words() -> None:
     (function,) = reward_functions([f"{QUICK / 'exact.py'}:exact"], RewardOptions(max_completion_length=8))
     asked = [{"role": "user", "content": "What is 7 in words?"}]
     judged = [
-        Judged(asked, [{"role": "assistant", "content": said}], (5,), True, {"response": "seven"})
+        RewardInput(asked, [{"role": "assistant", "content": said}], (5,), True, {"response": "seven"})
         for said in ("seven", " seven\n", "seven seven", "Seven", "")
     ]
-    assert score_all([function], [1.0], judged).total == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert score_rewards([function], [1.0], judged).total == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_an_unknown_option_or_algorithm_is_named() -> None:

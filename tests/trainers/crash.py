@@ -13,20 +13,20 @@ import signal
 import sys
 from pathlib import Path
 
-from megaswift.families.step_manifest import step_problems
-from megaswift.trainers import commit
-from megaswift.trainers.commit import Store
+from megaswift.families.step_manifest import damaged_files
+from megaswift.trainers import checkpoint_store
+from megaswift.trainers.checkpoint_store import CheckpointStore
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 
 
 def save(root: Path, step: int, text: str) -> None:
-    store = Store(root)
+    store = CheckpointStore(root)
     folder = store.begin(step)
     (folder / "engine").mkdir()
     for name in ("a", "b"):
         (folder / "engine" / name).write_text(f"{text} {name} {step}" * 100)
-    store.finish(step, commit.hash_share(folder, 0, 1), {"text": text})
+    store.finish(step, checkpoint_store.hash_share(folder, 0, 1), {"text": text})
     store.rotate(1)
 
 
@@ -52,14 +52,14 @@ def killed_before(root: Path, step: int, operation: int) -> bool:
 
 def look(root: Path) -> list[object]:
     """What a resume would go on from, and whether every byte of it is right."""
-    store = Store(root)
+    store = CheckpointStore(root)
     store.recover()
     folder = store.latest()
     if folder is None:
         return ["nothing"]
-    manifest = commit.read_manifest(folder)
+    manifest = checkpoint_store.read_manifest(folder)
     assert manifest is not None
-    return [manifest["step"], manifest["text"], [str(p) for p in step_problems(folder)]]
+    return [manifest["step"], manifest["text"], [str(p) for p in damaged_files(folder)]]
 
 
 def main(work: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megaswift.inference.rollout import Completion, SamplerOptions, Sampling
+from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from tests.parity.models import build as build_model
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_model
@@ -71,7 +71,9 @@ class Player:
     def __init__(self, length: int | None) -> None:
         self.length = length
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
         """What belongs to the seeds."""
         return [played(seed, self.length) for _, seed in zip(prompts, seeds, strict=True)]
 
@@ -101,14 +103,14 @@ def run(
 def work(rank: int, world: int, command: tuple[str, list[str], int | None]) -> None:
     """The life of a worker (on the ranks)."""
     from megaswift.entry import main
-    from megaswift.inference import rollout_transformers
+    from megaswift.rollout.backends import transformers_sampler
 
     task, words, length = command
 
     def build(folder: Path, options: SamplerOptions) -> Any:
         return Player(length)
 
-    rollout_transformers.build = build  # type: ignore[assignment]
+    transformers_sampler.build = build  # type: ignore[assignment]
     sys.argv = [f"megaswift/{task}.py", *words]
     code = main(task, words)
     assert code == 0, f"exit code {code}"

@@ -45,8 +45,8 @@ def go(rank: int, world: int, job: Job) -> Seen | None:
     os.environ.update(job.environ)
     from megaswift.config import load
     from megaswift.trainers import session
-    from megaswift.trainers.engine_choice import settle
-    from megaswift.trainers.run import preflight, run
+    from megaswift.trainers.engine_choice import resolve_engine
+    from megaswift.trainers.run import preflight, run_training
 
     found: list[Seen | None] = []
 
@@ -58,9 +58,9 @@ def go(rank: int, world: int, job: Job) -> Seen | None:
             found.append(look(loop.engine) if hasattr(loop.engine, "strategy") else None)
 
     session.Session = Watched  # type: ignore[misc]  # this process ends with the job
-    cfg = settle(load("sft", job.words, complete=True), world)
+    cfg = resolve_engine(load("sft", job.words, complete=True), world)
     preflight(cfg, world)
-    run(cfg)
+    run_training(cfg)
     return found[0]
 
 

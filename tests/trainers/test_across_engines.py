@@ -67,6 +67,6 @@ def test_from_a_step_of_the_other(first: tuple[str, ...], other: tuple[str, ...]
         output_dir=str(tmp_path / "new"),
         engine="megatron" if other == NATIVE else "fsdp2",
     )
-    told = "\n".join(str(p) for p in outputs.check(cfg))
+    told = "\n".join(str(p) for p in outputs.check_output_folder(cfg))
     wrote = "torch engine" if other == NATIVE else "native engine"
     assert wrote in told and f"--model {step}" in told

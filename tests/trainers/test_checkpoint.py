@@ -13,9 +13,9 @@ import torch
 
 from megaswift.config.batch import BatchPlan
 from megaswift.errors import CheckpointError
-from megaswift.trainers import commit
-from megaswift.trainers.checkpoint import Checkpoint, other_batch, restore
-from megaswift.trainers.commit import Store
+from megaswift.trainers import checkpoint_store
+from megaswift.trainers.checkpoint import CheckpointHook, batch_size_notice, restore_run
+from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.loop import Loop
@@ -37,7 +37,7 @@ def loop_in(folder: Path, steps: int, *extra: Hook, every: int | None = 3, seed:
     hooks = [
         Metrics(folder / "metrics.jsonl", 2, Speed([FlopRule(1, 1)], 1, 1), "label_weight"),
         *extra,
-        Checkpoint(Store(folder / "checkpoints"), every, None, {"model": MODEL, "config": {}}),
+        CheckpointHook(CheckpointStore(folder / "checkpoints"), every, None, {"model": MODEL, "config": {}}),
     ]
     return tiny_loop(steps, *hooks, seed=seed)
 
@@ -58,9 +58,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     loop_in(tmp_path / "cut", 9, Kill(5)).run()  # steps 4 and 5 are past the checkpoint of step 3
     (tmp_path / "cut" / "checkpoints" / "step-5").rename(tmp_path / "lost")  # as if the process had died
     second = loop_in(tmp_path / "cut", 9, seed=99)
-    folder = Store(tmp_path / "cut" / "checkpoints").latest()
+    folder = CheckpointStore(tmp_path / "cut" / "checkpoints").latest()
     assert folder is not None and folder.name == "step-3"
-    restore(second, folder, MODEL)
+    restore_run(second, folder, MODEL)
     assert second.step == 3 and second.source.position == 3
     second.run()
     assert values(tmp_path / "cut") == values(tmp_path / "whole")
@@ -84,7 +84,7 @@ def test_a_signal_saves_the_step_it_came_in(tmp_path: Path) -> None:
     loop = loop_in(tmp_path, 9, Kill(4))
     loop.run()
     assert loop.interrupted == signal.SIGTERM
-    assert Store(tmp_path / "checkpoints").latest() == tmp_path / "checkpoints" / "step-4"
+    assert CheckpointStore(tmp_path / "checkpoints").latest() == tmp_path / "checkpoints" / "step-4"
 
 
 def test_the_last_step_is_saved_once_and_a_run_without_save_steps_saves_at_its_end(tmp_path: Path) -> None:
@@ -105,11 +105,11 @@ def test_the_last_step_is_saved_once_and_a_run_without_save_steps_saves_at_its_e
 
 def test_steps_of_another_size_are_told() -> None:
     four, eight = BatchPlan(2, 1, 4), BatchPlan(2, 2, 8)
-    assert other_batch({"global_batch_size": 4}, four) == other_batch({}, four) == ""
-    assert "of 8, and 4 in the checkpoint's run: --global_batch_size 4 keeps it" in other_batch(
+    assert batch_size_notice({"global_batch_size": 4}, four) == batch_size_notice({}, four) == ""
+    assert "of 8, and 4 in the checkpoint's run: --global_batch_size 4 keeps it" in batch_size_notice(
         {"global_batch_size": 4}, eight
     )
-    assert "of 8, and 6 in the checkpoint's run: fewer data-parallel ranks keep it" in other_batch(
+    assert "of 8, and 6 in the checkpoint's run: fewer data-parallel ranks keep it" in batch_size_notice(
         {"global_batch_size": 6}, eight
     )
 
@@ -121,16 +121,18 @@ def test_a_flipped_bit_is_refused_by_name(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"state\.pt: its content changed"):
-        restore(loop_in(tmp_path, 6), tmp_path / "checkpoints" / "step-3", MODEL)
+        restore_run(loop_in(tmp_path, 6), tmp_path / "checkpoints" / "step-3", MODEL)
 
 
 def test_another_model_and_another_format_are_refused_together(tmp_path: Path) -> None:
     loop_in(tmp_path, 3).run()
     folder = tmp_path / "checkpoints" / "step-3"
-    manifest = json.loads((folder / commit.MARKER).read_text()) | {"format": 9}
-    (folder / commit.MARKER).write_text(json.dumps(manifest | {"sha256": commit.seal(manifest)}))
+    manifest = json.loads((folder / checkpoint_store.MARKER).read_text()) | {"format": 9}
+    (folder / checkpoint_store.MARKER).write_text(
+        json.dumps(manifest | {"sha256": checkpoint_store.manifest_seal(manifest)})
+    )
     with pytest.raises(CheckpointError) as error:
-        restore(loop_in(tmp_path, 6), folder, {"family": "tiny", "num_layers": 4})
+        restore_run(loop_in(tmp_path, 6), folder, {"family": "tiny", "num_layers": 4})
     assert [p.rule for p in error.value.problems] == [
         "has format 9, this version reads 1",
         "is 2 in the checkpoint and 4 in --model",
@@ -150,6 +152,6 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     loop.engine.save = full
     with pytest.raises(OSError, match="No space"):
         loop.run()
-    store = Store(tmp_path / "checkpoints")
+    store = CheckpointStore(tmp_path / "checkpoints")
     assert store.latest() == tmp_path / "checkpoints" / "step-3"
     assert [p.name for p in store.incomplete()] == ["step-6.saving"]

@@ -123,10 +123,10 @@ def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str
 
 def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     """The life of a worker (on the ranks): a run that writes down what malloc has given out in each phase."""
-    from megaswift.engine import parking
+    from megaswift.engine import offload
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.entry import main
-    from megaswift.inference.rollout_transformers import TransformersSampler
+    from megaswift.rollout.backends.transformers_sampler import TransformersSampler
 
     task, words, out = command
     host = iter(Path(out) / f"host-{rank}-{i}" for i in range(10**6))
@@ -135,7 +135,7 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
         made = torch.UntypedStorage.from_file(str(next(host)), True, storage.nbytes())
         return made.copy_(storage)
 
-    parking.on_host, parking.to_host = lambda storage: False, to_host
+    offload.is_on_host, offload.copy_to_host = lambda storage: False, to_host
     generate, update, train = (
         TransformersSampler.generate,
         TransformersSampler.update_weights,

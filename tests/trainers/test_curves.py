@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from megaswift.trainers import curves
-from megaswift.trainers.metrics import to_json
+from megaswift.trainers.metrics import json_value
 
 pytestmark = pytest.mark.wide
 
@@ -21,9 +21,9 @@ def write_run(folder: Path, losses: list[float], evals: dict[int, float] | None 
     lines = [
         {"step": i, "loss": v, "grad_norm": 1 + v / 10, "learning_rate": 1e-3 / i} for i, v in enumerate(losses, 1)
     ]
-    metrics.write_text("".join(to_json(line) + "\n" for line in lines))
+    metrics.write_text("".join(json_value(line) + "\n" for line in lines))
     if evals:
-        evaluation.write_text("".join(to_json({"step": s, "loss": v}) + "\n" for s, v in evals.items()))
+        evaluation.write_text("".join(json_value({"step": s, "loss": v}) + "\n" for s, v in evals.items()))
     return metrics, evaluation, picture
 
 
@@ -39,7 +39,7 @@ def near(image: np.ndarray, colour: str) -> np.ndarray:
 def test_the_loss_falls_on_the_picture_and_evaluations_are_marked(tmp_path: Path) -> None:
     losses = [5 * math.exp(-i / 60) + 0.3 * math.sin(i) for i in range(200)]
     files = write_run(tmp_path, losses, {50: 3.0, 100: 2.0, 200: 1.0})
-    curves.draw(*files, "a run")
+    curves.draw_loss_png(*files, "a run")
     image = colours(files[2])
     assert image.shape[0] > 700 and image.shape[1] > 1000 and image.std() > 10
     upper = near(image[: image.shape[0] // 2], curves.MEAN)
@@ -52,18 +52,18 @@ def test_the_loss_falls_on_the_picture_and_evaluations_are_marked(tmp_path: Path
 
 def test_other_numbers_make_another_picture_and_no_numbers_none(tmp_path: Path) -> None:
     first, second = write_run(tmp_path / "a", [3.0, 2.0, 1.0]), write_run(tmp_path / "b", [1.0, 2.0, 3.0])
-    curves.draw(*first, "t")
-    curves.draw(*second, "t")
+    curves.draw_loss_png(*first, "t")
+    curves.draw_loss_png(*second, "t")
     assert (colours(first[2]) != colours(second[2])).any()
     empty = write_run(tmp_path / "c", [])
-    curves.draw(*empty, "t")
+    curves.draw_loss_png(*empty, "t")
     assert not empty[2].exists()
 
 
 @pytest.mark.parametrize("losses", [[2.0], [math.nan, math.nan], [2.0, math.nan, 1.0], [2.0, 2.0]])
 def test_odd_runs_are_drawn_too(tmp_path: Path, losses: list[float]) -> None:
     files = write_run(tmp_path, losses)
-    curves.draw(*files, "t")
+    curves.draw_loss_png(*files, "t")
     assert colours(files[2]).std() > 5
 
 
@@ -73,16 +73,16 @@ def test_steps_are_whole_numbers_on_the_axis_of_a_single_step(tmp_path: Path, mo
     drawn: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k)))
-    curves.draw(*write_run(tmp_path, [2.0]), "t")
+    curves.draw_loss_png(*write_run(tmp_path, [2.0]), "t")
     low, high = drawn[0].axes[2].get_xlim()
     assert [t for t in drawn[0].axes[2].get_xticks() if low <= t <= high] == [1]
 
 
 def test_a_spike_does_not_move_the_median() -> None:
     values = [2.0] * 10 + [50.0] + [1.0] * 10
-    smoothed = curves.smooth(values, 6)
+    smoothed = curves.median_smooth(values, 6)
     assert max(smoothed) == 2.0 and smoothed[0] == 2.0 and smoothed[-1] == 1.0
-    assert math.isnan(curves.smooth([1.0, math.nan, 3.0], 3)[1])
+    assert math.isnan(curves.median_smooth([1.0, math.nan, 3.0], 3)[1])
     # as many lines as the legend says
     assert [curves.smoothing_window(n) for n in (1, 59, 60, 90, 120)] == [
         1,
@@ -94,9 +94,9 @@ def test_a_spike_does_not_move_the_median() -> None:
 
 
 def test_the_range_leaves_out_a_first_spike_of_a_long_curve() -> None:
-    low, high = curves.limits([100.0] + [1 + i / 1000 for i in range(300)]) or (0, 0)
+    low, high = curves.plot_limits([100.0] + [1 + i / 1000 for i in range(300)]) or (0, 0)
     assert low < 1 and high < 3
-    assert (curves.limits([1.0, 100.0]) or (0, 0))[1] > 100
-    assert curves.limits([math.nan]) is None
-    assert curves.limits([0.0] * 20) == (-1.0, 1.0), "a constant 0 has no axis of 1e-09"
-    assert curves.limits([-2.0, -2.0]) == (-2.1, -1.9)
+    assert (curves.plot_limits([1.0, 100.0]) or (0, 0))[1] > 100
+    assert curves.plot_limits([math.nan]) is None
+    assert curves.plot_limits([0.0] * 20) == (-1.0, 1.0), "a constant 0 has no axis of 1e-09"
+    assert curves.plot_limits([-2.0, -2.0]) == (-2.1, -1.9)

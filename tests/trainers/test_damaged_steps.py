@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from megaswift.bridge import megatron_to_hf
-from megaswift.bridge.compare import Side
-from megaswift.bridge.hf_to_megatron import Options, hf_to_megatron
+from megaswift.bridge.compare import ComparedWeights
+from megaswift.bridge.hf_to_megatron import ToMegatronOptions, hf_to_megatron
 from megaswift.bridge.merge import merge_folders
-from megaswift.bridge.open import open_weights
+from megaswift.bridge.open_weights import open_weights
 from megaswift.bridge.peft_folder import PeftFolder
 from megaswift.cli import main
 from megaswift.config import load
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import CheckpointError
 from megaswift.families import step_manifest
-from megaswift.families.model_source import locate
-from megaswift.inference.first_look import found
-from megaswift.trainers import commit, outputs
-from megaswift.trainers.verified import checked_folder, first_intact
+from megaswift.families.model_source import locate_model
+from megaswift.inference.precheck import model_folder
+from megaswift.trainers import checkpoint_store, outputs
+from megaswift.trainers.verified_steps import checked_folder, first_intact
 from tests.bridge.folders import make
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_inputs
@@ -36,15 +36,15 @@ FILE = "engine/__0_0.distcp"
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output directory with the steps 4 and 8 of one model."""
     root = tmp_path_factory.mktemp("whole")
-    converted, store = root / "converted", commit.Store(root / "run" / "checkpoints")
-    hf_to_megatron(make("dense", root), converted, Options({"tp": 1}))
+    converted, store = root / "converted", checkpoint_store.CheckpointStore(root / "run" / "checkpoints")
+    hf_to_megatron(make("dense", root), converted, ToMegatronOptions({"tp": 1}))
     for step in (4, 8):
         folder = store.begin(step)
         shutil.copytree(converted, folder / "engine", ignore=shutil.ignore_patterns("model"))
         shutil.copytree(converted / "model", folder / "model")
         (folder / "adapter").mkdir()
         (folder / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-        store.finish(step, commit.hash_share(folder, 0, 1), {"data": {}, "hooks": {}})
+        store.finish(step, checkpoint_store.hash_share(folder, 0, 1), {"data": {}, "hooks": {}})
     (root / "run" / "metrics.jsonl").write_text('{"step": 8}\n')
     return root / "run"
 
@@ -75,8 +75,8 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
         lambda: open_weights(bad),
         lambda: open_weights(bad / "model"),
         lambda: megatron_to_hf.megatron_to_hf(bad, tmp_path / "hf"),
-        lambda: locate(options),
-        lambda: found(options),
+        lambda: locate_model(options),
+        lambda: model_folder(options),
         lambda: checked_folder(load("sft", ["--model", str(bad), "--dataset", "d.jsonl"]), bad / "model"),
     ]
     for read in readers:
@@ -86,7 +86,7 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
     good, words = str(step(out, 4)), ["--model", str(step(out, 4)), "--dataset", "d.jsonl", "--train_type", "lora"]
     for read in (
         lambda: PeftFolder(bad / "adapter"),
-        lambda: found(WeightsOptions(model=good, adapters=added)),
+        lambda: model_folder(WeightsOptions(model=good, adapters=added)),
         lambda: checked_folder(load("sft", [*words, "--adapters", added]), step(out, 4) / "model"),
         lambda: merge_folders(good, added, tmp_path / "hf"),
     ):
@@ -95,32 +95,32 @@ def test_no_reader_takes_a_damaged_step_that_is_named(out: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: its content changed"):
         merge_folders(bad, step(out, 4) / "adapter", tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: its content changed"):
-        Side.open(bad)
+        ComparedWeights.open(bad)
     assert not (tmp_path / "hf").exists()
-    assert locate(options, weights=False) == bad / "model"  # names alone: before the ranks share the reading
+    assert locate_model(options, weights=False) == bad / "model"  # names alone: before the ranks share the reading
 
 
 def test_of_a_run_the_newest_intact_step_is_taken(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     flip(step(out, 8) / FILE)
-    assert locate(WeightsOptions(model=str(out))) == step(out, 4) / "model"
+    assert locate_model(WeightsOptions(model=str(out))) == step(out, 4) / "model"
     assert "step-8 is damaged and not used" in capsys.readouterr().err
     cfg = load("sft", ["--model", str(out), "--dataset", "d.jsonl"])
-    assert checked_folder(cfg, locate(cfg.model, verify=False)) == step(out, 4) / "model"
+    assert checked_folder(cfg, locate_model(cfg.model, verify=False)) == step(out, 4) / "model"
     assert main(["convert", "megatron-to-hf", str(out), str(tmp_path / "hf")]) == 0
     good = open_weights(step(out, 4))
     assert all(torch.equal(open_weights(tmp_path / "hf").slice(name), good.slice(name)) for name in good.names())
-    assert first_intact(commit.steps_for("latest", out)[0]) == step(out, 4)
+    assert first_intact(checkpoint_store.steps_for("latest", out)[0]) == step(out, 4)
     flip(step(out, 4) / FILE)
-    for read in (lambda: open_weights(out), lambda: first_intact(commit.steps_for("latest", out)[0])):
+    for read in (lambda: open_weights(out), lambda: first_intact(checkpoint_store.steps_for("latest", out)[0])):
         with pytest.raises(CheckpointError, match="its content changed"):
             read()
 
 
 def test_without_a_manifest_an_older_step_is_taken(out: Path) -> None:
     (step(out, 8) / "manifest.json").write_text("{")
-    steps, notes = commit.steps_for("latest", out)
+    steps, notes = checkpoint_store.steps_for("latest", out)
     assert steps == [step(out, 4)] and "step-8: its manifest.json is damaged" in notes[0]
-    assert locate(WeightsOptions(model=str(out))) == step(out, 4) / "model"
+    assert locate_model(WeightsOptions(model=str(out))) == step(out, 4) / "model"
     with pytest.raises(CheckpointError, match=r"manifest.json: cannot be read"):
         open_weights(step(out, 8))
     (step(out, 8) / "manifest.json").unlink()
@@ -136,27 +136,29 @@ def test_a_history_is_not_started_over(harm: str, out: Path) -> None:
         else:
             shutil.rmtree(step(out, number))
     words = ["--model", "m", "--dataset", "d", "--output_dir", str(out)]
-    problems = outputs.check(load("sft", [*words, "--resume_from_checkpoint", "latest"]))
+    problems = outputs.check_output_folder(load("sft", [*words, "--resume_from_checkpoint", "latest"]))
     assert len(problems) == 1 and "--overwrite_output_dir true" in problems[0].fix
     assert problems[0].rule.startswith("has no usable step" if harm == "manifests" else "has no step, but latest.json")
-    assert outputs.check(load("sft", [*words, "--overwrite_output_dir", "true"])) == []
+    assert outputs.check_output_folder(load("sft", [*words, "--overwrite_output_dir", "true"])) == []
     with pytest.raises(CheckpointError):
         open_weights(out)
 
 
 def test_a_run_killed_before_its_first_step_was_saved_starts_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    commit.Store(tmp_path / "checkpoints").begin(2)
-    steps, notes = commit.steps_for("latest", tmp_path)
+    checkpoint_store.CheckpointStore(tmp_path / "checkpoints").begin(2)
+    steps, notes = checkpoint_store.steps_for("latest", tmp_path)
     assert steps == [] and "an interrupted save" in notes[0]
 
 
 def test_a_file_is_read_once_until_it_changes(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    real = commit.step_manifest.hash_file
-    monkeypatch.setattr(commit.step_manifest, "hash_file", lambda path: (read.append(path.name), real(path))[1])
+    real = checkpoint_store.step_manifest.hash_file
+    monkeypatch.setattr(
+        checkpoint_store.step_manifest, "hash_file", lambda path: (read.append(path.name), real(path))[1]
+    )
     for _ in range(2):
-        locate(WeightsOptions(model=str(out)))
+        locate_model(WeightsOptions(model=str(out)))
         open_weights(step(out, 8))
     assert len(read) == len(set(read)) > 3
     flip(step(out, 8) / FILE)
@@ -186,7 +188,7 @@ def test_a_manifest_with_names_that_no_file_has(out: Path, name: str) -> None:
     manifest = step_manifest.load_manifest(step)
     assert isinstance(manifest, dict)
     manifest["files"][name] = manifest["files"][FILE]
-    (step / step_manifest.MARKER).write_text(json.dumps(manifest | {"sha256": step_manifest.seal(manifest)}))
-    assert [p.what for p in step_manifest.step_problems(step)] == [str(step / name)]
+    (step / step_manifest.MARKER).write_text(json.dumps(manifest | {"sha256": step_manifest.manifest_seal(manifest)}))
+    assert [p.what for p in step_manifest.damaged_files(step)] == [str(step / name)]
     (saved,) = (s for s in step_manifest.whole_steps(step.parent) if s.path == step)
     assert step_manifest.known_damaged(saved)

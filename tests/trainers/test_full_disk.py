@@ -18,7 +18,7 @@ from megaswift import entry
 from megaswift.disk import safetensors_to
 from megaswift.errors import CheckpointError, StorageError, storage_error
 from megaswift.trainers import checkpoint
-from megaswift.trainers.metrics import Lines
+from megaswift.trainers.metrics import JsonLines
 from tests.parity.pool import shared
 from tests.trainers.inputs import write_inputs
 
@@ -75,7 +75,7 @@ def test_a_full_disk_under_safetensors(tmp_path: Path) -> None:
 
 def test_a_full_disk_under_metrics(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: the system refuses the same write."""
-    lines, (soft, hard) = Lines(tmp_path / "eval.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    lines, (soft, hard) = JsonLines(tmp_path / "eval.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
     lines.write({"step": 1})
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
     try:

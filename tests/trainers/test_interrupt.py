@@ -50,7 +50,7 @@ def test_nohup_stays(tmp_path: Path) -> None:
     try:
         from megaswift.trainers import interrupt
 
-        with interrupt.listen() as received:
+        with interrupt.listen_for_signals() as received:
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.01)

@@ -11,8 +11,8 @@ import pytest
 
 from megaswift.engine.protocol import StepResult
 from megaswift.trainers.hook import Hook
-from megaswift.trainers.loop import Beside
-from megaswift.trainers.watch import Diverged, Watch
+from megaswift.trainers.loop import StepExtras
+from megaswift.trainers.step_monitor import StepMonitor, TrainingDiverged
 from tests.trainers.tiny import TinyEngine, tiny_loop
 
 
@@ -102,16 +102,16 @@ class Stumbling(TinyEngine):
 
 
 def test_skipped_steps_warn_and_many_in_a_row_stop_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    loop = tiny_loop(9, Watch(most=3))
+    loop = tiny_loop(9, StepMonitor(most=3))
     loop.engine = Stumbling({2, 3, 5, 6, 7})
-    with pytest.raises(Diverged, match="3 steps in a row"):
+    with pytest.raises(TrainingDiverged, match="3 steps in a row"):
         loop.run()
     assert loop.step == 7
     assert "step 2 was skipped" in capsys.readouterr().err
 
 
 def test_a_good_step_between_bad_ones_lets_the_run_go_on() -> None:
-    loop = tiny_loop(9, Watch(most=3))
+    loop = tiny_loop(9, StepMonitor(most=3))
     loop.engine = Stumbling({2, 3, 5, 6, 8, 9})
     loop.run()
     assert loop.step == 9
@@ -130,7 +130,7 @@ def test_the_times_of_a_step_add_up() -> None:
     following, train = loop.source.next, loop.engine.train_batch
     loop.source.next = lambda: time.sleep(0.03) or following()
     loop.engine.train_batch = lambda *values: time.sleep(0.02) or train(*values)
-    loop.beside = lambda: Beside({"reward": 1.0}, {"generation": 0.01}, 0.01, "time/training")
+    loop.beside = lambda: StepExtras({"reward": 1.0}, {"generation": 0.01}, 0.01, "time/training")
     loop.run()
     for step in steps:
         assert step.result.metrics["reward"] == 1.0 and step.data_wait >= 0.02 - 1e-3

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from megaswift.trainers.metrics import read_lines
-from tests.inference.sampling_server import Backend, Sglang, Vllm, serving
 from tests.parity.pool import shared
+from tests.rollout.sampling_server import Backend, Sglang, Vllm, serving
 from tests.trainers.test_grpo_run import BATCH, FOUR, SLOW, SPREAD, USUAL, completions, figures, folder
 
 __all__ = ["folder"]
@@ -53,17 +53,17 @@ def trained(
 def work(rank: int, world: int, command: tuple[list[str], str]) -> None:
     """The life of a worker (on the ranks): a run that lists the files of each round, and each stream of all weights."""
     from megaswift.entry import main
-    from megaswift.inference.sync_folder import Rounds
+    from megaswift.rollout.sync_folder import SyncRounds
     from megaswift.trainers.rl.generation import Generation
 
     words, sent = command
-    taken, synchronise = Rounds.taken, Generation.synchronise
+    taken, synchronise = SyncRounds.taken, Generation.synchronise
 
     def tell(line: object) -> None:
         with Path(sent).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def told(self: Rounds, folder: Path) -> None:
+    def told(self: SyncRounds, folder: Path) -> None:
         taken(self, folder)
         tell(
             {
@@ -77,7 +77,7 @@ def work(rank: int, world: int, command: tuple[list[str], str]) -> None:
             tell({"files": "all weights"})
         synchronise(self)
 
-    Rounds.taken, Generation.synchronise = told, streamed  # type: ignore[method-assign]
+    SyncRounds.taken, Generation.synchronise = told, streamed  # type: ignore[method-assign]
     sys.argv = ["megaswift/grpo.py", *words]
     code = main("grpo", words)
     assert code == 0, f"exit code {code}"

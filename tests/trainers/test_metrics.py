@@ -12,7 +12,7 @@ from megaswift.engine.protocol import StepResult
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.loop import length_squares
-from megaswift.trainers.metrics import Lines, Metrics, Speed, drop_after, read_lines, to_json
+from megaswift.trainers.metrics import JsonLines, Metrics, Speed, drop_after, json_value, read_lines
 from tests.trainers.tiny import batch, tiny_loop
 
 FIELDS = [
@@ -141,7 +141,7 @@ def test_a_window_cut_by_a_checkpoint_goes_on(tmp_path: Path) -> None:
 
 def test_lines_past_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    path.write_text("".join(to_json({"step": i, "loss": i / 3}) + "\n" for i in (2, 4, 6, 8)) + '{"step": 10, "lo')
+    path.write_text("".join(json_value({"step": i, "loss": i / 3}) + "\n" for i in (2, 4, 6, 8)) + '{"step": 10, "lo')
     before = path.read_text().splitlines()
     assert drop_after(path, 4) == 2
     assert path.read_text().splitlines() == before[:2]  # kept lines keep every digit; the torn one is gone
@@ -151,13 +151,13 @@ def test_lines_past_the_checkpoint_are_dropped(tmp_path: Path) -> None:
 
 def test_a_resumed_run_leaves_earlier_lines_as_they_were(tmp_path: Path) -> None:
     """Words of any alphabet, a line separator among them, and what is no number."""
-    first = Lines(tmp_path / "c.jsonl")
+    first = JsonLines(tmp_path / "c.jsonl")
     first.write({"step": 1, "completion": "żółw \u2028 四"}, {"step": 1, "reward": math.nan})
     before = first.path.read_bytes()
     first.write({"step": 2, "completion": "x"})
     loop = tiny_loop(9)
     loop.step = 1
-    Lines(first.path).on_start(loop)
+    JsonLines(first.path).on_start(loop)
     assert (
         first.path.read_bytes()
         == before

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.config import SwiftConfig, load
-from megaswift.trainers.outputs import Outputs, check, prepare
+from megaswift.trainers.outputs import OutputFolder, check_output_folder, prepare_output_folder
 
 
 def config(root: Path, **options: object) -> SwiftConfig:
@@ -15,7 +15,7 @@ def config(root: Path, **options: object) -> SwiftConfig:
 
 
 def old_run(root: Path) -> Path:
-    prepare(config(root))
+    prepare_output_folder(config(root))
     (root / "metrics.jsonl").write_text('{"step": 1}\n')
     (root / "hf").mkdir()
     (root / "hf" / "config.json").write_text("{}")
@@ -24,38 +24,43 @@ def old_run(root: Path) -> Path:
 
 
 def test_a_new_folder_and_a_folder_of_other_things_are_fine(tmp_path: Path) -> None:
-    assert check(config(tmp_path / "new" / "deep")) == []
+    assert check_output_folder(config(tmp_path / "new" / "deep")) == []
     (tmp_path / "notes.txt").write_text("mine")
-    assert check(config(tmp_path)) == []
+    assert check_output_folder(config(tmp_path)) == []
 
 
 def test_another_run_is_refused_with_the_ways_out(tmp_path: Path) -> None:
-    problems = check(config(old_run(tmp_path / "out")))
+    problems = check_output_folder(config(old_run(tmp_path / "out")))
     assert len(problems) == 1
     assert problems[0].rule == "holds another run (config.yaml, metrics.jsonl, hf)"
     assert "--resume_from_checkpoint latest" in problems[0].fix and "--overwrite_output_dir" in problems[0].fix
 
 
 def test_resume_is_let_in(tmp_path: Path) -> None:
-    assert check(config(old_run(tmp_path / "out"), resume_from_checkpoint="latest")) == []
+    assert check_output_folder(config(old_run(tmp_path / "out"), resume_from_checkpoint="latest")) == []
 
 
 def test_a_checkpoint_of_elsewhere_does_not_open_an_occupied_folder(tmp_path: Path) -> None:
-    from tests.trainers.test_commit import Store, save
+    from tests.trainers.test_checkpoint_store import CheckpointStore, save
 
-    folder = save(Store(tmp_path / "other" / "checkpoints"), 3)
-    own = save(Store(old_run(tmp_path / "out") / "checkpoints"), 5)
-    assert "holds another run" in check(config(tmp_path / "out", resume_from_checkpoint=str(folder)))[0].rule
-    assert check(config(tmp_path / "out", resume_from_checkpoint=str(own))) == []
-    assert check(config(tmp_path / "fresh", resume_from_checkpoint=str(folder))) == []
-    assert "is not a folder" in check(config(tmp_path / "fresh", resume_from_checkpoint=str(tmp_path / "none")))[0].rule
+    folder = save(CheckpointStore(tmp_path / "other" / "checkpoints"), 3)
+    own = save(CheckpointStore(old_run(tmp_path / "out") / "checkpoints"), 5)
+    assert (
+        "holds another run" in check_output_folder(config(tmp_path / "out", resume_from_checkpoint=str(folder)))[0].rule
+    )
+    assert check_output_folder(config(tmp_path / "out", resume_from_checkpoint=str(own))) == []
+    assert check_output_folder(config(tmp_path / "fresh", resume_from_checkpoint=str(folder))) == []
+    assert (
+        "is not a folder"
+        in check_output_folder(config(tmp_path / "fresh", resume_from_checkpoint=str(tmp_path / "none")))[0].rule
+    )
 
 
 def test_overwrite_moves_the_old_run_aside_and_touches_nothing_else(tmp_path: Path) -> None:
     out = old_run(tmp_path / "out")
     for number in (1, 2):
-        assert check(config(out, overwrite_output_dir=True)) == []
-        prepare(config(out, overwrite_output_dir=True))
+        assert check_output_folder(config(out, overwrite_output_dir=True)) == []
+        prepare_output_folder(config(out, overwrite_output_dir=True))
         assert (out / "replaced" / str(number) / "metrics.jsonl").read_text() == f'{{"step": {number}}}\n'
         assert not (out / "metrics.jsonl").exists() and (out / "notes.txt").read_text() == "mine"
         (out / "metrics.jsonl").write_text(f'{{"step": {number + 1}}}\n')
@@ -65,28 +70,28 @@ def test_overwrite_moves_the_old_run_aside_and_touches_nothing_else(tmp_path: Pa
 def test_a_model_inside_the_run_to_be_replaced_is_refused(tmp_path: Path) -> None:
     out = old_run(tmp_path / "out")
     made = SwiftConfig(task="sft", model=str(out / "hf"), dataset="d", output_dir=str(out), overwrite_output_dir=True)
-    assert "is to be replaced" in check(made)[0].rule
+    assert "is to be replaced" in check_output_folder(made)[0].rule
 
 
 def test_a_start_that_failed_before_its_first_step_blocks_nothing(tmp_path: Path) -> None:
-    prepare(config(tmp_path))
+    prepare_output_folder(config(tmp_path))
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "checkpoints").mkdir()
-    assert check(config(tmp_path)) == []
+    assert check_output_folder(config(tmp_path)) == []
 
 
 def test_a_config_yaml_of_the_user_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("learning_rate: 1e-5\n")
-    assert "config.yaml" in check(config(tmp_path))[0].rule
+    assert "config.yaml" in check_output_folder(config(tmp_path))[0].rule
 
 
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_a_file_in_the_way_is_named(tmp_path: Path, below: str) -> None:
     (tmp_path / "out").write_text("x")
-    assert "is a file" in check(config(tmp_path / "out" / below))[0].rule
+    assert "is a file" in check_output_folder(config(tmp_path / "out" / below))[0].rule
 
 
 def test_config_yaml_repeats_the_run(tmp_path: Path) -> None:
     made = config(tmp_path, learning_rate=3e-5, tp=2, max_steps=7, columns={"a": "query"})
-    prepare(made)
-    assert load("sft", [str(Outputs(tmp_path).config)]).to_dict() == made.to_dict()
+    prepare_output_folder(made)
+    assert load("sft", [str(OutputFolder(tmp_path).config)]).to_dict() == made.to_dict()

@@ -196,12 +196,12 @@ def test_a_path_that_is_no_model(model: Path, monkeypatch: pytest.MonkeyPatch, n
 def test_an_output_directory_is_its_export_and_a_checkpoint_has_its_model_beside_it(
     model: Path, tmp_path: Path
 ) -> None:
-    from megaswift.families.model_source import locate
+    from megaswift.families.model_source import locate_model
 
     run = tmp_path / "run"
     write_model(run / "hf")
     (run / "metrics.jsonl").write_text("{}")
-    assert locate(SwiftConfig(model=str(run)).model) == run / "hf"
+    assert locate_model(SwiftConfig(model=str(run)).model) == run / "hf"
     step = run / "checkpoints" / "step-2"
     step.mkdir(parents=True)
     (step / "engine").mkdir()
@@ -209,9 +209,9 @@ def test_an_output_directory_is_its_export_and_a_checkpoint_has_its_model_beside
     cfg = SwiftConfig(task="sft", model=str(step), dataset="d", output_dir=str(tmp_path / "o"))
     assert f"is a checkpoint without {step / 'model' / 'config.json'}" in problems(cfg, 1)[0]
     write_model(step / "model")
-    assert locate(SwiftConfig(model=str(step)).model, verify=False) == step / "model"
+    assert locate_model(SwiftConfig(model=str(step)).model, verify=False) == step / "model"
     with pytest.raises(CheckpointError, match=r"manifest.json: is missing"):
-        locate(SwiftConfig(model=str(step)).model)
+        locate_model(SwiftConfig(model=str(step)).model)
 
 
 def test_it_imports_no_torch() -> None:

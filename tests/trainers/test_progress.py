@@ -10,7 +10,7 @@ import pytest
 
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.metrics import Metrics, Speed
-from megaswift.trainers.progress import Progress, duration, short, tell
+from megaswift.trainers.progress import Progress, duration_text, print_line, short_number
 from tests.trainers.tiny import tiny_loop
 
 
@@ -48,12 +48,12 @@ def test_elsewhere_there_are_plain_lines_now_and_then(tmp_path) -> None:  # noqa
     [(0, "0:00"), (59.6, "1:00"), (425, "7:05"), (7424, "2:03:44"), (273_900, "3d 04:05"), (-1, "0:00")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert duration_text(seconds) == text
 
 
 def test_a_loss_that_is_not_finite_is_shown() -> None:
     assert (
-        short({"loss": None, "learning_rate": 1e-5, "tokens_per_second": 1234.5})
+        short_number({"loss": None, "learning_rate": 1e-5, "tokens_per_second": 1234.5})
         == "loss nan  lr 1.00e-05  1,234 tokens/s"
     )
 
@@ -82,7 +82,7 @@ def test_an_evaluation_of_prompts_with_and_without_a_reward(capsys: pytest.Captu
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    tell("hello")
+    print_line("hello")
     monkeypatch.setenv("RANK", "1")
-    tell("not me")
+    print_line("not me")
     assert capsys.readouterr().err == "megaswift: hello\n"

@@ -11,7 +11,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.trainers import charts, report
-from megaswift.trainers.metrics import to_json
+from megaswift.trainers.metrics import json_value
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -65,18 +65,18 @@ def line(step: int, **other: object) -> dict:
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Path, Path, Path, SwiftConfig]:
     cfg = SwiftConfig(task="sft", model="<b>DIR</b>", dataset="d.jsonl", lr=3e-4, output_dir=str(tmp_path))
-    (tmp_path / "metrics.jsonl").write_text("".join(to_json(line(i)) + "\n" for i in range(1, 21)))
-    (tmp_path / "eval.jsonl").write_text(to_json({"step": 20, "epoch": 2.0, "loss": 0.75}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(json_value(line(i)) + "\n" for i in range(1, 21)))
+    (tmp_path / "eval.jsonl").write_text(json_value({"step": 20, "epoch": 2.0, "loss": 0.75}) + "\n")
     return tmp_path / "report.html", tmp_path / "metrics.jsonl", tmp_path / "eval.jsonl", cfg
 
 
 def parsed(run: tuple[Path, Path, Path, SwiftConfig], **story: object) -> tuple[str, Strict]:
     path, metrics, evaluation, cfg = run
     rows = [("model", "qwen3"), ("layout", "TP2 PP2 on 4 processes\n  ranks 0-1   ranks 2-3")]
-    made = report.Story(
+    made = report.RunReport(
         title="sft: tiny & <small>", status="finished", rows=rows, seconds={"data": 1.25, "metrics": 3.0}, **story
     )
-    report.write(path, cfg, made, (metrics, evaluation, metrics.with_name("completions.jsonl")))
+    report.write_report(path, cfg, made, (metrics, evaluation, metrics.with_name("completions.jsonl")))
     text = path.read_text(encoding="utf-8")
     parser = Strict()
     parser.feed(text)
@@ -118,8 +118,8 @@ def test_it_tells_figures_configuration_layout_timings_and_versions(run: tuple[P
 
 def test_preference_learning_has_its_curves_and_figures(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
     told = {"rewards/accuracies": 0.5, "rewards/margins": 0.25, "rewards/chosen": 0.1, "rewards/rejected": -0.15}
-    run[1].write_text("".join(to_json(line(i, **told)) + "\n" for i in range(1, 21)))
-    run[2].write_text(to_json({"step": 20, "epoch": 2.0, "loss": 0.75, **told, "rewards/accuracies": 0.96}) + "\n")
+    run[1].write_text("".join(json_value(line(i, **told)) + "\n" for i in range(1, 21)))
+    run[2].write_text(json_value({"step": 20, "epoch": 2.0, "loss": 0.75, **told, "rewards/accuracies": 0.96}) + "\n")
     text, parser = parsed(run)
     assert parser.tags.count("svg") == 10
     assert {"96%", "of pairs have the chosen answer first, in evaluation"} <= set(parser.texts)
@@ -128,10 +128,10 @@ def test_preference_learning_has_its_curves_and_figures(run: tuple[Path, Path, P
 
 def test_each_reward_has_a_curve_where_there_are_several(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
     one = {"reward": 0.5, "reward_std": 0.1, "rewards/exact/mean": 0.5, "rewards/exact/std": 0.1}
-    run[1].write_text("".join(to_json(line(i, **one)) + "\n" for i in range(1, 21)))
+    run[1].write_text("".join(json_value(line(i, **one)) + "\n" for i in range(1, 21)))
     assert not [text for text in parsed(run)[1].texts if text.startswith("reward exact")], "it is the reward itself"
     both = one | {"rewards/a<b/mean": 0.25}
-    run[1].write_text("".join(to_json(line(i, **(one if i < 3 else both))) + "\n" for i in range(1, 21)))
+    run[1].write_text("".join(json_value(line(i, **(one if i < 3 else both))) + "\n" for i in range(1, 21)))
     text, parser = parsed(run)
     assert {"reward exact, mean", "reward a<b, mean"} <= set(parser.texts), "a reward that no first line has too"
     assert "reward a&lt;b, mean, step 20: 0.25" in text
@@ -156,7 +156,7 @@ def test_the_last_completions_with_their_rewards(run: tuple[Path, Path, Path, Sw
     ]
     last[0] |= {"rewards/format": None, "reward": 1.0}  # a function that did not apply
     last[1]["completion"] = [{"role": "assistant", "content": "hm"}, {"role": "tool", "content": "42"}]
-    run[1].with_name("completions.jsonl").write_text("".join(to_json(row) + "\n" for row in [first, *last]))
+    run[1].with_name("completions.jsonl").write_text("".join(json_value(row) + "\n" for row in [first, *last]))
     text, parser = parsed(run)
     said = "".join(parser.texts)
     assert (
@@ -182,7 +182,7 @@ def test_a_run_without_a_line_has_a_page_too(run: tuple[Path, Path, Path, SwiftC
 
 
 def test_nan_lines_do_not_reach_the_drawing(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
-    run[1].write_text("".join(to_json(line(i, loss=math.nan, grad_norm=math.inf)) + "\n" for i in range(1, 4)))
+    run[1].write_text("".join(json_value(line(i, loss=math.nan, grad_norm=math.inf)) + "\n" for i in range(1, 4)))
     text, _ = parsed(run)
     drawing = "".join(re.findall(r"<svg.*?</svg>", text))
     assert "nan" not in drawing and "inf" not in drawing
@@ -191,7 +191,7 @@ def test_nan_lines_do_not_reach_the_drawing(run: tuple[Path, Path, Path, SwiftCo
 def test_a_long_curve_is_thinned_without_losing_its_spike() -> None:
     points = [(float(i), 1.0) for i in range(100_000)]
     points[54_321] = (54_321.0, 9.0)
-    kept = charts.thin(points)
+    kept = charts.thin_points(points)
     assert len(kept) <= charts.MOST_POINTS + 2 and (54_321.0, 9.0) in kept
     assert kept == sorted(kept) and kept[0] == points[0] and kept[-1] == points[-1]
 
@@ -201,14 +201,14 @@ def test_a_long_curve_is_thinned_without_losing_its_spike() -> None:
     [(0, 10, [0, 5, 10]), (0.13, 0.47, [0.2, 0.3, 0.4]), (1, 600, [200, 400, 600]), (-1, 1, [-1, -0.5, 0, 0.5, 1])],
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert charts.ticks(low, high, 4) == pytest.approx(expected)
+    assert charts.axis_ticks(low, high, 4) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("low", "high"), [(0.6531, 0.6535), (9.99e-6, 1e-5), (5.0001, 5.0003), (12345, 12347), (1e6, 1.0004e6)]
 )
 def test_a_narrow_range_has_no_two_labels_alike(low: float, high: float) -> None:
-    values = charts.ticks(low, high, 4)
+    values = charts.axis_ticks(low, high, 4)
     texts = charts.labels(values)
     assert len(set(texts)) == len(values) >= 3
     for value, text in zip(values, texts, strict=True):
@@ -225,21 +225,21 @@ def test_labels_of_a_wide_range_stay_short() -> None:
 def test_a_gap_does_not_move_the_axis() -> None:
     """Steps without a finite value: the chart has the range of steps of the others."""
     points = [(1.0, 2.0), *((float(step), math.nan) for step in range(2, 12))]
-    svg = charts.line_chart("norm", [charts.Series("norm", points, "mean")], (1.0, 3.0))
+    svg = charts.line_chart("norm", [charts.ChartSeries("norm", points, "mean")], (1.0, 3.0))
     assert f'cx="{charts.LEFT:.1f}"' in svg, "step 1 is at the left end"
     assert ">10</text>" in svg and ">0</text>" not in svg
 
 
 def test_huge_numbers_have_short_labels() -> None:
-    assert charts.number(1e30) == "1e+30" and charts.number(2.5e12) == "2500G"
+    assert charts.axis_label(1e30) == "1e+30" and charts.axis_label(2.5e12) == "2500G"
 
 
 def test_skipped_steps_are_a_figure(run: tuple[Path, Path, Path, SwiftConfig]) -> None:
-    run[1].write_text("".join(to_json(line(i, **({"skipped": 2} if i > 17 else {}))) + "\n" for i in range(1, 21)))
+    run[1].write_text("".join(json_value(line(i, **({"skipped": 2} if i > 17 else {}))) + "\n" for i in range(1, 21)))
     texts = parsed(run)[1].texts
     assert texts[texts.index("of these skipped: gradient not finite") - 1] == "6"
 
 
 def test_points_are_placed_by_their_values() -> None:
-    svg = charts.line_chart("t", [charts.Series("a", [(0, 0), (10, 1)], "mean")], (0, 1), width=176, height=138)
+    svg = charts.line_chart("t", [charts.ChartSeries("a", [(0, 0), (10, 1)], "mean")], (0, 1), width=176, height=138)
     assert 'points="62.0,112.0 162.0,12.0"' in svg and "<title>a, step 10: 1</title>" in svg

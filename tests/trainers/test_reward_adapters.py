@@ -17,10 +17,10 @@ from megaswift.config import SwiftConfig
 from megaswift.config.inference import WeightsOptions
 from megaswift.errors import WeightsError
 from megaswift.families import load_spec
-from megaswift.inference.load import prepare
+from megaswift.inference.load import prepare_model_load
+from megaswift.rewards.contract import RewardInput
+from megaswift.rewards.reward_model import reward_models
 from megaswift.trainers.metrics import read_lines
-from megaswift.trainers.rewards.contract import Judged
-from megaswift.trainers.rewards.model import reward_models
 from tests.trainers.inputs import write_model
 from tests.trainers.test_preflight import problems
 from tests.trainers.test_trajectories_trl import LORA, SLOW, SPREAD, STEPS, arguments, assert_same, curve, folder, ours
@@ -129,7 +129,7 @@ def assert_scored_alike(folder: Path, out: Path) -> None:
     )
     assert torch.allclose(scores(merged, folder, written), adapted, atol=1e-5) and adapted.std() > 1e-2
     judge = reward_models([str(out / "hf")], WeightsOptions(model="", torch_dtype="float32"))[0]
-    judged = judge([Judged(prompt="", completion=text, token_ids=(), finished=True) for text in written[:6]])
+    judged = judge([RewardInput(prompt="", completion=text, token_ids=(), finished=True) for text in written[:6]])
     assert judged == pytest.approx(adapted[:6].tolist(), abs=1e-5)
 
 
@@ -225,4 +225,4 @@ def test_adapters_of_the_other_kind_are_refused(tmp_path: Path) -> None:
             )
             assert len(found) == 1 and said in found[0]
     with pytest.raises(WeightsError, match="is of a reward model, which scores texts and writes none"):
-        prepare(WeightsOptions(model=str(model), adapters=str(tmp_path / "adapter")), None)
+        prepare_model_load(WeightsOptions(model=str(model), adapters=str(tmp_path / "adapter")), None)

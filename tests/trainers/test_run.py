@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.trainers.commit import Store
+from megaswift.trainers.checkpoint_store import CheckpointStore
 from megaswift.trainers.metrics import read_lines
 from tests.trainers.inputs import write_conversations, write_inputs
 from tests.trainers.runs import by_torchrun, finish, killed, run, start
@@ -59,7 +59,7 @@ def test_a_run_leaves_the_whole_output_directory(whole: tuple[Path, str]) -> Non
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert [line["step"] for line in read_lines(out / "eval.jsonl")] == [4, 8]
-    assert Store(out / "checkpoints").latest() == out / "checkpoints" / "step-8"
+    assert CheckpointStore(out / "checkpoints").latest() == out / "checkpoints" / "step-8"
     # one screen, not one a rank
     assert "TP2 SP DP1 on 2 processes" in text and text.count("megaswift: supervised fine-tuning") == 1
     assert "UserWarning" not in text and "FutureWarning" not in text
@@ -93,11 +93,11 @@ def held_out(inputs: list[str], out: Path) -> list[list[dict[str, str]]]:
     from transformers import AutoTokenizer
 
     from megaswift.config import load
-    from megaswift.data.build import documents
+    from megaswift.data.build import load_documents
 
     cfg = load("sft", [str(out / "config.yaml")])
     tokenizer = AutoTokenizer.from_pretrained(inputs[1])
-    _, held = documents(cfg.data, cfg.train, tokenizer)
+    _, held = load_documents(cfg.data, cfg.train, tokenizer)
     assert held is not None
     rows = [json.loads(line)["messages"] for line in Path(inputs[3]).read_text().splitlines()]
     return [rows[int(i)] for i in held.sample]
@@ -153,7 +153,7 @@ def test_killed_and_started_again_a_run_is_the_uninterrupted_one(inputs: list[st
     assert f"going on from {out / 'checkpoints' / f'step-{saved}'}" in text and "max_steps 400 -> " in text
     lines = values(out)
     assert [line["step"] for line in lines] == list(range(1, steps + 1)) and lines[:saved] == kept
-    assert Store(out / "checkpoints").latest() == out / "checkpoints" / f"step-{steps}"
+    assert CheckpointStore(out / "checkpoints").latest() == out / "checkpoints" / f"step-{steps}"
     assert len(list((out / "checkpoints").glob("step-*"))) == 2
 
 
@@ -204,7 +204,7 @@ def test_a_bad_row_of_a_stream_ends_the_run_with_its_state_saved(inputs: list[st
     process = start(options, tmp_path / "out")
     text = finish(process)
     assert process.returncode != 0 and f"{streamed}:11" in text
-    assert Store(tmp_path / "out" / "checkpoints").latest() == tmp_path / "out" / "checkpoints" / "step-2"
+    assert CheckpointStore(tmp_path / "out" / "checkpoints").latest() == tmp_path / "out" / "checkpoints" / "step-2"
     streamed.write_text("\n".join(data), encoding="utf-8")
     run(options, tmp_path / "out", "--resume_from_checkpoint", "latest")
     run(options, tmp_path / "straight")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megaswift.data.build import build
+from megaswift import distributed
+from megaswift.data.build import build_sources
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.stream import StreamSource
 from megaswift.errors import DataError
-from megaswift.trainers import agree
 from tests.data.makers import chat, config, jsonl, tokenizer
 from tests.parity.pool import Pool
 
@@ -40,7 +40,7 @@ def stream(path: Path, geometry: LoaderGeometry, task: str, packing: bool) -> tu
         "strict": task == "sft",
     }
     cfg = config(path, str(path / "rows.jsonl"), task, **options)
-    made: Any = build(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), geometry, task)[0]
+    made: Any = build_sources(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"), geometry, task)[0]
     encoder = made.contents.encoder if task == "sft" else made.contents.encoder._texts
     sizes, tokenize = list[int](), encoder.tokenize
     encoder.tokenize = lambda rendered: sizes.append(len(rendered)) or tokenize(rendered)
@@ -58,7 +58,7 @@ def shared(rank: int, world: int, asked: tuple[Path, int, str, bool]) -> dict[st
     geometry = LoaderGeometry(rank % dp, dp, 1, 4 // dp)
     dist.init_process_group("gloo")
     (made, sizes), (again, _) = stream(path, geometry, task, packing), stream(path, geometry, task, packing)
-    made.spread = again.spread = agree.spread
+    made.spread = again.spread = distributed.split_work
     found = steps(made, STEPS)
     texts, state = sum(sizes), made.state_dict()
     again.load_state_dict(state)

@@ -24,8 +24,8 @@ def _rank(rank: int, port: int, out: Path, end: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     stacks.GRACE_SECONDS = 1.5
-    process_group.start("gloo", 2.0)
-    stacks.listen(out)
+    process_group.start_process_group("gloo", 2.0)
+    stacks.listen_for_stacks(out)
     dist.all_reduce(torch.ones(1))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else _hang_here()
@@ -33,7 +33,7 @@ def _rank(rank: int, port: int, out: Path, end: str) -> None:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
         assert stacks.is_lost(error)
-        (out / f"message-{rank}").write_text(stacks.explain(error, out, 2.0).message())
+        (out / f"message-{rank}").write_text(stacks.explain_lost_rank(error, out, 2.0).message())
     os._exit(0)
 
 

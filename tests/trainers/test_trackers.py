@@ -16,7 +16,7 @@ import pytest
 
 from megaswift.trainers.flops import FlopRule
 from megaswift.trainers.metrics import Metrics, Speed, read_lines
-from megaswift.trainers.trackers import WRITER_THREAD, TensorBoard, numbers, trackers
+from megaswift.trainers.trackers import WRITER_THREAD, TensorBoard, scalars_of, trackers
 from tests.sources import ROOT
 from tests.trainers.tiny import tiny_loop
 
@@ -40,7 +40,7 @@ def test_events_are_the_lines(tmp_path: Path) -> None:
 
 def test_only_numbers_are_sent() -> None:
     line = {"step": 3, "loss": 1.5, "mfu": None, "text": "x", "flag": True, "tokens": 7}
-    assert numbers("train", line) == {"train/loss": 1.5, "train/tokens": 7}
+    assert scalars_of("train", line) == {"train/loss": 1.5, "train/tokens": 7}
 
 
 def test_report_to_chooses(tmp_path: Path) -> None:

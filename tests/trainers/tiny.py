@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.engine.protocol import ParameterReport, StepResult
-from megaswift.losses.contract import Batch, Loss, Mean, Needs, Outputs
+from megaswift.losses.contract import Batch, Loss, Mean, ModelOutputs, Needs
 from megaswift.losses.sft import CrossEntropy
 from megaswift.trainers.loop import Loop
 
@@ -40,10 +40,10 @@ class TinyEngine:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         self.rates: list[float] = []
 
-    def _outputs(self, batch: Batch) -> Outputs:
+    def _outputs(self, batch: Batch) -> ModelOutputs:
         logprobs = self.model(batch.input_ids).log_softmax(-1)
         picked = logprobs.gather(-1, batch.labels[..., None])[..., 0] * (batch.loss_weights != 0)
-        return Outputs(logprobs=picked, correct=(logprobs.argmax(-1) == batch.labels).float().detach())
+        return ModelOutputs(logprobs=picked, correct=(logprobs.argmax(-1) == batch.labels).float().detach())
 
     def _total(self, batches: Sequence[Batch], loss: Loss) -> tuple[Tensor, StepResult]:
         counts: dict[str, float] = {}
@@ -88,7 +88,7 @@ class TinyEngine:
         self.model.eval()
         return self._total(microbatches, loss)[1]
 
-    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[Outputs]:
+    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[ModelOutputs]:
         self.model.eval()
         return [self._outputs(b) for b in microbatches]
 

@@ -1,5 +1,5 @@
 """The data formats: each file beside this one turns a row of one format into a `Sample`, or of preferences into a
-`Unit`.
+`PreferenceExample`.
 
 To add one: a file here that registers a `Format`. A row's format is the first, in order of `rank`, whose columns the
 row has and whose `detect` agrees; nothing else is to be touched.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config.data import RL, SFT
-from megaswift.data.preference import Unit
+from megaswift.data.preference_rows import PreferenceExample
 from megaswift.data.sample import RowError, Sample
 from megaswift.registry import Registry
 
@@ -53,7 +53,7 @@ class Format:
 
     name: str
     required: tuple[str, ...]
-    parse: Callable[[Row], Sample | Unit]
+    parse: Callable[[Row], Sample | PreferenceExample]
     optional: tuple[str, ...] = ()
     tasks: tuple[str, ...] = SFT + RL
     detect: Callable[[Row], bool] = _any_row

@@ -8,8 +8,8 @@ from typing import Any
 from megaswift.config.data import PAIRS
 from megaswift.data.formats import FORMATS, Format, Row
 from megaswift.data.formats.alpaca import parse as parse_alpaca
-from megaswift.data.preference import Unit, number, pair
-from megaswift.data.sample import RowError, Sample, describe, string
+from megaswift.data.preference_rows import PreferenceExample, make_pair, number_in_column
+from megaswift.data.sample import RowError, Sample, describe_value, text_in_column
 
 OPTIONAL = ("input", "history", "system", "tools", "margin")
 
@@ -18,19 +18,19 @@ def _answered(row: Row, answer: Any) -> Sample:
     return parse_alpaca({**row, "output": answer})
 
 
-def parse(row: Row) -> Unit:
+def parse(row: Row) -> PreferenceExample:
     """The same question with either answer."""
-    chosen, rejected = (_answered(row, string(row, c)) for c in ("chosen", "rejected"))
-    return pair(chosen, rejected, number(row), ("chosen", "rejected"))
+    chosen, rejected = (_answered(row, text_in_column(row, c)) for c in ("chosen", "rejected"))
+    return make_pair(chosen, rejected, number_in_column(row), ("chosen", "rejected"))
 
 
-def parse_list(row: Row) -> Unit:
+def parse_list(row: Row) -> PreferenceExample:
     """The same, from a list of two."""
     answers = row["output"]
     if len(answers) != 2 or not all(isinstance(a, str) for a in answers):
-        raise RowError("output", describe(answers), "[chosen, rejected], two strings")
+        raise RowError("output", describe_value(answers), "[chosen, rejected], two strings")
     chosen, rejected = (_answered(row, a) for a in answers)
-    return pair(chosen, rejected, number(row), ("output[0]", "output[1]"))
+    return make_pair(chosen, rejected, number_in_column(row), ("output[0]", "output[1]"))
 
 
 def _list(row: Row) -> bool:

@@ -11,8 +11,15 @@ from os.path import commonprefix
 
 from megaswift.config.data import EXAMPLES, PAIRS
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.preference import Unit, example, number, pair, texts, truth
-from megaswift.data.sample import Sample, conversation, plain_row, string, text_or_messages, with_system
+from megaswift.data.preference_rows import (
+    PreferenceExample,
+    label_in_column,
+    make_example,
+    make_pair,
+    number_in_column,
+    plain_texts,
+)
+from megaswift.data.sample import Sample, conversation, plain_row, text_in_column, text_or_messages, with_system
 
 
 def _said(value: str | Sample, role: str) -> Sample:
@@ -26,7 +33,7 @@ def _joined(row: Row, prompt: str | Sample | None, answer: str | Sample) -> Samp
         before = _said(prompt, "user")
         sample = Sample(before.messages + sample.messages, before.loss + sample.loss)
     tools = conversation([{"role": "user", "content": ""}], "tools", None, row.get("tools")).tools
-    return with_system(Sample(sample.messages, sample.loss, tools), string(row, "system", optional=True))
+    return with_system(Sample(sample.messages, sample.loss, tools), text_in_column(row, "system", optional=True))
 
 
 def _whole(answer: str | Sample) -> bool:
@@ -34,7 +41,7 @@ def _whole(answer: str | Sample) -> bool:
     return isinstance(answer, Sample) and answer.messages[0]["role"] in ("system", "developer", "user")
 
 
-def parse(row: Row) -> Unit:
+def parse(row: Row) -> PreferenceExample:
     """A pair."""
     prompt = None if row.get("prompt") is None else text_or_messages(row, "prompt")
     chosen, rejected = text_or_messages(row, "chosen"), text_or_messages(row, "rejected")
@@ -45,19 +52,21 @@ def parse(row: Row) -> Unit:
                 prompt = prompt.removesuffix(" ")
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         plain_row(row)
-        return texts(prompt, {"chosen": chosen, "rejected": rejected}, number(row))
-    return pair(_joined(row, prompt, chosen), _joined(row, prompt, rejected), number(row), ("chosen", "rejected"))
+        return plain_texts(prompt, {"chosen": chosen, "rejected": rejected}, number_in_column(row))
+    return make_pair(
+        _joined(row, prompt, chosen), _joined(row, prompt, rejected), number_in_column(row), ("chosen", "rejected")
+    )
 
 
-def parse_labelled(row: Row) -> Unit:
+def parse_labelled(row: Row) -> PreferenceExample:
     """A labelled completion."""
     prompt, answer = text_or_messages(row, "prompt"), text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(answer, str):
         plain_row(row)
-        return texts(prompt, {"completion": answer}, truth(row))
+        return plain_texts(prompt, {"completion": answer}, label_in_column(row))
     sample = _joined(row, prompt, answer)
     begin = None if _whole(answer) else len(sample.messages) - len(_said(answer, "assistant").messages)
-    return example(sample, truth(row), "completion", begin)
+    return make_example(sample, label_in_column(row), "completion", begin)
 
 
 FORMATS.register(

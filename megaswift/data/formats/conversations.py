@@ -7,17 +7,17 @@ from typing import Any
 
 from megaswift.data.formats import FORMATS, Format, Row
 from megaswift.data.roles import KNOWN, TURN_ROLE_OF, role_of
-from megaswift.data.sample import RowError, Sample, conversation, decoded, describe, string
+from megaswift.data.sample import RowError, Sample, conversation, decode_json_cell, describe_value, text_in_column
 
 
 def _turn(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(turn, dict):
-        raise RowError(where, describe(turn), 'an object {"from": ..., "value": ...}')
+        raise RowError(where, describe_value(turn), 'an object {"from": ..., "value": ...}')
     if "role" in turn and "from" not in turn:
         return turn
     role = role_of(turn.get("from"), TURN_ROLE_OF)
     if role is None:
-        raise RowError(f"{where}.from", describe(turn.get("from")), f"one of {KNOWN}")
+        raise RowError(f"{where}.from", describe_value(turn.get("from")), f"one of {KNOWN}")
     if "value" not in turn:
         raise RowError(f"{where}.value", "nothing", "a string")
     return {k: v for k, v in turn.items() if k not in ("from", "value")} | {"role": role, "content": turn["value"]}
@@ -25,11 +25,11 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
 
 def parse(row: Row) -> Sample:
     """Speakers become roles, values become contents."""
-    turns = decoded(row["conversations"], "conversations", "a list of turns")
+    turns = decode_json_cell(row["conversations"], "conversations", "a list of turns")
     if not isinstance(turns, list):
-        raise RowError("conversations", describe(turns), "a list of turns")
+        raise RowError("conversations", describe_value(turns), "a list of turns")
     messages = [_turn(t, f"conversations[{i}]") for i, t in enumerate(turns)]
-    return conversation(messages, "conversations", string(row, "system", optional=True), row.get("tools"))
+    return conversation(messages, "conversations", text_in_column(row, "system", optional=True), row.get("tools"))
 
 
 FORMATS.register("conversations", Format("conversations", ("conversations",), parse, ("tools", "system"), rank=2))

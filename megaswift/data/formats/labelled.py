@@ -5,12 +5,12 @@ from __future__ import annotations
 from megaswift.config.data import EXAMPLES
 from megaswift.data.formats import FORMATS, Format, Row
 from megaswift.data.formats.rejected_response import conversation_of, is_chat
-from megaswift.data.preference import Unit, example, truth
+from megaswift.data.preference_rows import PreferenceExample, label_in_column, make_example
 
 
-def parse(row: Row) -> Unit:
+def parse(row: Row) -> PreferenceExample:
     """The completion is what follows the last question."""
-    return example(conversation_of(row), truth(row), "messages")
+    return make_example(conversation_of(row), label_in_column(row), "messages")
 
 
 FORMATS.register(

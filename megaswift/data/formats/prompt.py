@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megaswift.config.data import RL
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import RowError, Sample, conversation, plain_row, string, text_or_messages
+from megaswift.data.sample import RowError, Sample, conversation, plain_row, text_in_column, text_or_messages
 
 
 def parse(row: Row) -> Sample:
@@ -20,7 +20,7 @@ def parse(row: Row) -> Sample:
         raise RowError(
             "prompt", "ends with the assistant's message", "a question at the end; an answer in a column of its own"
         )
-    return conversation(found.messages, "prompt", string(row, "system", optional=True), row.get("tools"))
+    return conversation(found.messages, "prompt", text_in_column(row, "system", optional=True), row.get("tools"))
 
 
 FORMATS.register("prompt", Format("prompt", ("prompt",), parse, ("tools", "system"), RL, rank=7, common=True))

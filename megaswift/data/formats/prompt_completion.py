@@ -7,7 +7,15 @@ from dataclasses import replace
 
 from megaswift.config.data import SFT
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import RowError, Sample, conversation, describe, plain_row, string, text_or_messages
+from megaswift.data.sample import (
+    RowError,
+    Sample,
+    conversation,
+    describe_value,
+    plain_row,
+    text_in_column,
+    text_or_messages,
+)
 
 
 def parse(row: Row) -> Sample:
@@ -26,8 +34,10 @@ def parse(row: Row) -> Sample:
     else:
         after = completion
     if not any(m["role"] == "assistant" for m in after.messages):
-        raise RowError("completion", describe(row["completion"]), "messages of the assistant")
-    joined = conversation([*before.messages, *after.messages], "prompt", string(row, "system", True), row.get("tools"))
+        raise RowError("completion", describe_value(row["completion"]), "messages of the assistant")
+    joined = conversation(
+        [*before.messages, *after.messages], "prompt", text_in_column(row, "system", True), row.get("tools")
+    )
     flags = (*(False if m["role"] == "assistant" else None for m in before.messages), *after.loss)
     return replace(joined, loss=(None,) * (len(joined.messages) - len(flags)) + flags)
 

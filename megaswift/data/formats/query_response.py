@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import RowError, Sample, conversation, decoded, describe, string
+from megaswift.data.sample import RowError, Sample, conversation, decode_json_cell, describe_value, text_in_column
 
 
 def rounds(row: Row) -> list[dict[str, Any]]:
     """The messages of `history`."""
-    history = decoded(row.get("history") or [], "history", "a list of [query, response]")
+    history = decode_json_cell(row.get("history") or [], "history", "a list of [query, response]")
     if not isinstance(history, list):
-        raise RowError("history", describe(history), "a list of [query, response]")
+        raise RowError("history", describe_value(history), "a list of [query, response]")
     messages: list[dict[str, Any]] = []
     for i, pair in enumerate(history):
         if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(t, str) for t in pair)):
-            raise RowError(f"history[{i}]", describe(pair), "[query, response], two strings")
+            raise RowError(f"history[{i}]", describe_value(pair), "[query, response], two strings")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return messages
 
@@ -24,10 +24,10 @@ def rounds(row: Row) -> list[dict[str, Any]]:
 def parse(row: Row) -> Sample:
     """History, then the query and its response."""
     messages = rounds(row) + [
-        {"role": "user", "content": string(row, "query")},
-        {"role": "assistant", "content": string(row, "response")},
+        {"role": "user", "content": text_in_column(row, "query")},
+        {"role": "assistant", "content": text_in_column(row, "response")},
     ]
-    return conversation(messages, "query", string(row, "system", optional=True), row.get("tools"))
+    return conversation(messages, "query", text_in_column(row, "system", optional=True), row.get("tools"))
 
 
 FORMATS.register(

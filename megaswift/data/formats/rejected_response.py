@@ -11,8 +11,16 @@ from typing import Any
 
 from megaswift.config.data import PAIRS
 from megaswift.data.formats import FORMATS, Format, Row, sample_of
-from megaswift.data.preference import ASKING, COLUMNS, EMPTY, Unit, UnitError, number, pair
-from megaswift.data.sample import Sample, conversation, string, with_system
+from megaswift.data.preference_rows import (
+    ASKING,
+    COLUMNS,
+    EMPTY,
+    PreferenceError,
+    PreferenceExample,
+    make_pair,
+    number_in_column,
+)
+from megaswift.data.sample import Sample, conversation, text_in_column, with_system
 
 
 def conversation_of(row: Row) -> Sample:
@@ -24,7 +32,7 @@ def conversation_of(row: Row) -> Sample:
 def _chosen(row: Row) -> Sample:
     sample = conversation_of(row)
     if sample.messages[-1]["role"] != "assistant":
-        raise UnitError(
+        raise PreferenceError(
             EMPTY,
             "messages",
             f"the last message is the {sample.messages[-1]['role']}'s",
@@ -33,15 +41,15 @@ def _chosen(row: Row) -> Sample:
     return sample
 
 
-def parse(row: Row) -> Unit:
+def parse(row: Row) -> PreferenceExample:
     """The rejected text takes the place of the last assistant message."""
     chosen = _chosen(row)
-    answer: dict[str, Any] = {"role": "assistant", "content": string(row, "rejected_response")}
+    answer: dict[str, Any] = {"role": "assistant", "content": text_in_column(row, "rejected_response")}
     rejected = replace(chosen, messages=(*chosen.messages[:-1], answer))
-    return pair(chosen, rejected, number(row), ("messages", "rejected_response"))
+    return make_pair(chosen, rejected, number_in_column(row), ("messages", "rejected_response"))
 
 
-def parse_messages(row: Row) -> Unit:
+def parse_messages(row: Row) -> PreferenceExample:
     """Another conversation; one that begins with the assistant follows the last question of the chosen one."""
     chosen = _chosen(row)
     rejected = conversation(row["rejected_messages"], "rejected_messages")
@@ -50,8 +58,10 @@ def parse_messages(row: Row) -> Unit:
         begin = max(i for i, role in enumerate(roles) if role in ASKING) + 1
         rejected = Sample(chosen.messages[:begin] + rejected.messages, chosen.loss[:begin] + rejected.loss)
     else:
-        rejected = with_system(rejected, string(row, "system", optional=True))
-    return pair(chosen, replace(rejected, tools=chosen.tools), number(row), ("messages", "rejected_messages"))
+        rejected = with_system(rejected, text_in_column(row, "system", optional=True))
+    return make_pair(
+        chosen, replace(rejected, tools=chosen.tools), number_in_column(row), ("messages", "rejected_messages")
+    )
 
 
 def is_chat(row: Row) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import RowError, Sample, conversation, decoded, describe, string
+from megaswift.data.sample import RowError, Sample, conversation, decode_json_cell, describe_value, text_in_column
 
 
 def _rounds(row: Row, column: str) -> Any:
-    return decoded(row[column], column, "a list of rounds")
+    return decode_json_cell(row[column], column, "a list of rounds")
 
 
 def _pairs(row: Row) -> bool:
@@ -22,7 +22,7 @@ def _pairs(row: Row) -> bool:
 def _parse(row: Row, column: str) -> Sample:
     rounds = _rounds(row, column)
     if not isinstance(rounds, list):
-        raise RowError(column, describe(rounds), "a list of rounds")
+        raise RowError(column, describe_value(rounds), "a list of rounds")
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(rounds):
         if (
@@ -30,12 +30,12 @@ def _parse(row: Row, column: str) -> Sample:
             or not isinstance(item.get("human"), str)
             or not isinstance(item.get("assistant"), str)
         ):
-            raise RowError(f"{column}[{i}]", describe(item), 'an object {"human": string, "assistant": string}')
+            raise RowError(f"{column}[{i}]", describe_value(item), 'an object {"human": string, "assistant": string}')
         answer = {"role": "assistant", "content": item["assistant"]} | (
             {"loss": item["loss"]} if "loss" in item else {}
         )
         messages += [{"role": "user", "content": item["human"]}, answer]
-    return conversation(messages, column, string(row, "system", optional=True), row.get("tools"))
+    return conversation(messages, column, text_in_column(row, "system", optional=True), row.get("tools"))
 
 
 def parse(row: Row) -> Sample:

@@ -8,8 +8,8 @@ from typing import Any
 from megaswift.config.data import PAIRS
 from megaswift.data.formats import FORMATS, Format, Row
 from megaswift.data.formats.conversations import parse as parse_conversations
-from megaswift.data.preference import Unit, number, pair
-from megaswift.data.sample import RowError, Sample, decoded, describe
+from megaswift.data.preference_rows import PreferenceExample, make_pair, number_in_column
+from megaswift.data.sample import RowError, Sample, decode_json_cell, describe_value
 
 TURN = 'an object {"from": "gpt", "value": ...}, or a list of such'
 
@@ -18,9 +18,9 @@ def _turns(value: Any, column: str) -> list[Any]:
     """The messages in a column: a text is the assistant's."""
     if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
         return [{"from": "gpt", "value": value}]
-    value = decoded(value, column, TURN)
+    value = decode_json_cell(value, column, TURN)
     if not isinstance(value, (list, dict)) or not value:
-        raise RowError(column, describe(value), TURN)
+        raise RowError(column, describe_value(value), TURN)
     return [value] if isinstance(value, dict) else value
 
 
@@ -30,9 +30,11 @@ def _answered(row: Row, column: str) -> Sample:
     return Sample(asked.messages + answer.messages, asked.loss + answer.loss, asked.tools)
 
 
-def parse(row: Row) -> Unit:
+def parse(row: Row) -> PreferenceExample:
     """The same conversation with either answer."""
-    return pair(_answered(row, "chosen"), _answered(row, "rejected"), number(row), ("chosen", "rejected"))
+    return make_pair(
+        _answered(row, "chosen"), _answered(row, "rejected"), number_in_column(row), ("chosen", "rejected")
+    )
 
 
 FORMATS.register(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megaswift.data.formats import FORMATS, Format, Row
-from megaswift.data.sample import Sample, string
+from megaswift.data.sample import Sample, text_in_column
 
 
 def parse(row: Row) -> Sample:
     """The document as it is; the end-of-text token is added when it is tokenised."""
-    return Sample(text=string(row, "text"))
+    return Sample(text=text_in_column(row, "text"))
 
 
 FORMATS.register("text", Format("text", ("text",), parse, tasks=("pt",), rank=5))

@@ -14,34 +14,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaswift.bridge.export import ExportOptions, export_hf, stored_dtypes
+from megaswift.bridge.export import FolderOptions, dtypes_in_source, export_hf
 from megaswift.bridge.hf_source import WeightSource
 from megaswift.bridge.model_folder import write_model
 from megaswift.bridge.new_head import NEW, NewHead, new_head
-from megaswift.bridge.open import open_weights
+from megaswift.bridge.open_weights import open_weights
 from megaswift.bridge.peft_folder import write_adapter
 from megaswift.bridge.plan import WeightPlan
 from megaswift.config import SwiftConfig
 from megaswift.config.capabilities import missing_transformer_engine
-from megaswift.engine.megatron import checkpoint
+from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron import optimizer as optim
-from megaswift.engine.megatron import schedule_pass as passes
-from megaswift.engine.megatron.aux_losses import AuxLosses
-from megaswift.engine.megatron.context import ParallelContext
-from megaswift.engine.megatron.layer_choice import fp8_problems, only_torch, only_torch_here, pick
-from megaswift.engine.megatron.lora import RankAdapters, plan_adapters
-from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap
+from megaswift.engine.megatron.checkpoint import save_load
+from megaswift.engine.megatron.engine_offload import Offload
+from megaswift.engine.megatron.layers.aux_losses import AuxLosses
+from megaswift.engine.megatron.layers.choice import fp8_problems, only_torch, only_torch_here, pick_layers
+from megaswift.engine.megatron.lora.adapters import RankAdapters, plan_adapters
+from megaswift.engine.megatron.model import build_chunks, gather_weights, wrap_chunks
 from megaswift.engine.megatron.model_config import transformer_config
-from megaswift.engine.megatron.offload import Offload
-from megaswift.engine.megatron.sizes import measure
-from megaswift.engine.megatron.weights import RandomSource, RankWeights, frozen
-from megaswift.engine.objective import Objective, count, outputs_of, report
+from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.engine.megatron.sizes import measure_sizes
+from megaswift.engine.megatron.weights import RandomSource, RankWeights, freeze_matching
+from megaswift.engine.objective import Objective, count_global_batch, outputs_of, reduce_report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights
 from megaswift.errors import ConfigError, Problem
 from megaswift.families import family_of, four_bits
 from megaswift.families.spec import ModelSpec
-from megaswift.losses.contract import Batch, Loss, Needs, Outputs
+from megaswift.losses.contract import Batch, Loss, ModelOutputs, Needs
 
 
 class MegatronEngine:
@@ -56,7 +56,7 @@ class MegatronEngine:
         comm = cfg.parallel.cp_exchange if self.layout.cp > 1 else None
         beyond = only_torch(spec) + only_torch_here(spec, comm, bool(cfg.data.packing))
         beyond += ["weights in NF4"] * (cfg.model.train_type == "qlora")
-        self.impl, self.impl_reason = pick(cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(beyond))
+        self.impl, self.impl_reason = pick_layers(cfg.model.transformer_impl, cfg.model.attn_impl, ", ".join(beyond))
         if lacking := missing_transformer_engine(cfg, installed=self.impl == "transformer_engine"):
             raise ConfigError(lacking)
         if cfg.model.fp8_format and (unfit := fp8_problems(cfg.model.fp8_recipe, torch.cuda.get_device_capability())):
@@ -66,7 +66,7 @@ class MegatronEngine:
         adapters = plan_adapters(cfg.lora, self.plan) if cfg.model.train_type != "full" else None
         if adapters and self.config.quantised:
             family, layout = self.plan.family, self.layout
-            if unfit := four_bits.problems(family, spec, layout.tp, layout.etp) + four_bits.cannot_train(
+            if unfit := four_bits.four_bit_problems(family, spec, layout.tp, layout.etp) + four_bits.cannot_train(
                 family, adapters.saved
             ):
                 raise ConfigError(unfit)
@@ -77,8 +77,8 @@ class MegatronEngine:
         self.freeze(cfg.model.freeze_parameters)
         self.lora = RankAdapters(self.plain, self.weights, adapters) if adapters else None
         self.aux = AuxLosses(self.plain, spec, cfg, context)
-        self.chunks = wrap(self.plain, self.config, cfg, context)
-        self.optimizer = optim.build(self.chunks, self.config, cfg)
+        self.chunks = wrap_chunks(self.plain, self.config, cfg, context)
+        self.optimizer = optim.build_optimizer(self.chunks, self.config, cfg)
         self.config.grad_scale_func = self.optimizer.scale_loss if self.config.fp16 else None
         self.away = Offload(self.chunks, self.optimizer)
         self.remembered: ReferenceWeights | None = None
@@ -115,7 +115,7 @@ class MegatronEngine:
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Parameters whose Hugging Face names match any pattern do not train. Before the model is wrapped."""
-        hits = frozen(self.weights.placed, patterns)
+        hits = freeze_matching(self.weights.placed, patterns)
         gathered: list[Mapping[str, bool]] = [{}] * self.layout.world_size
         if patterns and self.layout.world_size > 1:
             dist.all_gather_object(gathered, {p: bool(names) for p, names in hits.items()})
@@ -131,8 +131,8 @@ class MegatronEngine:
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
         result = self.accumulate(microbatches, loss, whole_gradients=False)
-        optim.set_rates(self.optimizer, lr, self.cfg.optim.weight_decay)
-        norm, taken = optim.step(self.optimizer, self.cfg.optim.max_grad_norm)
+        optim.set_group_rates(self.optimizer, lr, self.cfg.optim.weight_decay)
+        norm, taken = optim.optimizer_step(self.optimizer, self.cfg.optim.max_grad_norm)
         falling = not taken and optim.scale_can_fall(self.optimizer)
         return replace(result, grad_norm=norm, skipped=not taken, loss_scale_falling=falling)
 
@@ -142,21 +142,21 @@ class MegatronEngine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._run(microbatches, loss, passes.PassSettings(self.impl, False, whole_gradients))
+        return self._run(microbatches, loss, passes.ScheduleSettings(self.impl, False, whole_gradients))
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], loss: Loss) -> StepResult:
         """The numbers of `train_batch` without dropout, gradient or change of state."""
         with _evaluating(self):
-            return self._run(microbatches, loss, passes.PassSettings(self.impl, True))
+            return self._run(microbatches, loss, passes.ScheduleSettings(self.impl, True))
 
-    def _run(self, microbatches: Sequence[Batch], loss: Loss, settings: passes.PassSettings) -> StepResult:
-        counted = count(microbatches, loss, self.context)
+    def _run(self, microbatches: Sequence[Batch], loss: Loss, settings: passes.ScheduleSettings) -> StepResult:
+        counted = count_global_batch(microbatches, loss, self.context)
         objective = Objective(loss, counted)
         self._need(loss.needs)
         self.aux.begin(counted.microbatches)
-        passes.run(self.chunks, microbatches, objective, self.context, settings)
-        total, metrics = report(objective, self.context)
+        passes.forward_backward(self.chunks, microbatches, objective, self.context, settings)
+        total, metrics = reduce_report(objective, self.context)
         if not settings.forward_only:
             metrics = {**metrics, **self.aux.report()}
         numbers = counted.tokens, counted.label_tokens, counted.counts, objective.local(microbatches)
@@ -167,7 +167,7 @@ class MegatronEngine:
             chunk.needs = needs
 
     @torch.no_grad()
-    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[Outputs]:
+    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[ModelOutputs]:
         """What `needs` asks for, per micro-batch in input order, on every model-parallel rank."""
         found: list[Tensor] = []
 
@@ -177,7 +177,9 @@ class MegatronEngine:
 
         self._need(needs)
         with _evaluating(self):
-            passes.run(self.chunks, microbatches, keep, self.context, passes.PassSettings(self.impl, True))
+            passes.forward_backward(
+                self.chunks, microbatches, keep, self.context, passes.ScheduleSettings(self.impl, True)
+            )
         if self.layout.pp > 1:
             if not found:
                 found = [
@@ -241,7 +243,7 @@ class MegatronEngine:
         Collective."""
         weights = self.hf_weights()
         if self.rank == 0:
-            export_hf(folder, self.plan, weights, ExportOptions(source=source, dtype=dtype, overwrite=True))
+            export_hf(folder, self.plan, weights, FolderOptions(source=source, dtype=dtype, overwrite=True))
         else:
             for _ in weights:
                 pass
@@ -258,7 +260,7 @@ class MegatronEngine:
     def describe(self, target: Path, folder: Path) -> None:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""
         source = None if self.cfg.model.random_init else folder
-        write_model(target, self.spec.hf_config, stored_dtypes(self.plan, source), folder)
+        write_model(target, self.spec.hf_config, dtypes_in_source(self.plan, source), folder)
 
     def offload(self, what: frozenset[str]) -> None:
         """Parts of the engine leave the device; gradients are dropped."""
@@ -285,15 +287,15 @@ class MegatronEngine:
 
     def report(self) -> ParameterReport:
         """Exact sizes, for the first screen."""
-        return measure(self)
+        return measure_sizes(self)
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer and this rank's random states as a sharded checkpoint. Collective."""
-        checkpoint.save(self, directory)
+        save_load.save_engine(self, directory)
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`, on this or another layout. Collective."""
-        checkpoint.load(self, directory)
+        save_load.load_engine(self, directory)
 
 
 class _evaluating:  # noqa: N801 (reads as a verb)

@@ -17,17 +17,17 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megaswift.bridge.dist_keys import padded_vocabulary
+from megaswift.bridge.sharded_keys import padded_vocabulary
 from megaswift.config import SwiftConfig
-from megaswift.engine.megatron.context import ParallelContext
-from megaswift.engine.megatron.context_slices import join
-from megaswift.engine.megatron.head import HeadShard, VocabularyHead
-from megaswift.engine.megatron.layer_spec import block_spec
+from megaswift.engine.megatron.context_parallel import join_slices
+from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, local_frequencies
+from megaswift.engine.megatron.layers.router import BalancedRouter
+from megaswift.engine.megatron.layers.scalar_head import ScalarHead
+from megaswift.engine.megatron.layers.spec import block_spec
+from megaswift.engine.megatron.layers.vocab_head import HeadShard, VocabularyHead
+from megaswift.engine.megatron.microbatch import MicrobatchInputs
 from megaswift.engine.megatron.model_config import distributed_optimizer
-from megaswift.engine.megatron.passes import Pass
-from megaswift.engine.megatron.rope import PositionRotary, inverse_frequencies, local_frequencies
-from megaswift.engine.megatron.router import BalancedRouter
-from megaswift.engine.megatron.scalar_head import ScalarHead
+from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.families.spec import Features, ModelSpec
 from megaswift.losses.contract import Needs
 
@@ -36,10 +36,10 @@ class SwiftGPT(GPTModel):
     """GPTModel whose last stage returns what the loss needs, float32 [fields, b, s], never logits."""
 
     needs: Needs
-    step: Pass
+    step: MicrobatchInputs
     real_vocabulary: int
 
-    def run(self, module: torch.nn.Module, step: Pass) -> Tensor:
+    def run(self, module: torch.nn.Module, step: MicrobatchInputs) -> Tensor:
         """One micro-batch through `module`, this chunk with its wrappers: hidden states, or the fields on the last
         stage."""
         self.step = step
@@ -55,7 +55,7 @@ class SwiftGPT(GPTModel):
             return prepared
         return (prepared[0], self.rotary_pos_emb(), *prepared[2:])
 
-    def _padding_mask(self, step: Pass) -> Tensor | None:
+    def _padding_mask(self, step: MicrobatchInputs) -> Tensor | None:
         """[b, s / cp], or its sequence-parallel part on later stages: Megatron cuts it on the first stage only."""
         if self.config.num_moe_experts is None:
             return None
@@ -86,7 +86,7 @@ class SwiftGPT(GPTModel):
         full = values.new_zeros(len(values), s * b).index_copy(1, wanted, values)
         full = full.view(len(values), s, b).transpose(1, 2)
         cp = self.pg_collection.cp
-        return join(full, step.order, step.index, cp) if cp.size() > 1 else full.contiguous()
+        return join_slices(full, step.order, step.index, cp) if cp.size() > 1 else full.contiguous()
 
     def _whole(self, hidden: Tensor, shared: bool) -> Tensor:
         """The hidden states of this rank's positions. `shared`: each tensor-parallel rank has a part of the head, so
@@ -118,7 +118,7 @@ class SwiftGPT(GPTModel):
         return VocabularyHead.apply(picked, weight, labels, shard)
 
 
-def scaling(features: Features) -> Callable[..., Tensor]:
+def embedding_scale_hook(features: Features) -> Callable[..., Tensor]:
     """A hook that multiplies the embeddings; the factor itself is rounded to their dtype where the family does so."""
 
     def hook(_module: torch.nn.Module, _args: Any, out: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def scaling(features: Features) -> Callable[..., Tensor]:
     return hook
 
 
-def unlearnt(token: int) -> Callable[..., None]:
+def frozen_padding_hook(token: int) -> Callable[..., None]:
     """A hook on Megatron's token embedding: a padding token's vector gets no gradient where it is looked up, as in
     torch's Embedding(padding_idx), of which transformers builds every model whose config.json has a `pad_token_id`.
     (Some models end their turns with that token. A tied head learns from it all the same.)"""
@@ -182,9 +182,9 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
         if model.pre_process:
             model.embedding.embedding_dropout.p = 0.0  # transformers drops what attention and MLP add, never embeddings
         if model.pre_process and spec.features.padding_token is not None:
-            model.embedding.word_embeddings.register_forward_hook(unlearnt(spec.features.padding_token))
+            model.embedding.word_embeddings.register_forward_hook(frozen_padding_hook(spec.features.padding_token))
         if model.pre_process and spec.features.embedding_scale != 1.0:
-            model.embedding.register_forward_hook(scaling(spec.features))
+            model.embedding.register_forward_hook(embedding_scale_hook(spec.features))
         chunks.append(model.to(context.device))
     if spec.features.qk_norm_width == "all":
         config.qk_layernorm = (
@@ -193,7 +193,7 @@ def build_chunks(spec: ModelSpec, config: TransformerConfig, context: ParallelCo
     return chunks
 
 
-def overlaps(cfg: SwiftConfig, cuda: bool) -> tuple[bool, bool]:
+def overlap_flags(cfg: SwiftConfig, cuda: bool) -> tuple[bool, bool]:
     """(gradients reduced behind the backward pass, weights gathered behind the forward pass): on a GPU unless the
     options say otherwise.
 
@@ -207,11 +207,11 @@ def overlaps(cfg: SwiftConfig, cuda: bool) -> tuple[bool, bool]:
     return reduce, gather
 
 
-def wrap(
+def wrap_chunks(
     chunks: list[SwiftGPT], config: TransformerConfig, cfg: SwiftConfig, context: ParallelContext
 ) -> list[DistributedDataParallel]:
     """Precision wrapper and Megatron's DDP with float32 gradients."""
-    overlap_reduce, overlap_gather = overlaps(cfg, context.device.type == "cuda")
+    overlap_reduce, overlap_gather = overlap_flags(cfg, context.device.type == "cuda")
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap_reduce,

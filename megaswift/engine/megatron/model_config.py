@@ -16,8 +16,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.megatron.activation import GATED, gelu_tanh
-from megaswift.engine.megatron.rope import inverse_frequencies
+from megaswift.engine.megatron.layers.activation import GATED, gelu_tanh
+from megaswift.engine.megatron.layers.rope import inverse_frequencies
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.spec import ModelSpec
 from megaswift.parallel.layout import Layout

@@ -27,7 +27,9 @@ LOSS_SCALE = 2.0**16
 """At the start of a run in float16, as torch's GradScaler has it; Megatron-Core's 2^32 overflows for some 20 steps."""
 
 
-def build(chunks: list[DistributedDataParallel], config: TransformerConfig, cfg: SwiftConfig) -> MegatronOptimizer:
+def build_optimizer(
+    chunks: list[DistributedDataParallel], config: TransformerConfig, cfg: SwiftConfig
+) -> MegatronOptimizer:
     """The optimizer over this rank's chunks."""
     o = cfg.optim
     options = OptimizerConfig(
@@ -56,7 +58,7 @@ def build(chunks: list[DistributedDataParallel], config: TransformerConfig, cfg:
         else {}
     )
     optimizer = get_megatron_optimizer(options, chunks, **extra)
-    for part in parts(optimizer):
+    for part in optimizer_parts(optimizer):
         if o.optimizer_cpu_offload:
             part.optimizer, part.init_state_fn = HostAdam.instead_of(part.optimizer), init_state
         else:
@@ -73,14 +75,14 @@ def _fuse(part: MegatronOptimizer) -> None:
             group["fused"], group["foreach"] = True, False
 
 
-def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+def set_group_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
     """Learning rate and weight decay of every group: biases and norms (1-D parameters) do not decay."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
 
-def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers that a chained one is made of (dense and expert parameters), without empty stubs."""
     return [o for o in _chained(optimizer) if not getattr(o, "is_stub_optimizer", False)]
 
@@ -146,7 +148,7 @@ def _shared_scaler(optimizer: MegatronOptimizer) -> SharedScaler | None:
 
 
 @torch.no_grad()
-def step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bool]:
+def optimizer_step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bool]:
     """(gradient norm before clipping, whether the step was taken). Not taken where a gradient is not finite."""
     overflow = optimizer.prepare_grads()
     scaler = _shared_scaler(optimizer)
@@ -156,7 +158,7 @@ def step(optimizer: MegatronOptimizer, clip: float) -> tuple[float, bool]:
     if not math.isfinite(norm):
         return norm, False
     if clip > 0:
-        for part in parts(optimizer):
+        for part in optimizer_parts(optimizer):
             parameters = part.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(

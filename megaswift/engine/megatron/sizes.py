@@ -13,7 +13,7 @@ from torch import nn
 from megaswift.bridge.plan import WeightPlan
 from megaswift.engine.megatron import optimizer as optim
 from megaswift.engine.megatron.host_adam import HostAdam
-from megaswift.engine.megatron.nf4_layers import NF4Matrix
+from megaswift.engine.megatron.layers.nf4 import NF4Matrix
 from megaswift.engine.protocol import ParameterReport
 from megaswift.families.spec import ModelSpec
 
@@ -33,7 +33,7 @@ def _optimizer_bytes(engine: MegatronEngine) -> tuple[int, int]:
         moments = 0
     half = engine.config.bf16 or engine.config.fp16
     device = host = 0
-    for part in optim.parts(engine.optimizer):
+    for part in optim.optimizer_parts(engine.optimizer):
         compact = engine.config.bf16 and part.config.store_param_remainders and optim.holds_main_weights(part)
         main = 2 if compact else 4
         offloaded = isinstance(part.optimizer, HostAdam)
@@ -58,7 +58,7 @@ def _weights(chunk: nn.Module) -> Iterator[nn.Parameter | NF4Matrix]:
     yield from (m for m in chunk.modules() if isinstance(m, NF4Matrix))
 
 
-def measure(engine: MegatronEngine) -> ParameterReport:
+def measure_sizes(engine: MegatronEngine) -> ParameterReport:
     """Sizes of the largest rank, parameters in all. Collective."""
     own, weights = (
         sum(held) for held in zip(*((p.numel(), p.nbytes) for c in engine.plain for p in _weights(c)), strict=True)

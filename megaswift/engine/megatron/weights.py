@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaswift.bridge import finite_weights
-from megaswift.bridge.dist_keys import padded_vocabulary
-from megaswift.bridge.new_head import drawn
-from megaswift.bridge.plan import Entry, Group, WeightPlan
-from megaswift.engine.everywhere import from_main
-from megaswift.engine.megatron.context import ParallelContext
+from megaswift.bridge.new_head import seeded_normal
+from megaswift.bridge.plan import PlanEntry, PlanGroup, WeightPlan
+from megaswift.bridge.sharded_keys import padded_vocabulary
+from megaswift.engine.broadcast import broadcast_tensors
+from megaswift.engine.megatron.layers.nf4 import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
-from megaswift.engine.megatron.nf4_layers import NF4Matrix
+from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.families import four_bits
 from megaswift.families.spec import ModelSpec
 
@@ -46,7 +46,7 @@ def canonical_name(name: str, chunk: SwiftGPT, spec: ModelSpec, context: Paralle
     return name
 
 
-def _mark(parameter: nn.Parameter, entry: Entry) -> None:
+def _mark(parameter: nn.Parameter, entry: PlanEntry) -> None:
     """Tell Megatron how a parameter is spread: its initialisers do in part, which we do not run.
 
     Without the shard mark the gradient norm counts tensor-parallel rank 0 only, and every rank clips too little, in
@@ -66,10 +66,10 @@ def _mark(parameter: nn.Parameter, entry: Entry) -> None:
 
 
 @dataclass(frozen=True)
-class Placed:
+class LocalParam:
     """A parameter, buffer or quantised matrix of this rank and its entry in the weight plan."""
 
-    entry: Entry
+    entry: PlanEntry
     owner: nn.Module
     name: str
     """The owner's attribute: looked up at each use, because a change of precision replaces buffers."""
@@ -92,7 +92,7 @@ class RankWeights:
     def __init__(self, chunks: list[SwiftGPT], spec: ModelSpec, plan: WeightPlan, context: ParallelContext) -> None:
         self.spec, self.plan, self.context = spec, plan, context
         self.padded = padded_vocabulary(spec, context.layout.tp)
-        self.placed: list[Placed] = []
+        self.placed: list[LocalParam] = []
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 canonical = canonical_name(name, chunk, spec, context)
@@ -109,21 +109,21 @@ class RankWeights:
                 if isinstance(module, NF4Matrix):
                     self._place(plan.by_megatron[canonical_name(name, chunk, spec, context)], chunk, name)
             for p in self.placed if chunk.config.quantised else ():
-                assert isinstance(p.held, NF4Matrix) == four_bits.held(p.entry.rule), (
+                assert isinstance(p.held, NF4Matrix) == four_bits.held_in_four_bits(p.entry.rule), (
                     f"{p.entry.megatron} is not held as it should be"
                 )
         self.by_name = {p.entry.megatron: p for p in self.placed}
 
-    def _place(self, entry: Entry, chunk: nn.Module, name: str) -> None:
+    def _place(self, entry: PlanEntry, chunk: nn.Module, name: str) -> None:
         path, _, attribute = name.rpartition(".")
-        placed = Placed(entry, chunk.get_submodule(path), attribute)
+        placed = LocalParam(entry, chunk.get_submodule(path), attribute)
         shape = tuple(entry.shard_shape(self.tp_of(entry)[0], self.padded))
         assert shape == tuple(placed.held.shape), (
             f"{entry.megatron}: module has {tuple(placed.held.shape)}, plan says {shape}"
         )
         self.placed.append(placed)
 
-    def tp_of(self, entry: Entry) -> tuple[int, int]:
+    def tp_of(self, entry: PlanEntry) -> tuple[int, int]:
         """(ranks, rank) that split this entry: ETP for experts, TP otherwise."""
         layout, at = self.context.layout, self.context.coordinates
         return (layout.etp, at.etp) if entry.expert is not None else (layout.tp, at.tp)
@@ -139,7 +139,7 @@ class RankWeights:
             if not finite_weights.is_finite(value):
                 bad.extend(placed.entry.hf)
             placed.held.copy_(value)
-        finite_weights.refuse(bad)
+        finite_weights.refuse_non_finite(bad)
 
     def stream(
         self, value: Callable[[Tensor], Tensor | None], everywhere: bool = False
@@ -150,9 +150,11 @@ class RankWeights:
         `everywhere`: all do.
         """
         for group in self.plan.groups:
-            yield from from_main(self.stream_group(group, value)) if everywhere else self.stream_group(group, value)
+            yield from (
+                broadcast_tensors(self.stream_group(group, value)) if everywhere else self.stream_group(group, value)
+            )
 
-    def stream_group(self, group: Group, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+    def stream_group(self, group: PlanGroup, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """The part of `stream` that is about one group of entries."""
         shards = (self._gather(entry, value) for entry in group.entries)
         if self.context.rank == 0:
@@ -161,7 +163,7 @@ class RankWeights:
             for _ in shards:
                 pass
 
-    def _gather(self, entry: Entry, value: Callable[[Tensor], Tensor | None]) -> list[Tensor] | None:
+    def _gather(self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None]) -> list[Tensor] | None:
         """The entry's shards in order, on rank 0; None elsewhere."""
         holders = self.holders(entry)
         shapes = [entry.shard_shape(self.tp_of(entry)[0], self.padded)] * len(holders)
@@ -186,7 +188,7 @@ class RankWeights:
                 parts.append(_receive(shape, holder))
         return parts if here == 0 else None
 
-    def holders(self, entry: Entry) -> list[int]:
+    def holders(self, entry: PlanEntry) -> list[int]:
         """Global ranks of the shards of `entry`, in shard order: those of the first data-parallel replica."""
         owner = None if entry.expert is None else entry.expert // (self.spec.experts // self.context.layout.ep)
         ranks = self._replica(self.stage_of(entry), owner)
@@ -202,7 +204,7 @@ class RankWeights:
             return [rank for rank, at in places if at.pp == stage and at.dp == 0 and at.cp == 0]
         return [rank for rank, at in places if at.pp == stage and at.ep == owner and at.edp == 0]
 
-    def stage_of(self, entry: Entry) -> int:
+    def stage_of(self, entry: PlanEntry) -> int:
         """The pipeline stage that holds `entry` (the first one for tied embeddings)."""
         if entry.layer is not None:
             return self._stages[entry.layer]
@@ -246,7 +248,7 @@ class RandomSource:
         if len(shape) == 1 and "norm" in name:
             return torch.full(shape, self.norm)[index]
         if self._last[0] != name:  # fused parameters ask for one tensor in many pieces
-            self._last = name, drawn(name, shape, self.std, self.seed)
+            self._last = name, seeded_normal(name, shape, self.std, self.seed)
             if self.padding is not None and name.endswith("embed_tokens.weight"):
                 self._last[1][self.padding] = 0.0
         return self._last[1][index]
@@ -268,7 +270,7 @@ def _receive(shape: tuple[int, ...], source: int) -> Tensor:
     return tensor
 
 
-def frozen(placed: Iterable[Placed], patterns: Iterable[str]) -> dict[str, list[str]]:
+def freeze_matching(placed: Iterable[LocalParam], patterns: Iterable[str]) -> dict[str, list[str]]:
     """Freeze parameters of which any Hugging Face name matches a pattern; pattern to what it matched."""
     hits: dict[str, list[str]] = {p: [] for p in patterns}
     for item in placed:

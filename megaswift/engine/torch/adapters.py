@@ -18,23 +18,23 @@ _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(
 """What PEFT puts into the name of a weight of the base model."""
 
 
-def unwrapped(name: str) -> str:
+def unwrap_adapters(name: str) -> str:
     """The name that a weight of the transformers model has without adapters."""
     return _WRAPPED.sub("", name)
 
 
 def base_name(name: str) -> str:
     """The same, from its name in the module that is wrapped."""
-    return unwrapped(name.removeprefix(PREFIX).removeprefix("base_model.model."))
+    return unwrap_adapters(name.removeprefix(PREFIX).removeprefix("base_model.model."))
 
 
-def base(model: nn.Module) -> Any:
+def base_model(model: nn.Module) -> Any:
     """The transformers model inside PEFT's wrapper, or itself."""
     inner = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model
 
 
-def write(model: Any, state: dict[str, Tensor], folder: Path, base_name: str) -> None:
+def write_adapter_folder(model: Any, state: dict[str, Tensor], folder: Path, base_name: str) -> None:
     """Adapters and fully trained modules as PEFT saves them, in float32. On one rank."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file

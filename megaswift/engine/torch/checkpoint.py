@@ -27,13 +27,13 @@ from megaswift.bridge.step_source import StepSource
 from megaswift.bridge.transformers_weights import buffers, disk_names
 from megaswift.disk import sync
 from megaswift.engine import rng_state
-from megaswift.engine.torch import loading
-from megaswift.engine.torch.adapters import PREFIX, base
+from megaswift.engine.torch import weight_loading
+from megaswift.engine.torch.adapters import PREFIX, base_model
+from megaswift.engine.torch.conversions import conversion_groups, groups
 from megaswift.engine.torch.host_memory import returned_at_once
-from megaswift.engine.torch.pieces import groups, pieces
 from megaswift.engine.torch.strategy import WEIGHT
 from megaswift.errors import ROOM, CheckpointError, Problem, UserError
-from megaswift.families.checkpoint_folder import FACTS, WHOLE, Checkpoint
+from megaswift.families.checkpoint_folder import FACTS, WHOLE, CheckpointFolder
 
 if TYPE_CHECKING:
     from megaswift.engine.torch.engine import TorchEngine
@@ -41,14 +41,16 @@ if TYPE_CHECKING:
 FORMAT = "torch-2"
 
 
-def save(engine: TorchEngine, directory: Path) -> None:
+def save_step(engine: TorchEngine, directory: Path) -> None:
     """Everything into `directory`, on disk when this returns. Collective."""
     directory.mkdir(parents=True, exist_ok=True)
-    problems = written(engine, directory / WHOLE, _tensors(engine), _stream_all(engine), lambda writer: writer.close())
+    problems = written_files(
+        engine, directory / WHOLE, _tensors(engine), _stream_all(engine), lambda writer: writer.close()
+    )
     try:
         if engine.allocation is not None and engine.rank == 0:
             engine.allocation.write(directory)
-        small = [rng_state.write(directory, engine.rank)]
+        small = [rng_state.write_rng_state(directory, engine.rank)]
         if engine.rank == 0 and not problems:
             (directory / FACTS).write_text(json.dumps(_facts(engine), indent=1) + "\n", encoding="utf-8")
             small.append(directory / FACTS)
@@ -56,10 +58,10 @@ def save(engine: TorchEngine, directory: Path) -> None:
             sync(path)
     except OSError as error:
         problems = [Problem(str(directory), f"could not be written ({error})", ROOM)]
-    agree(engine, problems)
+    check_same_names(engine, problems)
 
 
-def written(
+def written_files(
     engine: TorchEngine,
     folder: Path,
     metas: Mapping[str, TensorMeta],
@@ -89,13 +91,13 @@ def written(
     return problems
 
 
-def stream(engine: TorchEngine, kind: str, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+def stream_weights(engine: TorchEngine, kind: str, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
     """(name in the model's files, whole tensor) on rank 0 or everywhere; others iterate over none. Collective.
 
     Weights are all that the files hold, adapters merged in: buffers too, as the router's expert bias of DeepSeek-V3 is
     one.
     """
-    bare, here, merging = base(engine.fields.model), everywhere or engine.rank == 0, engine.merging
+    bare, here, merging = base_model(engine.fields.model), everywhere or engine.rank == 0, engine.merging
     if merging is not None:
         names, full = merging.names, merging.reader(lambda name: engine.strategy.full(name, WEIGHT), here)
     else:
@@ -111,8 +113,8 @@ def stream(engine: TorchEngine, kind: str, everywhere: bool = False) -> Iterator
 
 
 def disk_metas(engine: TorchEngine) -> dict[str, Tensor]:
-    """What `stream` gives of the weights, in shape and dtype."""
-    bare = base(engine.fields.model)
+    """What `stream_weights` gives of the weights, in shape and dtype."""
+    bare = base_model(engine.fields.model)
     metas = {name.removeprefix(PREFIX): torch.empty(shape, device="meta") for name, shape in engine.shapes.items()}
     return disk_names(bare, metas) | disk_names(bare, buffers(bare))
 
@@ -120,31 +122,31 @@ def disk_metas(engine: TorchEngine) -> dict[str, Tensor]:
 def _stream_all(engine: TorchEngine) -> Iterator[tuple[str, Tensor]]:
     """Everything under its name in `state`."""
     if not engine.adapts:
-        for name, tensor in stream(engine, WEIGHT):
+        for name, tensor in stream_weights(engine, WEIGHT):
             yield f"{WEIGHT}.{name}", tensor
     for name, kind in _entries(engine):
         yield f"{kind}.{name}", engine.strategy.full(name, kind)
 
 
-def load(engine: TorchEngine, directory: Path) -> None:
-    """The inverse of `save`, under any strategy and number of ranks. Collective; nothing is changed by an unfit
+def load_step(engine: TorchEngine, directory: Path) -> None:
+    """The inverse of `save_step`, under any strategy and number of ranks. Collective; nothing is changed by an unfit
     checkpoint."""
     facts, source = _open(engine, directory)
     same = facts["world_size"] == engine.layout.world_size
-    states = rng_state.read(directory, engine.rank if same else 0)
-    agree(engine, [states] if isinstance(states, Problem) else [])
+    states = rng_state.read_rng_state(directory, engine.rank if same else 0)
+    check_same_names(engine, [states] if isinstance(states, Problem) else [])
     assert not isinstance(states, Problem)
     engine.strategy.steps = int(facts["step"])
     with returned_at_once():
         if not engine.adapts:
-            weights = StepSource(Checkpoint(directory, directory), torch.float32)
-            loading.read(engine, pieces(base(engine.fields.model), weights), weights, {})
+            weights = StepSource(CheckpointFolder(directory, directory), torch.float32)
+            weight_loading.read_tensor(engine, conversion_groups(base_model(engine.fields.model), weights), weights, {})
         for name, kind in _entries(engine):
             engine.strategy.put(name, kind, source.slice(f"{kind}.{name}"))
     if engine.allocation is not None:
         engine.allocation.read(directory)
-    if same and rng_state.fits(states[0]):
-        rng_state.restore(*states)
+    if same and rng_state.fits_generators(states[0]):
+        rng_state.restore_rng_state(*states)
     else:
         engine.context.seed(rng_state.fresh_seed(directory))
         log.info(
@@ -204,7 +206,7 @@ def _open(engine: TorchEngine, directory: Path) -> tuple[dict[str, Any], HfSourc
         problems += error.problems
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
-    agree(engine, problems)
+    check_same_names(engine, problems)
     assert source is not None
     return facts, source
 
@@ -236,7 +238,7 @@ def _differences(engine: TorchEngine, facts: dict[str, Any], source: HfSource) -
     return problems[:12]
 
 
-def agree(engine: TorchEngine, problems: list[Problem]) -> None:
+def check_same_names(engine: TorchEngine, problems: list[Problem]) -> None:
     """All ranks' problems as one error on every rank, each once."""
     found: list[Any] = [problems]
     if engine.layout.world_size > 1:

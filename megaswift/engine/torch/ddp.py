@@ -14,16 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
-from megaswift.engine.torch.adapters import base
+from megaswift.engine.torch.adapters import base_model
 from megaswift.engine.torch.context import TorchContext
-from megaswift.engine.torch.hollow import make_real
-from megaswift.engine.torch.optimizer_choice import make
-from megaswift.engine.torch.quantised import elements, scale_bytes
+from megaswift.engine.torch.meta_init import allocate_storage
+from megaswift.engine.torch.optimizer_registry import make_torch_optimizer
+from megaswift.engine.torch.quantized import elements, scale_bytes
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT, clip_factor, set_rates
 from megaswift.engine.torch.vision import trains_tower
 
 
-class Replicated:
+class DdpStrategy:
     """DDP over all ranks; on one process the bare model."""
 
     kind = "ddp"
@@ -33,14 +33,14 @@ class Replicated:
         self.ranks = context.layout.world_size
         self.module = self.wrap(module)
         self.parameters = {name: p for name, p in self.named()}
-        self.optimizer = make(self.bare, optim)
+        self.optimizer = make_torch_optimizer(self.bare, optim)
         self.steps = 0
         self.stepped: Callable[[int], None] = lambda step: None
         """Called after each step that was taken, while the gradients are there."""
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module to call, on this rank's device."""
-        make_real(module.parameters(), self.context.device)
+        allocate_storage(module.parameters(), self.context.device)
         module = module.to(self.context.device)
         self.bare = module
         if self.ranks == 1:
@@ -51,7 +51,7 @@ class Replicated:
             "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
         }
         # the last layers of some towers have no effect, and so no gradient
-        idle = trains_tower(base(getattr(module, "model", module)))
+        idle = trains_tower(base_model(getattr(module, "model", module)))
         return DistributedDataParallel(
             module, device_ids=devices, gradient_as_bucket_view=True, find_unused_parameters=idle, **no_sync_of_buffers
         )

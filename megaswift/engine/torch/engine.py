@@ -19,26 +19,26 @@ from torch import Tensor
 
 from megaswift.bridge import finite_weights
 from megaswift.bridge.model_folder import write_model
-from megaswift.bridge.transformers_weights import buffers, config_dtype, metas_like, stored_dtypes
+from megaswift.bridge.transformers_weights import buffers, config_dtype, disk_dtypes, metas_like
 from megaswift.config import SwiftConfig
 from megaswift.config.data import RL
 from megaswift.config.engine import ZERO
-from megaswift.engine.objective import Objective, count, outputs_of, report
+from megaswift.engine.objective import Objective, count_global_batch, outputs_of, reduce_report
 from megaswift.engine.protocol import ParameterReport, StepResult
 from megaswift.engine.reference import ReferenceWeights
-from megaswift.engine.torch import adapters, checkpoint, loading, quantised, row_check
-from megaswift.engine.torch.choice import wrap
+from megaswift.engine.torch import adapters, causality_check, checkpoint, quantized, weight_loading
 from megaswift.engine.torch.context import TorchContext
-from megaswift.engine.torch.ddp import Replicated
+from megaswift.engine.torch.ddp import DdpStrategy
 from megaswift.engine.torch.host_memory import returned_at_once
-from megaswift.engine.torch.merging import merging_of
-from megaswift.engine.torch.neftune import Noise
+from megaswift.engine.torch.merged_adapters import merging_of
+from megaswift.engine.torch.neftune import NeftuneNoise
 from megaswift.engine.torch.rank_allocation import allocation_of
 from megaswift.engine.torch.router_losses import RouterLosses
+from megaswift.engine.torch.strategies import wrap_model
 from megaswift.engine.torch.strategy import GRADIENT, WEIGHT
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.spec import ModelSpec
-from megaswift.losses.contract import Batch, Loss, Needs, Outputs
+from megaswift.losses.contract import Batch, Loss, ModelOutputs, Needs
 
 
 class TorchEngine:
@@ -55,38 +55,41 @@ class TorchEngine:
     def load_hf(self, directory: Path) -> None:
         """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
         with returned_at_once():
-            self._build(loading.from_files(directory, self))
-        finite_weights.check((name, _local(p)) for name, p in self.fields.model.named_parameters())
-        row_check.check(self)
+            self._build(weight_loading.start_from_files(directory, self))
+        finite_weights.check_finite((name, _local(p)) for name, p in self.fields.model.named_parameters())
+        causality_check.check_causality(self)
 
     def random_init(self, seed: int) -> None:
         """Weights from the configured seed."""
         with returned_at_once():
-            self._build(loading.from_seed(self.folder, self))
-        row_check.check(self)
+            self._build(weight_loading.start_from_seed(self.folder, self))
+        causality_check.check_causality(self)
 
     def keep(self, directory: Path) -> None:
         """The model without its weights, which a checkpoint brings."""
         with returned_at_once():
-            self._build(loading.for_later(directory, self))
+            self._build(weight_loading.start_empty(directory, self))
 
-    def _build(self, start: loading.Start) -> None:
+    def _build(self, start: weight_loading.WeightStart) -> None:
         self.fields = start.fields
         self.merging = merging_of(self.fields) if self.adapts and self.cfg.task in RL else None
-        self.elements = sum(quantised.elements(p) for p in self.fields.parameters())
+        self.elements = sum(quantized.elements(p) for p in self.fields.parameters())
         self.shapes = {name: p.shape for name, p in self.fields.named_parameters()}
-        self.noise, self.routers = self._noise(), RouterLosses(adapters.base(self.fields.model), self.spec, self.cfg)
+        self.noise, self.routers = (
+            self._noise(),
+            RouterLosses(adapters.base_model(self.fields.model), self.spec, self.cfg),
+        )
         self.trained = sum(p.numel() for p in self.fields.parameters() if p.requires_grad)
-        self.strategy = wrap(self.kind, self.fields, self.cfg, self.context, self.dtype)
+        self.strategy = wrap_model(self.kind, self.fields, self.cfg, self.context, self.dtype)
         start.fill(self)
         self.allocation = allocation_of(self.fields.model)
         if self.allocation is not None:
-            assert isinstance(self.strategy, Replicated), "config.adapter_rules says so"
+            assert isinstance(self.strategy, DdpStrategy), "config.adapter_rules says so"
             self.strategy.stepped = self.allocation.stepped
 
-    def _noise(self) -> Noise | None:
+    def _noise(self) -> NeftuneNoise | None:
         alpha = self.cfg.train.neftune_noise_alpha
-        return Noise(adapters.base(self.fields.model).get_input_embeddings(), alpha) if alpha else None
+        return NeftuneNoise(adapters.base_model(self.fields.model).get_input_embeddings(), alpha) if alpha else None
 
     def train_batch(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> StepResult:
         """Forward, backward, one optimizer step; skipped (and said so) where the gradient norm is not finite."""
@@ -109,7 +112,7 @@ class TorchEngine:
         return result
 
     def _run(self, microbatches: Sequence[Batch], loss: Loss, train: bool) -> StepResult:
-        counted = count(microbatches, loss, self.context)
+        counted = count_global_batch(microbatches, loss, self.context)
         objective = Objective(loss, counted)
         self.fields.needs = loss.needs
         for i, batch in enumerate(microbatches):
@@ -127,7 +130,7 @@ class TorchEngine:
                 self.strategy.backward(value, last)
         if self.noise is not None:
             self.noise.scale = None
-        total, metrics = report(objective, self.context)
+        total, metrics = reduce_report(objective, self.context)
         if train:
             metrics |= self.routers.report(self.context)
         if train and self.allocation is not None:
@@ -171,7 +174,7 @@ class TorchEngine:
             self.dtype = chosen
 
     @torch.no_grad()
-    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[Outputs]:
+    def score(self, microbatches: Sequence[Batch], needs: Needs) -> list[ModelOutputs]:
         """What `needs` asks for, per micro-batch in input order."""
         self.strategy.module.eval()
         self.fields.needs = needs
@@ -203,11 +206,14 @@ class TorchEngine:
         """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. With adapters for policies
         only: merged in."""
         assert not self.adapts or self.merging is not None, "exports are merged by bridge.merge"
-        return ((name, t if dtype is None else t.to(dtype)) for name, t in checkpoint.stream(self, WEIGHT, everywhere))
+        return (
+            (name, t if dtype is None else t.to(dtype))
+            for name, t in checkpoint.stream_weights(self, WEIGHT, everywhere)
+        )
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, gradient) after `accumulate`, of a run without adapters; rank 0 gets tensors."""
-        return checkpoint.stream(self, GRADIENT)
+        return checkpoint.stream_weights(self, GRADIENT)
 
     def export(self, folder: Path, source: Path, dtype: torch.dtype | None = None) -> None:
         """A Hugging Face folder, tensors in the dtypes that they have in `source`, or in `dtype`. Collective; rank 0
@@ -220,9 +226,11 @@ class TorchEngine:
             self.spec.hf_config if self.spec.scored else None,
         )
         metas = metas if dtype is None else {name: meta._replace(dtype=dtype) for name, meta in metas.items()}
-        checkpoint.agree(
+        checkpoint.check_same_names(
             self,
-            checkpoint.written(self, folder, metas, self.hf_weights(), lambda writer: writer.close(source, config)),
+            checkpoint.written_files(
+                self, folder, metas, self.hf_weights(), lambda writer: writer.close(source, config)
+            ),
         )
 
     def write_adapter(self, folder: Path, base: str) -> None:
@@ -232,7 +240,9 @@ class TorchEngine:
             adapters.PREFIX + name: tensor for name, tensor in buffers(self.fields.model).items()
         }  # VeRA's projections
         if self.rank == 0:
-            adapters.write(self.fields.model, {n: t.detach().cpu() for n, t in state.items()}, folder, base)
+            adapters.write_adapter_folder(
+                self.fields.model, {n: t.detach().cpu() for n, t in state.items()}, folder, base
+            )
 
     def offload(self, what: frozenset[str]) -> None:
         """Not here: config.rl_rules refuses what would ask for it."""
@@ -243,12 +253,15 @@ class TorchEngine:
 
     def describe(self, target: Path, folder: Path) -> None:
         """config.json, the tokenizer and each tensor's dtype. On one rank."""
-        write_model(target, self.spec.hf_config, stored_dtypes(folder) or {"all": config_dtype(folder)}, folder)
+        write_model(target, self.spec.hf_config, disk_dtypes(folder) or {"all": config_dtype(folder)}, folder)
 
     @property
     def kernels(self) -> str:
         """For the first screen."""
-        attention, chosen = getattr(adapters.base(self.fields.model).config, "_attn_implementation", ""), self.cfg.model
+        attention, chosen = (
+            getattr(adapters.base_model(self.fields.model).config, "_attn_implementation", ""),
+            self.cfg.model,
+        )
         extra = [f"layers compiled by {chosen.torch_compile_backend}"] * chosen.torch_compile + [
             "liger-kernel"
         ] * chosen.use_liger
@@ -268,12 +281,12 @@ class TorchEngine:
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer and this rank's random states. Collective."""
-        checkpoint.save(self, directory)
+        checkpoint.save_step(self, directory)
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`, under this or another strategy and number of ranks. Collective."""
-        checkpoint.load(self, directory)
-        row_check.check(self)
+        checkpoint.load_step(self, directory)
+        causality_check.check_causality(self)
 
 
 def _local(parameter: Any) -> Tensor:

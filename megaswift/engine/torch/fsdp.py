@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megaswift import log
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch.context import TorchContext
-from megaswift.engine.torch.ddp import Replicated
-from megaswift.engine.torch.hollow import make_real
+from megaswift.engine.torch.ddp import DdpStrategy
+from megaswift.engine.torch.meta_init import allocate_storage
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FsdpOptions:
     """Compute precision; None: float32."""
 
 
-class Sharded(Replicated):
+class FsdpStrategy(DdpStrategy):
     """One unit a decoder layer, and one for the rest."""
 
     kind = "fsdp2"
@@ -54,9 +54,9 @@ class Sharded(Replicated):
         offload: OffloadPolicy = (
             CPUOffloadPolicy(pin_memory=kind == "cuda") if self.options.offload else OffloadPolicy()
         )
-        units = alone([m for m in module.modules() if type(m).__name__ in self.options.layers], module)
+        units = is_unsharded([m for m in module.modules() if type(m).__name__ in self.options.layers], module)
         for unit in (*reversed(units), module):  # inner units first; one at a time is whole, and on the device
-            make_real(unit.parameters(), self.context.device)
+            allocate_storage(unit.parameters(), self.context.device)
             fully_shard(
                 unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=self.options.reshard
             )
@@ -81,11 +81,11 @@ class Sharded(Replicated):
     def norm(self) -> float:
         """Over all parts of all ranks."""
         total = torch.nn.utils.get_total_norm(self.gradients(), foreach=False)
-        return float(whole(total))
+        return float(full_tensor(total))
 
     def full(self, name: str, kind: str) -> Tensor:
         """The whole tensor, on every rank."""
-        return whole(self.place(name, kind).to(self.context.device))
+        return full_tensor(self.place(name, kind).to(self.context.device))
 
     def put(self, name: str, kind: str, tensor: Tensor) -> None:
         """This rank's part of a whole tensor."""
@@ -110,7 +110,7 @@ class Sharded(Replicated):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def alone(units: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
+def is_unsharded(units: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
     """Those that share no weight with a module outside: embeddings tied to the head, say, stay in the unit around
     both."""
     everywhere = _uses(model)
@@ -131,6 +131,6 @@ def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     return Counter(p for _, p in module.named_parameters(remove_duplicate=False))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A tensor of which every rank holds a part, on every rank. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

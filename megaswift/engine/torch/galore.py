@@ -23,15 +23,15 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import OptimConfig
-from megaswift.engine.torch.adapters import base
-from megaswift.engine.torch.optimizers import Elementwise, Metas, Named, kind_of
+from megaswift.engine.torch.adapters import base_model
+from megaswift.engine.torch.optimizers import Elementwise, Metas, Named, optimizer_kind
 from megaswift.errors import ConfigError, Problem
 
 LEFT, RIGHT = "galore_left", "galore_right"
 
 
 @dataclass
-class Target:
+class GaloreTarget:
     """A matrix [.., m, n] whose gradient is projected."""
 
     weight: nn.Parameter
@@ -81,9 +81,9 @@ class GaLore(Elementwise):
     """Stand-ins for the projected matrices, and all other parameters as they are, under one optimizer."""
 
     def __init__(self, named: Named, optim: OptimConfig, module: nn.Module) -> None:
-        chosen = targets(module, optim)
+        chosen = galore_targets(module, optim)
         self.targets = {p: _target(p, optim) for name, p in named if name in chosen}
-        kind = kind_of(optim.optimizer.removeprefix("galore_"))
+        kind = optimizer_kind(optim.optimizer.removeprefix("galore_"))
         self.stepped = kind([(n, self.targets[p].stand_in if p in self.targets else p) for n, p in named], optim)
         super().__init__(named, optim)
 
@@ -139,7 +139,7 @@ class GaLore(Elementwise):
         self.stepped.count(parameter if target is None else target.stand_in, steps)
 
 
-def _target(weight: nn.Parameter, optim: OptimConfig) -> Target:
+def _target(weight: nn.Parameter, optim: OptimConfig) -> GaloreTarget:
     *outer, m, n = weight.shape
     r, kind = optim.galore_rank, optim.galore_proj_type
     narrow = "right" if m >= n else "left"
@@ -147,16 +147,16 @@ def _target(weight: nn.Parameter, optim: OptimConfig) -> Target:
     metas = {LEFT: TensorMeta((*outer, m, r), torch.float32), RIGHT: TensorMeta((*outer, r, n), torch.float32)}
     kept = {"left": (LEFT,), "right": (RIGHT,), "full": (LEFT, RIGHT)}[side]
     stand_in = nn.Parameter(weight.data.new_empty((0,) * weight.dim()))
-    return Target(weight, stand_in, {name: metas[name] for name in kept}, {})
+    return GaloreTarget(weight, stand_in, {name: metas[name] for name in kept}, {})
 
 
-def targets(module: Any, optim: OptimConfig) -> set[str]:
+def galore_targets(module: Any, optim: OptimConfig) -> set[str]:
     """Names of the matrices that are projected: of linear layers and stacked experts that match, the head left out by
     `all-linear`.
 
     A matrix with no more than `galore_rank` rows or columns stays as it is: nothing would be saved.
     """
-    every, head = list(optim.galore_target_modules) == ["all-linear"], base(module.model).get_output_embeddings()
+    every, head = list(optim.galore_target_modules) == ["all-linear"], base_model(module.model).get_output_embeddings()
     found = set()
     for name, owner in module.named_modules():
         for own, p in owner.named_parameters(recurse=False):

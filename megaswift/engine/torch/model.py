@@ -15,12 +15,12 @@ from torch import nn
 from megaswift.bridge import peft_config
 from megaswift.bridge.bits_and_bytes import without_cpu_repacking
 from megaswift.bridge.new_head import NEW, new_head
-from megaswift.bridge.open import open_weights
+from megaswift.bridge.open_weights import open_weights
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch import hollow, liger, quantised, vision
-from megaswift.engine.torch.adapters import base
-from megaswift.engine.torch.compiling import compile_layers
-from megaswift.engine.torch.fields import FieldsModel
+from megaswift.engine.torch import liger, meta_init, quantized, vision
+from megaswift.engine.torch.adapters import base_model
+from megaswift.engine.torch.compile import compile_layers
+from megaswift.engine.torch.loss_fields import FieldsModel
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families.layers import layer_classes
 from megaswift.families.spec import ModelSpec
@@ -30,7 +30,7 @@ ATTENTION = {"auto": None, "sdpa": "sdpa", "flash": "flash_attention_2", "unfuse
 """`--attn_impl` to transformers' name."""
 
 
-def build(
+def build_model(
     folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool
 ) -> nn.Module:
     """The model in float32 on the CPU, with the folder's weights (and `quantised.loading`), random ones (all ranks the
@@ -53,13 +53,13 @@ def build(
         if weights:
             options |= {"dtype": torch.float32, "trust_remote_code": trust, "use_safetensors": True, **further}
             model = without_cpu_repacking(_loaded(auto, folder, options, cfg, spec))
-            return quantised.whole_floats(model, folder)
+            return quantized.whole_floats(model, folder)
         config = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust, **({"num_labels": 1} if spec.scored else {})
         )
         with torch.random.fork_rng():
             torch.manual_seed(cfg.train.seed)
-            with hollow.without_weights() if empty else nullcontext():
+            with meta_init.build_on_meta() if empty else nullcontext():
                 return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust, **options)
     except (OSError, ValueError, ImportError) as error:
         # what transformers raises for a folder or an option that it cannot serve
@@ -82,14 +82,14 @@ def _loaded(auto: Any, folder: Path, options: dict[str, Any], cfg: SwiftConfig, 
     return model
 
 
-def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
+def add_peft(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     """PEFT's adapters on a model: those of `--adapters`, or new ones from the seed."""
     import peft
 
     lora = cfg.lora
     if lora.adapters is not None:
         return peft.PeftModel.from_pretrained(model, lora.adapters, is_trainable=True)
-    options = peft_config.make(cfg, "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
+    options = peft_config.peft_config(cfg, "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
     if (excluded := vision.without_adapters(model, cfg.model)) is not None:
         if not hasattr(options, "exclude_modules"):
             raise ConfigError(
@@ -102,7 +102,7 @@ def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
             )
         options.exclude_modules = excluded
     if options.target_modules == "all-linear":
-        options.target_modules = quantised.packed_layers(model) or options.target_modules
+        options.target_modules = quantized.packed_layers(model) or options.target_modules
     with torch.random.fork_rng():
         torch.manual_seed(cfg.train.seed)
         try:
@@ -127,7 +127,7 @@ def adapt(model: nn.Module, cfg: SwiftConfig) -> nn.Module:
     return made
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+def freeze_base(model: nn.Module, patterns: Sequence[str]) -> None:
     """Parameters whose names match any pattern do not train."""
     for pattern in patterns:
         found = [p for name, p in model.named_parameters() if re.search(pattern, name)]
@@ -138,20 +138,20 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def prepare(
+def prepare_model(
     folder: Path, cfg: SwiftConfig, weights: bool, spec: ModelSpec, further: Mapping[str, Any], empty: bool = False
 ) -> FieldsModel:
     """Everything that is done to a model before it is wrapped. `empty`: its parameters have no memory (`hollow`)."""
-    model = build(folder, cfg, weights, spec, further, empty)
-    hollow.make_hollow(model)
+    model = build_model(folder, cfg, weights, spec, further, empty)
+    meta_init.move_to_meta(model)
     if cfg.model.use_liger:
         liger.apply(model)
-    freeze(model, cfg.model.freeze_parameters)
+    freeze_base(model, cfg.model.freeze_parameters)
     vision.freeze_parts(model, cfg.model)
     if cfg.model.recompute_granularity == "full":
         cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cfg.model.train_type != "full":
-        model = adapt(model, cfg)
+        model = add_peft(model, cfg)
     if cfg.model.torch_compile:
-        compile_layers(model, layer_classes(base(model)), cfg.model)
+        compile_layers(model, layer_classes(base_model(model)), cfg.model)
     return FieldsModel(model)

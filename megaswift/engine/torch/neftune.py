@@ -27,7 +27,7 @@ def lengths(batch: Batch) -> Tensor:
     return valid * sizes[document]
 
 
-class Noise:
+class NeftuneNoise:
     """A hook on the embedding. `scale` [b, s] holds alpha / sqrt(L) of the batch that comes, None where there is to be
     no noise."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import TensorMeta
 from megaswift.config.optim import LIONS, OF_BITSANDBYTES, PAGED, OptimConfig
-from megaswift.engine.torch.strategy import groups_of, make_optimizer
+from megaswift.engine.torch.strategy import groups_of, make_strategy_optimizer
 
 Named = list[tuple[str, nn.Parameter]]
 Metas = dict[str, TensorMeta]
@@ -39,7 +39,7 @@ class Elementwise:
 
     def make(self, named: Named) -> torch.optim.Optimizer:
         """The library's optimizer, in groups with weight decay and without."""
-        return make_optimizer(named, self.optim)
+        return make_strategy_optimizer(named, self.optim)
 
     def step(self) -> None:
         """One step from the parameters' gradients."""
@@ -141,7 +141,7 @@ class BitsAndBytes(Elementwise):
         self.count(parameter, steps)
 
 
-def kind_of(name: str) -> Callable[[Named, OptimConfig], Elementwise]:
+def optimizer_kind(name: str) -> Callable[[Named, OptimConfig], Elementwise]:
     """Of an optimizer that takes all parameters alike."""
     if name in OF_BITSANDBYTES:
         return BitsAndBytes

@@ -1,5 +1,5 @@
 """The MoE balancing and z losses of transformers' models, by the definition of the native engine
-(`engine/megatron/router.py`).
+(`engine/megatron/layers/router.py`).
 
 Per layer, over the non-padding tokens of one micro-batch; averaged over the micro-batches of all ranks that hold a
 token. transformers' own formula mixes all layers into one and averages over what one process sees, so another number of
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.objective import Context
+from megaswift.engine.objective import ObjectiveContext
 from megaswift.errors import ConfigError, Problem
 from megaswift.families.spec import ModelSpec
 
@@ -84,7 +84,7 @@ class RouterLosses:
         z = (torch.logsumexp(logits, dim=-1).square() * valid).sum() / tokens
         return experts * (routed / (tokens * topk) * share).sum(), z
 
-    def report(self, context: Context) -> dict[str, float]:
+    def report(self, context: ObjectiveContext) -> dict[str, float]:
         """Losses without their coefficients, averaged over micro-batches and layers, on every rank; forgotten here.
         Collective."""
         if not self.routers:

@@ -68,7 +68,7 @@ def groups_of(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     return [g for g in groups if g["params"]]
 
 
-def make_optimizer(named: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> torch.optim.Optimizer:
+def make_strategy_optimizer(named: list[tuple[str, nn.Parameter]], optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW, or SGD, in two groups: with weight decay and without."""
     groups = groups_of(named)
     if optim.optimizer == "sgd":

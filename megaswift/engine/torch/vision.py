@@ -23,20 +23,20 @@ DEFAULTS = {VIT: True, ALIGNER: True, LLM: False}
 """What is frozen unless it is said: as in ms-swift."""
 
 
-def has_tower(model: nn.Module) -> bool:
+def model_has_tower(model: nn.Module) -> bool:
     """Whether the model looks at images."""
     return getattr(getattr(model, "config", None), "vision_config", None) is not None
 
 
 def trains_tower(model: Any) -> bool:
     """Whether anything beside the language model trains."""
-    if not has_tower(model):
+    if not model_has_tower(model):
         return False
     language = _names(model, model.get_decoder()) + _names(model, model.get_output_embeddings())
     return any(p.requires_grad and not _below(name, language) for name, p in model.named_parameters())
 
 
-class Parts:
+class VisionParts:
     """Which part of a model each name belongs to."""
 
     def __init__(self, model: Any) -> None:
@@ -79,7 +79,7 @@ def frozen_parts(model: nn.Module, cfg: ModelConfig) -> set[str]:
     given = {VIT: cfg.freeze_vit, ALIGNER: cfg.freeze_aligner, LLM: cfg.freeze_llm}
     return (
         {part for part, value in given.items() if (DEFAULTS[part] if value is None else value)}
-        if has_tower(model)
+        if model_has_tower(model)
         else set()
     )
 
@@ -87,7 +87,7 @@ def frozen_parts(model: nn.Module, cfg: ModelConfig) -> set[str]:
 def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:
     """Weights of frozen parts do not train."""
     if frozen := frozen_parts(model, cfg):
-        parts = Parts(model)
+        parts = VisionParts(model)
         for name, parameter in model.named_parameters():
             if parts.of(name) in frozen:
                 parameter.requires_grad_(False)
@@ -96,11 +96,11 @@ def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:
 def without_adapters(model: nn.Module, cfg: ModelConfig) -> str | None:
     """A pattern of whole names, of the modules of frozen parts: they get no adapters."""
     frozen = frozen_parts(model, cfg)
-    found = list(_whole("", model, Parts(model), frozen)) if frozen else []
+    found = list(_whole("", model, VisionParts(model), frozen)) if frozen else []
     return f"(?:{'|'.join(map(re.escape, found))})(?:\\..*)?" if found else None
 
 
-def _whole(name: str, module: nn.Module, parts: Parts, frozen: set[str]) -> Iterator[str]:
+def _whole(name: str, module: nn.Module, parts: VisionParts, frozen: set[str]) -> Iterator[str]:
     """The uppermost modules all of whose weights are frozen."""
     own = {parts.of(f"{name}.{p}" if name else p) for p, _ in module.named_parameters()}
     if name and own and own <= frozen:

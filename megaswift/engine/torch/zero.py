@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaswift.bridge.hf_source import TensorMeta
-from megaswift.config.deepspeed_json import KINDS, kind_of, offloads
+from megaswift.config.deepspeed_json import KINDS, deepspeed_kind, offloads
 from megaswift.config.optim import OptimConfig
 from megaswift.engine.torch import zero_config
-from megaswift.engine.torch.hollow import is_hollow, make_real
-from megaswift.engine.torch.strategy import WEIGHT, make_optimizer, set_rates
+from megaswift.engine.torch.meta_init import allocate_storage, is_meta
+from megaswift.engine.torch.strategy import WEIGHT, make_strategy_optimizer, set_rates
 from megaswift.engine.torch.zero_tensors import MOMENTS, WholeTensors, get_steps, set_steps, shards, start_states
 from megaswift.errors import ConfigError, Problem
 
@@ -55,17 +55,17 @@ class ZeroStrategy:
     def __init__(self, module: nn.Module, optim: OptimConfig, config: Mapping[str, Any], device: torch.device) -> None:
         if optim.optimizer != "adam":
             raise ConfigError(Problem(f"--optimizer {optim.optimizer}", "ZeRO steps AdamW", "--optimizer adam"))
-        self.kind = kind_of(config) or ""
+        self.kind = deepspeed_kind(config) or ""
         self.stage, (self._offload, self._offload_weights) = KINDS[self.kind][0], offloads(config)
         self._world = dist.get_world_size()
         self._names = dict(module.named_parameters())
         exact = _finer_than_bfloat16(module) if (config.get("bf16") or {}).get("enabled") and self.stage else {}
-        deepspeed = zero_config.load(device.type)
-        settings = zero_config.for_engine(config, self._world, device.type)
-        if self.stage == 3 and any(is_hollow(p) for p in self._names.values()):
-            zero_config.partition(module, settings, device)
-        make_real(self._names.values(), device)
-        optimizer = make_optimizer([(n, p) for n, p in self._names.items() if p.requires_grad], optim)
+        deepspeed = zero_config.load_deepspeed(device.type)
+        settings = zero_config.engine_config(config, self._world, device.type)
+        if self.stage == 3 and any(is_meta(p) for p in self._names.values()):
+            zero_config.partition_config(module, settings, device)
+        allocate_storage(self._names.values(), device)
+        optimizer = make_strategy_optimizer([(n, p) for n, p in self._names.items() if p.requires_grad], optim)
         self.module, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         self._inner, self._zero = optimizer, self.module.optimizer
         self._undo = float(self._world) if self.module.gradient_average else 1.0

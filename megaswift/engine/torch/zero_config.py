@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megaswift.engine.torch.hollow import make_real
+from megaswift.engine.torch.meta_init import allocate_storage
 
 _LOCAL_RANK = "LOCAL_RANK"
 
 
-def load(device_type: str) -> Any:
+def load_deepspeed(device_type: str) -> Any:
     """The deepspeed module, on `device_type` (cpu or cuda). The first call in a process decides.
 
     On a CPU DeepSpeed 0.19.8 compiles a shared-memory all-reduce when its communication starts, which only inference
@@ -41,7 +41,7 @@ def load(device_type: str) -> Any:
     return deepspeed
 
 
-def for_engine(config: Mapping[str, Any], world: int, device_type: str) -> dict[str, Any]:
+def engine_config(config: Mapping[str, Any], world: int, device_type: str) -> dict[str, Any]:
     """The configuration that DeepSpeed gets for a resolved one (`megaswift.config.deepspeed_json.fill`).
 
     - Batch sizes are one row a process: a loss comes divided by the global count, so DeepSpeed must not divide by
@@ -90,19 +90,19 @@ class _OneByOne(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As `nn.Module` gives them."""
         for parameter in self.module.parameters(recurse):
-            make_real([parameter], self._device)
+            allocate_storage([parameter], self._device)
             parameter.data = parameter.data.to(self._dtype)
             yield parameter
 
 
-def partition(module: nn.Module, settings: Mapping[str, Any], device: torch.device) -> None:
+def partition_config(module: nn.Module, settings: Mapping[str, Any], device: torch.device) -> None:
     """Stage 3: every parameter of a hollow module becomes this rank's shard, before `deepspeed.initialize` would take
     them all at once.
 
-    What is in the shards is given later. `settings` are those of `for_engine`; buffers, which DeepSpeed leaves where
+    What is in the shards is given later. `settings` are those of `engine_config`; buffers, which DeepSpeed leaves where
     they are, move.
     """
-    deepspeed = load(device.type)
+    deepspeed = load_deepspeed(device.type)
     deepspeed.init_distributed()  # before the configuration is read, which else takes the world to be one process
     dtype = torch.bfloat16 if (settings.get("bf16") or {}).get("enabled") else torch.float32
     deepspeed.zero.Init(module=_OneByOne(module, dtype, device), config_dict_or_path=dict(settings), dtype=dtype)

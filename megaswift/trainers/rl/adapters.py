@@ -20,7 +20,7 @@ from megaswift.errors import Problem
 from megaswift.families import family_of
 from megaswift.families.checkpoint_folder import find_checkpoint
 from megaswift.families.family import read_config
-from megaswift.families.projections import select
+from megaswift.families.projections import select_projections
 from megaswift.families.quantization import FIELD
 from megaswift.families.spec import ModelSpec
 from megaswift.families.vision import has_tower
@@ -30,13 +30,13 @@ OWN_RANKS = ("rank_pattern", "alpha_pattern")
 """Of adapter_config.json: servers do not read them."""
 
 
-def goes_alone(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> bool:
+def syncs_adapters_only(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> bool:
     """Whether the samplers of a run get adapters alone."""
     chosen = cfg.rl.rollout_lora
     return not merged_because(cfg, spec, folder) if chosen is None else chosen
 
 
-def refused(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> Iterator[Problem]:
+def refused_adapters(cfg: SwiftConfig, spec: ModelSpec, folder: Path) -> Iterator[Problem]:
     """Adapters that are asked to go alone and cannot."""
     if cfg.rl.rollout_lora and (why := merged_because(cfg, spec, folder)):
         yield Problem("--rollout_lora true", why, "leave it out: samplers then get merged weights")
@@ -96,7 +96,10 @@ def _experts(cfg: SwiftConfig, spec: ModelSpec) -> bool:
     if not spec.experts or not is_native(cfg):
         return False
     if cfg.lora.adapters is None:
-        return any(".experts." in p.megatron for p in select(family_of(spec.hf_config), spec, cfg.lora.target_modules))
+        return any(
+            ".experts." in p.megatron
+            for p in select_projections(family_of(spec.hf_config), spec, cfg.lora.target_modules)
+        )
     from megaswift.bridge.peft_folder import TENSORS  # brings torch
     from megaswift.bridge.safetensors_header import read_header
 
@@ -106,6 +109,6 @@ def _experts(cfg: SwiftConfig, spec: ModelSpec) -> bool:
 def _too_wide(cfg: SwiftConfig) -> str:
     if not cfg.rl.rollout_backend.startswith("vllm"):
         return ""
-    from megaswift.inference.vllm_package import RANKS
+    from megaswift.rollout.vllm_package import RANKS
 
     return f"vLLM takes adapters up to rank {RANKS[-1]}" if rank_of(cfg) > RANKS[-1] else ""

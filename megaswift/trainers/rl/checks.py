@@ -13,11 +13,11 @@ from pathlib import Path
 from megaswift.config import SwiftConfig
 from megaswift.config.batch import batch_problems
 from megaswift.config.rl_batch import generation_plan
-from megaswift.errors import Problem, UserError, beside, first_line, nearest
+from megaswift.errors import Problem, UserError, first_line, nearest_name, path_hint
 from megaswift.families.family import read_config
 from megaswift.families.scalar_head import score_problems
-from megaswift.parallel.rules import Asked
-from megaswift.trainers.rewards.load import NAMED, SPELLINGS, is_file_function
+from megaswift.parallel.layout_rules import LayoutRequest
+from megaswift.rewards.load import NAMED, SPELLINGS, is_file_function
 
 TRANSFORMERS = "transformers"
 CONFIG, EXPORT = "config.json", "hf"
@@ -26,12 +26,16 @@ CONFIG, EXPORT = "config.json", "hf"
 
 def policy_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     """All of them, on `world_size` processes. What the layout itself breaks is told elsewhere."""
-    return [*_found([lambda: batches(cfg, world_size)]), *named_problems(cfg), *_found([lambda: sampler(cfg)])]
+    return [
+        *_found([lambda: batch_problems_of(cfg, world_size)]),
+        *named_problems(cfg),
+        *_found([lambda: sampler_problems(cfg)]),
+    ]
 
 
 def named_problems(cfg: SwiftConfig) -> list[Problem]:
     """Of rewards, environments and models that options name, whatever else is wrong with the options."""
-    return _found([lambda: rewards(cfg), lambda: folders(cfg)])
+    return _found([lambda: reward_problems(cfg), lambda: folder_problems_of(cfg)])
 
 
 def _found(checks: Sequence[Callable[[], Iterator[Problem]]]) -> list[Problem]:
@@ -44,10 +48,10 @@ def _found(checks: Sequence[Callable[[], Iterator[Problem]]]) -> list[Problem]:
     return problems
 
 
-def batches(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
+def batch_problems_of(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
     """Generations that no whole groups or batches fill."""
     try:
-        dp = Asked.from_config(cfg, world_size).known_dp
+        dp = LayoutRequest.from_config(cfg, world_size).known_dp
     except UserError:
         return
     if dp is not None and not list(batch_problems(cfg.train, dp, {})):
@@ -55,7 +59,7 @@ def batches(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:
     yield from ()
 
 
-def rewards(cfg: SwiftConfig) -> Iterator[Problem]:
+def reward_problems(cfg: SwiftConfig) -> Iterator[Problem]:
     """Reward functions that nobody knows, files and environments that are not there."""
     for flag, texts in (
         ("reward_funcs", cfg.rl.reward_funcs),
@@ -71,12 +75,12 @@ def rewards(cfg: SwiftConfig) -> Iterator[Problem]:
             elif ":" not in text:
                 yield Problem(f"--{flag} {text}", "names nothing in a file", f"--{flag} FILE.py:NAME")
             elif not file.is_file():
-                yield Problem(f"--{flag} {text}", f"there is no file {file}", beside(file))
+                yield Problem(f"--{flag} {text}", f"there is no file {file}", path_hint(file))
             else:
-                yield from undefined(f"--{flag} {text}", file, text.rpartition(":")[2])
+                yield from undefined_name(f"--{flag} {text}", file, text.rpartition(":")[2])
 
 
-def undefined(flag: str, file: Path, name: str) -> Iterator[Problem]:
+def undefined_name(flag: str, file: Path, name: str) -> Iterator[Problem]:
     """A name that a file of Python does not define, as far as its text says: nothing is run."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -88,7 +92,9 @@ def undefined(flag: str, file: Path, name: str) -> Iterator[Problem]:
     dynamic = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & {"globals", "exec", "setattr"}
     if name not in names and not dynamic and not names & {"*", "__getattr__"}:
         own = sorted(n for n in names if not n.startswith("_"))
-        yield Problem(flag, f"{file.name} has no {name}; it has {', '.join(own) or 'no function'}", nearest(name, own))
+        yield Problem(
+            flag, f"{file.name} has no {name}; it has {', '.join(own) or 'no function'}", nearest_name(name, own)
+        )
 
 
 def _bound(body: Sequence[ast.stmt]) -> Iterator[str]:
@@ -106,7 +112,7 @@ def _bound(body: Sequence[ast.stmt]) -> Iterator[str]:
                 yield node.id
 
 
-def folders(cfg: SwiftConfig) -> Iterator[Problem]:
+def folder_problems_of(cfg: SwiftConfig) -> Iterator[Problem]:
     """Models beside the policy that are not there, and reward models that are none."""
     named = [("critic_model", cfg.rl.critic_model), ("ref_model", cfg.preference.ref_model)]
     named += [("reward_model", m) for m in cfg.rl.reward_model]
@@ -128,16 +134,16 @@ def folders(cfg: SwiftConfig) -> Iterator[Problem]:
             yield from score_problems(f"--{flag} {folder}", read_config(path))
 
 
-def sampler(cfg: SwiftConfig) -> Iterator[Problem]:
+def sampler_problems(cfg: SwiftConfig) -> Iterator[Problem]:
     """What a backend lacks on this machine."""
     rl = cfg.rl
     if rl.rollout_backend == TRANSFORMERS:
         return
-    from megaswift.inference.rollout import SamplerOptions, missing  # brings torch
-    from megaswift.inference.vllm_package import for_cpus
+    from megaswift.rollout.sampler import SamplerOptions, missing_for_backend  # brings torch
+    from megaswift.rollout.vllm_package import for_cpus
 
     options = SamplerOptions(base_urls=rl.rollout_server_url, sync_folder=Path(rl.rollout_sync_folder or "sync"))
-    problems = missing(rl.rollout_backend, options)
+    problems = missing_for_backend(rl.rollout_backend, options)
     yield from problems
     if rl.rollout_backend == "vllm" and rl.rollout_sleep and not problems and for_cpus():
         yield Problem(

@@ -18,22 +18,22 @@ from megaswift.engine.protocol import Engine
 from megaswift.families.scalar_head import with_score
 from megaswift.families.spec import ModelSpec
 from megaswift.losses.contract import Batch
-from megaswift.losses.value import PARTS, Value, explained_variance
-from megaswift.trainers.engines import Context, make_engine
-from megaswift.trainers.reference import Preparation
-from megaswift.trainers.watch import Watch
+from megaswift.losses.value import PARTS, ValueLoss, explained_variance
+from megaswift.trainers.engines import EngineContext, make_engine
+from megaswift.trainers.reference import BatchTransform
+from megaswift.trainers.step_monitor import StepMonitor
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
 
 
-class Critic(Preparation):
+class Critic(BatchTransform):
     """Trains beside the policy."""
 
-    def __init__(self, engine: Engine, loss: Value, learning_rate: Callable[[int], float]) -> None:
+    def __init__(self, engine: Engine, loss: ValueLoss, learning_rate: Callable[[int], float]) -> None:
         self.engine, self.loss, self.learning_rate = engine, loss, learning_rate
         self.steps = 0
-        self.watch = Watch(of=" of the critic")
+        self.watch = StepMonitor(of=" of the critic")
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
 
@@ -77,7 +77,7 @@ def critic_folder(cfg: SwiftConfig, folder: Path) -> Path:
     return folder if cfg.rl.critic_model is None else Path(cfg.rl.critic_model)
 
 
-def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Context, fresh: bool) -> Engine:
+def critic_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: EngineContext, fresh: bool) -> Engine:
     """The critic of a run: the policy's model, or `critic_model`, with a scalar head, trained as the policy is.
 
     With adapters these are its own, and the head trains whole. `fresh` False: a checkpoint has what trains. A new head

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaswift.errors import ConfigError, Problem, RewardError, nearest
-from megaswift.trainers.rewards.checked import number, told
-from megaswift.trainers.rewards.user_function import imported
+from megaswift.errors import ConfigError, Problem, RewardError, nearest_name
+from megaswift.rewards.user_function import import_user_file
+from megaswift.rewards.validation import as_float, user_code_error
 
 Message = dict[str, Any]
 Turn = tuple[list[Message], float, bool]
@@ -33,12 +33,14 @@ def environment_class(text: str) -> Callable[[], Environment]:
     """The class (or function that makes one) of `FILE.py:NAME`; ConfigError with what to do where there is none."""
     flag = f"--environment {text}"
     file, _, name = text.rpartition(":")
-    names = imported(Path(file).expanduser(), flag)
+    names = import_user_file(Path(file).expanduser(), flag)
     made = names.get(name)
     if made is None:
         raise ConfigError(
             Problem(
-                flag, f"{Path(file).name} has no {name}", nearest(name, [n for n in names if not n.startswith("_")])
+                flag,
+                f"{Path(file).name} has no {name}",
+                nearest_name(name, [n for n in names if not n.startswith("_")]),
             )
         )
     lacking = [method for method in ("reset", "step") if not callable(getattr(made, method, None))]
@@ -49,7 +51,7 @@ def environment_class(text: str) -> Callable[[], Environment]:
     return made
 
 
-class Checked:
+class CheckedEnvironment:
     """An environment whose mistakes are told with its name."""
 
     def __init__(self, flag: str, inner: Environment) -> None:
@@ -57,17 +59,17 @@ class Checked:
 
     def reset(self, prompt: Any, columns: Mapping[str, Any]) -> None:
         """Begins; RewardError where it raises."""
-        with told(lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}"))):
+        with user_code_error(lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}"))):
             self.inner.reset(prompt, **columns)
 
     def step(self, answer: str) -> Turn:
         """One turn; RewardError where it raises or returns something else."""
-        with told(lambda trace: RewardError(Problem(self.flag, f"step failed on {answer[:80]!r}\n{trace}"))):
+        with user_code_error(lambda trace: RewardError(Problem(self.flag, f"step failed on {answer[:80]!r}\n{trace}"))):
             returned: Any = self.inner.step(answer)
         if not isinstance(returned, Sequence) or len(returned) != 3:
             raise RewardError(Problem(self.flag, f"step returned {returned!r:.80}", "(messages, reward, done)"))
         messages, reward, done = returned
-        worth = number(reward)
+        worth = as_float(reward)
         if worth is None or not math.isfinite(worth):
             raise RewardError(
                 Problem(

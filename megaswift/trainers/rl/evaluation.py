@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from megaswift.data.prompts import Prompt
 from megaswift.trainers.hook import Step
-from megaswift.trainers.metrics import Lines
-from megaswift.trainers.rl.drawing import Drawing
-from megaswift.trainers.rl.judge import Judge
-from megaswift.trainers.rl.summary import statistics
+from megaswift.trainers.metrics import JsonLines
+from megaswift.trainers.rl.reward_scorer import RewardScorer
+from megaswift.trainers.rl.rollout_metrics import rollout_statistics
+from megaswift.trainers.rl.scheduler import RolloutScheduler
 
 if TYPE_CHECKING:
     from megaswift.trainers.loop import Loop
@@ -23,12 +23,14 @@ APART = 2**40
 """Added to the step, it numbers an evaluation's draws apart from those of any generation."""
 
 
-class RewardEvaluation(Lines):
+class RewardEvaluation(JsonLines):
     """One completion of each held-out prompt every `eval_steps` and after the last step."""
 
     part = "evaluation"
 
-    def __init__(self, path: Path, prompts: Sequence[Prompt], work: tuple[Drawing, Judge], every: int | None) -> None:
+    def __init__(
+        self, path: Path, prompts: Sequence[Prompt], work: tuple[RolloutScheduler, RewardScorer], every: int | None
+    ) -> None:
         super().__init__(path)
         self.prompts, self.every = prompts, every
         self.drawing, self.judge = work
@@ -45,7 +47,12 @@ class RewardEvaluation(Lines):
         with self.drawing.room(lambda _: nullcontext(), again=False):
             completions = self.drawing.generation.write(self.prompts, APART + step.number)
         rollouts = self.judge(self.prompts, completions, self.drawing.generation.own(len(self.prompts)))
-        line: dict[str, Any] = {"step": step.number, "epoch": step.epoch, "loss": math.nan, **statistics(rollouts, 1)}
+        line: dict[str, Any] = {
+            "step": step.number,
+            "epoch": step.epoch,
+            "loss": math.nan,
+            **rollout_statistics(rollouts, 1),
+        }
         line |= {"prompts": len(self.prompts), "seconds": time.perf_counter() - began}
         self.write(line)
         loop.emit("on_evaluate", line)

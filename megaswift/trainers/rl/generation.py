@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megaswift import distributed
 from megaswift.data.prompts import Prompt
 from megaswift.engine.protocol import Engine
-from megaswift.inference.rollout import Completion, Sampler, Sampling
-from megaswift.inference.sync_folder import Rounds
 from megaswift.parallel.layout import Coordinates, Layout
-from megaswift.trainers import agree
-from megaswift.trainers.rl.conversation import Talk
+from megaswift.rollout.sampler import Completion, Sampler, SamplingParams
+from megaswift.rollout.sync_folder import SyncRounds
+from megaswift.trainers.rl.multi_turn import MultiTurnRollout
 
 
 def samples_here(at: Coordinates) -> bool:
@@ -40,11 +40,11 @@ class Generation:
     at: Coordinates
     sampler: Sampler | None
     """None on ranks without one."""
-    sampling: Sampling
+    sampling: SamplingParams
     seed: int
-    talk: Talk | None = None
+    talk: MultiTurnRollout | None = None
     """Where an environment answers."""
-    adapters: Rounds | None = None
+    adapters: SyncRounds | None = None
     """The folders by which adapters alone go to the samplers; None: all weights do."""
     base: str = ""
     """The name of the model that they belong to."""
@@ -60,7 +60,9 @@ class Generation:
         """Which of `count` completions this rank writes, or judges: in whole groups then."""
         if self.sampler is None:
             return range(0)
-        here, shares = (agree.rank(), self.layout.world_size) if self.everywhere else (self.at.dp, self.layout.dp)
+        here, shares = (
+            (distributed.global_rank(), self.layout.world_size) if self.everywhere else (self.at.dp, self.layout.dp)
+        )
         return range(*(count // group * r // shares * group for r in (here, here + 1)))
 
     @property
@@ -83,17 +85,17 @@ class Generation:
             self.sampler.update_weights(weights)
         for _ in weights:  # ranks without a sampler, and what a sampler left over: the stream is collective
             pass
-        agree.barrier()  # servers have loaded them before another rank asks
+        distributed.barrier()  # servers have loaded them before another rank asks
 
-    def send_adapters(self, rounds: Rounds) -> None:
+    def send_adapters(self, rounds: SyncRounds) -> None:
         """Rank 0 writes them, every sampler reads them; samplers may come back to the folder until the next is there.
         Collective."""
-        folder = agree.on_main(rounds.begin)
-        agree.together(lambda: self.engine.write_adapter(folder, self.base))
-        agree.together(
+        folder = distributed.run_on_rank0(rounds.begin)
+        distributed.run_on_all_ranks(lambda: self.engine.write_adapter(folder, self.base))
+        distributed.run_on_all_ranks(
             lambda: self.sampler.update_adapter(folder) if self.sampler is not None and self.updates else None
         )
-        if agree.rank() == 0:
+        if distributed.global_rank() == 0:
             rounds.taken(folder)
 
     def close(self) -> None:
@@ -120,4 +122,4 @@ class Generation:
     @staticmethod
     def joined(work: Callable[[], list[Completion]]) -> list[Completion]:
         """All ranks' shares, on every rank. Collective."""
-        return [completion for share in agree.together(work) for completion in share]
+        return [completion for share in distributed.run_on_all_ranks(work) for completion in share]

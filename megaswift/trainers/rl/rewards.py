@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import fields
 
 from megaswift.config import SwiftConfig
-from megaswift.trainers.rewards.contract import RewardFunction, RewardOptions
-from megaswift.trainers.rewards.load import reward_functions
+from megaswift.rewards.contract import RewardFunction, RewardOptions
+from megaswift.rewards.load import reward_functions
 
 
 def rewards_of(cfg: SwiftConfig) -> list[RewardFunction]:
@@ -19,7 +19,7 @@ def rewards_of(cfg: SwiftConfig) -> list[RewardFunction]:
     if not rl.reward_model:
         return found
     from megaswift.config.inference import WeightsOptions
-    from megaswift.trainers.rewards.model import reward_models  # loads transformers
+    from megaswift.rewards.reward_model import reward_models  # loads transformers
 
     options = WeightsOptions(trust_remote_code=cfg.model.trust_remote_code)
     return [*found, *reward_models(rl.reward_model, options, {f.name for f in found})]

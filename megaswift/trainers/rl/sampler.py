@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.config import SwiftConfig
-from megaswift.inference.rollout import Sampler, SamplerOptions, Sampling, make_sampler
-from megaswift.trainers.engines import Context
+from megaswift.rollout.sampler import Sampler, SamplerOptions, SamplingParams, make_sampler
+from megaswift.trainers.engines import EngineContext
 from megaswift.trainers.rl.generation import samples_here
 
 EVERYWHERE = ("vllm",)
@@ -17,11 +17,11 @@ SYNC = "sync"
 """Within the output directory: new weights for servers."""
 
 
-def sampling_of(cfg: SwiftConfig, tokenizer: Any, folder: Path) -> Sampling:
+def sampling_of(cfg: SwiftConfig, tokenizer: Any, folder: Path) -> SamplingParams:
     """How tokens are drawn; completions end at the tokenizer's end of a turn, or where the model's generation
     configuration says."""
     rl = cfg.rl
-    return Sampling(
+    return SamplingParams(
         max_tokens=rl.max_completion_length,
         temperature=rl.temperature,
         top_k=rl.top_k,
@@ -66,7 +66,7 @@ def sampler_options(cfg: SwiftConfig, device: str = "cpu", dtype: str = "auto", 
     )
 
 
-def sampler_of(cfg: SwiftConfig, folder: Path, context: Context, dtype: str, rank: int) -> Sampler | None:
+def sampler_of(cfg: SwiftConfig, folder: Path, context: EngineContext, dtype: str, rank: int) -> Sampler | None:
     """This rank's sampler; None where another rank of the replica has it."""
     if not samples_everywhere(cfg) and not samples_here(context.coordinates):
         return None

@@ -8,11 +8,11 @@ from megaswift.config import SwiftConfig
 from megaswift.config.preference import beta_of
 from megaswift.config.rl_batch import generation_plan
 from megaswift.config.rl_defaults import corrects_sampler, estimator_of, kl_estimator_of, kl_in_reward_of, whitens
-from megaswift.losses.sampler_gap import Correction
+from megaswift.losses.sampler_correction import SamplerCorrection
 
 
 @dataclass(frozen=True)
-class Settings:
+class RlSettings:
     """Arithmetic and switches of a run, the same on every rank."""
 
     seed: int
@@ -62,10 +62,10 @@ class Settings:
         return (self.needs_old + (self.beta != 0)) / self.iterations + (self.top_entropy_quantile < 1.0)
 
 
-def correction_of(cfg: SwiftConfig) -> Correction:
+def correction_of(cfg: SwiftConfig) -> SamplerCorrection:
     """The weights of samples against what the sampler's probabilities were."""
     rl = cfg.rl
-    return Correction(
+    return SamplerCorrection(
         rl.importance_sampling_mode,
         rl.importance_sampling_clip_max,
         rl.importance_sampling_clip_min,
@@ -74,10 +74,10 @@ def correction_of(cfg: SwiftConfig) -> Correction:
     )
 
 
-def settings_of(cfg: SwiftConfig, dp: int) -> Settings:
+def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
     """The settings of a run on `dp` data-parallel ranks."""
     rl, plan = cfg.rl, generation_plan(cfg, dp)
-    return Settings(
+    return RlSettings(
         seed=cfg.train.seed,
         group=plan.generations,
         generation=plan.completions,

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import warning_once
 
 from megaswift.config import SwiftConfig
-from megaswift.engine.torch import choice, fsdp, row_check
-from megaswift.engine.torch.fields import FieldsModel
-from megaswift.engine.torch.model import build
+from megaswift.engine.torch import causality_check, fsdp, strategies
+from megaswift.engine.torch.loss_fields import FieldsModel
+from megaswift.engine.torch.model import build_model
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES
 from megaswift.families.unlisted import any_spec
@@ -67,12 +67,14 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
     want = [logprobs(model, ids) for ids in docs]
     if kind not in ENCODERS:
         for ids, own in zip(docs, want, strict=True):
-            padded = row_check.row(torch.cat([ids, torch.zeros(5, dtype=torch.long)]))
+            padded = causality_check.row(torch.cat([ids, torch.zeros(5, dtype=torch.long)]))
             torch.testing.assert_close(fields(engine, padded)[0, : len(own)], own, rtol=0, atol=1e-5)
-        together = fields(engine, row_check.row(*docs))[0].split([len(ids) for ids in docs])
+        together = fields(engine, causality_check.row(*docs))[0].split([len(ids) for ids in docs])
         worst = max(float((t[:-1] - own).abs().max()) for t, own in zip(together, want, strict=True))
         assert worst < 1e-5 if kind in APART else worst > 1e-2, worst
-    told = [str(p) for p in row_check._problems(partial(fields, engine), VOCAB, row_check.EXACT, True, kind)]
+    told = [
+        str(p) for p in causality_check._problems(partial(fields, engine), VOCAB, causality_check.EXACT, True, kind)
+    ]
     if kind in APART:
         assert told == []
     else:
@@ -81,8 +83,8 @@ def test_documents_are_their_own(kind: str, folders: Callable[[str], Path]) -> N
         )
         assert len(told) == 1 and said in told[0] and kind in told[0]
     if kind in MIXING:
-        assert not list(row_check._problems(partial(fields, engine), VOCAB, row_check.EXACT, False, kind))
-    assert row_check.positions(model) == POSITIONS.get(kind)
+        assert not list(causality_check._problems(partial(fields, engine), VOCAB, causality_check.EXACT, False, kind))
+    assert causality_check.positions(model) == POSITIONS.get(kind)
 
 
 @pytest.mark.wide
@@ -101,9 +103,9 @@ def test_families_keep_documents_apart_too(variant: str) -> None:
     randomise(model, 3)
     engine, drawn = FieldsModel(model), torch.Generator().manual_seed(2)
     docs = [torch.randint(3, VOCAB, (n,), generator=drawn) for n in (9, 14, 6)]
-    together = fields(engine, row_check.row(*docs))[0].split([len(ids) for ids in docs])
+    together = fields(engine, causality_check.row(*docs))[0].split([len(ids) for ids in docs])
     worst = max(float((t[:-1] - logprobs(model, ids)).abs().max()) for t, ids in zip(together, docs, strict=True))
-    assert worst > 1e-2 if model.config.model_type in row_check.LOSES_DOCUMENTS else worst < 2e-5, worst
+    assert worst > 1e-2 if model.config.model_type in causality_check.LOSES_DOCUMENTS else worst < 2e-5, worst
 
 
 def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
@@ -114,7 +116,7 @@ def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
     logger.addHandler(ear)
     logger.setLevel("WARNING")  # whatever a run before told transformers to say
     folder = folders("gpt2")
-    made = build(folder, SwiftConfig(engine="ddp", model=str(folder)), True, any_spec(folder), {}, False)
+    made = build_model(folder, SwiftConfig(engine="ddp", model=str(folder)), True, any_spec(folder), {}, False)
     warning_once.cache_clear()
     made(torch.tensor([[5, 6, made.config.pad_token_id]]))
     logger.warning("another")
@@ -126,15 +128,17 @@ def test_padding_is_no_news(folders: Callable[[str], Path]) -> None:
 def test_units_that_are_none_are_refused(folders: Callable[[str], Path]) -> None:
     """FSDP's units by name; a name that no module has would leave the model in one."""
     model = model_of(folders("gpt2"))
-    assert choice.units(SwiftConfig(engine="fsdp2"), model) == {"GPT2Block"}
-    assert choice.units(SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP"]), model) == {
-        "GPT2MLP"
-    }
+    assert strategies.fsdp_units(SwiftConfig(engine="fsdp2"), model) == {"GPT2Block"}
+    assert strategies.fsdp_units(
+        SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP"]), model
+    ) == {"GPT2MLP"}
     with pytest.raises(
         ConfigError,
         match=r"cls_to_wrap GPT2Blok: is no module of this GPT2LMHeadModel\n.*GPT2Block, the decoder layers",
     ):
-        choice.units(SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP", "GPT2Blok"]), model)
+        strategies.fsdp_units(
+            SwiftConfig(engine="fsdp2", fsdp_transformer_layer_cls_to_wrap=["GPT2MLP", "GPT2Blok"]), model
+        )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ def test_units_share_no_weight(
     """A weight in two of FSDP's units cannot be; the one around both has it."""
     model = model_of(folders(kind))
     capsys.readouterr()
-    found = fsdp.alone([m for m in model.modules() if type(m).__name__ in classes], model)
+    found = fsdp.is_unsharded([m for m in model.modules() if type(m).__name__ in classes], model)
     assert [type(m).__name__ for m in found] == kept
     left = "".join(f"fsdp2: {name} shares weights with other modules" for name in classes - {*kept})
     assert left in (said := capsys.readouterr().err) and bool(left) == bool(said)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaswift.bridge.file_tensor import data_of
+from megaswift.bridge.file_tensor import bytes_view
 from megaswift.bridge.hf_source import HfSource
 from tests.engine.torch.memory_ranks import Job, Live, Peaks
 from tests.engine.torch.test_zero import PRELOAD
@@ -97,7 +97,7 @@ def test_what_a_rank_holds(kind: str, ranks: Pool, small: Path) -> None:
 
 def bits(folder: Path) -> dict[str, bytes]:
     source = HfSource(folder)
-    return {name: bytes(data_of(source.slice(name))) for name in source.names()}
+    return {name: bytes(bytes_view(source.slice(name))) for name in source.names()}
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megaswift.engine.torch.neftune import Noise, lengths
+from megaswift.engine.torch.neftune import NeftuneNoise, lengths
 from tests.parity.cases import documents, packed, rows
 
 ALPHA = 5.0
@@ -28,7 +28,7 @@ def test_full_rows_get_transformers_own_noise() -> None:
 
     ids, ours, theirs = torch.arange(24).view(2, 12), nn.Embedding(24, 16), nn.Embedding(24, 16)
     theirs.load_state_dict(ours.state_dict())
-    noise = Noise(ours, ALPHA)
+    noise = NeftuneNoise(ours, ALPHA)
     noise.scale = torch.full((2, 12), ALPHA / 12**0.5)
     theirs.neftune_noise_alpha = ALPHA  # type: ignore[assignment]
     theirs.register_forward_hook(neftune_post_forward_hook)
@@ -45,7 +45,7 @@ def test_it_is_uniform_in_the_bounds_of_each_document() -> None:
     docs = documents(1, 2)[0]
     batch = rows(docs)
     embedding = nn.Embedding(200, 512)
-    noise = Noise(embedding, ALPHA)
+    noise = NeftuneNoise(embedding, ALPHA)
     noise.scale = noise.of(batch)
     drawn = embedding(batch.input_ids) - nn.functional.embedding(batch.input_ids, embedding.weight)
     for i, d in enumerate(docs):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megaswift.config import SwiftConfig
 from megaswift.config.optim import OPTIMIZERS, OptimConfig
-from megaswift.engine.torch.optimizer_choice import make
+from megaswift.engine.torch.optimizer_registry import make_torch_optimizer
 from megaswift.engine.torch.strategy import set_rates
 from megaswift.errors import ConfigError
 
@@ -67,7 +67,7 @@ def test_states_are_what_is_promised(name: str) -> None:
     made = []
     for early in (False, True):
         module = Block()
-        optimizer = make(module, optim(name))
+        optimizer = make_torch_optimizer(module, optim(name))
         promised = {n: optimizer.metas(p) for n, p in module.named_parameters()}
         for p in module.parameters() if early else ():
             assert {k: (tuple(t.shape), t.dtype) for k, t in optimizer.states(p, 0).items()} == optimizer.metas(p)
@@ -87,14 +87,14 @@ def test_states_are_what_is_promised(name: str) -> None:
 
 def test_what_galore_projects() -> None:
     module = Block()
-    optimizer: Any = make(module, optim("galore_adamw"))
+    optimizer: Any = make_torch_optimizer(module, optim("galore_adamw"))
     assert {n for n, p in module.named_parameters() if p in optimizer.targets} == {"up.weight", "experts"}
     assert optimizer.metas(module.experts)["exp_avg"].shape == (3, 96, RANK)
     assert optimizer.nbytes(module.up.weight) == 4 * (2 * 96 * RANK + RANK * 64)
-    only: Any = make(module, optim("galore_adamw", galore_target_modules=["head"]))
+    only: Any = make_torch_optimizer(module, optim("galore_adamw", galore_target_modules=["head"]))
     assert {n for n, p in module.named_parameters() if p in only.targets} == {"head.weight"}
     with pytest.raises(ConfigError, match="match no trained matrix"):
-        make(module, optim("galore_adamw", galore_target_modules=["norm"]))
+        make_torch_optimizer(module, optim("galore_adamw", galore_target_modules=["norm"]))
 
 
 class PlainGaLore:
@@ -153,7 +153,7 @@ def five_steps(*sides: tuple[torch.nn.Module, Any]) -> None:
 def test_galore_is_the_papers(kind: str) -> None:
     """Five steps, with new directions in the third and the fifth, and with weight decay."""
     ours, theirs = Block(), Block()
-    optimizer = make(
+    optimizer = make_torch_optimizer(
         ours, optim("galore_adamw", galore_proj_type=kind, galore_target_modules=["up", "head"], adam_epsilon=1e-6)
     )
 
@@ -180,7 +180,7 @@ def test_galore_is_the_package(kind: str, inner: str) -> None:
     step."""
     package = pytest.importorskip("galore_torch")
     ours, theirs = Block(), Block()
-    optimizer = make(
+    optimizer = make_torch_optimizer(
         ours,
         optim(
             f"galore_{inner}",

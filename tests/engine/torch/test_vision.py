@@ -25,7 +25,7 @@ ALIGNERS = {
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_weight_has_one_part(kind: str) -> None:
     model = KINDS[kind](tokenizer(kind))[0]
-    parts = vision.Parts(model)
+    parts = vision.VisionParts(model)
     of = {name: parts.of(name) for name, _ in model.named_parameters()}
     assert Counter(of.values()).keys() == {"vit", "aligner", "llm"}
     assert {n for n, p in of.items() if p == "aligner"} == {n for n in of if n.startswith(ALIGNERS[kind])}
@@ -46,7 +46,7 @@ def test_every_weight_has_one_part(kind: str) -> None:
 def test_flags(flags: dict[str, bool], trains: set[str]) -> None:
     model = KINDS["llava"](tokenizer("llava"))[0]
     vision.freeze_parts(model, ModelConfig(**flags))
-    parts = vision.Parts(model)
+    parts = vision.VisionParts(model)
     assert {parts.of(n) for n, p in model.named_parameters() if p.requires_grad} == trains
     assert all(p.requires_grad == (parts.of(n) in trains) for n, p in model.named_parameters())
 
@@ -59,7 +59,7 @@ def test_adapters_follow_the_flags(kind: str) -> None:
     aligner = {"freeze_llm": True, "freeze_aligner": False}
     for flags, wanted in (({}, {"llm"}), ({"freeze_vit": False}, {"llm", "vit"}), (aligner, {"aligner"})):
         model = KINDS[kind](tokenizer(kind))[0]
-        parts, cfg = vision.Parts(model), ModelConfig(**flags)
+        parts, cfg = vision.VisionParts(model), ModelConfig(**flags)
         options = peft.LoraConfig(r=2, target_modules="all-linear", exclude_modules=vision.without_adapters(model, cfg))
         made = peft.get_peft_model(model, options)
         adapted = [

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from megaswift.config import SwiftConfig
-from megaswift.data.collate import Shape
-from megaswift.data.completions import Completed, Layout
+from megaswift.data.collate import PaddingShape
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.order import Order
 from megaswift.data.prompts import Prompt, PromptSource
-from megaswift.inference.rollout import Completion
-from megaswift.losses.contract import Batch, Needs, Outputs
-from megaswift.trainers.rewards.functions import Each
-from megaswift.trainers.rl.drawing import Drawing
-from megaswift.trainers.rl.estimate import Estimator
-from megaswift.trainers.rl.judge import Judge, Rollout
-from megaswift.trainers.rl.settings import settings_of
-from megaswift.trainers.rl.source import Parts, RolloutSource
+from megaswift.data.rollout_batches import RolloutCollator, RolloutTokens
+from megaswift.losses.contract import Batch, ModelOutputs, Needs
+from megaswift.rewards.functions import PerCompletionReward
+from megaswift.rollout.sampler import Completion
+from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
+from megaswift.trainers.rl.reward_scorer import RewardScorer, Rollout
+from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSource
+from megaswift.trainers.rl.scheduler import RolloutScheduler
+from megaswift.trainers.rl.settings import rl_settings
 
 
 def config(**options: Any) -> SwiftConfig:
@@ -44,11 +44,11 @@ def rollout(total: float, count: int = 3, finished: bool = True, **rewards: floa
     return Rollout(Prompt(0, (3, 4), "Q", {}), completion, "text", rewards or {"worth": total}, total)
 
 
-def completed(values: dict[str, list[torch.Tensor]], silent: Sequence[int] = ()) -> list[Completed]:
+def completed(values: dict[str, list[torch.Tensor]], silent: Sequence[int] = ()) -> list[RolloutTokens]:
     """One completion for each tensor, of as many own tokens."""
     first = next(iter(values.values()))
     return [
-        Completed(
+        RolloutTokens(
             i,
             (3, 4),
             (0,) * len(v),
@@ -92,11 +92,12 @@ class Engine:
 
     times = 1.0
 
-    def score(self, batches: Sequence[Batch], needs: Needs) -> list[Outputs]:
+    def score(self, batches: Sequence[Batch], needs: Needs) -> list[ModelOutputs]:
         """At the labels."""
         (name,) = needs.names
         return [
-            Outputs(**{name: b.labels / 10 if name == "entropy" else -self.times * b.labels / 100}) for b in batches
+            ModelOutputs(**{name: b.labels / 10 if name == "entropy" else -self.times * b.labels / 100})
+            for b in batches
         ]
 
     @contextmanager
@@ -149,21 +150,29 @@ class Samples:
 def source(worth: Any = None, **options: Any) -> RolloutSource:
     """A source of a run with `options`; rewards are `worth` of a sample, its number of tokens if not given."""
     cfg = config(**options)
-    settings = settings_of(cfg, 1)
-    judge = Judge(
-        [Each("worth", worth or (lambda s: float(len(s.token_ids))))], [1.0], lambda ids: " ".join(map(str, ids))
+    settings = rl_settings(cfg, 1)
+    judge = RewardScorer(
+        [PerCompletionReward("worth", worth or (lambda s: float(len(s.token_ids))))],
+        [1.0],
+        lambda ids: " ".join(map(str, ids)),
     )
     width = cfg.train.per_device_train_batch_size
     geometry = LoaderGeometry(per_device=width, accumulation=settings.batch // width)
     prompts: Any = Prompts()
     samples: Any = Samples()
-    drawing = Drawing(
+    drawing = RolloutScheduler(
         PromptSource(prompts, settings.generation // settings.group, Order(len(prompts), False, 0)),
         samples,
         settings.group,
         cfg.rl.async_generation,
     )
-    parts = Parts(drawing, judge, Estimator(cfg, settings, settings.beta), Layout(Shape(), True, False), geometry)
+    parts = RolloutDependencies(
+        drawing,
+        judge,
+        AdvantageEstimator(cfg, settings, settings.beta),
+        RolloutCollator(PaddingShape(), True, False),
+        geometry,
+    )
     return RolloutSource(settings, parts)
 
 

@@ -15,7 +15,7 @@ from megaswift.families import load_spec
 from megaswift.families.spec import ModelSpec
 from megaswift.trainers.preflight import preflight
 from megaswift.trainers.rl import adapters
-from megaswift.trainers.rl.adapters import goes_alone, merged_because, rank_of, refused
+from megaswift.trainers.rl.adapters import merged_because, rank_of, refused_adapters, syncs_adapters_only
 from tests.families.published_moe import GPT_OSS_20B, OLMOE_1B_7B
 from tests.test_cli import model_folder
 from tests.trainers.rl.makers import config
@@ -50,8 +50,8 @@ def why(options: Options, spec: ModelSpec, folder: Path) -> str:
 )
 def test_plain_adapters_go_alone(options: Options, dense: ModelSpec, tmp_path: Path) -> None:
     cfg = config(train_type="lora", **options)
-    assert merged_because(cfg, dense, tmp_path) == "" and goes_alone(cfg, dense, tmp_path)
-    assert not goes_alone(config(train_type="lora", **options, rollout_lora=False), dense, tmp_path)
+    assert merged_because(cfg, dense, tmp_path) == "" and syncs_adapters_only(cfg, dense, tmp_path)
+    assert not syncs_adapters_only(config(train_type="lora", **options, rollout_lora=False), dense, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_plain_adapters_go_alone(options: Options, dense: ModelSpec, tmp_path: P
 def test_others_are_merged(options: Options, told: str, dense: ModelSpec, tmp_path: Path) -> None:
     assert told in why(options, dense, tmp_path)
     cfg = config(train_type="lora", **options, rollout_lora=True)
-    [problem] = refused(cfg, dense, tmp_path)
+    [problem] = refused_adapters(cfg, dense, tmp_path)
     assert problem.what == "--rollout_lora true" and told in problem.rule
-    assert not list(refused(config(train_type="lora", **options), dense, tmp_path))
+    assert not list(refused_adapters(config(train_type="lora", **options), dense, tmp_path))
 
 
 def test_weights_in_few_bits_are_merged(dense: ModelSpec, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from megaswift.engine.protocol import StepResult
 from megaswift.families import load_spec
 from megaswift.families.scalar_head import with_score
 from megaswift.families.spec import ModelSpec
-from megaswift.losses.value import Value
+from megaswift.losses.value import ValueLoss
 from megaswift.trainers.rl import critic
-from megaswift.trainers.watch import Diverged
+from megaswift.trainers.step_monitor import TrainingDiverged
 from tests.test_cli import model_folder
 from tests.trainers.tiny import tiny_loop
 
@@ -68,7 +68,7 @@ def test_a_critic_that_learns_nothing_fails_the_run(
     bad: Iterable[int], code: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its gradients are not finite in steps in which the policy's are."""
-    found, loop = critic.Critic(Uneven(bad), Value(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
+    found, loop = critic.Critic(Uneven(bad), ValueLoss(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
     loop.total_steps = loop.step = 12
 
     def run() -> None:
@@ -77,7 +77,7 @@ def test_a_critic_that_learns_nothing_fails_the_run(
         found.on_end(loop)
 
     if code:
-        with pytest.raises(Diverged, match=f"of the {code}") as error:
+        with pytest.raises(TrainingDiverged, match=f"of the {code}") as error:
             run()
         assert error.value.exit_code == 3
     else:
@@ -90,10 +90,10 @@ def test_a_critic_that_learns_nothing_fails_the_run(
 
 def test_the_skipped_steps_of_a_critic_go_on_after_a_resume() -> None:
     """Interrupted after seven of twelve steps, the last three of them skipped; the rest is skipped too."""
-    before, loop = critic.Critic(Uneven(range(5, 8)), Value(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
+    before, loop = critic.Critic(Uneven(range(5, 8)), ValueLoss(0.2, 0.1), lambda step: 0.1), tiny_loop(12)
     for _ in range(7):
         before.prepare(before.engine, [], True)
-    after = critic.Critic(Uneven(range(1, 13)), Value(0.2, 0.1), lambda step: 0.1)
+    after = critic.Critic(Uneven(range(1, 13)), ValueLoss(0.2, 0.1), lambda step: 0.1)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     loop.step = 7
     after.on_start(loop)
@@ -101,5 +101,7 @@ def test_the_skipped_steps_of_a_critic_go_on_after_a_resume() -> None:
         after.prepare(after.engine, [], True)
     loop.step = 12
     for end in (after.on_end, after.check_progress):
-        with pytest.raises(Diverged, match="step 12 of the critic: 8 of 12 steps were skipped, among them the last 8"):
+        with pytest.raises(
+            TrainingDiverged, match="step 12 of the critic: 8 of 12 steps were skipped, among them the last 8"
+        ):
             end(loop)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megaswift.inference.rollout import Sampling
+from megaswift import distributed
 from megaswift.parallel.layout import Layout
-from megaswift.trainers import agree
+from megaswift.rollout.sampler import SamplingParams
 from megaswift.trainers.rl.generation import Generation, samples_here
 
 LAYOUT = Layout(8, tp=2, pp=2)
@@ -23,10 +23,10 @@ def test_shares_are_whole_groups_and_nothing_is_written_twice(
     engine: Any = SimpleNamespace(layout=LAYOUT)
     found, speaking = [], 0
     for rank in range(8):
-        monkeypatch.setattr(agree, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(distributed, "global_rank", lambda rank=rank: rank)
         at = LAYOUT.coordinates(rank)
         sampler: Any = object() if everywhere or samples_here(at) else None
-        made = Generation(engine, at, sampler, Sampling(1), 0, everywhere=everywhere)
+        made = Generation(engine, at, sampler, SamplingParams(1), 0, everywhere=everywhere)
         found.append(made.own(20, 2))
         speaking += made.first
     assert [i for share in found for i in share] == list(range(20)) and speaking == 2

@@ -14,18 +14,18 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.config.preference import GRPO_LOSSES
 from megaswift.config.rl import RlConfig
-from megaswift.inference.rollout import SamplerOptions, Sampling
-from megaswift.losses.policy import Policy
-from megaswift.losses.policy_types import Settings as Formulas
-from megaswift.losses.value import Value
+from megaswift.losses.policy import PolicyLoss
+from megaswift.losses.policy_types import PolicySettings as Formulas
+from megaswift.losses.value import ValueLoss
+from megaswift.rewards.contract import RewardOptions
+from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.trainers.metrics import read_lines
-from megaswift.trainers.rewards.contract import RewardOptions
-from megaswift.trainers.rl import assemble
+from megaswift.trainers.rl import build as rl_build
 from megaswift.trainers.rl import rewards as rewards_module
-from megaswift.trainers.rl.record import Record
+from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.rewards import rewards_of, weights_of
 from megaswift.trainers.rl.sampler import sampler_options, sampling_of
-from megaswift.trainers.rl.settings import settings_of
+from megaswift.trainers.rl.settings import rl_settings
 from megaswift.trainers.tasks import TASKS
 from tests.trainers.rl.makers import config, source
 
@@ -42,14 +42,14 @@ def run(**options: Any) -> SwiftConfig:
     return config(**ppo, **options)
 
 
-def policy(**options: Any) -> Policy:
+def policy(**options: Any) -> PolicyLoss:
     loss = TASKS.get("grpo").loss(run(**options))
-    assert isinstance(loss, Policy)
+    assert isinstance(loss, PolicyLoss)
     return loss
 
 
 PLAIN = policy()
-LOSS: dict[str, tuple[Options, Policy]] = {
+LOSS: dict[str, tuple[Options, PolicyLoss]] = {
     "epsilon": ({"epsilon": 0.1}, replace(PLAIN, settings=Formulas(epsilon=0.1))),
     "epsilon_high": ({"epsilon_high": 0.5}, replace(PLAIN, settings=Formulas(epsilon_high=0.5))),
     "delta": ({"delta": 4.0}, replace(PLAIN, settings=Formulas(delta=4.0))),
@@ -117,7 +117,7 @@ TOKENIZER = SimpleNamespace(eos_token_id=3)
 @pytest.mark.parametrize("name", SAMPLING)
 def test_how_tokens_are_drawn(name: str, tmp_path: Path) -> None:
     options, expected = SAMPLING[name]
-    plain = Sampling(512, stop_token_ids=(3,))
+    plain = SamplingParams(512, stop_token_ids=(3,))
     assert sampling_of(run(), TOKENIZER, tmp_path) == plain
     accepted = {"allow_biased_sampling": True} if name in BIASED else {}
     assert sampling_of(run(**options, **accepted), TOKENIZER, tmp_path) == replace(plain, **expected) != plain
@@ -156,10 +156,10 @@ def test_the_sampler(name: str) -> None:
     )
 
 
-CRITIC: dict[str, tuple[Options, Value, float]] = {
-    "cliprange_value": ({"cliprange_value": 0.6}, Value(0.6, 0.1), 1.0),
-    "vf_coef": ({"vf_coef": 0.7}, Value(0.2, 0.7), 1.0),
-    "critic_learning_rate": ({"critic_learning_rate": 0.003, "learning_rate": 0.001}, Value(0.2, 0.1), 3.0),
+CRITIC: dict[str, tuple[Options, ValueLoss, float]] = {
+    "cliprange_value": ({"cliprange_value": 0.6}, ValueLoss(0.6, 0.1), 1.0),
+    "vf_coef": ({"vf_coef": 0.7}, ValueLoss(0.2, 0.7), 1.0),
+    "critic_learning_rate": ({"critic_learning_rate": 0.003, "learning_rate": 0.001}, ValueLoss(0.2, 0.1), 3.0),
 }
 
 
@@ -167,13 +167,13 @@ CRITIC: dict[str, tuple[Options, Value, float]] = {
 def test_the_critic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rate follows the policy's schedule."""
     options, loss, share = CRITIC[name]
-    monkeypatch.setattr(assemble, "critic_engine", lambda *_, **__: None)
+    monkeypatch.setattr(rl_build, "critic_engine", lambda *_, **__: None)
     cfg = run(**options)
     build: Any = SimpleNamespace(scheduled=lambda steps: cfg, spec=None, folder=None, context=None, resumed=None)
-    made = assemble.critic(build, lambda step: 0.5 / (1 + step), 10)
+    made = rl_build.build_critic(build, lambda step: 0.5 / (1 + step), 10)
     assert made is not None and made.loss == loss
     assert [made.learning_rate(step) for step in (0, 4)] == pytest.approx([share * 0.5, share * 0.1])
-    assert assemble.critic(SimpleNamespace(scheduled=lambda steps: run()), lambda step: 0.0, 10) is None  # type: ignore[arg-type]
+    assert rl_build.build_critic(SimpleNamespace(scheduled=lambda steps: run()), lambda step: 0.0, 10) is None  # type: ignore[arg-type]
 
 
 SETTINGS: dict[str, tuple[Options, Options]] = {
@@ -198,7 +198,7 @@ SETTINGS: dict[str, tuple[Options, Options]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_source_of_steps(name: str) -> None:
     options, expected = SETTINGS[name]
-    plain, found = settings_of(run(), 1), settings_of(run(**options), 1)
+    plain, found = rl_settings(run(), 1), rl_settings(run(**options), 1)
     assert {n: getattr(found, n) for n in expected} == expected != {n: getattr(plain, n) for n in expected}
 
 
@@ -223,7 +223,7 @@ def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers.keys() == {f.name for f in fields(RewardOptions)}
     names = ("cosine", "soft_overlong", "repetition", "code")
     cfg = run(reward_funcs=names, reward_model=["m"], reward_weights=[1, 2, 3, 4, 5], **numbers)
-    monkeypatch.setattr("megaswift.trainers.rewards.model.reward_models", lambda folders, options, taken: [*folders])
+    monkeypatch.setattr("megaswift.rewards.reward_model.reward_models", lambda folders, options, taken: [*folders])
     assert rewards_of(cfg) == ["m"] and asked == [(names, RewardOptions(**numbers))]
     assert weights_of(cfg) == [1, 2, 3, 4, 5] and weights_of(run(reward_model=["m"])) == [1.0] * 2
 
@@ -232,16 +232,16 @@ def test_rewards_and_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_turns_of_a_conversation(most: int | None, tmp_path: Path) -> None:
     (tmp_path / "world.py").write_text("class World:\n    reset = step = lambda self, *_, **__: None\n")
     named = f"{tmp_path}/world.py:World"
-    talk = assemble.talk_of(run(environment=named, max_turns=most), TOKENIZER)
+    talk = rl_build.multi_turn_of(run(environment=named, max_turns=most), TOKENIZER)
     assert talk is not None and talk.max_turns == most and type(talk.make().inner).__name__ == "World"
-    assert talk.make() is not talk.make() and assemble.talk_of(run(), TOKENIZER) is None
+    assert talk.make() is not talk.make() and rl_build.multi_turn_of(run(), TOKENIZER) is None
 
 
 @pytest.mark.parametrize(("most", "lines"), [(None, 8), (3, 3)])
 def test_so_many_completions_are_written(most: int | None, lines: int, tmp_path: Path) -> None:
     made = source()
     made.next()
-    record = Record(tmp_path / "completions.jsonl", made, most)
+    record = CompletionsLog(tmp_path / "completions.jsonl", made, most)
     loop: Any = None
     record.on_step(loop, SimpleNamespace(number=4))  # type: ignore[arg-type]
     found = read_lines(tmp_path / "completions.jsonl")
@@ -260,19 +260,19 @@ ELSEWHERE = {
     "reward_funcs": "test_grpo_run",
     "reward_model": "here",
     "reward_weights": "here",
-    "scale_rewards": "rl/test_estimate",
-    "kl_controller": "rl/test_estimate",
-    "target_kl": "rl/test_estimate",
-    "kl_horizon": "rl/test_estimate",
-    "importance_sampling_clip_max": "rl/test_estimate",
-    "importance_sampling_clip_min": "rl/test_estimate",
-    "importance_sampling_filter_max": "rl/test_estimate",
-    "importance_sampling_filter_min": "rl/test_estimate",
+    "scale_rewards": "rl/test_advantage_estimator",
+    "kl_controller": "rl/test_advantage_estimator",
+    "target_kl": "rl/test_advantage_estimator",
+    "kl_horizon": "rl/test_advantage_estimator",
+    "importance_sampling_clip_max": "rl/test_advantage_estimator",
+    "importance_sampling_clip_min": "rl/test_advantage_estimator",
+    "importance_sampling_filter_max": "rl/test_advantage_estimator",
+    "importance_sampling_filter_min": "rl/test_advantage_estimator",
     "allow_biased_sampling": "here",
     "critic_model": "test_ppo_trajectories",
-    "gamma": "rl/test_estimate",
-    "lam": "rl/test_estimate",
-    "whiten_rewards": "rl/test_estimate",
+    "gamma": "rl/test_advantage_estimator",
+    "lam": "rl/test_advantage_estimator",
+    "whiten_rewards": "rl/test_advantage_estimator",
     "log_completions": "test_ppo_trajectories",
     "num_completions_to_print": "test_colocated",
 }

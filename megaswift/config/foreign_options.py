@@ -1,0 +1,388 @@
+"""Names and values of other toolkits (ms-swift, Megatron-LM, TRL, transformers, accelerate) that are no options here,
+each with what to do instead.
+
+Owns the tables. A name that stands in none of them gets a guess only where it looks mistyped (`errors.nearest`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from megaswift.config.value_types import FALSE, show
+
+_GONE = "leave it out: "
+_NOT_SERVED = "leave it out: megaswift does not support "
+_OF_MODEL = "leave it out: the model's config.json (--model DIR) sets it"
+_CUT = "--max_length, which counts prompt and completion"
+_SERVER = "--rollout_server_url http://HOST:PORT"
+_SYNC = "--rollout_sync_folder DIR"
+_PARTS = "--freeze_parameters PATTERN names what does not train; all else trains"
+_PACKS = "--packing true: short rows share one sequence, each apart"
+_CACHE = _GONE + "tokenised rows are kept below --dataset_cache_dir and found again by their content"
+_ATTENTION = "--attn_impl flash"
+_STREAMS = "--streaming true"
+_TEACHER = _NOT_SERVED + "distillation from a teacher (GKD)"
+_TASKS = _NOT_SERVED + "embedding, reranker and classification tasks; a reward model: megaswift rm"
+_MODELSCOPE = "--model ORGANISATION/NAME with --use_hf false"
+_LORA_GA = _NOT_SERVED + "LoRA-GA; train_type lora starts from random A and zero B"
+_HUB = "leave it out: results stay in --output_dir; nothing is uploaded"
+_TRACKER = "environment variables of the tracker, as WANDB_PROJECT or WANDB_NAME"
+_EVAL = "--val_dataset FILE and --eval_steps N; a benchmark: another program on OUT/hf"
+_FUSED = _GONE + "fused kernels are chosen by the device and by --transformer_impl"
+_STEPS = "--eval_steps N or --save_steps N; left out: at the end only"
+
+NAMES_ELSEWHERE: dict[str, str] = {
+    # models and precision
+    "model_type": _GONE + "the family is read from the model's config.json; Jinja templates: --chat_template FILE",
+    "model_id": "--model",
+    "model_name": "the name of a self-cognition data set: write it into the rows; a model: --model DIR",
+    "model_author": "write it into the rows of the self-cognition data set",
+    "tokenizer": _GONE + "the tokenizer lies in the model's folder (--model DIR)",
+    "tokenizer_name_or_path": _GONE + "the tokenizer lies in the model's folder (--model DIR)",
+    "tokenizer_model": _GONE + "the tokenizer lies in the model's folder (--model DIR)",
+    "tokenizer_type": _GONE + "the tokenizer lies in the model's folder (--model DIR)",
+    "vocab_file": _GONE + "the tokenizer lies in the model's folder (--model DIR)",
+    "merge_file": _GONE + "the tokenizer lies in the model's folder (--model DIR)",
+    "mixed_precision": "--torch_dtype bfloat16, float16 or float32",
+    "lora_dtype": _GONE + "adapters have the precision of --torch_dtype",
+    "fp16_opt_level": "--torch_dtype float16",
+    "fp16_full_eval": _GONE + "evaluation computes in --torch_dtype",
+    "bf16_full_eval": _GONE + "evaluation computes in --torch_dtype",
+    "flash_attn": _ATTENTION,
+    "use_flash_attn": _ATTENTION,
+    "use_flash_attention": _ATTENTION,
+    "rope_scaling": "rope_scaling in the model's config.json",
+    "new_special_tokens": "a model's folder with the larger tokenizer and embeddings",
+    "load_in_4bit": "--quantization_bit 4",
+    "load_in_8bit": "--quantization_bit 8",
+    "quant_method": "--quantization_bit 4, which is bitsandbytes'",
+    "local_repo_path": "--trust_remote_code true with --model DIR",
+    "init_strategy": "--random_init true, or whole weights",
+    "device_map": "--engine fsdp2 or --tensor_parallel_size N; device_map is an option of megaswift infer",
+    "max_memory": "--engine fsdp2 or --tensor_parallel_size N; max_memory is an option of megaswift infer",
+    "mcore_model": "megaswift convert megatron-to-hf SRC DST, then --model DST",
+    "mcore_adapter": "--adapters DIR, a folder of PEFT",
+    "mcore_ref_model": "megaswift convert megatron-to-hf SRC DST, then --ref_model DST",
+    "pretrained_checkpoint": "--model DIR, a Hugging Face model folder",
+    "task_type": _TASKS,
+    "num_labels": _TASKS,
+    "problem_type": _TASKS,
+    "training_task": "the command's name: megaswift sft, megaswift grpo; in a file: task",
+    "algorithm": "the command's name: megaswift sft, megaswift grpo; in a file: task",
+    "mode": "the command's name: megaswift sft, megaswift infer",
+    # what trains
+    "sft_type": "--train_type",
+    "finetuning_type": "--train_type",
+    "use_peft": "--train_type lora",
+    "use_lora": "--train_type lora",
+    "lora_target": "--target_modules",
+    "lora_target_modules": "--target_modules",
+    "lora_bias": _GONE + "biases stay frozen beside LoRA",
+    "init_weights": _GONE + "LoRA starts from random A and zero B",
+    "init_lora_weights": _GONE + "LoRA starts from random A and zero B",
+    "lorap_lr_ratio": _NOT_SERVED + "LoRA+; both matrices train at --learning_rate",
+    "lora_ga_batch_size": _LORA_GA,
+    "lora_ga_iters": _LORA_GA,
+    "lora_ga_max_length": _LORA_GA,
+    "lora_ga_scale": _LORA_GA,
+    "ref_adapters": "a merged model: megaswift export --merge_lora true, then --ref_model DIR",
+    "reward_adapters": "a merged model: megaswift export --merge_lora true, then --reward_model DIR",
+    "trainable_parameters": _PARTS,
+    "trainable_parameters_regex": _PARTS,
+    "freeze_parameters_regex": "--freeze_parameters PATTERN",
+    "freeze_parameters_ratio": "--freeze_parameters PATTERN",
+    "tuner_backend": _GONE + "adapters are PEFT's, or made as PEFT makes them",
+    "vit_lr": _GONE + "all parts train at --learning_rate; --freeze_vit true leaves the tower as it is",
+    "aligner_lr": _GONE + "all parts train at --learning_rate; --freeze_aligner true leaves the aligner as it is",
+    "vit_gradient_checkpointing": "--gradient_checkpointing true",
+    "use_galore": "--optimizer galore_adamw",
+    # batches, length, schedule
+    "batch_size": "--per_device_train_batch_size",
+    "train_batch_size": "--global_batch_size over all ranks, or --per_device_train_batch_size on each",
+    "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
+    "epochs": "--num_train_epochs",
+    "lr_decay_iters": _GONE + "the schedule ends with the run (--max_steps)",
+    "lr_wsd_decay_iters": "--wsd_decay_ratio SHARE, of all steps",
+    "lr_wsd_decay_style": _GONE + "the wsd schedule decays linearly",
+    "lr_warmup_init": _GONE + "warm-up starts at 0",
+    "lr_scheduler_kwargs": "--min_lr and --wsd_decay_ratio",
+    "warmup_min_lr": _GONE + "warm-up starts at 0",
+    "optim_args": "--galore_rank and the like",
+    "optimizer_offload_fraction": _GONE + "--optimizer_cpu_offload true moves all of Adam's moments",
+    "gradient_checkpointing_kwargs": _GONE + "layers are recomputed by non-reentrant checkpointing",
+    "activation_checkpointing": "--gradient_checkpointing true",
+    "calculate_per_token_loss": _GONE + "the loss is a mean over the label tokens of the global batch",
+    "average_tokens_across_devices": _GONE + "the loss is a mean over the label tokens of the global batch",
+    "group_by_length": _PACKS,
+    "padding_free": _PACKS,
+    "mlp_padding_free": _PACKS,
+    "sequence_packing": _PACKS,
+    "packing_length": "--max_length",
+    "packing_num_proc": "--dataset_num_proc",
+    "packing_strategy": _GONE + "rows are packed by best fit",
+    "dataloader_drop_last": _GONE + "every step has a whole global batch; the last of an epoch takes rows of the next",
+    "dataloader_pin_memory": _GONE + "token batches are small, and are copied as they are",
+    "dataloader_persistent_workers": _GONE + "threads of --dataloader_num_workers live as long as the run",
+    "dataloader_prefetch_factor": "--dataloader_num_workers N, threads that read batches ahead",
+    "dataloader_type": "--shuffle, or --streaming true",
+    # data
+    "data_path": "--dataset FILE",
+    "train_data_path": "--dataset FILE",
+    "valid_data_path": "--val_dataset FILE",
+    "dataset_name": "--dataset",
+    "dataset_dir": "--dataset DIR",
+    "eval_dataset": "--val_dataset",
+    "train_dataset": "--dataset FILE",
+    "train_data": "--dataset FILE",
+    "train_file": "--dataset FILE",
+    "validation_dataset": "--val_dataset FILE",
+    "validation_file": "--val_dataset FILE",
+    "eval_data": "--val_dataset FILE",
+    "val_dataset_shuffle": _GONE + "validation rows keep their order",
+    "val_dataset_sample": "--val_dataset FILE#N",
+    "train_dataset_sample": "--dataset FILE#N",
+    "load_from_cache_file": _CACHE,
+    "cached_dataset": _CACHE,
+    "cached_val_dataset": _CACHE,
+    "lazy_tokenize": _STREAMS,
+    "template": "--chat_template FILE.jinja; left out: the tokenizer's own",
+    "template_type": "--chat_template FILE.jinja; left out: the tokenizer's own",
+    "agent_template": "--chat_template FILE.jinja; left out: the tokenizer's own",
+    "use_chat_template": "megaswift pt for plain text",
+    "enable_thinking": "--chat_template FILE.jinja that writes the reasoning as you want it",
+    "padding_side": _GONE + "rows are padded at their end",
+    "remove_unused_columns": _GONE + "columns that a format does not know are not read",
+    "interleave_prob": _NOT_SERVED + "mixing by probabilities; data.jsonl#N takes N rows of a file",
+    "metric": "--val_dataset FILE and --eval_steps N: the loss is measured",
+    "max_pixels": "max_pixels in the model's preprocessor_config.json",
+    "num_workers_per_gpu": "--dataloader_num_workers",
+    "stream": _STREAMS,
+    "split": "--split_dataset_ratio 0.01, the share of validation rows",
+    # parallel layout and engines
+    "sequence_parallel_size": "--context_parallel_size",
+    "virtual_pipeline_size": "--virtual_pipeline_parallel_size",
+    "num_virtual_stages_per_pipeline_rank": "--virtual_pipeline_parallel_size",
+    "world_size": "--nproc_per_node",
+    "num_processes": "--nproc_per_node on each machine",
+    "num_gpus": "--nproc_per_node",
+    "gpus": "--nproc_per_node",
+    "num_nodes": "--nnodes",
+    "num_machines": "--nnodes",
+    "machine_rank": "--node_rank",
+    "main_process_ip": "--master_addr",
+    "main_process_port": "--master_port",
+    "distributed_timeout_minutes": "--ddp_timeout, in seconds",
+    "distributed": _GONE + "megaswift sft starts --nproc_per_node processes; one engine for all: --engine ddp",
+    "ddp_backend": _GONE + "nccl on GPUs, gloo on CPUs",
+    "distributed_backend": _GONE + "nccl on GPUs, gloo on CPUs",
+    "use_torchrun": _GONE + "several processes are started with torchrun",
+    "deepspeed_config": "--deepspeed FILE.json",
+    "ds_config": "--deepspeed FILE.json",
+    "deepspeed_autotp_size": "--engine megatron --tensor_parallel_size N",
+    "gradient_clipping": "--max_grad_norm",
+    "gradient_clip_val": "--max_grad_norm",
+    "clip_grad_norm": "--max_grad_norm",
+    "neftune_alpha": "--neftune_noise_alpha",
+    "zero_stage": "--deepspeed zero1, zero2 or zero3",
+    "use_megatron_fsdp": "--use_fsdp true, which is torch's FSDP2",
+    "data_parallel_sharding_strategy": "--fsdp full_shard or shard_grad_op",
+    "fsdp_use_orig_params": _GONE + "FSDP2 keeps the parameters' own names and shapes",
+    "use_orig_params": _GONE + "FSDP2 keeps the parameters' own names and shapes",
+    "fsdp_sharding_strategy": "--fsdp full_shard or shard_grad_op",
+    "fsdp_auto_wrap_policy": "--fsdp_transformer_layer_cls_to_wrap CLASS; left out: the decoder layers",
+    "fsdp_min_num_params": "--fsdp_transformer_layer_cls_to_wrap CLASS; left out: the decoder layers",
+    "fsdp_offload_params": "--fsdp full_shard offload",
+    "ddp_find_unused_parameters": _GONE + "parameters without a gradient are taken as zero",
+    "find_unused_parameters": _GONE + "parameters without a gradient are taken as zero",
+    "ddp_bucket_cap_mb": _GONE + "buckets are sized by the engine",
+    "ddp_broadcast_buffers": _GONE + "buffers are not broadcast; every rank loads the same",
+    "use_ray": "--launcher ray",
+    "moe_router_dtype": _GONE + "routers compute in float32",
+    "moe_router_load_balancing_type": "--moe_aux_loss_coeff 0.001; 0 switches it off",
+    "moe_router_load_balancing": "--moe_aux_loss_coeff 0.001; 0 switches it off",
+    "moe_permute_fusion": _FUSED,
+    "moe_shared_expert_overlap": _NOT_SERVED + "overlap of shared experts with the exchange of tokens",
+    "moe_expert_capacity_factor": _NOT_SERVED + "a capacity of experts; no token is dropped",
+    "moe_token_drop_policy": _NOT_SERVED + "a capacity of experts; no token is dropped",
+    "moe_pad_expert_input_to_capacity": _NOT_SERVED + "a capacity of experts; no token is dropped",
+    "moe_enable_deepep": _NOT_SERVED + "DeepEP; --moe_token_dispatcher_type alltoall or allgather",
+    "use_cpu_initialization": _GONE + "every rank reads its own part of the weights",
+    "perform_initialization": _GONE + "weights are read from --model DIR; --random_init true draws them",
+    "manual_gc": _GONE + "Python's automatic garbage collection stays on",
+    "cross_entropy_loss_fusion": _GONE + "the loss is computed over the tensor-parallel parts of the vocabulary anyway",
+    "cross_entropy_fusion_impl": _GONE + "the loss is computed over the tensor-parallel parts of the vocabulary anyway",
+    "gradient_accumulation_fusion": _FUSED,
+    "masked_softmax_fusion": _FUSED,
+    "bias_dropout_fusion": _FUSED,
+    "bias_swiglu_fusion": _FUSED,
+    "bias_activation_fusion": _FUSED,
+    "apply_rope_fusion": _FUSED,
+    "rope_fusion": _FUSED,
+    "attention_softmax_in_fp32": _FUSED,
+    "accumulate_allreduce_grads_in_fp32": _GONE + "gradients are added up in float32",
+    "use_mcore_models": _GONE + "models are always Megatron-Core's",
+    # evaluation, logs, checkpoints
+    "eval_strategy": _STEPS,
+    "evaluation_strategy": _STEPS,
+    "save_strategy": _STEPS,
+    "logging_strategy": "--logging_steps N",
+    "eval_accumulation_steps": _GONE + "evaluation keeps sums only",
+    "eval_on_start": "--eval_steps N",
+    "eval_limit": "--eval_iters",
+    "logging_dir": "--output_dir: TensorBoard's files lie in OUT/runs",
+    "tensorboard_dir": "--output_dir: TensorBoard's files lie in OUT/runs",
+    "run_name": _TRACKER,
+    "experiment_name": _TRACKER,
+    "logging_first_step": "--logging_steps 1",
+    "plot_loss": _GONE + "the curves are always drawn (OUT/loss.png, OUT/report.html)",
+    "save_safetensors": _GONE + "weights are always safetensors",
+    "safe_serialization": _GONE + "weights are always safetensors",
+    "save_only_model": _NOT_SERVED + "checkpoints without the optimizer; --save_total_limit N bounds their number",
+    "no_save_optim": _NOT_SERVED + "checkpoints without the optimizer; --save_total_limit N bounds their number",
+    "no_save_rng": _GONE + "random states are a few kB, and a checkpoint always has them",
+    "no_load_optim": "--model DIR to start from weights alone",
+    "no_load_rng": "--model DIR to start from weights alone",
+    "resume_only_model": "--model DIR to start from weights alone",
+    "finetune": _GONE + "--model DIR starts from its weights; --resume_from_checkpoint goes on with a run",
+    "async_save": _NOT_SERVED + "saving in the background",
+    "save_on_each_node": _GONE + "checkpoints belong into one folder that all machines see",
+    "create_checkpoint_symlink": _GONE + "OUT/checkpoints/latest.json names the newest",
+    "resume": "--resume_from_checkpoint latest",
+    "ignore_data_skip": _GONE + "a resumed run goes on with the rows that it has not seen",
+    "load_best_model_at_end": _NOT_SERVED + "a best checkpoint; OUT/metrics.jsonl has every evaluation",
+    "metric_for_best_model": _NOT_SERVED + "a best checkpoint; OUT/metrics.jsonl has every evaluation",
+    "greater_is_better": _NOT_SERVED + "a best checkpoint; OUT/metrics.jsonl has every evaluation",
+    "early_stop_interval": _NOT_SERVED + "early stopping",
+    "push_to_hub": _HUB,
+    # preference learning and reinforcement learning
+    "lmbda": _TEACHER,
+    "teacher_model": _TEACHER,
+    "gkd_logits_topk": _TEACHER,
+    "sft_alpha": "--rpo_alpha for DPO with a term of SFT",
+    "dpo_beta": "--beta",
+    "external_plugins": "--reward_funcs FILE.py:function",
+    "reward_model_plugin": "--reward_funcs FILE.py:function",
+    "reward_model_type": "--reward_model DIR",
+    "ref_model_type": "--ref_model DIR",
+    "num_mini_batches": "--generation_batch_size N, completions of a generation",
+    "num_sample_generations": _GONE + "completions are written to OUT/completions.jsonl",
+    "num_generations_eval": _GONE + "evaluation draws --num_generations completions too",
+    "max_prompt_length": _CUT,
+    "vllm_max_model_len": _CUT,
+    "vllm_max_model_length": _CUT,
+    "sleep_level": "--rollout_sleep true",
+    "vllm_server_host": _SERVER,
+    "vllm_server_port": _SERVER,
+    "vllm_group_port": _SYNC,
+    "vllm_server_group_port": _SYNC,
+    "vllm_max_lora_rank": _GONE + "samplers are started with the run's --lora_rank",
+    "vllm_tensor_parallel_size": _GONE + "vLLM in the training process is not split over GPUs; a server may be: "
+    "--rollout_backend vllm_server",
+    "vllm_enable_prefix_caching": _GONE + "vLLM decides whether prefixes are cached",
+    "ds3_gather_for_generation": _GONE + "weights are gathered for the sampler tensor by tensor",
+    "offload_teacher_model": _TEACHER,
+    "lambda": "--lam",
+    "kl_penalty": "--kl_estimator k1, k2 or k3",
+    "num_infer_workers": "--rollout_backend vllm_server with --rollout_server_url URL...",
+    "infer_backend": "--rollout_backend for reinforcement learning; otherwise an option of megaswift infer and deploy",
+    "to_hf": "megaswift convert megatron-to-hf SRC DST",
+    "to_mcore": "megaswift convert hf-to-megatron SRC DST",
+}
+"""What to do in place of an option that other toolkits have."""
+
+_ARCHITECTURE = (
+    "num_layers|hidden_size|ffn_hidden_size|num_attention_heads|num_query_groups|group_query_attention|kv_channels|"
+    "max_position_embeddings|position_embedding_type|rotary_base|rotary_percent|normalization|norm_epsilon|swiglu|"
+    "untie_embeddings_and_output_weights|disable_bias_linear|add_qkv_bias|qk_layernorm|num_experts|moe_ffn_hidden_size|"
+    "moe_router_topk|padded_vocab_size|vocab_size|make_vocab_size_divisible_by|attention_dropout|hidden_dropout"
+)
+PATTERNS: tuple[tuple[str, str], ...] = (
+    (_ARCHITECTURE, _OF_MODEL),
+    (r"swanlab_\w+", _NOT_SERVED + "SwanLab; --report_to tensorboard or wandb"),
+    (r"wandb_\w+|project(_name)?", _TRACKER),
+    (r"hub_\w+|push_to_hub_\w+", _HUB),
+    (r"teacher_\w+|gkd_\w+|rlsd_\w+|sdar_\w+", _TEACHER),
+    (r"muon_\w+", _NOT_SERVED + "Muon; --optimizer adam"),
+    (r"lisa_\w+", _NOT_SERVED + "LISA; --train_type lora"),
+    (r"(reft|llamapro)_\w+", _NOT_SERVED + "ReFT and LLaMA-Pro; --train_type lora"),
+    (r"galore_\w+", "--galore_rank, --galore_scale, --galore_update_proj_gap or --galore_proj_type"),
+    (r"fipo_\w+|real_\w+", _NOT_SERVED + "FIPO and REAL"),
+    (r"mtp_\w+", _NOT_SERVED + "training of multi-token prediction layers; their weights are kept as they are"),
+    (r"(exp_avg(_sq)?|main_grads|main_params)_dtype", "--precision_aware_optimizer true"),
+    (r"fp4_\w+", _NOT_SERVED + "FP4; --fp8_format hybrid"),
+    (r"fp8_\w+", _NOT_SERVED + "this setting of FP8; --fp8_format and --fp8_recipe"),
+    (r"dsa_\w+|mhc_\w+|csa_\w+", _NOT_SERVED + "this architecture"),
+    (r"vllm_\w+", _NOT_SERVED + "this setting of vLLM in the process; a server of your own takes any: "
+     "--rollout_backend vllm_server"),
+    (r"(sglang|lmdeploy)_\w+", "a server of your own, started with it: --rollout_backend sglang"),
+    (r"eval_\w+", _EVAL),
+)  # fmt: skip
+"""Whole families of names, where the table has no line of their own."""
+
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Switches of transformers, TRL and Megatron-LM."""
+
+VALUES_ELSEWHERE: dict[tuple[str, str], str] = {
+    ("fsdp", "no_shard"): "--engine ddp, where every rank keeps the whole model",
+    ("fsdp", "hybrid_shard_zero2"): "--fsdp shard_grad_op, which shards gradients and optimizer over all ranks",
+    ("fsdp", "fsdp2"): "--engine fsdp2",
+    ("rlhf_type", "gkd"): "megaswift sft on a teacher's answers: distillation (GKD) is not supported",
+    ("rlhf_type", "ppo_v2"): "megaswift ppo",
+    ("report_to", "swanlab"): "--report_to tensorboard or wandb: SwanLab is not supported",
+    ("report_to", "all"): "--report_to tensorboard wandb",
+    ("attn_impl", "local"): "--attn_impl sdpa",
+    ("optimizer", "muon"): "--optimizer adam: Muon is not supported",
+    ("optimizer", "dist_muon"): "--optimizer adam: Muon is not supported",
+    ("cp_comm_type", "a2a+p2p"): "--cp_comm_type p2p",
+    ("moe_token_dispatcher_type", "flex"): "--moe_token_dispatcher_type alltoall",
+    ("loss_type", "gspo"): "--importance_sampling_level sequence",
+    ("loss_type", "gspo_token"): "--importance_sampling_level sequence_token",
+    ("loss_type", "ppo"): "megaswift ppo",
+    ("loss_type", "reinforce"): "--advantage_estimator reinforce_plus_plus",
+    ("loss_type", "reinforce++"): "--advantage_estimator reinforce_plus_plus",
+    ("advantage_estimator", "reinforce"): "--advantage_estimator reinforce_plus_plus",
+    ("advantage_estimator", "reinforce++"): "--advantage_estimator reinforce_plus_plus",
+    ("advantage_estimator", "reinforce++_baseline"): "--advantage_estimator reinforce_plus_plus",
+    ("loss_type", "fipo"): "--loss_type grpo: FIPO is not supported",
+    ("loss_type", "real"): "--loss_type grpo: REAL is not supported",
+    ("lr_scheduler_type", "cosine_with_min_lr"): "--lr_scheduler_type cosine --min_lr X",
+    ("lr_scheduler_type", "cosine_with_restarts"): "--lr_scheduler_type cosine: restarts are not supported",
+    ("lr_scheduler_type", "polynomial"): "--lr_scheduler_type linear",
+    ("train_type", "longlora"): "--train_type lora",
+    ("train_type", "bone"): "--train_type lora",
+    ("train_type", "reft"): "--train_type lora",
+    ("train_type", "llamapro"): "--train_type lora",
+    ("train_type", "adapter"): "--train_type lora",
+    ("train_type", "lora_llm"): "--train_type lora --freeze_vit true",
+    ("torch_dtype", "int8"): "--quantization_bit 8",
+    ("torch_dtype", "int4"): "--quantization_bit 4",
+    ("torch_dtype", "fp8"): "--torch_dtype bfloat16 --fp8_format hybrid",
+    ("torch_dtype", "float8"): "--torch_dtype bfloat16 --fp8_format hybrid",
+}
+"""What to say in place of another toolkit's value of an option."""
+
+
+def option_advice(name: str, value: Any, known: Collection[str]) -> str:
+    """What to do in place of another toolkit's option with this value; the empty string where it is none.
+
+    `known`: the names that the command has; an advice that names others is of no use to it.
+    """
+    if name in PRECISIONS:
+        off = str(value).strip().lower() in FALSE
+        dtype = PRECISIONS[name]
+        return f"leave it out: {dtype} is used only with --torch_dtype {dtype}" if off else (
+            f"--torch_dtype {dtype}"
+        )  # fmt: skip
+    advice = NAMES_ELSEWHERE.get(name) or next((text for rule, text in PATTERNS if re.fullmatch(rule, name)), "")
+    options = re.findall(r"--(\w+)", advice)
+    if any(option not in known for option in options):
+        return ""
+    plain = isinstance(value, str | int | float) and re.fullmatch(r"--\w+", advice)  # the same option by another name
+    return f"{advice} {show(value)}" if plain else advice
+
+
+def value_advice(option: str, value: str) -> str:
+    """What to say in place of another toolkit's value of an option; the empty string where it is none."""
+    return VALUES_ELSEWHERE.get((option, value.strip().lower()), "")

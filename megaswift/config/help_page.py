@@ -1,0 +1,80 @@
+"""`--help`: every option of a task by section, with its default, unit, choices, other spellings and one line."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+
+from megaswift.config.data import ALIGNMENT
+from megaswift.config.option import Option
+from megaswift.config.sections import OPTIONS, SECTIONS, TASKS
+from megaswift.config.value_types import show
+
+USAGE = """\
+megaswift {task}: {what}
+
+  megaswift {task} run.yaml --lr 2e-5     a YAML or JSON file, options over it
+  NPROC_PER_NODE=8 megaswift {task} --tp 4 --model DIR --dataset FILE
+  torchrun --nproc_per_node 8 megaswift/{task}.py --model DIR --dataset FILE"""
+RLHF_USAGE = """\
+megaswift rlhf: the task that rlhf_type names
+
+  megaswift rlhf --rlhf_type dpo --model DIR --dataset FILE      the same as: megaswift dpo --model DIR --dataset FILE
+  megaswift rlhf run.yaml                                        rlhf_type: dpo in the file
+
+""" + "\n".join(f"  {name:<8}{TASKS[name]} (megaswift {name} --help)" for name in ALIGNMENT)
+LEGEND = (
+    "Each option stands with its default and unit; CAPITALS: not set. Dashes and underscores are the same. "
+    "A switch alone means true. A file takes the same names, flat or under section headings."
+)
+
+
+def task_help(task: str, width: int | None = None) -> str:
+    """The help page of `task`, `width` columns wide (None: as wide as the terminal, at most 120)."""
+    width = min(width or shutil.get_terminal_size((100, 24)).columns, 120)
+    lines = [USAGE.format(task=task, what=TASKS[task]), "", *textwrap.wrap(LEGEND, width)]
+    for key, cls in SECTIONS.items():
+        mine = [option for option in OPTIONS.values() if option.section == key and option.belongs_to(task)]
+        if mine:
+            title, _, note = (cls.__doc__ or key).strip().partition("\n\n")
+            lines += ["", title, "-" * len(title), *textwrap.wrap(note.strip(), width)]
+        for option in mine:
+            lines += entry(option, width, task)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def entry(option: Option, width: int, task: str | None = None) -> Iterator[str]:
+    """The lines of one option, as `task` has it."""
+    column = 38 if width >= 96 else 30
+    head = f"  --{option.name} {default_text(option)}".rstrip()
+    text = option.help
+    choices = option.choices_in(task)
+    if len(choices) > 1:
+        text += f" ({' | '.join(choices)})"
+    body = textwrap.wrap(text, width - column, break_on_hyphens=False)
+    if len(head) >= column:
+        yield head
+    else:
+        yield head.ljust(column) + body.pop(0)
+    for line in body:
+        yield " " * column + line
+    if option.aliases:
+        also = "also " + " ".join(f"--{a}" for a in option.aliases)
+        for line in textwrap.wrap(also, width - column, break_on_hyphens=False):
+            yield " " * column + line
+
+
+def default_text(option: Option) -> str:
+    """The default with its unit as it could be typed, or a word in capitals when nothing is set."""
+    details = option.details
+    if option.default in (None, (), {}):
+        return (
+            details.get("metavar")
+            or option.unit.upper()
+            or {"bool": "auto", "list": "NAME..."}.get(option.kind, "VALUE")
+        )
+    unit = option.unit
+    if option.default == 1 and unit:
+        unit = unit.removesuffix("es") if unit.endswith("sses") else unit.removesuffix("s")
+    return f"{show(option.default)} {unit}".strip()

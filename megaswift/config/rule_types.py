@@ -1,0 +1,37 @@
+"""What a rule about options is: one that would be ignored, or some that cannot go together. The rules themselves:
+`rules.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megaswift.config.sections import Sections
+
+ONE_OF = "one of the two"
+"""The fix where two options say the same thing: either may go."""
+Test = Callable[[Sections], Any]
+
+
+@dataclass(frozen=True)
+class IgnoredOption:
+    """`option` does nothing while `when` holds: giving it is a mistake, unless with a value that says so itself."""
+
+    option: str
+    reads: tuple[str, ...]
+    """Options that `when` looks at; the rule waits until their own mistakes are mended."""
+    when: Test
+    why: str
+    fix: str
+    neutral: tuple[Any, ...] = (None, False, 0, ())
+
+
+@dataclass(frozen=True)
+class ConflictingOptions:
+    """Options that cannot go together; the first is the one to name."""
+
+    options: tuple[str, ...]
+    when: Test
+    why: str
+    fix: str

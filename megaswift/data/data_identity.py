@@ -1,0 +1,81 @@
+"""Whether a resumed run has the data that its checkpoint's run had; if not, what differs.
+
+Owns what a checkpoint keeps of the data sets (name, rows, tokens, a hash of each) and the comparison with those of now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megaswift.data.documents import Documents
+from megaswift.data.token_store import TokenStore
+from megaswift.errors import DataError, Problem
+
+WHAT = "--resume_from_checkpoint"
+FIX = "the same data and options, or a new run from the exported weights"
+CHOICE = "--max_length, --truncation_strategy, --split_dataset_ratio or #rows"
+_OPTIONS = {"seed": "--data_seed", "shuffle": "--shuffle"}
+_SETS = "data_sets"
+
+
+def data_fingerprint(docs: Documents) -> dict[str, Any]:
+    """Of the documents as a whole, and of each data set."""
+    return {"fingerprint": docs.fingerprint, "documents": len(docs), _SETS: [_facts(store) for store in docs.stores]}
+
+
+def _facts(store: TokenStore) -> dict[str, Any]:
+    manifest = store.manifest
+    return {
+        "name": str(manifest.get("source") or [path for path, _ in manifest["files"][:1]]),
+        "rows": manifest["rows"],
+        "tokens": manifest["tokens"],
+        "content": manifest["content"],
+    }
+
+
+def same_data(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """DataError when a checkpoint's position is one in other data, or in another order; it names what differs."""
+    problems = [
+        Problem(WHAT, f"{option} was {state.get(key)} in the checkpoint, now {now[key]}", FIX)
+        for key, option in _OPTIONS.items()
+        if state.get(key) != now[key]
+    ]
+    if state.get("fingerprint") != now["fingerprint"]:
+        problems += _differences(state, now)
+    if problems:
+        raise DataError(problems)
+
+
+def _differences(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
+    was, sets = state.get(_SETS), now.get(_SETS)
+    if not was or not sets:  # a checkpoint of an older version
+        rule = f"the data set, its tokenisation or --max_length is not what it was in the checkpoint ({CHOICE})"
+        return [Problem(WHAT, rule, FIX)]
+    if len(was) != len(sets):
+        rule = f"the data sets were {_names(was)} in the checkpoint, now {_names(sets)}"
+        return [Problem(WHAT, rule, FIX)]
+    found = [_changed(a, b) for a, b in zip(was, sets, strict=True) if a["content"] != b["content"]]
+    if found:
+        return [Problem(WHAT, rule, FIX) for rule in found]
+    rule = (
+        f"the data set is the same, but other rows of it are taken, or they are cut differently: "
+        f"{state['documents']:,} "
+        f"documents in the checkpoint, now {now['documents']:,} (max_length, or another option that selects rows)"
+    )
+    return [Problem(WHAT, rule, f"the same {CHOICE}, or a new run from the exported weights")]
+
+
+def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    name = now["name"] if was["name"] == now["name"] else f"{now['name']} (in the checkpoint {was['name']})"
+    counts = ", ".join(
+        f"{was[what]:,} {what} in the checkpoint, now {now[what]:,}"
+        for what in ("rows", "tokens")
+        if was[what] != now[what]
+    )
+    why = "its file changed, or the tokenizer, the chat template or an option of tokenisation did"
+    return f"the data set {name} has other content: {counts or 'as many rows and tokens, other tokens'} ({why})"
+
+
+def _names(sets: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(str(one["name"]) for one in sets)

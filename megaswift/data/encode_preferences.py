@@ -1,0 +1,204 @@
+"""Units of preferences to tokens and loss masks: one or two documents each, and the checks that only tokens tell.
+
+Owns where the completion begins in tokens. Rendering, tokenising and masks are `encode.py`'s, the same as for SFT.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, tee
+from typing import Any
+
+import numpy as np
+
+from megaswift.config.data import PREFERENCES, RL
+from megaswift.data.chat import Rendered
+from megaswift.data.encode import BATCH, SHOWN, Encoded, Encoder, EncodeSpec, row_problem
+from megaswift.data.encode_prompts import PromptEncoder
+from megaswift.data.encode_vision import VisionEncoder
+from megaswift.data.formats import recognise
+from megaswift.data.images import no_images
+from megaswift.data.preference_rows import EMPTY, IDENTICAL, NO_PROMPT, PROMPTS, PreferenceError, PreferenceExample
+from megaswift.data.readers import LocatedRow
+from megaswift.data.sample import RowError, with_system
+from megaswift.data.sources import FilePart
+from megaswift.errors import Problem
+
+Side = tuple[np.ndarray, np.ndarray]
+"""(int32 tokens [n], uint8 mask [n])."""
+
+
+@dataclass(frozen=True)
+class EncodedPreference:
+    """A unit as documents."""
+
+    sides: list[Side]
+    value: float
+    """Its margin (nan where the row has none) or label."""
+    notes: tuple[str, ...] = ()
+    """What is counted of the row."""
+
+
+def encoder_for(spec: EncodeSpec) -> Encoder | PreferenceEncoder:
+    """The encoder of a task."""
+    if spec.task in RL:
+        return PromptEncoder(spec)
+    if spec.task in PREFERENCES:
+        return PreferenceEncoder(spec)
+    return Encoder(spec) if spec.processor is None else VisionEncoder(spec)
+
+
+def shared_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Tokens that two documents begin with alike."""
+    size = min(len(a), len(b))
+    other = np.flatnonzero(a[:size] != b[:size])
+    return int(other[0]) if len(other) else size
+
+
+def first_label(mask: np.ndarray) -> int:
+    """The first token with loss; the document's length when there is none."""
+    return int(mask.argmax()) if mask.any() else len(mask)
+
+
+class PreferenceEncoder:
+    """Turns located rows into documents, those of a unit one after the other."""
+
+    def __init__(self, spec: EncodeSpec) -> None:
+        self.spec = spec
+        self._texts = Encoder(spec)
+        self._end = self._texts.token_text(spec.eos_id)
+
+    def unit(self, row: Any) -> PreferenceExample:
+        """The unit of a row, with the run's column names and system message."""
+        row = self._texts.named(row)
+        unit = recognise(row, self.spec.task).parse(row)
+        assert isinstance(unit, PreferenceExample)
+        for sample in unit.samples:
+            no_images(row, sample)
+        if self.spec.system and not unit.samples[0].messages:
+            raise RowError(
+                "prompt",
+                "a text, trained without a chat template; --system has no place in it",
+                "messages, or no --system",
+            )
+        return replace(unit, samples=tuple(with_system(s, self.spec.system) for s in unit.samples))
+
+    def _rendered(self, unit: PreferenceExample) -> list[Rendered]:
+        """The text and the loss spans of each document."""
+        found = []
+        for sample in unit.samples:
+            if sample.text is None:
+                found.append(self._texts.rendered(sample))
+            else:
+                text = sample.text if sample.text.endswith(self._end) else sample.text + self._end
+                found.append(Rendered(text, ((unit.prompt, len(text)),)))
+        return found
+
+    def _checked(self, unit: PreferenceExample, sides: Sequence[Side]) -> list[Side]:
+        """The documents of a unit that can be trained on; UnitError for others. Plain texts: masked alike, from where
+        they part."""
+        plain = unit.samples[0].text is not None
+        begin = np.array(self.spec.begin if plain else [], dtype=np.int32)
+        begin = begin[
+            : 0 if len(begin) and len(sides[0][0]) and sides[0][0][0] == begin[0] else len(begin)
+        ]  # the row brings it along
+        sides = [
+            (np.concatenate([begin, ids]), np.concatenate([np.zeros(len(begin), np.uint8), mask]))
+            for ids, mask in sides
+        ]
+        if not all(mask.any() for _, mask in sides):
+            raise PreferenceError(
+                EMPTY, "(answer)", "no token of an answer carries loss", "an answer that says something"
+            )
+        prompt = min(first_label(mask) for _, mask in sides)
+        if len(sides) == 2:
+            (a, _), (b, _) = sides
+            shared = shared_prefix(a, b)
+            if shared == len(a) == len(b):
+                raise PreferenceError(
+                    IDENTICAL, "(tokens)", "both answers become the same tokens", "two different answers"
+                )
+            if shared < prompt and not plain:
+                raise PreferenceError(
+                    PROMPTS,
+                    "(tokens)",
+                    f"the chat template renders the prompt of the two answers differently from token {shared} on",
+                    "a template whose prompt does not depend on the answer (--chat_template)",
+                )
+            prompt = min(prompt, shared)
+        if prompt == 0:
+            raise PreferenceError(NO_PROMPT, "(tokens)", "no token before the answer", "a prompt")
+        if plain:
+            for _, mask in sides:
+                mask[prompt:] = 1
+        return list(sides)
+
+    def read(self, rows: Iterable[tuple[str, LocatedRow]]) -> Iterator[EncodedPreference | RowError]:
+        """Each row's documents and value, in order; or what is wrong with it."""
+        rows = iter(rows)
+        while group := list(islice(rows, BATCH)):
+            found: list[tuple[PreferenceExample, list[Rendered]] | RowError] = []
+            for _, located in group:
+                try:
+                    unit = self.unit(located.row)
+                    found.append((unit, self._rendered(unit)))
+                except RowError as e:
+                    found.append(e)
+            tokens = self._texts.tokenize([r for one in found if not isinstance(one, RowError) for r in one[1]])
+            for one in found:
+                if isinstance(one, RowError):
+                    yield one
+                    continue
+                unit, rendered = one
+                sides = [next(tokens) for _ in rendered]
+                try:
+                    notes = tuple(dict.fromkeys(note for r in rendered for note in r.notes))
+                    checked: EncodedPreference | PreferenceError = EncodedPreference(
+                        self._checked(unit, sides), unit.value, notes
+                    )
+                except PreferenceError as e:
+                    checked = e
+                yield checked
+
+    def encode(self, rows: Iterable[tuple[str, LocatedRow]]) -> Encoded:
+        """All rows at once; those that are malformed or of no use are counted and the first few told."""
+        documents: list[Side] = []
+        lines: list[int] = []
+        values: list[float] = []
+        problems: list[Problem] = []
+        causes: Counter[str] = Counter()
+        notes: Counter[str] = Counter()
+        bad = 0
+        rows, placed = tee(rows)
+        for (path, located), found in zip(placed, self.read(rows), strict=True):
+            if isinstance(found, EncodedPreference):
+                documents += found.sides
+                lines += [located.line] * len(found.sides)
+                values.append(found.value)
+                notes.update(found.notes)
+                continue
+            bad += 1
+            if isinstance(found, PreferenceError):
+                causes[found.cause] += 1
+            if len(problems) < SHOWN:
+                problems.append(row_problem(path, located.line, found))
+        ids = [d[0] for d in documents] or [np.zeros(0, np.int32)]
+        masks = [d[1] for d in documents] or [np.zeros(0, np.uint8)]
+        lengths = np.array([len(d[0]) for d in documents], dtype=np.int64)
+        return Encoded(
+            np.concatenate(ids),
+            np.concatenate(masks),
+            lengths,
+            np.array(lines, dtype=np.int64),
+            problems,
+            bad,
+            np.array(values, dtype=np.float32),
+            dict(causes),
+            notes=dict(notes),
+        )
+
+    def encode_part(self, part: FilePart) -> Encoded:
+        """The rows of a part of a file."""
+        return self.encode((part.path, located) for located in part.rows())

@@ -1,0 +1,126 @@
+"""Pairs and labelled answers to micro-batches, packed or not, with the fields that losses of preferences read.
+
+Documents come in the order chosen_0, rejected_0, chosen_1, ... Packed, a micro-batch's own documents lie end to end in
+one row; which units are in a micro-batch does not depend on it. `fields`: `pairs` int64 [p, 2], document numbers, and
+`margin` float32 [p] where the data have margins; or `examples` int64 [n] and `label` bool [documents]. A unit without
+weight has no entry there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megaswift.data.collate import Document, PaddingShape
+from megaswift.data.documents import Documents
+from megaswift.data.loader import step_batches
+from megaswift.data.preferences import Preferences
+from megaswift.losses.contract import Batch
+
+
+class PreferenceItem(NamedTuple):
+    """A unit as it is read."""
+
+    documents: list[Document]
+    value: float
+
+
+Micro = Sequence[PreferenceItem | tuple[()]]
+"""The units of a micro-batch; an empty one is without weight."""
+
+
+def collate_preferences(
+    made: Sequence[Sequence[Document | None]], packing: bool, shape: PaddingShape, uniform: bool
+) -> list[Batch]:
+    """A step's micro-batches from the documents of each: end to end in one row, or one a row with None for a row
+    without weight."""
+    rows = [
+        [[d for d in micro if d is not None]] if packing else [[] if d is None else [d] for d in micro]
+        for micro in made
+    ]
+    return step_batches(rows, packing, shape, uniform)
+
+
+@dataclass(frozen=True)
+class PreferenceCollator:
+    """How units become batches."""
+
+    width: int
+    """Documents a unit: two, or one."""
+    packing: bool
+    margins: bool
+    """Whether the data have margins."""
+    prompt_labels: bool = False
+    """Prompts carry labels too (ORPO's likelihood); `fields["completion"]` bool [b, s] then says which are the
+    completion's."""
+
+    def batches(self, rows: Sequence[Micro], shape: PaddingShape, uniform: bool) -> list[Batch]:
+        """Tensors of a step's micro-batches."""
+        made = [self._documents(micro) for micro in rows]
+        laid = collate_preferences(made, self.packing, shape, uniform)
+        fields = [self._fields(micro) for micro in rows]
+        if self.prompt_labels:
+            fields = [{**f, "completion": batch.loss_weights > 0} for f, batch in zip(fields, laid, strict=True)]
+            labelled = [[None if d is None else (d[0], np.ones_like(d[1]), d[2]) for d in micro] for micro in made]
+            laid = collate_preferences(labelled, self.packing, shape, uniform)
+        return [replace(batch, fields=f) for f, batch in zip(fields, laid, strict=True)]
+
+    def _documents(self, micro: Micro) -> list[Document | None]:
+        return [d for unit in micro for d in (unit.documents if unit else [None] * self.width)]
+
+    def _fields(self, micro: Micro) -> dict[str, torch.Tensor]:
+        """Document numbers; packed, units without weight have no documents."""
+        held = [(i, unit.value) for i, unit in enumerate(micro) if unit]
+        first = torch.tensor(
+            [(n if self.packing else i) * self.width for n, (i, _) in enumerate(held)], dtype=torch.int64
+        )
+        values = torch.tensor([value for _, value in held], dtype=torch.float32)
+        if self.width == 2:
+            pairs = torch.stack([first, first + 1], dim=1)
+            return {"pairs": pairs, "margin": values} if self.margins else {"pairs": pairs}
+        label = torch.zeros(max(1, len(held)) if self.packing else len(micro), dtype=torch.bool)
+        label[first] = values > 0
+        return {"examples": first, "label": label}
+
+
+@dataclass
+class PreferenceDataset:
+    """Numbered units for a loader."""
+
+    units: Preferences
+    packing: bool
+    prompt_labels: bool = False
+
+    @property
+    def docs(self) -> Documents:
+        """The documents of all units."""
+        return self.units.docs
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @cached_property
+    def layout(self) -> PreferenceCollator:
+        """How they become batches."""
+        return PreferenceCollator(
+            self.units.width, self.packing, not np.isnan(self.units.values).any(), self.prompt_labels
+        )
+
+    def read(self, row: int) -> PreferenceItem:
+        """The documents of a unit and its margin or label."""
+        width, docs = self.units.width, self.docs
+        which = range(row * width, (row + 1) * width)
+        return PreferenceItem([(*docs.read(i), int(docs.sample[i])) for i in which], float(self.units.values[row]))
+
+    def batches(self, rows: Sequence[Micro], shape: PaddingShape, uniform: bool) -> list[Batch]:
+        """Tensors of a step's micro-batches."""
+        return self.layout.batches(rows, shape, uniform)
+
+    def stats(self, shape: PaddingShape) -> dict[str, float]:
+        """Units that `rows` counts."""
+        return {"pairs" if self.units.width == 2 else "examples": float(len(self))}

@@ -1,0 +1,146 @@
+"""What preferences are made of before tokens: a pair of answers to one prompt, or one answer with a label.
+
+Owns `PreferenceExample`, where its completions begin, and the checks that every preference format shares. The
+completion is what
+follows the messages that both conversations share (of a labelled one: the last question); its assistant messages carry
+loss and nothing else. Which columns a file has belongs to `formats/`, tokens to `encode_preferences.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megaswift.data.sample import RowError, Sample, describe_value
+
+IDENTICAL, EMPTY, NO_PROMPT, PROMPTS = "identical answers", "an empty answer", "no prompt", "two prompts"
+"""Why a unit is of no use, as it is counted."""
+ASKING = ("user", "system", "developer")
+"""Roles that belong to a prompt; what the model or its tools wrote may be part of a completion."""
+COLUMNS = ("rejected_response", "rejected_messages", "chosen", "rejected", "label", "margin")
+"""Columns that formats of preferences add to those of conversations."""
+TRUTH = {"true": True, "1": True, "false": False, "0": False}
+
+
+class PreferenceError(RowError):
+    """A row that could be read and is of no use for preferences; counted by its cause."""
+
+    def __init__(self, cause: str, column: str, found: str, expected: str) -> None:
+        super().__init__(column, found, expected)
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The cause goes along."""
+        return type(self), (self.cause, self.column, self.found, self.expected)
+
+
+@dataclass(frozen=True)
+class PreferenceExample:
+    """A pair (chosen, rejected) with its margin, or one answer with its label."""
+
+    samples: tuple[Sample, ...]
+    """Conversations in which just the completion's messages are marked for loss; or plain texts, prompt and completion
+    in one."""
+    value: float
+    """The margin (nan where the row has none), or 1 for a desirable answer and 0 for another."""
+    prompt: int = 0
+    """Of plain texts: characters of the prompt."""
+
+
+def number_in_column(row: Mapping[str, Any], column: str = "margin") -> float:
+    """The number in `column`; nan where the row has none."""
+    value = row.get(column)
+    if value is None or value == "":
+        return math.nan
+    try:
+        found = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise RowError(column, describe_value(value), "a number")
+    return found
+
+
+def label_in_column(row: Mapping[str, Any], column: str = "label") -> float:
+    """1 or 0 for the label in `column`: a truth value, as JSON, as a number, or as a flat file writes it."""
+    value = row.get(column)
+    found = TRUTH.get(str(int(value) if isinstance(value, float) and value in (0, 1) else value).strip().lower())
+    if found is None or not isinstance(value, (bool, int, float, str)):
+        raise RowError(column, describe_value(value), "true for a desirable answer, false for another (or 1 and 0)")
+    return float(found)
+
+
+def _silent(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether no assistant message of these says or calls anything."""
+    said = [m for m in messages if m["role"] == "assistant"]
+    return not any(m.get("tool_calls") or (c.strip() if isinstance(c := m.get("content"), str) else c) for m in said)
+
+
+def _only(sample: Sample, begin: int) -> Sample:
+    """The conversation with loss on assistant messages from `begin` on, but for those the row takes out."""
+    flags = [
+        (i >= begin and flag is not False) if m["role"] == "assistant" else None
+        for i, (m, flag) in enumerate(zip(sample.messages, sample.loss, strict=True))
+    ]
+    return replace(sample, loss=tuple(flags))
+
+
+def make_pair(chosen: Sample, rejected: Sample, margin: float, columns: tuple[str, str]) -> PreferenceExample:
+    """Two conversations as a pair; `columns` name them in messages about a row."""
+    a, b = chosen.messages, rejected.messages
+    shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    if shared == len(a) == len(b):
+        raise PreferenceError(IDENTICAL, columns[1], "the same as the chosen answer", "another answer")
+    for messages, column in ((a, columns[0]), (b, columns[1])):
+        if shared == len(messages):
+            raise PreferenceError(
+                EMPTY, column, "no answer after what both conversations share", "an assistant message"
+            )
+        if messages[shared]["role"] in ASKING:
+            raise PreferenceError(
+                PROMPTS,
+                column,
+                f"the conversations part at message {shared}, which is the {messages[shared]['role']}'s: "
+                + describe_value(messages[shared].get("content")),
+                "two answers to the same prompt",
+            )
+        if _silent(messages[shared:]):
+            raise PreferenceError(EMPTY, column, "an empty answer", "an answer that says something")
+    _need_prompt(a[:shared], columns[0])
+    return PreferenceExample((_only(chosen, shared), _only(rejected, shared)), margin)
+
+
+def make_example(sample: Sample, label: float, column: str, begin: int | None = None) -> PreferenceExample:
+    """A conversation as an example: the completion is what follows the last question (or begins at message `begin`)."""
+    messages = sample.messages
+    asked = max((i for i, m in enumerate(messages) if m["role"] in ASKING), default=-1) + 1
+    begin = asked if begin is None else begin
+    if _silent(messages[begin:]):
+        raise PreferenceError(
+            EMPTY,
+            column,
+            "no answer after the last question" if begin == len(messages) else "an empty answer",
+            "an assistant message that says something",
+        )
+    _need_prompt(messages[:begin], column)
+    return PreferenceExample((_only(sample, begin),), label)
+
+
+def _need_prompt(messages: Sequence[Mapping[str, Any]], column: str) -> None:
+    if not messages:
+        raise PreferenceError(NO_PROMPT, column, "no message before the answer", "a prompt: a user message first")
+
+
+def plain_texts(prompt: str, completions: Mapping[str, str], value: float) -> PreferenceExample:
+    """A plain prompt, followed by each of `completions` (column -> text) without a chat template."""
+    if not prompt:
+        raise PreferenceError(NO_PROMPT, "prompt", "an empty prompt", "a text that the answers go on from")
+    for column, text in completions.items():
+        if not text.strip():
+            raise PreferenceError(EMPTY, column, "an empty answer", "an answer that says something")
+    found = list(completions.values())
+    if len(found) == 2 and found[0] == found[1]:
+        raise PreferenceError(IDENTICAL, list(completions)[1], "the same as the chosen answer", "another answer")
+    return PreferenceExample(tuple(Sample(text=prompt + text) for text in found), value, len(prompt))

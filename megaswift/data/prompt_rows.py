@@ -1,0 +1,71 @@
+"""Rows as questions: what is asked, the answer that a row brings along, and whatever else it holds.
+
+Owns which columns of a row are the question. Formats are those of training; an answer need not be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megaswift.data.formats import FORMATS, Row, recognise
+from megaswift.data.preference_rows import COLUMNS
+from megaswift.data.sample import RowError, Sample
+
+ANSWERS = ("response", "output")
+"""Columns that formats of training need and a question does not have."""
+PROMPT = ("prompt", "system", "tools")
+ANSWER = "response"
+"""The column in which a question keeps the answer of its conversation."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A conversation that ends where the model speaks (or a text), and the other columns of its row."""
+
+    sample: Sample
+    columns: dict[str, Any]
+
+
+def lacks_only_answer(row: Row, task: str) -> bool:
+    """Whether a format of `task` lacks nothing but the answer."""
+    present = {k for k, v in row.items() if v is not None}
+    lacking = [(set(f.required) - present, present & set(f.required)) for f in FORMATS if task in f.tasks]
+    return any(missing and there and missing <= set(ANSWERS) for missing, there in lacking)
+
+
+def answerable(row: Row, task: str) -> Row:
+    """The row without columns of preferences, and with an empty answer where it needs one to be read."""
+    row = {k: v for k, v in row.items() if k not in COLUMNS}
+    present = {k for k, v in row.items() if v is not None}
+    if lacks_only_answer(row, task) and not any(present >= set(f.required) for f in FORMATS if task in f.tasks):
+        return {**row, **dict.fromkeys(ANSWERS, "")}
+    return row
+
+
+def prompt_row(row: Row, task: str, names: Mapping[str, str]) -> PromptRow:
+    """The question of a row; RowError when it has none. An answer at the end of the conversation becomes the column
+    `response`.
+
+    `names`: what columns are called instead.
+    """
+    # whatever else the row might be
+    asked = row if row.get("prompt") is None else {k: v for k, v in row.items() if k in PROMPT}
+    filled = answerable(asked, task)
+    form = recognise(filled, task)
+    sample = form.parse(filled)
+    assert isinstance(sample, Sample)
+    read = {*form.required, *form.optional, *PROMPT}
+    columns = {k: v for k, v in row.items() if k not in read}
+    if sample.text is not None:
+        return PromptRow(sample, columns)
+    end, answer = len(sample.messages), None
+    while end and sample.messages[end - 1]["role"] == "assistant":
+        end -= 1
+        answer = sample.messages[end].get("content") if answer is None else answer
+    if not end:
+        raise RowError(form.required[0], "nothing before the answer", "a question")
+    if isinstance(answer, str) and answer:
+        columns.setdefault(names.get(ANSWER, ANSWER), answer)
+    return PromptRow(replace(sample, messages=sample.messages[:end], loss=sample.loss[:end]), columns)

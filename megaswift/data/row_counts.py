@@ -1,0 +1,39 @@
+"""What is counted of the rows of a data set, and how each count is worded: for warnings, the first screen, the report
+and `data show`.
+
+Owns names and words. Who counts is `token_store.py` (while reading), `documents.py` and `preferences.py` (cut to
+length), and `stream.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+EMPTY_ANSWERS, UNUSED_TOOLS, UNUSED_SYSTEM = "empty_answers", "unused_tools", "unused_system"
+MALFORMED, WITHOUT_LABELS = "malformed", "without_labels"
+NOTES = {
+    EMPTY_ANSWERS: "with an empty answer, which trains the model to end at once",
+    UNUSED_TOOLS: "with tools that the chat template does not use",
+    UNUSED_SYSTEM: "with a system message that the chat template leaves out",
+}
+"""Of rows that are kept."""
+WORDS = NOTES | {
+    MALFORMED: "malformed and skipped",
+    "deleted": "deleted (longer than --max_length)",
+    "truncated": "cut to --max_length",
+    "split": "split at --max_length",
+    "empty": "without tokens",
+    WITHOUT_LABELS: "without label tokens",
+    EMPTY_ANSWERS: "with an empty answer",
+}
+"""Of all rows, as short as the first screen and the report need them."""
+
+
+def skipped_key(cause: str) -> str:
+    """The name of a count of rows that were read and are of no use."""
+    return f"skipped ({cause})"
+
+
+def worded_counts(counted: Mapping[str, float]) -> list[str]:
+    """Each count but that of all rows, in words."""
+    return [f"{int(count):,} {WORDS.get(name, name)}" for name, count in counted.items() if count and name != "rows"]

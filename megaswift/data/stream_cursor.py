@@ -1,0 +1,122 @@
+"""Where a stream stands in its files, how reading goes on from there, and how much of a pass that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megaswift.data.readers import BY_BYTES, DOCUMENT, LocatedRow, count_rows
+from megaswift.data.sources import DatasetFiles, FilePart
+from megaswift.errors import DataError, Problem
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where reading goes on."""
+
+    epoch: int = 0
+    source: int = 0
+    file: int = 0
+    offset: int = 0
+    """Byte of a JSONL or text file, row of the others."""
+    line: int = 1
+    taken: int = 0
+    """Rows of this source in this epoch."""
+    rows: int = 0
+    """Rows since the beginning, which number the samples."""
+
+
+Placed = tuple[str, LocatedRow, Cursor]
+"""(file, row, where reading goes on after it)."""
+
+
+def read_on(sources: Sequence[DatasetFiles], at: Cursor) -> Iterator[Placed]:
+    """Rows without end from `at` on."""
+    while True:
+        before = at
+        source = sources[at.source]
+        for placed in _file(source, at):
+            yield placed
+            at = placed[2]
+        done = source.rows is not None and at.taken >= source.rows
+        if not done and at.file + 1 < len(source.files):
+            at = replace(at, file=at.file + 1, offset=0, line=1)
+        elif not done and source.rows is not None and at.taken:
+            at = replace(at, file=0, offset=0, line=1)
+        elif at.source + 1 < len(sources):
+            at = replace(at, source=at.source + 1, file=0, offset=0, line=1, taken=0)
+        elif at.rows == 0:
+            raise DataError(Problem(", ".join(s.name for s in sources), "holds no rows"))
+        else:
+            at = Cursor(epoch=before.epoch + 1, rows=at.rows)
+
+
+def _file(source: DatasetFiles, at: Cursor) -> Iterator[Placed]:
+    path = source.files[at.file]
+    kind = source.kind(path)
+    left = None if source.rows is None else source.rows - at.taken
+    part = FilePart(str(path), kind, at.offset, 1 << 62, at.line, left)
+    for n, located in enumerate(part.rows(), 1):
+        yield (
+            str(path),
+            located,
+            replace(at, offset=located.end, line=located.line + 1, taken=at.taken + n, rows=at.rows + n),
+        )
+
+
+@dataclass
+class Passes:
+    """Passes over the data at a cursor: exact at the ends of a pass, and within it as far as the files tell without
+    being read.
+
+    By bytes (JSONL, text), by rows (Parquet, and `path#rows`); of CSV and JSON lists only whole files are counted.
+    Where some data sets are taken by rows and others are not, their parts of a pass are not known: whole passes only.
+    """
+
+    sources: Sequence[DatasetFiles]
+    _sizes: dict[Path, int] = field(default_factory=dict)
+    """Bytes, looked up once."""
+    _rows: dict[Path, int] = field(default_factory=dict)
+    """Rows of Parquet files, looked up once."""
+
+    def at(self, cursor: Cursor) -> float:
+        """Passes so far; whole ones before the present, and its part."""
+        weights = self._weights()
+        if not sum(weights):
+            return float(cursor.epoch)
+        done = sum(weights[: cursor.source]) + weights[cursor.source] * min(1.0, self._within(cursor))
+        return cursor.epoch + done / sum(weights)
+
+    def _weights(self) -> list[int]:
+        """What each source is of a pass: rows, or bytes; nothing where it is not known."""
+        by_rows = [s.rows is not None for s in self.sources]
+        if any(by_rows):
+            return [s.rows or 0 for s in self.sources] if all(by_rows) else []
+        return [sum(self._size(f) for f in s.files) for s in self.sources]
+
+    def _within(self, cursor: Cursor) -> float:
+        source = self.sources[cursor.source]
+        if source.rows is not None:
+            return cursor.taken / source.rows
+        sizes = [self._size(f) for f in source.files]
+        return (sum(sizes[: cursor.file]) + self._read(source, cursor)) / max(1, sum(sizes))
+
+    def _read(self, source: DatasetFiles, cursor: Cursor) -> float:
+        """Bytes of a file before the cursor's offset; none where only reading tells."""
+        path, offset = source.files[cursor.file], cursor.offset
+        kind = source.kind(path)
+        if kind in BY_BYTES:
+            return offset
+        if kind == DOCUMENT:
+            return offset * self._size(path)
+        if kind != "parquet":
+            return 0
+        if path not in self._rows:
+            self._rows[path] = count_rows(path, kind)
+        return self._size(path) * offset / max(1, self._rows[path])
+
+    def _size(self, path: Path) -> int:
+        if path not in self._sizes:
+            self._sizes[path] = path.stat().st_size
+        return self._sizes[path]

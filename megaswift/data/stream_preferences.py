@@ -1,0 +1,133 @@
+"""Pairs and labelled answers in a stream.
+
+Whether one is of use is known when its answers are tokens. What is of no use has no place in a block: batches are those
+of stored data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from megaswift.data.collate import PaddingShape
+from megaswift.data.documents import too_long_at
+from megaswift.data.encode import row_problem
+from megaswift.data.encode_preferences import EncodedPreference, PreferenceEncoder
+from megaswift.data.loader import LoaderGeometry
+from megaswift.data.preference_batches import PreferenceCollator, PreferenceItem
+from megaswift.data.preference_rows import PreferenceError
+from megaswift.data.preferences import why_unusable
+from megaswift.data.sample import RowError
+from megaswift.data.sources import DatasetFiles
+from megaswift.data.stream import AHEAD, Row, Spread, StreamCounts, StreamOptions, names_of, raise_first, whole_stream
+from megaswift.data.stream_cursor import Cursor, read_on
+from megaswift.errors import DataError, Problem
+from megaswift.losses.contract import Batch
+
+Item = PreferenceItem | Problem
+
+
+@dataclass
+class PreferenceContents:
+    """Units, or what stops the run at one."""
+
+    encoder: PreferenceEncoder
+    options: StreamOptions
+    layout: PreferenceCollator
+    shape: PaddingShape
+    tally: StreamCounts = field(default_factory=StreamCounts)
+    _sure: bool = False
+    """Whether the layout knows if the data have margins: the first unit says it."""
+
+    def items(self, rows: Sequence[Row], spread: Spread) -> list[Item]:
+        """Units that are of use."""
+        return self._items(rows, self.tally, spread)
+
+    def _items(self, rows: Sequence[Row], tally: StreamCounts, spread: Spread = whole_stream) -> list[Item]:
+        read = spread(rows, lambda share: [*self.encoder.read((path, located) for path, located, _ in share)])
+        found = [self._item(row, one, tally) for row, one in zip(rows, read, strict=True)]
+        return [item for item in found if item is not None]
+
+    def _item(self, row: Row, found: EncodedPreference | RowError, tally: StreamCounts) -> Item | None:
+        path, located, number = row
+        if not isinstance(found, EncodedPreference):
+            problem = row_problem(path, located.line, found)
+            if self.encoder.spec.strict:
+                return problem
+            tally.malformed(problem, found.cause if isinstance(found, PreferenceError) else "malformed")
+            return None
+        tally.note(found.notes)
+        return self._cut(found, f"{path}:{located.line}", number, tally)
+
+    def _cut(self, unit: EncodedPreference, place: str, number: int, tally: StreamCounts) -> Item | None:
+        """The unit with documents of at most `max_length` tokens; nothing where it teaches nothing then."""
+        size, strategy = self.options.max_length, self.options.truncation_strategy
+        long = [len(ids) for ids, _ in unit.sides if len(ids) > size]
+        if long and strategy == "raise":
+            return too_long_at(place, long[0], size)
+        if long:
+            tally.long("deleted" if strategy == "delete" else "truncated", number, size)
+        if long and strategy == "delete":
+            return None
+        parts = [slice(max(0, len(ids) - size) if strategy == "left" else 0, None) for ids, _ in unit.sides]
+        parts = [slice(part.start, part.start + size) for part in parts]
+        if long and (cause := why_unusable(unit.sides, parts)):
+            tally.counted[cause] += 1
+            return None
+        documents = [(ids[part], mask[part], number) for (ids, mask), part in zip(unit.sides, parts, strict=True)]
+        return self._with_margin(PreferenceItem(documents, unit.value), place)
+
+    def _with_margin(self, item: PreferenceItem, place: str) -> Item:
+        """Margins are for all pairs or none: the first one says which."""
+        has = self.layout.width == 2 and not math.isnan(item.value)
+        if not self._sure:
+            self._sure, self.layout = True, replace(self.layout, margins=has)
+        if has == self.layout.margins:
+            return item
+        rule = "has a `margin`, and rows before it have none" if has else "has no `margin`, and rows before it have one"
+        return Problem(place, rule, "a margin in every row, 0 for none, or in no row")
+
+    def batches(self, taken: Sequence[Item], geometry: LoaderGeometry) -> list[Batch]:
+        """Tensors of a step's micro-batches."""
+        raise_first(taken)
+        return self.layout.batches(geometry.own(taken), self.shape, geometry.uniform)
+
+    def useless(self, sources: Sequence[DatasetFiles]) -> DataError:
+        """Nothing of use within max_length."""
+        return self._none(sources, self.tally)
+
+    def _none(self, sources: Sequence[DatasetFiles], tally: StreamCounts) -> DataError:
+        unit, counted = "pair" if self.layout.width == 2 else "row", tally.counted
+        told = ", ".join(f"{count} {what}" for what, count in sorted(counted.items()))
+        return DataError(
+            Problem(
+                names_of(sources),
+                f"no {unit} of a whole epoch is of use within --max_length {self.options.max_length} "
+                f"(--truncation_strategy {self.options.truncation_strategy}): {told}",
+                "a larger --max_length, or other data",
+            )
+        )
+
+    def pack_shape(self) -> dict[str, int]:
+        """Which units are in a micro-batch does not depend on packing."""
+        return {}
+
+    def check(self, sources: Sequence[DatasetFiles]) -> None:
+        """Reads up to the first unit that is of use; DataError for what would stop the run before it."""
+        tally, some = StreamCounts(quiet=True), list[Row]()
+        for path, located, cursor in read_on(sources, Cursor()):
+            if cursor.epoch:
+                break
+            some.append((path, located, cursor.rows - 1))
+            if len(some) == AHEAD:
+                if self._found(some, tally):
+                    return
+                some = []
+        if not self._found(some, tally):
+            raise self._none(sources, tally)
+
+    def _found(self, rows: Sequence[Row], tally: StreamCounts) -> bool:
+        items = self._items(rows, tally)
+        raise_first(items[:1])
+        return bool(items)

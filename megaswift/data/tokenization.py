@@ -1,0 +1,244 @@
+"""From `--dataset` to token stores: each sample is tokenised once per job, in parallel, and kept on disk by content
+hash.
+
+Owns the cache key (file contents, tokenizer, template, options, our code) and running the workers. What the key leaves
+out on purpose: max_length, truncation, packing and order, which are views over the store (`documents.py`, `packing.py`,
+`order.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from megaswift import log
+from megaswift.config.data import RL
+from megaswift.data import columns, hub
+from megaswift.data.cache import build_once, cache_root, is_builder, publish_alias, read_alias, wait_for
+from megaswift.data.encode import SHOWN, EncodeSpec, encode_spec
+from megaswift.data.encode_preferences import encoder_for
+from megaswift.data.prompt_rows import ANSWER
+from megaswift.data.row_counts import NOTES
+from megaswift.data.sources import DatasetFiles, FilePart, parts_of, resolve_dataset
+from megaswift.data.token_store import PieceReport, TokenStore, merge_pieces, read_report, write_piece
+from megaswift.errors import DataError, Problem, alike
+
+WORKER_BYTES = 2 << 20
+"""Input that is worth the start of another process (about a second)."""
+IMAGE_WORKER_BYTES = 1 << 16
+"""The same where each row brings images, which take far longer than its text."""
+_CODE = (
+    "chat.py",
+    "template_limits.py",
+    "template_probe.py",
+    "assistant_turns.py",
+    "columns.py",
+    "encode.py",
+    "encode_preferences.py",
+    "preference_rows.py",
+    "encode_prompts.py",
+    "prompt_rows.py",
+    "row_counts.py",
+    "split_points.py",
+    "piece_cache.py",
+    "sample.py",
+    "roles.py",
+    "json_text.py",
+    "readers.py",
+    "sources.py",
+    "token_store.py",
+    "images.py",
+    "processor.py",
+    "encode_vision.py",
+    "formats",
+)
+
+
+@cache
+def code_version() -> str:
+    """Hash of the code that decides which tokens a row becomes."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    for name in _CODE:
+        for path in sorted((here / name).glob("*.py")) if (here / name).is_dir() else [here / name]:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "blake2b").hexdigest()
+
+
+def _dated(spec: EncodeSpec) -> bool:
+    """Whether the template writes today's date into the text."""
+    return spec.templates is not None and any("strftime_now" in t for t in spec.templates.named.values())
+
+
+def _spec_key(spec: EncodeSpec) -> str:
+    today = time.strftime("%Y-%m-%d") if _dated(spec) else ""
+    import tokenizers
+    import transformers
+
+    return _digest(asdict(spec), code_version(), today, tokenizers.__version__, transformers.__version__)
+
+
+def tokenize_datasets(
+    data: Any, tokenizer: Any, task: str = "sft", val: bool = False, seed: int | None = None
+) -> list[tuple[DatasetFiles, TokenStore]]:
+    """The tokenised data sets of `--dataset` (or `--val_dataset`), built by local rank 0 while the others wait.
+
+    `seed` draws the rows of `path#500` (not of `--val_dataset`); without one they are the first.
+    Raises DataError for anything that cannot be read, before any model exists.
+    """
+    spec = encode_spec(data, tokenizer, task)
+    root = cache_root(data.dataset_cache_dir)
+    names = data.val_dataset if val else data.dataset
+    if not names:
+        raise DataError(Problem("--dataset", "is not given", "--dataset data.jsonl"))
+    stores = []
+    if not val:
+        check_columns(data, task)
+    for place, name in enumerate(names):
+        source = dataset_files(name, root, "--val_dataset" if val else "--dataset")
+        source = replace(source, sample_by=data.sample_by)
+        if seed is not None and source.rows is not None and data.shuffle and not val and not source.first:
+            source = replace(source, draw=(seed, place))
+        store = TokenStore(_store(root, source, spec, data.dataset_num_proc))
+        if store.manifest["bad"]:
+            log.warn(f"{name}: {store.skipped} (--strict false)")
+        for note, count in store.manifest["notes"].items():
+            log.warn(f"{name}: {count:,} rows {NOTES[note]}")
+        if is_builder():
+            store.check_images()
+        stores.append((source, store))
+    return stores
+
+
+def check_columns(data: Any, task: str) -> None:
+    """DataError for columns of --columns that no row of the run's data sets has. `response` may be made
+    (questions.py)."""
+    asked = {old: new for old, new in data.columns.items() if old != ANSWER or task not in RL}
+    if asked:
+        root = cache_root(data.dataset_cache_dir)
+        files = [dataset_files(name, root) for name in data.dataset]
+        columns.check_columns_exist(
+            [*files, *(dataset_files(name, root, "--val_dataset") for name in data.val_dataset)], asked
+        )
+
+
+def dataset_files(name: str, root: Path, flag: str = "--dataset") -> DatasetFiles:
+    """The files behind an entry of the option `flag`, fetched from a hub where it is an id."""
+    return resolve_dataset(name, partial(hub.fetch_dataset, root, flag), flag)
+
+
+def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, processes: int) -> Path:
+    stats = [(str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
+    options = (_spec_key(spec), source.rows, source.draw, source.sample_by)
+    alias = _digest("alias", stats, options)
+    if not is_builder():
+        target = root / read_alias(root, alias)
+        wait_for(target)
+        return target
+    target = root / _digest([(str(f), _file_hash(f)) for f in source.files], options)
+    publish_alias(root, alias, target.name)
+    build_once(target, lambda scratch: _build(scratch, target, source, (spec, processes)))
+    return target
+
+
+def _malformed(reports: list[PieceReport]) -> DataError:
+    """What ends a strict build: the malformed rows of the first piece that has any, whoever has read others."""
+    first = next(i for i, r in enumerate(reports) if r.bad)
+    read, bad = reports[: first + 1], reports[first].bad
+    told = alike(reports[first].problems[:SHOWN])
+    if bad > SHOWN:
+        told.append(Problem(f"and {bad - SHOWN} more rows", "malformed too"))
+    fix = "correct the row, or --strict false to skip such rows and count them"
+    if bad > 1 and not any(r.rows or r.causes for r in read):
+        other = (
+            "other data, another task, another template (--chat_template FILE), "
+            "or --columns FROM=TO where columns have other names"
+        )
+        fix = f"no row so far could be read: {next((p.fix for p in told if p.fix), other)}"
+    return DataError([*(replace(p, fix="") for p in told[:-1]), replace(told[-1], fix=fix)])
+
+
+def _build(scratch: Path, target: Path, source: DatasetFiles, how: tuple[EncodeSpec, int]) -> None:
+    spec, processes = how
+    began = time.monotonic()
+    parts = parts_of(source, processes)
+    worth = WORKER_BYTES if spec.processor is None else IMAGE_WORKER_BYTES
+    count = min(processes, len(parts), 1 + sum(f.stat().st_size for f in source.files) // worth)
+    if count > 1:
+        _run_workers(scratch, spec, parts, count)
+    else:
+        encoder = encoder_for(spec)
+        for i, part in enumerate(parts):
+            piece = encoder.encode_part(part)
+            write_piece(scratch, i, piece)
+            if spec.strict and piece.bad:
+                break
+    reports = [r for r in (read_report(scratch, i) for i in range(len(parts))) if r is not None]
+    bad = sum(r.bad for r in reports)
+    if bad and spec.strict:
+        raise _malformed(reports)
+    facts = {"bad": bad, "source": source.name} | {
+        name: dict(sum((Counter(getattr(r, name)) for r in reports), Counter())) for name in ("causes", "notes")
+    }
+    if _dated(spec):
+        facts["content"] = "dated"  # other tokens tomorrow, and a run that goes on then has the same data
+    merge_pieces(scratch, [p.path for p in parts], target, facts)
+    seconds = time.monotonic() - began
+    manifest = json.loads((target / "manifest.json").read_text())
+    rows = manifest.get("units", manifest["rows"])
+    log.info(
+        f"{source.name}: {rows:,} rows, {manifest['tokens']:,} tokens in {seconds:.1f} s "
+        f"({rows / max(seconds, 1e-9):,.0f} rows/s)"
+    )
+
+
+def _run_workers(scratch: Path, spec: EncodeSpec, parts: list[FilePart], count: int) -> None:
+    job = scratch / "job"
+    job.write_text(json.dumps({"spec": asdict(spec), "parts": [asdict(p) for p in parts]}))
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megaswift.data.tokenize_worker", str(job), str(i), str(count)],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        for i in range(count)
+    ]
+    try:
+        codes = [w.wait() for w in workers]
+    finally:
+        for w in workers:
+            if w.poll() is None:
+                w.kill()
+    told = [Problem(*p) for path in sorted(scratch.glob("error-*.json")) for p in json.loads(path.read_text())]
+    if told:
+        raise DataError(list(dict.fromkeys(told)))
+    if any(codes):
+        raise DataError(
+            Problem(
+                "tokenising",
+                f"worker processes ended with exit codes {codes}",
+                "a smaller --dataset_num_proc when memory ran out; their messages are above",
+            )
+        )

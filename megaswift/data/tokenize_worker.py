@@ -1,0 +1,47 @@
+"""A process that tokenises parts of files: `python -m megaswift.data.tokenize_worker JOB NUMBER OF`.
+
+Owns nothing but this entry. It is a program of its own, not a fork, because forks of a process with threads or a device
+deadlock, and not `spawn`, because that imports the user's script again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from megaswift.data.chat import ChatTemplates
+from megaswift.data.encode import EncodeSpec
+from megaswift.data.encode_preferences import encoder_for
+from megaswift.data.processor import ProcessorSpec
+from megaswift.data.sources import FilePart
+from megaswift.data.token_store import write_piece
+from megaswift.errors import UserError
+
+
+def main(argv: list[str]) -> int:
+    """Encode every OF-th part of the job, from NUMBER on, each into files of its own beside the job."""
+    job, number, of = Path(argv[0]), int(argv[1]), int(argv[2])
+    text = json.loads(job.read_text())
+    templates = text["spec"].pop("templates")
+    processor = text["spec"].pop("processor")
+    spec = EncodeSpec(
+        **text["spec"],
+        templates=None if templates is None else ChatTemplates(**templates),
+        processor=None if processor is None else ProcessorSpec(**processor),
+    )
+    parts = [FilePart(**p) for p in text["parts"]]
+    try:
+        encoder = encoder_for(spec)
+        for i in range(number, len(parts), of):
+            piece = encoder.encode_part(parts[i])
+            write_piece(job.parent, i, piece)
+            if spec.strict and piece.bad:
+                break
+    except UserError as e:
+        (job.parent / f"error-{number}.json").write_text(json.dumps([[p.what, p.rule, p.fix] for p in e.problems]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

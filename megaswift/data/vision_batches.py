@@ -1,0 +1,115 @@
+"""Micro-batches of a vision-language model: rows as any others, and what its towers read of their images.
+
+Owns `Batch.extra`. Every micro-batch has an image: where no row brings one, a blank one stands behind the first row's
+end, where causal attention does not look back from. So all parameters of the towers take part on every rank, with
+gradients of exactly zero, and no collective of a sharded model waits for a rank that went past its towers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megaswift.data.collate import Document, PaddingShape, collate_rows
+from megaswift.data.images import open_image
+from megaswift.data.processor import ROW, TOKEN, Processor
+from megaswift.data.sample import RowError
+from megaswift.data.token_store import TokenStore
+from megaswift.errors import DataError, Problem
+from megaswift.losses.contract import Batch
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """What the processor made of one conversation with images, and where in the micro-batch its tokens stand."""
+
+    row: int
+    start: int
+    tokens: int
+    """Of its tokens, so many are in the row (the text after its images may have been cut)."""
+    inputs: Mapping[str, Tensor]
+
+
+class VisionCollator:
+    """Reads the images of rows again when their turn comes. Used by several threads."""
+
+    def __init__(self, stores: Sequence[TokenStore], processor: Processor) -> None:
+        self.stores, self.processor = tuple(stores), processor
+        self._first = np.cumsum([0, *(len(s) for s in self.stores)])
+
+    def batch(self, documents: Sequence[Document | None], shape: PaddingShape) -> Batch:
+        """`[b, s]`; None is a row without weight."""
+        rows = list(documents)
+        pieces = [piece for i, d in enumerate(rows) if d is not None and (piece := self._piece(i, d)) is not None]
+        blank = self._blank(rows) if not pieces else None
+        length = shape.row_length(max((len(d[0]) for d in rows if d is not None), default=1))
+        batch = collate_rows(rows, shape, length)
+        if blank is not None:
+            batch.valid[0, blank.start :] = False
+            pieces = [blank]
+        return replace(batch, extra=join_image_inputs(pieces, self.processor.kinds, (len(rows), length)))
+
+    def _piece(self, row: int, document: Document) -> ImageInputs | None:
+        ids, _, sample = document
+        k = int(np.searchsorted(self._first, sample, side="right")) - 1
+        store, number = self.stores[k], sample - int(self._first[k])
+        kept = store.beside(number)
+        if kept is None:
+            return None
+        try:
+            made = self.processor.inputs(kept["text"], [open_image(file) for file in kept["files"]])
+        except RowError as error:
+            raise DataError(
+                Problem(store.place(number), f"column {error.column}: {error.found}", error.expected)
+            ) from None
+        if made["input_ids"][0, : len(ids)].tolist() != ids.tolist():
+            raise DataError(
+                Problem(
+                    store.place(number),
+                    "its images are not those that it was tokenised with: their sizes changed",
+                    "the images as they were, or another --dataset_cache_dir",
+                )
+            )
+        return ImageInputs(row, 0, len(ids), made)
+
+    def _blank(self, rows: list[Document | None]) -> ImageInputs:
+        """A blank image behind the tokens of the first row, which is changed in place."""
+        dummy, first = self.processor.dummy, rows[0]
+        ids, mask, sample = first if first is not None else (np.zeros(0, np.int32), np.zeros(0, np.uint8), -1)
+        more = np.array(dummy.ids, dtype=np.int32)
+        rows[0] = (np.concatenate([ids, more]), np.concatenate([mask, np.zeros(len(more), np.uint8)]), sample)
+        return ImageInputs(0, len(ids), len(more), dummy.inputs)
+
+
+def join_image_inputs(
+    pieces: Sequence[ImageInputs], kinds: Mapping[str, str], size: tuple[int, int]
+) -> dict[str, Tensor]:
+    """The pieces' outputs as those of one micro-batch `[b, s]`; what is padded is 0."""
+    rows, length = size
+    found = {}
+    for key, kind in kinds.items():
+        parts = [p.inputs[key] for p in pieces]
+        skipped = 2 if kind == TOKEN else 1
+        widths = [max(p.shape[d] for p in parts) for d in range(skipped, parts[0].dim())]
+        parts = [_padded(p, widths, skipped) for p in parts]
+        if kind not in (TOKEN, ROW):
+            found[key] = torch.cat(parts)
+            continue
+        whole = parts[0].new_zeros((rows, length, *widths) if kind == TOKEN else (rows, *widths))
+        for piece, part in zip(pieces, parts, strict=True):
+            at = slice(piece.start, piece.start + piece.tokens) if kind == TOKEN else slice(None)
+            whole[piece.row, at] = part[0, : piece.tokens] if kind == TOKEN else part[0]
+        found[key] = whole
+    return found
+
+
+def _padded(tensor: Tensor, widths: Sequence[int], skipped: int) -> Tensor:
+    """Dimensions from `skipped` on widened to `widths`."""
+    missing = [w - n for w, n in zip(widths, tensor.shape[skipped:], strict=True)]
+    if not any(missing):
+        return tensor
+    return torch.nn.functional.pad(tensor, [n for width in reversed(missing) for n in (0, width)])

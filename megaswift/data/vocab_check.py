@@ -1,0 +1,60 @@
+"""Tokens that the tokenizer has and the model's embedding has no row for, as when tokens were added to the tokenizer
+alone.
+
+Owns finding them. Nobody else would in every layout: tensor-parallel ranks take such a token for a vector of zeros, and
+as a label for one that lies on another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megaswift.data.documents import Documents
+from megaswift.data.tokenizer import largest_token
+from megaswift.errors import DataError, Problem
+from megaswift.losses.contract import Batch
+
+BLOCK = 1 << 22
+"""Tokens of a store that are looked at a time."""
+FIX = (
+    "the tokenizer that the model came with, or a model that was grown with it (transformers: "
+    "model.resize_token_embeddings)"
+)
+
+
+def exceeds_embedding(tokenizer: Any, rows: int) -> bool:
+    """Whether the tokenizer has a token that an embedding of so many rows (0: not known) lacks. Few have; only then
+    data are looked at."""
+    return rows > 0 and largest_token(tokenizer) >= rows
+
+
+def check_vocabulary(data: Sequence[Documents], tokenizer: Any, rows: int) -> None:
+    """DataError for the first row with such a token."""
+    stores = {store.folder: store for docs in data for store in docs.stores}
+    for store in stores.values() if exceeds_embedding(tokenizer, rows) else ():
+        for start in range(0, len(store.tokens), BLOCK):
+            found = np.flatnonzero(store.tokens[start : start + BLOCK] >= rows)
+            if len(found):
+                at = start + int(found[0])
+                token = int(store.tokens[at])
+                row = int(np.searchsorted(store.offsets, at, side="right")) - 1
+                raise _beyond(store.place(row), f"{token} ({tokenizer.convert_ids_to_tokens(token)})", rows)
+
+
+def check_batch(batch: Batch, rows: int) -> None:
+    """The same for tokens that are on their way to the model."""
+    ids = batch.input_ids.masked_fill(~batch.valid, 0)
+    if int(ids.max()) >= rows:
+        line, at = (ids >= rows).nonzero()[0].tolist()
+        which = line if batch.cu_seqlens is None else int((batch.cu_seqlens <= at).sum()) - 1
+        place = "a row" if batch.sample_ids is None else f"row {int(batch.sample_ids[which]) + 1}"
+        raise _beyond(place, str(int(ids[line, at])), rows)
+
+
+def _beyond(place: str, token: str, rows: int) -> DataError:
+    return DataError(
+        Problem(place, f"token {token} is not among the {rows:,} of the model's embedding: the tokenizer has more", FIX)
+    )

@@ -1,0 +1,1 @@
+"""Saving and loading the engine's state, resharded on load."""

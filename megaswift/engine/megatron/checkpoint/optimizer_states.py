@@ -1,0 +1,221 @@
+"""What Megatron's optimizers remember of each weight, whatever their kind: plain float32, half precision, distributed.
+
+Owns access to their states and their step counter for checkpoints. How a step is taken is in optimizer.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor
+
+from megaswift.engine.megatron.checkpoint.split_weights import REMAINDER, join_remainder, split_remainder
+from megaswift.engine.megatron.host_adam import HostAdam
+from megaswift.engine.megatron.optimizer import holds_main_weights, optimizer_parts
+
+MAIN = "param"
+"""The float32 weight that a half-precision weight is a copy of."""
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """The states of elements start .. end - 1 of a weight, flat; the tensors are the optimizer's own, to read or to
+    fill."""
+
+    weight: Tensor
+    start: int
+    end: int
+    sharded: bool
+    """Other data-parallel ranks have the other elements, rather than copies of these."""
+    tensors: dict[str, Tensor]
+    compact: SplitMainWeights | None = None
+    """Where the main weights are not among `tensors`' storage: `tensors[MAIN]` is then a buffer in host memory to fill,
+    or one without memory whose content `compact` gives."""
+
+
+@dataclass(frozen=True)
+class SplitMainWeights:
+    """Main weights in two parts (`split_weights`), flat."""
+
+    weight: Tensor
+    remainder: Tensor
+
+    def read(self, first: int, shape: tuple[int, ...]) -> Tensor:
+        """Float32 elements from `first` on."""
+        end = first + math.prod(shape)
+        flat = join_remainder(self.weight.detach().view(-1)[first:end], self.remainder.view(-1)[first:end])
+        return flat.view(shape)
+
+    def fill(self, main: Tensor) -> None:
+        """Both parts from float32 weights, which may be in host memory."""
+        weight, remainder = split_remainder(main.to(self.weight.device), self.weight.detach().view(-1))
+        self.weight.detach().view(-1).copy_(weight)
+        self.remainder.view(-1).copy_(remainder)
+
+
+def state_slices(optimizer: MegatronOptimizer, write: bool = False) -> list[StateSlice]:
+    """This rank's states of every weight that trains, to read (`write`: into a checkpoint) or to fill. Call
+    `materialize_states` first."""
+    found: list[StateSlice] = []
+    for part in optimizer_parts(optimizer):
+        found.extend(_sharded(part, write) if isinstance(part, DistributedOptimizer) else _whole(part))
+    return found
+
+
+def _sharded(part: DistributedOptimizer, write: bool) -> Iterator[StateSlice]:
+    for weight, ranges in _owned(part):
+        tensors = part._get_main_param_and_optimizer_states(weight)
+        compact = None
+        if holds_main_weights(part) and weight.dtype == torch.float32:
+            del tensors[MAIN]  # FusedAdam makes one and never reads it: such a weight is its own main weight
+        elif tensors[MAIN].dtype == REMAINDER:
+            compact = SplitMainWeights(_shard(part, weight), tensors[MAIN])
+            device = "meta" if write else "cpu"
+            tensors[MAIN] = torch.empty(ranges["param"].size, dtype=torch.float32, device=device)
+        yield StateSlice(weight, ranges["param"].start, ranges["param"].end, True, _kept(tensors, weight), compact)
+
+
+def _owned(part: DistributedOptimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Each weight of which this rank owns a range, with its ranges."""
+    for by_dtype in part.gbuf_ranges:
+        for buckets in by_dtype.values():
+            for bucket in buckets:
+                yield from bucket["param_map"].items()
+
+
+def _shard(part: DistributedOptimizer, weight: Tensor) -> Tensor:
+    """What the inner optimizer knows this rank's range of a weight by."""
+    group, order = part.model_param_group_index_map[weight]
+    found: Tensor = part.optimizer.param_groups[group]["params"][order]
+    return found
+
+
+def _whole(part: MegatronOptimizer) -> Iterator[StateSlice]:
+    pairs: list[tuple[Tensor, Tensor]] = []
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        for half, main in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            pairs.extend(zip(half, main, strict=True))
+        pairs.extend((p, p) for group in part.fp32_from_fp32_groups for p in group)
+    else:
+        pairs.extend((p, p) for group in part.optimizer.param_groups for p in group["params"])
+    for weight, main in pairs:
+        yield StateSlice(weight, 0, weight.numel(), False, _kept({MAIN: main, **part.optimizer.state[main]}, weight))
+
+
+def _kept(tensors: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
+    """Without the step counter, and without a main weight that is the weight itself."""
+    main = tensors.get(MAIN)
+    same = main is not None and not main.is_meta and _storage(main) == _storage(weight)
+    return {k: t for k, t in tensors.items() if isinstance(t, Tensor) and k != "step" and not (k == MAIN and same)}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _initialise(part: MegatronOptimizer) -> None:
+    """What Megatron-Core's `init_state_fn` does. That one calls `initialize_state(p)`, and Transformer Engine from 2.1
+    on also asks whether main weights are kept as remainders."""
+    inner = part.optimizer
+    if not getattr(part.config, "use_precision_aware_optimizer", False):
+        part.init_state_fn(inner, part.config)
+        return
+    asks = "store_param_remainders" in inspect.signature(inner.initialize_state).parameters
+    for group in inner.param_groups:
+        for p in group["params"]:
+            if not inner.state[p]:
+                remainders = getattr(inner, "store_param_remainders", False) and p.dtype == torch.bfloat16
+                inner.initialize_state(p, remainders) if asks else inner.initialize_state(p)
+
+
+@torch.no_grad()
+def materialize_states(optimizer: MegatronOptimizer) -> None:
+    """States that come into being with the first step exist afterwards, as zeros: the first step is the same."""
+    for part in optimizer_parts(optimizer):
+        inner = part.optimizer
+        if part.init_state_fn is not None and part.config.optimizer == "adam":
+            _initialise(part)
+        for group in inner.param_groups:
+            for p in group["params"]:
+                if group.get("momentum", 0) and inner.state[p].get("momentum_buffer") is None:
+                    inner.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                if _counts_by_weight(part) and "step" not in inner.state[p]:
+                    inner.state[p]["step"] = _counter(0, group, p)
+
+
+@torch.no_grad()
+def store_states(optimizer: MegatronOptimizer, filled: list[StateSlice]) -> None:
+    """After the tensors of `state_slices` were filled: hand over those that were copies (scaled, low-precision
+    moments, main
+    weights in two parts)."""
+    by_weight = {id(s.weight): s for s in filled}
+    for part in optimizer_parts(optimizer):
+        if not isinstance(part, DistributedOptimizer) or not holds_main_weights(part):
+            continue
+        for weight, _ in _owned(part):
+            s = by_weight[id(weight)]
+            tensors = {name: t for name, t in s.tensors.items() if name != MAIN or s.compact is None}
+            part._set_main_param_and_optimizer_states(weight, tensors)
+            if s.compact is not None:
+                s.compact.fill(s.tensors[MAIN])
+
+
+def _counts_by_weight(part: MegatronOptimizer) -> bool:
+    """torch's Adam counts steps per weight; Transformer Engine's and apex's per group."""
+    inner = part.optimizer
+    torchs = isinstance(inner, torch.optim.Adam | torch.optim.AdamW) and type(inner).__module__.startswith(
+        "torch.optim"
+    )
+    return torchs or isinstance(inner, HostAdam)
+
+
+def _counter(step: int, group: dict[str, Any], p: Tensor) -> Tensor:
+    """torch's Adam keeps it beside the weight where its kernel reads it, else on the CPU."""
+    return torch.tensor(
+        float(step), dtype=torch.float32, device=p.device if group.get("fused") or group.get("capturable") else "cpu"
+    )
+
+
+def get_step_count(optimizer: MegatronOptimizer) -> int:
+    """Steps taken, by this rank's states (0 where it has none)."""
+    found = [0]
+    for part in optimizer_parts(optimizer):
+        found += [int(s["step"]) for s in part.optimizer.state.values() if "step" in s]
+        found += [int(g["step"]) for g in part.optimizer.param_groups if "step" in g]
+    return max(found)
+
+
+def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
+    """The counter of every weight or group."""
+    for part in optimizer_parts(optimizer):
+        for group in part.optimizer.param_groups:
+            if not _counts_by_weight(part) and part.config.optimizer == "adam":
+                group["step"] = step
+            for p in group["params"]:
+                if _counts_by_weight(part):
+                    part.optimizer.state[p]["step"] = _counter(step, group, p)
+
+
+def get_scaler(optimizer: MegatronOptimizer) -> dict[str, float]:
+    """The loss scale and its counters (float16), empty without one."""
+    scaler = next((s for p in optimizer_parts(optimizer) if (s := getattr(p, "grad_scaler", None)) is not None), None)
+    return {k: float(v) for k, v in scaler.state_dict().items()} if scaler is not None else {}
+
+
+def set_scaler(optimizer: MegatronOptimizer, saved: dict[str, float]) -> None:
+    """The inverse of `get_scaler`."""
+    for part in optimizer_parts(optimizer):
+        scaler = getattr(part, "grad_scaler", None)
+        if scaler is not None and saved:
+            now = scaler.state_dict()
+            scaler.load_state_dict(
+                {k: torch.tensor([v]) if isinstance(now[k], Tensor) else int(v) for k, v in saved.items() if k in now}
+            )

@@ -1,0 +1,219 @@
+"""Saving and loading an engine: weights, optimizer and the random states of every rank, on any layout.
+
+A folder holds  .metadata, __<rank>_0.distcp   weights and optimizer states, torch_dist
+                metadata.json, common.pt       what Megatron-Core's own loader looks for; never read here
+                rng-<rank>.safetensors         random states
+                engine.json                    layout, model, optimizer and its step
+Owns what is saved and loaded, in which order, and what makes a checkpoint unfit. When to save, hashes of the files and
+which checkpoint is the latest belong to the trainer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megaswift import log
+from megaswift.bridge import dist_files as files
+from megaswift.bridge import dist_index
+from megaswift.bridge.sharded_keys import KEPT, MAIN, STATES
+from megaswift.disk import sync
+from megaswift.engine import rng_state as saved_states
+from megaswift.engine.megatron.checkpoint import chunks as boxes
+from megaswift.engine.megatron.checkpoint import optimizer_states as states
+from megaswift.engine.megatron.checkpoint import rng_state
+from megaswift.engine.megatron.lora import checkpoint
+from megaswift.engine.megatron.model import gather_weights
+from megaswift.errors import ROOM, CheckpointError, Problem
+
+if TYPE_CHECKING:
+    from megaswift.engine.megatron.engine import MegatronEngine
+
+FORMAT = 1
+FACTS = "engine.json"
+SHOWN = 12
+"""Tensors named in one error; the rest are counted."""
+
+
+def save_engine(engine: MegatronEngine, directory: Path) -> None:
+    """Everything into `directory`, on disk when this returns. Collective."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    gather_weights(engine.chunks)
+    states.materialize_states(engine.optimizer)
+    placed = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
+    own = [
+        *boxes.weight_chunks(placed, True),
+        *boxes.optimizer_chunks(placed, states.state_slices(engine.optimizer, write=True), True),
+    ]
+    own += boxes.carried_chunks(engine) if engine.lora is None else []
+    files.write_chunks(directory, own)
+    facts = _facts(engine, max(_gather(engine, states.get_step_count(engine.optimizer))))
+    _agree(engine, _write_small(engine, directory, facts))
+
+
+def _write_small(engine: MegatronEngine, directory: Path, facts: dict[str, Any]) -> list[Problem]:
+    try:
+        written = [rng_state.write_rank_rng(directory, engine.rank)]
+        if engine.rank == 0:
+            written += files.write_megatron_files(directory)
+            (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            written.append(directory / FACTS)
+        for path in [*written, directory]:
+            sync(path)
+    except OSError as error:
+        return [Problem(str(directory), f"could not be written ({error})", ROOM)]
+    return []
+
+
+def _facts(engine: MegatronEngine, step: int) -> dict[str, Any]:
+    spec = engine.spec
+    return {
+        "format": FORMAT,
+        "layout": dataclasses.asdict(engine.layout),
+        "dtype": str(engine.config.params_dtype).removeprefix("torch."),
+        "model": {
+            "family": spec.family,
+            "layers": spec.num_layers,
+            "hidden_size": spec.hidden_size,
+            "vocabulary": spec.vocab_size,
+            "experts": spec.experts,
+        },
+        "train_type": engine.cfg.model.train_type,
+        "optimizer": {"name": engine.cfg.optim.optimizer, "step": step, "scaler": states.get_scaler(engine.optimizer)},
+    }
+
+
+def load_engine(engine: MegatronEngine, directory: Path) -> None:
+    """The inverse of `save_engine`, on this or another layout. Collective; nothing is loaded when the checkpoint is
+    unfit."""
+    directory = Path(directory)
+    facts, index = _read_tables(engine, directory)
+    states.materialize_states(engine.optimizer)
+    placed = boxes.parameter_slices(engine) if engine.lora is None else checkpoint.adapter_slices(engine.lora)
+    slices = states.state_slices(engine.optimizer)
+    wanted = [
+        _source(box, index)
+        for box in [*boxes.weight_chunks(placed, False), *boxes.optimizer_chunks(placed, slices, False)]
+    ]
+    items, problems = files.plan_reads(index, wanted)
+    same_layout = facts["layout"] == dataclasses.asdict(engine.layout)
+    random_states = saved_states.read_rng_state(directory, engine.rank if same_layout else 0)
+    problems += [random_states] if isinstance(random_states, Problem) else []
+    problems += _unused(engine, index, {box.key for box in wanted})
+    _agree(engine, problems)
+    assert not isinstance(random_states, Problem)
+    files.read_chunks(directory, index, wanted, items)
+    states.store_states(engine.optimizer, slices)
+    states.set_step_count(engine.optimizer, facts["optimizer"]["step"])
+    states.set_scaler(engine.optimizer, facts["optimizer"]["scaler"])
+    if same_layout and rng_state.fits_rank_rng(random_states[0]):
+        rng_state.restore_rank_rng(*random_states)
+    else:
+        seed = rng_state.reseed_ranks(engine.context, directory)
+        log.info(
+            f"{directory} is from another layout or device: same weights and optimizer, random states start anew "
+            f"(seed {seed})"
+        )
+    if engine.cfg.model.fp8_format and engine.cfg.model.fp8_recipe == "delayed":
+        log.warn("FP8 scaling histories are not part of a checkpoint and start anew")
+
+
+def _read_tables(engine: MegatronEngine, directory: Path) -> tuple[dict[str, Any], Metadata]:
+    """engine.json and the tables, after all checks that need no tensor."""
+    problems: list[Problem] = []
+    facts: dict[str, Any] = {}
+    try:
+        facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
+        problems += _differences(engine, facts)
+    except FileNotFoundError:
+        problems.append(
+            Problem(str(directory / FACTS), "is missing: not a checkpoint of this engine, or an interrupted save")
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        problems.append(Problem(str(directory / FACTS), f"cannot be read ({type(error).__name__}: {error})"))
+    index = dist_index.read_index(directory)
+    problems += [index] if isinstance(index, Problem) else dist_index.file_problems(directory, index)
+    _agree(engine, problems)
+    assert isinstance(index, Metadata)
+    return facts, index
+
+
+def _differences(engine: MegatronEngine, facts: dict[str, Any]) -> list[Problem]:
+    known = facts["optimizer"]
+    if not isinstance(known["step"], int) or not isinstance(known["scaler"], dict) or "layout" not in facts:
+        return [Problem(FACTS, "has values of other types", "another step of the run")]
+    if facts["format"] != FORMAT:
+        return [Problem(FACTS, f"has format {facts['format']}, this version reads {FORMAT}")]
+    now = _facts(engine, 0)
+    if facts.get("train_type", "full") != now["train_type"]:
+        saved = facts.get("train_type", "full")
+        return [
+            Problem(
+                f"--train_type {now['train_type']}",
+                f"the checkpoint's run had train_type {saved}",
+                f"--train_type {saved}",
+            )
+        ]
+    problems = [
+        Problem(f"model {name}", f"is {facts['model'][name]} in the checkpoint and {value} in this run", "that model")
+        for name, value in now["model"].items()
+        if facts["model"][name] != value
+    ]
+    saved, mine = facts["optimizer"]["name"], now["optimizer"]["name"]
+    if saved != mine:
+        problems.append(
+            Problem(f"--optimizer {mine}", f"the checkpoint has the states of {saved}", f"--optimizer {saved}")
+        )
+    return problems
+
+
+def _source(box: files.ShardChunk, index: Metadata) -> files.ShardChunk:
+    """Where to read a box: float32 weights from a half-precision run's main weights, main weights from a float32 run's
+    weights."""
+    tables = index.state_dict_metadata
+    if box.key.startswith(MAIN) and box.key not in tables:
+        return dataclasses.replace(box, key=box.key.removeprefix(MAIN))
+    if not box.key.startswith(STATES) and box.data.dtype == torch.float32:
+        saved = tables.get(box.key)
+        if (
+            MAIN + box.key in tables
+            and isinstance(saved, TensorStorageMetadata)
+            and saved.properties.dtype != torch.float32
+        ):
+            return dataclasses.replace(box, key=MAIN + box.key)
+    return box
+
+
+def _unused(engine: MegatronEngine, index: Metadata, wanted: set[str]) -> list[Problem]:
+    """Weights of the checkpoint that no rank of this model has."""
+    used = {key.removeprefix(MAIN) for keys in _gather(engine, wanted) for key in keys}
+    left = [key for key in index.state_dict_metadata if not key.startswith((STATES, KEPT)) and key not in used]
+    return (
+        [Problem(key, "is in the checkpoint and not in this model") for key in sorted(left)] if engine.rank == 0 else []
+    )
+
+
+def _gather(engine: MegatronEngine, value: Any) -> list[Any]:
+    """`value` of every rank."""
+    if engine.layout.world_size == 1:
+        return [value]
+    found: list[Any] = [None] * engine.layout.world_size
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _agree(engine: MegatronEngine, problems: Sequence[Problem]) -> None:
+    """All ranks' problems as one error on every rank, each once."""
+    everyone = list(dict.fromkeys(p for own in _gather(engine, list(problems)) for p in own))
+    if len(everyone) > SHOWN:
+        everyone = [*everyone[:SHOWN], Problem(f"{len(everyone) - SHOWN} more", "of the same kind")]
+    if everyone:
+        raise CheckpointError(everyone)

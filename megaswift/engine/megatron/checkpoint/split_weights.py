@@ -1,0 +1,44 @@
+"""Float32 main weights as Transformer Engine's FusedAdam stores them with `store_param_remainders`: the bfloat16
+weight, and the 16 bits that it lacks as an int16.
+
+Owns the arithmetic between the two forms. Checkpoints hold float32, which every optimizer reads. The bits (adam.cu of
+Transformer Engine 2.x, AdamFunctorMasterParamRemainder): the low half of the float32 is the remainder, and the high
+half, plus one where the remainder is negative, is the weight. As integers: float32 bits = weight bits x 65536 +
+remainder.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+REMAINDER = torch.int16
+_LOW, _HIGH = -(2**15), 2**15 - 1
+
+
+def join_remainder(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 weights, of the shape of `weight` bfloat16 and `remainder` int16."""
+    assert weight.dtype == torch.bfloat16 and remainder.dtype == REMAINDER
+    bits = (weight.contiguous().view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def split_remainder(main: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(bfloat16 weight, int16 remainder) of float32 weights; `weight`: the bfloat16 weights of now, which stay where
+    they are `main` rounded.
+
+    torch rounds a tie to the even neighbour, which may be 32768 from it, one more than a remainder holds: `main` is
+    then one unit in its last place lower, so that the weight is the same on every data-parallel rank.
+    """
+    bits = main.contiguous().view(torch.int32).to(torch.int64)
+    own = weight.contiguous().view(torch.int16).to(torch.int64) << 16
+    far = ((bits - own) < _LOW) | ((bits - own) > _HIGH + 1)
+    fresh = (bits + 2**15) & ~0xFFFF
+    high = torch.where(far, fresh, own)
+    rest = (bits - high).clamp(_LOW, _HIGH).to(REMAINDER)
+    return _wrapped(high >> 16).to(torch.int16).view(torch.bfloat16), rest
+
+
+def _wrapped(values: Tensor) -> Tensor:
+    """As 16 signed bits."""
+    return ((values + 2**15) % 2**16) - 2**15

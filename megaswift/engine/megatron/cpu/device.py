@@ -1,0 +1,239 @@
+"""Megatron-Core on a CPU: every place where it calls CUDA by name, and what stands there instead.
+
+Owns all changes to others' code, one row each: symbol, versions, reason. `install_cpu_patches()` applies them once,
+and only where
+there is no CUDA device; a test fails when an installed Megatron-Core no longer has a symbol. Nothing here is on the hot
+path: string constants are replaced in the code objects themselves, so that no call is intercepted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megaswift.engine.megatron.cpu import cuda_stubs, gloo_collectives
+
+BOTH = "0.16-0.19"
+
+
+@dataclass(frozen=True)
+class DeviceConstants:
+    """String constants of one function, `"cuda"` to `"cpu"` and `torch.cuda.XTensor` to `torch.XTensor`."""
+
+    symbol: str
+    reason: str
+    versions: str = BOTH
+
+
+@dataclass(frozen=True)
+class AttributePatch:
+    """One attribute replaced by another object."""
+
+    symbol: str
+    value: Any
+    reason: str
+    versions: str = BOTH
+
+
+_CORE = "megatron.core."
+_FACTORY = "creates a tensor with device='cuda'"
+_RING = "gloo's ring wakes every rank n times, and copies whole gradient buffers to send them to itself"
+_SPLITS = "gloo wants split sizes as lists of ints; the MoE dispatcher passes tensors"
+_UNEVEN = "gloo refuses uneven sizes; the MoE dispatcher with ETP > 1 needs them"
+_TRACKER = "the RNG tracker keeps the device's random state"
+_TYPE = "compares Tensor.type() with the names of CUDA tensor classes"
+
+CONSTANTS = (
+    DeviceConstants(_CORE + "pipeline_parallel.schedules:forward_backward_no_pipelining", _FACTORY),
+    DeviceConstants(_CORE + "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving", _FACTORY),
+    DeviceConstants(_CORE + "pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving", _FACTORY),
+    DeviceConstants(_CORE + "optimizer.grad_scaler:MegatronGradScaler.__init__", _FACTORY),
+    DeviceConstants(_CORE + "optimizer.grad_scaler:DynamicGradScaler.__init__", _FACTORY),
+    DeviceConstants(
+        _CORE + "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups", _TYPE
+    ),
+    DeviceConstants(_CORE + "optimizer.distrib_optimizer:DistributedOptimizer.__init__", _TYPE),
+    DeviceConstants(_CORE + "optimizer.optimizer:MixedPrecisionOptimizer.__init__", _FACTORY),
+    DeviceConstants(_CORE + "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__", _TYPE),
+    DeviceConstants(_CORE + "optimizer.optimizer:FP32Optimizer.__init__", _FACTORY),
+    DeviceConstants(_CORE + "optimizer.clip_grads:get_grad_norm_fp32", _FACTORY),
+    DeviceConstants(_CORE + "optimizer.clip_grads:clip_grad_by_total_norm_fp32", _TYPE),
+    DeviceConstants(_CORE + "optimizer.clip_grads:count_zeros_fp32", _FACTORY),
+    DeviceConstants(_CORE + "utils:local_multi_tensor_l2_norm", _FACTORY),
+    DeviceConstants(_CORE + "dist_checkpointing.strategies.state_dict_saver:verify_global_md_reuse", _FACTORY),
+    DeviceConstants(_CORE + "dist_checkpointing.exchange_utils:_get_empty_tensor_for_exchange", _FACTORY),
+    DeviceConstants(_CORE + "dist_checkpointing.exchange_utils:exchange_loaded_tensors_gather_rounds", _FACTORY),
+)
+
+
+REPLACEMENTS = (
+    AttributePatch("torch.cuda:current_device", lambda: torch.device("cpu"), "names the device of most factory calls"),
+    AttributePatch(
+        "torch.cuda:set_device",
+        cuda_stubs.copy_function(cuda_stubs.no_op),
+        "called by parallel_state and the checkpoint writer",
+    ),
+    AttributePatch(
+        "torch.cuda:synchronize", cuda_stubs.copy_function(cuda_stubs.no_op), "called by DDP, schedules, checkpoints"
+    ),
+    AttributePatch("torch.cuda:empty_cache", cuda_stubs.copy_function(cuda_stubs.no_op), "called by DDP"),
+    AttributePatch("torch.cuda:Stream", cuda_stubs.Stream, "side streams of DDP, pipeline and dispatcher"),
+    AttributePatch("torch.cuda:Event", cuda_stubs.Event, "side streams of DDP, pipeline and dispatcher"),
+    AttributePatch(
+        "torch.cuda:current_stream",
+        cuda_stubs.copy_function(cuda_stubs.Stream),
+        "side streams of DDP, pipeline and dispatcher",
+    ),
+    AttributePatch("torch.cuda:default_stream", cuda_stubs.copy_function(cuda_stubs.Stream), "DDP waits for it"),
+    AttributePatch("torch.cuda:stream", cuda_stubs.stream_context, "side streams of DDP, pipeline and dispatcher"),
+    AttributePatch("torch.cuda.nvtx:range_push", cuda_stubs.copy_function(cuda_stubs.no_op), "profiling marks"),
+    AttributePatch("torch.cuda.nvtx:range_pop", cuda_stubs.copy_function(cuda_stubs.no_op), "profiling marks"),
+    AttributePatch(
+        "torch.cuda:manual_seed",
+        cuda_stubs.copy_function(torch.manual_seed),
+        "the RNG tracker seeds its states with it",
+    ),
+    AttributePatch(
+        "torch.cuda:get_rng_state",
+        cuda_stubs.copy_function(cuda_stubs.get_rng),
+        "activation recompute keeps the device's RNG state",
+    ),
+    AttributePatch(
+        "torch.cuda:set_rng_state",
+        cuda_stubs.copy_function(cuda_stubs.set_rng),
+        "activation recompute keeps the device's RNG state",
+    ),
+    AttributePatch(
+        "torch.cuda.random:get_rng_state",
+        cuda_stubs.copy_function(cuda_stubs.get_rng),
+        "activation recompute keeps the device's RNG state",
+    ),
+    AttributePatch(
+        "torch:Tensor.cuda", cuda_stubs.copy_function(cuda_stubs.return_self), "moves parameters and gradients"
+    ),
+    AttributePatch("torch.nn:Module.cuda", cuda_stubs.copy_function(cuda_stubs.return_self), "moves modules"),
+    AttributePatch("torch.distributed:all_to_all_single", gloo_collectives.all_to_all, _SPLITS),
+    AttributePatch("torch.distributed:all_gather", gloo_collectives.all_gather, _UNEVEN),
+    AttributePatch("torch.distributed:reduce_scatter", gloo_collectives.reduce_scatter, _UNEVEN),
+    AttributePatch("torch.distributed:all_gather_into_tensor", gloo_collectives.all_gather_into_tensor, _RING),
+    AttributePatch("torch.distributed:reduce_scatter_tensor", gloo_collectives.reduce_scatter_tensor, _RING),
+    AttributePatch("torch.distributed:all_reduce", gloo_collectives.all_reduce, _RING),
+    AttributePatch(
+        _CORE + "distributed.param_and_grad_buffer:_coalescing_manager",
+        cuda_stubs.coalescing,
+        "waits for collectives that have ended",
+    ),
+    AttributePatch(
+        _CORE + "tensor_parallel.random:_get_cuda_rng_state", cuda_stubs.copy_function(cuda_stubs.get_rng), _TRACKER
+    ),
+    AttributePatch(
+        _CORE + "tensor_parallel.random:_set_cuda_rng_state", cuda_stubs.copy_function(cuda_stubs.set_rng), _TRACKER
+    ),
+)
+
+_installed = False
+
+
+def on_cpu() -> bool:
+    """True where Megatron-Core has to run without CUDA."""
+    return not torch.cuda.is_available()
+
+
+def compute_device() -> torch.device:
+    """Where this process computes."""
+    return torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_symbol(symbol: str) -> tuple[Any, str, Any]:
+    """(owner, attribute, value) of `module:dotted.name`; AttributeError when it is gone."""
+    module, _, path = symbol.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, name, getattr(owner, name)
+
+
+def _cpu_constant(value: Any) -> Any:
+    if isinstance(value, str):
+        if value == "cuda":
+            return "cpu"
+        return (
+            value.replace("torch.cuda.", "torch.")
+            if value.startswith("torch.cuda.") and value.endswith("Tensor")
+            else value
+        )
+    if isinstance(value, tuple):
+        return tuple(_cpu_constant(v) for v in value)
+    if isinstance(value, types.CodeType):
+        return value.replace(co_consts=_cpu_constant(value.co_consts))
+    return value
+
+
+def innermost(function: Any) -> types.FunctionType:
+    """The plain function below decorators such as `torch.no_grad`."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return getattr(function, "__func__", function)
+
+
+def _import_without_compiler() -> None:
+    """Import Megatron-Core while `torch.compile` does nothing: its `jit_fuser` is bound then.
+
+    Compiling its small elementwise functions costs minutes on a CPU and changes digits.
+    """
+    compiler = torch.compile
+    torch.compile = cuda_stubs.identity_decorator  # type: ignore[assignment]
+    try:
+        importlib.import_module(_CORE + "jit")
+    finally:
+        torch.compile = compiler
+
+
+def _replace(changes: Iterable[AttributePatch]) -> None:
+    for change in changes:
+        owner, name, _ = resolve_symbol(change.symbol)
+        setattr(owner, name, change.value)
+
+
+def install_cpu_patches() -> None:
+    """Make Megatron-Core run on this machine; a second call does nothing. Where CUDA is, only undefined names are
+    mended."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    if not on_cpu():
+        _without_transformer_engine()
+        return
+    assert "megatron.core" not in sys.modules, "megaswift.engine.megatron has to be imported before megatron.core"
+    torchs = [change for change in REPLACEMENTS if not change.symbol.startswith(_CORE)]
+    _replace(torchs)  # Megatron-Core's modules bind some of these when they are imported
+    _import_without_compiler()
+    _replace(change for change in REPLACEMENTS if change not in torchs)
+    for row in CONSTANTS:
+        function = innermost(resolve_symbol(row.symbol)[2])
+        function.__code__ = _cpu_constant(function.__code__)
+    # the tracker of random states warns when the CPU's generator was used: here it is the one to use, at each dropout
+    logging.getLogger(_CORE + "tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+    _without_transformer_engine()
+
+
+def _without_transformer_engine() -> None:
+    """0.16 without Transformer Engine: names that its guarded imports leave undefined, or wrong."""
+    moe = importlib.import_module(_CORE + "transformer.moe.moe_utils")
+    if not hasattr(moe, "te_general_gemm"):
+        moe.te_general_gemm = None  # router_gating_linear reads it: NameError otherwise
+    latent = importlib.import_module(_CORE + "transformer.multi_latent_attention")
+    if importlib.util.find_spec("transformer_engine") is None:
+        latent.HAVE_TE = False  # True because the import of mocked classes succeeds: isinstance then refuses them

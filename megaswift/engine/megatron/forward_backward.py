@@ -1,0 +1,94 @@
+"""Forward and backward over a global batch on Megatron-Core's own schedules.
+
+Owns how micro-batches meet the schedule. What is differentiated comes divided from `engine.objective`; Megatron divides
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megaswift.engine.megatron.lora.layers import sum_partial_gradients
+from megaswift.engine.megatron.microbatch import MicrobatchInputs, microbatch_inputs
+from megaswift.engine.megatron.model import SwiftGPT
+from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.losses.contract import Batch
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """How a run over micro-batches is made."""
+
+    impl: str
+    forward_only: bool
+    whole_gradients: bool = False
+    """All-reduce gradients also with the distributed optimizer, so that every rank has all of its own."""
+
+
+LossResult = tuple[Tensor, Tensor, dict[str, Tensor]]
+Callback = Callable[[Batch, Tensor], Tensor]
+"""A micro-batch and its fields [f, b, s] to the scalar that is differentiated."""
+
+
+def forward_backward(
+    chunks: Sequence[Any],
+    microbatches: Sequence[Batch],
+    callback: Callback,
+    context: ParallelContext,
+    settings: ScheduleSettings,
+) -> None:
+    """All micro-batches through the pipeline; gradients are left in DDP's buffers, reduced, divided by nothing."""
+    layout, at = context.layout, context.coordinates
+    passes = [microbatch_inputs(b, layout.cp, at.cp, context.device, settings.impl) for b in microbatches]
+    shape = microbatches[0].input_ids.shape
+    if layout.pp > 1:
+        assert all(b.input_ids.shape == shape for b in microbatches), "a pipeline needs micro-batches of one shape"
+
+    def forward_step(
+        data: Iterator[MicrobatchInputs], module: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], LossResult]]:
+        step = next(data)
+
+        def close(fields: Tensor) -> LossResult:
+            return (
+                callback(step.batch, fields),
+                torch.zeros((), dtype=torch.int, device=fields.device),
+                {},
+            )  # no tokens to divide by
+
+        return unwrapped(module).run(module, step), close
+
+    config = unwrapped(chunks[0]).config
+    config.finalize_model_grads_func = _finalize(settings.whole_gradients, context)
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(passes) for _ in chunks] if len(chunks) > 1 else iter(passes),
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(passes),
+        seq_length=shape[1],
+        micro_batch_size=shape[0],
+        forward_only=settings.forward_only,
+    )
+
+
+def _finalize(whole: bool, context: ParallelContext) -> Callable[..., None]:
+    def finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+        kwargs["force_all_reduce"] = whole
+        finalize_model_grads(model, None, **kwargs)
+        sum_partial_gradients(model, context.groups.expt_tp)
+
+    return finalize
+
+
+def unwrapped(module: Any) -> SwiftGPT:
+    """The model inside its wrappers."""
+    while not isinstance(module, SwiftGPT):
+        module = module.module
+    return module

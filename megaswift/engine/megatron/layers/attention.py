@@ -1,0 +1,148 @@
+"""Attention of the torch layer spec: PyTorch's scaled-dot-product kernels with GQA, windows, packing and context
+parallelism.
+
+Owns the core attention module and the per-row facts it needs (`RowLayout`), which travel in Megatron's
+`packed_seq_params` slot because every layer, also a recomputed one, receives it. Rotary positions are not here (see
+rope.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from megaswift.engine.megatron.context_parallel import gather_order, gather_sequence, local_index
+from megaswift.engine.megatron.layers.sinks import sink_attention
+from megaswift.engine.megatron.layers.softcap import CappedAttention, ScoreRule
+
+Parts = tuple[Tensor, Tensor, Tensor]
+
+
+class RowLayout(PackedSeqParams):
+    """How the rows of a batch are made of documents and context-parallel slices.
+
+    `qkv_format` is not "thd": queries keep their [s, b, heads, d] shape and rotary angles come by position.
+    """
+
+    def __init__(self, length: int, cu_seqlens: Tensor | None, cp: int, rank: int) -> None:
+        super().__init__(qkv_format="rows")
+        self.length, self.cp, self.rank = length, cp, rank
+        self.bounds: list[int] = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+        self.index = local_index(length, cu_seqlens, cp, rank)
+        self.order = gather_order(length, cu_seqlens, cp) if cp > 1 else self.index
+
+    def parts(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Parts, int]]:
+        """Of each run of consecutive local queries: these, and all keys and values [b, heads, run, d] of its document
+        up to its end, with the place of the first query among these keys.
+
+        Rows are cut by `split`, whose gradient is put together once. A slice's is as large as the row, for every
+        document.
+        """
+        chunks = (self.rank, 2 * self.cp - 1 - self.rank) if self.cp > 1 else (0,)
+        lengths = [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
+        runs = [length // (2 * self.cp) if self.cp > 1 else length for length in lengths]
+        queries = iter(query.split([run for run in runs for _ in chunks], dim=2))
+        for run, length, keys, values in zip(
+            runs, lengths, key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True
+        ):
+            for chunk in chunks:
+                own, end = next(queries), (chunk + 1) * run
+                if run:
+                    seen = (keys, values) if end == length else (keys[:, :, :end], values[:, :, :end])
+                    yield (own, *seen), chunk * run
+
+
+def _mask(queries: int, keys: int, offset: int, window: int | None) -> Tensor | None:
+    """bool [queries, keys], True where seen; query i stands at key position offset + i. None: plain causal. `window`
+    counts keys."""
+    if (window is None or window >= keys) and offset == 0 and queries == keys:
+        return None
+    q_at = torch.arange(offset, offset + queries)[:, None]
+    k_at = torch.arange(keys)[None]
+    mask = k_at <= q_at
+    return mask if window is None else mask & (k_at > q_at - window)
+
+
+class TorchAttention(MegatronModule):
+    """Causal self-attention over documents. Takes [s / cp, b, heads, d], gives [s / cp, b, heads x d]."""
+
+    def __init__(
+        self, config: Any, layer_number: int, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.cp_group = pg_collection.cp
+        self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.dropout = config.attention_dropout
+        self.window = window_of(config, layer_number)
+        self.softcap: float | None = config.features.attention_softcap
+        assert self.softcap is None or not self.dropout, "families with a soft cap refuse dropout"
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":  # Megatron's name for attention sinks
+            assert self.softcap is None, "no family has both"
+            own = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any
+    ) -> Tensor:
+        """Attention of the local queries to every key of their document that stands before them."""
+        rows = packed_seq_params if packed_seq_params is not None else RowLayout(query.shape[0], None, 1, 0)
+        if rows.cp > 1:
+            both = gather_sequence(torch.cat([key, value], dim=-1), rows.order, rows.index, self.cp_group)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        repeat = query.shape[2] // key.shape[2]
+        if repeat > 1:
+            key, value = (t.repeat_interleave(repeat, dim=2) for t in (key, value))
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, h, s, d]
+        dropout = self.dropout if self.training else 0.0
+        outs = []
+        # heads lie on ranks: each draws its own
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            for parts, offset in rows.parts(q, k, v):
+                count, keys = parts[0].shape[2], parts[1].shape[2]
+                if self.softcap is not None:
+                    outs.append(
+                        CappedAttention.apply(*parts, ScoreRule(self.softmax_scale, self.softcap, offset, self.window))
+                    )
+                    continue
+                mask = _mask(count, keys, offset, self.window)
+                mask = None if mask is None else mask.to(q.device)
+                if self.softmax_offset is not None:
+                    outs.append(sink_attention(parts, self.softmax_offset, self.softmax_scale, mask, dropout))
+                    continue
+                outs.append(
+                    F.scaled_dot_product_attention(
+                        *parts, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, dropout_p=dropout
+                    )
+                )
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """The sinks, cut by heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
+
+
+def window_of(config: Any, layer_number: int) -> int | None:
+    """How many keys a query of this layer (counted from 1) sees, itself among them; None: all before it."""
+    skip = getattr(config, "window_attn_skip_freq", None)
+    if config.window_size is None or not (skip is None or _is_windowed(skip, layer_number)):
+        return None
+    return config.window_size[0] + 1
+
+
+def _is_windowed(skip: int | list[int], layer_number: int) -> bool:
+    """Megatron's rule: an int n makes every n-th layer a full one, a list says it layer by layer (1: window)."""
+    return layer_number % skip != 0 if isinstance(skip, int) else bool(skip[layer_number - 1])

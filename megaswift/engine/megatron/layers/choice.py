@@ -1,0 +1,101 @@
+"""Which layers a run takes, Transformer Engine's or torch's, and why.
+
+Owns what Transformer Engine's layers, as Megatron-Core puts them together, do not compute, or have not been seen to
+compute: a run that needs it takes the torch layers and says so. Building the layers is layer_spec.py's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import megatron.core
+import torch
+
+from megaswift.errors import ConfigError, Problem
+from megaswift.families.spec import Features, ModelSpec
+
+IN_LAYERS = ("residual_scale", "attention_softcap", "pre_norm", "post_norm", "qk_norm_width", "rope_local")
+
+
+FP8_NEEDS = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Recipe -> the least compute capability with which Transformer Engine computes it (`check_fp8_support` and its
+neighbours)."""
+FP8_NAMES = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
+
+
+def fp8_problems(recipe: str, capability: tuple[int, int]) -> list[Problem]:
+    """Why a GPU of this compute capability cannot run an FP8 recipe; Transformer Engine itself would say so in the
+    first step."""
+    least = FP8_NEEDS[recipe]
+    if capability >= least:
+        return []
+    fits = [name for name, needed in FP8_NEEDS.items() if capability >= needed]
+    rule = (
+        f"needs compute capability {least[0]}.{least[1]} ({FP8_NAMES[least]}) or newer; this GPU has "
+        f"{capability[0]}.{capability[1]}"
+    )
+    return [
+        Problem(
+            f"--fp8_recipe {recipe}",
+            rule,
+            " or ".join(f"--fp8_recipe {name}" for name in reversed(fits)) or "--fp8_format none",
+        )
+    ]
+
+
+def only_torch(spec: ModelSpec) -> list[str]:
+    """What of a model the torch layers alone compute, under every layout.
+
+    Sinks: Transformer Engine has them from 2.8 on, for some attention backends, and not for packed rows with each of
+    them.
+    """
+    plain = Features()
+    found = [name for name in IN_LAYERS if getattr(spec.features, name) != getattr(plain, name)]
+    return found + (["attention sinks"] if spec.transformer.get("softmax_type", "vanilla") != "vanilla" else [])
+
+
+def only_torch_here(spec: ModelSpec, cp_comm_type: str | None, packing: bool) -> list[str]:
+    """What the torch layers alone compute under this run's layout; `cp_comm_type` None is no context parallelism.
+
+    Source: the combinations that Transformer Engine's own attention tests leave out, and Megatron-Core 0.16's latent
+    attention, which has no packed rows of unequal key and value widths.
+    """
+    latent, cp = bool(spec.transformer.get("multi_latent_attention")), cp_comm_type is not None
+    found = []
+    if cp and spec.transformer.get("window_size") and cp_comm_type != "a2a":
+        found.append(f"sliding windows with --cp_comm_type {cp_comm_type} (they have with a2a)")
+    if cp and packing and cp_comm_type in ("all_gather", "a2a+p2p"):
+        found.append(f"packed rows with --cp_comm_type {cp_comm_type} (they have with p2p)")
+    if cp and latent and cp_comm_type != "p2p":
+        found.append(f"latent attention with --cp_comm_type {cp_comm_type} (they have with p2p)")
+    if latent and packing and tuple(map(int, megatron.core.__version__.split(".")[:2])) < (0, 17):
+        found.append("packed latent attention in this version of Megatron-Core")
+    return found
+
+
+def pick_layers(asked: str, attention: str = "auto", lacking: str = "") -> tuple[str, str]:
+    """(`transformer_engine` or `torch`, why) for `--transformer_impl` and `--attn_impl`; `lacking` is what only torch
+    layers do."""
+    if lacking and asked == "transformer_engine":
+        raise ConfigError(
+            Problem(
+                "--transformer_impl transformer_engine",
+                f"its layers have no {lacking}, which this model needs",
+                "--transformer_impl torch",
+            )
+        )
+    if lacking and asked == "auto":
+        return "torch", f"Transformer Engine's layers have no {lacking}, which this model needs"
+    cuda, installed = torch.cuda.is_available(), importlib.util.find_spec("transformer_engine") is not None
+    if asked == "torch":
+        return "torch", "asked for"
+    if asked == "transformer_engine":
+        if not (cuda and installed):
+            lack = "no CUDA device is visible" if not cuda else "the package transformer_engine is not installed"
+            raise ConfigError(Problem("--transformer_impl transformer_engine", lack, "--transformer_impl torch"))
+        return "transformer_engine", "asked for"
+    if attention == "sdpa":
+        return "torch", "--attn_impl sdpa is theirs"
+    if cuda and installed:
+        return "transformer_engine", "CUDA and Transformer Engine are there"
+    return "torch", "no CUDA device" if not cuda else "Transformer Engine is not installed"

@@ -1,0 +1,42 @@
+"""What attention and MLP add to the residual stream in families that normalise or scale it first.
+
+Owns the row-parallel product of such layers, for the torch layer spec; other families use Megatron-Core's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.tensor_parallel import RowParallelLinear
+from torch import Tensor
+
+from megaswift.engine.megatron.layers.norm import TorchNorm
+
+
+class ResidualLinear(RowParallelLinear):
+    """scale x norm(x W^T + bias) with W split by columns: x [s, b, in / tp] to [s, b, out] (a sequence shard under SP).
+
+    The norm's weight is `post_layernorm.weight`. The bias is added here: nothing is left to be added later. `adapted`
+    makes (input, product) the product with adapters: a hook on the output would come after the norm.
+    """
+
+    adapted: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.scale = config.features.residual_scale
+        self.post_layernorm = (
+            TorchNorm(config, output_size, config.layernorm_epsilon) if config.features.post_norm else None
+        )
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """(output, no bias)."""
+        out, bias = super().forward(input_)
+        if self.adapted is not None:
+            out = self.adapted(input_, out)
+        if bias is not None:
+            out = out + bias
+        if self.post_layernorm is not None:
+            out = self.post_layernorm(out)
+        return (out if self.scale == 1.0 else out * self.scale), None

@@ -1,0 +1,155 @@
+"""The MoE router with auxiliary losses that no layout and no mask changes, and with choices that Megatron-Core's has
+not.
+
+Owns the load-balancing loss (Switch Transformer, arXiv:2101.03961, eq. 4-6, per micro-batch) and the z loss (ST-MoE,
+arXiv:2202.08906, eq. 5), each over the non-padding tokens of a whole micro-batch on one data-parallel rank, per layer.
+Of sigmoid scores the balancing loss takes each score over their sum, and the experts that are best without the bias
+(DeepSeek-V3, arXiv:2412.19437, eq. 17-20, there for each sequence by itself).
+Megatron-Core weighs them by each shard's token count and then divides by label tokens; here the engine's
+`AuxScale` is the one place of their scale: coefficient / (micro-batches x data-parallel ranks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+
+@dataclass
+class AuxScale:
+    """Coefficients, the number of micro-batches they are averaged over, and the values for the log."""
+
+    aux_coefficient: float = 0.0
+    z_coefficient: float = 0.0
+    average_over: int = 1
+    """Micro-batches x data-parallel ranks of the global batch; set before each step."""
+    values: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """Name to layer number to the sum over this rank's micro-batches of its share of the unscaled loss."""
+
+    def record(self, name: str, layer: int, value: Tensor) -> None:
+        """Add a micro-batch's share."""
+        layers = self.values.setdefault(name, {})
+        layers[layer] = layers.get(layer, torch.zeros((), device=value.device)) + value.detach()
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How a token's experts are chosen and weighed."""
+
+    score: str
+    """`sigmoid` or `softmax` of the logits."""
+    topk: int
+    groups: int = 1
+    group_topk: int = 1
+    """Groups that are left to choose from."""
+    group_best: int = 0
+    """How many of its best experts make a group's score: 1 in DeepSeek-V2, 2 in DeepSeek-V3, whatever top-k is."""
+    normalised: bool = False
+    scaling: float = 1.0
+
+
+def choose_experts(logits: Tensor, how: RoutingRule, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(weights [t, E] with 0 where an expert is not chosen, chosen bool [t, E]) of logits [t, E] and the experts' bias
+    [E]."""
+    scores = torch.sigmoid(logits) if how.score == "sigmoid" else torch.softmax(logits, dim=-1)
+    ranked = scores.detach() if bias is None else scores.detach() + bias
+    if how.groups > 1:
+        best = ranked.unflatten(1, (how.groups, -1)).topk(how.group_best, dim=-1).values.sum(-1)  # [t, groups]
+        left = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(how.group_topk, dim=-1).indices, True)
+        ranked = ranked.masked_fill(~left.repeat_interleave(logits.shape[1] // how.groups, dim=1), float("-inf"))
+    picks = torch.zeros_like(ranked, dtype=torch.bool).scatter_(1, ranked.topk(how.topk, dim=-1).indices, True)
+    weights = scores * picks
+    if how.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * how.scaling, picks
+
+
+def _counts(mask: Tensor, picks: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """(tokens routed to each expert [E], tokens) over the group that shares a micro-batch."""
+    both = torch.cat([(picks & mask[:, None]).sum(0).float(), mask.sum()[None].float()])
+    if group.size() > 1:
+        dist.all_reduce(both, group=group)
+    return both[:-1], both[-1].clamp(min=1.0)
+
+
+class BalancedRouter(TopKRouter):
+    """Megatron's top-k router with our auxiliary losses, and `choose_experts` where Megatron's own choice is another.
+
+    `scale` is set by the engine after the model is built. Megatron-Core adds up the best top-k / groups experts of a
+    group, and always normalises sigmoids.
+    """
+
+    scale: AuxScale
+
+    def __init__(self, config: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, **kwargs)
+        self.scale = AuxScale()
+        features, sigmoid = config.features, config.moe_router_score_function == "sigmoid"
+        self.choice: RoutingRule | None = None
+        if features.router_group_best or (sigmoid and not features.router_normalised):
+            self.choice = RoutingRule(
+                config.moe_router_score_function,
+                self.topk,
+                config.moe_router_num_groups or 1,
+                config.moe_router_group_topk or 1,
+                features.router_group_best,
+                sigmoid and features.router_normalised,
+                config.moe_router_topk_scaling_factor or 1.0,
+            )
+
+    def is_aux_loss_enabled(self) -> bool:
+        """Ours is added in `routing`; Megatron's stays off."""
+        return False
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Off: the z loss is added in `routing` with the balancing loss."""
+        return logits
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        """Top-k routing of logits [s, b, E]; padding_mask [s, b], True on padding."""
+        flat = logits.view(-1, logits.shape[-1])
+        if self.choice is None:
+            weights, picks = super().routing(logits, padding_mask=padding_mask, **kwargs)
+        else:
+            weights, picks = choose_experts(flat.float(), self.choice, self.expert_bias)
+            weights = weights.to(logits.dtype)
+            self._apply_expert_bias(picks, padding_mask)
+        if self.training and torch.is_grad_enabled() and (self.scale.aux_coefficient or self.scale.z_coefficient):
+            valid = (
+                torch.ones(flat.shape[0], dtype=torch.bool, device=flat.device)
+                if padding_mask is None
+                else ~padding_mask.reshape(-1)
+            )
+            weights = self._attach(weights, flat.float(), picks, valid)
+        return weights, picks
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count tokens [t, E]; Megatron-Core (0.16 to 0.19) would lay its mask [t] along the experts."""
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
+
+    def _attach(self, weights: Tensor, logits: Tensor, picks: Tensor, valid: Tensor) -> Tensor:
+        """[t, E] weights that carry the auxiliary losses' gradients for the logits."""
+        experts = logits.shape[-1]
+        if self.expert_bias is not None:
+            picks = torch.zeros_like(picks).scatter_(1, logits.detach().topk(self.topk, dim=-1).indices, True)
+        routed, tokens = _counts(valid, picks, self.tp_cp_group)
+        total = logits.new_zeros(())
+        if self.scale.aux_coefficient:
+            sigmoid = self.score_function == "sigmoid"
+            scores = F.normalize(torch.sigmoid(logits), p=1, dim=-1) if sigmoid else torch.softmax(logits, dim=-1)
+            share = (scores * valid[:, None]).sum(0) / tokens
+            aux = experts * (routed / (tokens * self.topk) * share).sum()
+            self.scale.record("aux_loss", self.layer_number, aux)
+            total = total + self.scale.aux_coefficient * aux
+        if self.scale.z_coefficient:
+            z = (torch.logsumexp(logits, dim=-1).square() * valid).sum() / tokens
+            self.scale.record("z_loss", self.layer_number, z)
+            total = total + self.scale.z_coefficient * z
+        return MoEAuxLossAutoScaler.apply(weights, total / self.scale.average_over)

@@ -1,0 +1,1 @@
+"""LoRA on Megatron's linear layers: placement on ranks, forward and backward, checkpoints."""

@@ -1,0 +1,71 @@
+"""What of a LoRA checkpoint a rank holds: adapters and fully trained modules, never the base model.
+
+Names and places are those of the Hugging Face tensors, so nothing in them depends on a layout:
+`adapter.<module>.lora_A.weight` [r, in], `adapter.<module>.lora_B.weight` [out, r], with DoRA
+`adapter.<module>.lora_magnitude_vector` [out], `saved.<name>`. Of experts that share a parameter each has its own, B
+with gates before ups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from megaswift.bridge.adapters import ADAPTER, SAVED, dim_of_half
+from megaswift.bridge.plan import PlanEntry
+from megaswift.engine.megatron.checkpoint.chunks import ParameterSlice
+from megaswift.engine.megatron.lora.adapters import RankAdapters
+from megaswift.engine.megatron.parallel_context import ParallelContext
+from megaswift.families.rules import ShardSpec, dim_of
+
+
+def adapter_slices(lora: RankAdapters) -> list[tuple[Tensor, list[ParameterSlice]]]:
+    """Every trainable tensor of this rank with its pieces."""
+    context = lora.weights.context
+    found: list[tuple[Tensor, list[ParameterSlice]]] = []
+    for p in lora.placed:
+        adapter, half = p.adapter, p.half
+        replica = _replica(adapter.entry, adapter.sharded(half), context)
+        ranges = adapter.ranges(half, p.owner.ranks, p.owner.rank)
+        found.append(
+            (
+                p.tensor,
+                list(_pieces(ADAPTER + adapter.name(half), adapter.shape(half), dim_of_half(half), ranges, replica)),
+            )
+        )
+    for placed in lora.saved:
+        entry = placed.entry
+        ranks, rank = lora.weights.tp_of(entry)
+        replica, at, dim = _replica(entry, entry.shard != "replicated", context), 0, dim_of(entry.rule)
+        parts: list[ParameterSlice] = []
+        for piece in entry.pieces(ShardSpec(ranks, rank, lora.weights.padded)):
+            whole = entry.hf_shapes[piece.source]
+            # rows of the vocabulary's padding are no one's
+            ranges = [(min(piece.start, whole[dim]), min(piece.stop, whole[dim]))]
+            parts += _pieces(SAVED + entry.hf[piece.source], whole, dim, ranges, replica, at)
+            at += piece.length * (placed.tensor.numel() // placed.tensor.shape[dim])
+        found.append((placed.tensor, parts))
+    return found
+
+
+def _pieces(
+    key: str, whole: tuple[int, ...], dim: int, ranges: list[tuple[int, int]], replica: tuple[int, ...], first: int = 0
+) -> Iterator[ParameterSlice]:
+    """A local tensor's runs: whole rows, or the one range of columns that it is made of."""
+    assert dim == 0 or len(ranges) == 1, f"{key}: several ranges of columns"
+    for start, stop in ranges:
+        shape = (*whole[:dim], stop - start, *whole[dim + 1 :])
+        offset = (0,) * dim + (start,) + (0,) * (len(whole) - dim - 1)
+        if stop > start:
+            piece = ParameterSlice(key, first, shape, whole, offset, replica, False)
+            yield piece
+            first = piece.end
+
+
+def _replica(entry: PlanEntry, sharded: bool, context: ParallelContext) -> tuple[int, int, int]:
+    """(pipeline, tensor, data) number of this rank's copy."""
+    at, groups = context.coordinates, context.groups
+    if entry.expert is not None:
+        return 0, 0 if sharded else at.etp, groups.expt_dp.rank()
+    return 0, 0 if sharded else at.tp, groups.dp_cp.rank()

@@ -1,0 +1,70 @@
+"""Process groups and random states of a run. Several engines (policy, critic, reward model) may live on one context.
+
+Owns initialisation and tear-down of torch.distributed and of Megatron-Core's groups for a `Layout`; what runs on them
+is not here.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megaswift.engine import process_group
+from megaswift.engine.megatron.cpu import device as _device
+from megaswift.parallel.layout import Layout
+
+
+class ParallelContext:
+    """The groups of `layout` on this process. Made once a process; `close` before another is made."""
+
+    def __init__(
+        self, layout: Layout, timeout_s: float = 600.0, seed: int = 42, store: dist.Store | None = None
+    ) -> None:
+        self.layout = layout
+        self.rank = int(os.environ.get("RANK", "0"))
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        layout.check_processes(world)
+        self._start(timeout_s, store)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=timeout_s / 60,  # a float does: Megatron-Core makes a timedelta of it
+            create_gloo_process_groups=not _device.on_cpu(),
+        )
+        self.device = _device.compute_device()
+        self.coordinates = layout.coordinates(self.rank)
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.seed(seed)
+
+    def _start(self, timeout_s: float, store: dist.Store | None) -> None:
+        if not _device.on_cpu():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        process_group.start_process_group("gloo" if _device.on_cpu() else "cpu:gloo,cuda:nccl", timeout_s, store)
+
+    def seed(self, seed: int) -> None:
+        """Random states for dropout: one for what tensor-parallel ranks share, one each for what they split.
+
+        Ranks with other data, sequence parts or layers draw other numbers. Weights never come from these (see
+        weights.py).
+        """
+        at, layout = self.coordinates, self.layout
+        place = at.cp + layout.cp * (at.dp + layout.dp * at.pp)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed + 10_000 * place, force_reset_rng=True)
+
+    def close(self) -> None:
+        """Take the groups down; another layout may follow in this process.
+
+        Everything goes, torch.distributed too: Megatron's own tear-down alone leaks file descriptors and threads.
+        """
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_global_memory_buffer()
+        if dist.is_initialized():
+            dist.destroy_process_group()

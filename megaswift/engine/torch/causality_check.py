@@ -1,0 +1,135 @@
+"""Whether a model reads its rows as training takes for granted: from left to right, and each packed document by itself.
+
+Rows go in without an attention mask (`loss_fields.py`). An encoder that was not told to decode would see the very
+tokens that it is asked for. Many models do not tell packed documents apart by their positions: state spaces and linear
+attention carry a state from one into the next, older ones make a mask without looking at positions, or count these from
+elsewhere. All that trains, and the loss falls. The families are held to Hugging Face by tests; any other model is
+asked, once, before its first step, by rows of a few tokens, and so is a family whose class in transformers has lost its
+documents.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megaswift.engine.torch.adapters import base_model
+from megaswift.errors import ConfigError, Problem
+from megaswift.families import FAMILIES
+from megaswift.losses.contract import Batch, Needs
+
+if TYPE_CHECKING:
+    from megaswift.engine.torch.engine import TorchEngine
+
+BEFORE, DOCUMENT, END = 10, 14, 4
+"""Tokens of another document in the same row, of the one that is looked at, and of its end that is exchanged."""
+LOSES_DOCUMENTS = ("gpt_oss",)
+"""Families that transformers 5.23 gives masks without a look at positions, so that packed documents see one another."""
+EXACT, ROUNDED = 1e-3, 0.1
+"""The share of a change that counts as rounding, in float32 and in half precision; what leaks is of the size of the
+change."""
+
+Read = Callable[[Batch], Tensor]
+"""A batch of one row to a number a token [1, s]: a label's log-probability, or the value of a scalar head."""
+
+
+def check_causality(engine: TorchEngine) -> None:
+    """ConfigError where training would learn something else than it says. Collective, and nothing of the model
+    changes."""
+    spec = engine.spec
+    known = spec.family in FAMILIES
+    if engine.fields.places or (known and not (engine.cfg.data.packing and spec.family in LOSES_DOCUMENTS)):
+        return
+    needs = Needs(fields=frozenset(), head="score") if spec.scored else Needs()
+
+    def read(batch: Batch) -> Tensor:
+        found = engine.score([batch], needs)[0]
+        numbers = found.values if spec.scored else found.logprobs
+        assert numbers is not None, "it was asked for"
+        return numbers.float().cpu()
+
+    named, longest = f"{engine.cfg.model.model}, model_type {spec.family}", positions(base_model(engine.fields.model))
+    with engine.most_exact():
+        limit = EXACT if engine.dtype == torch.float32 else ROUNDED
+        found = [*_problems(read, spec.vocab_size, limit, bool(engine.cfg.data.packing), named)]
+    if longest is not None and engine.cfg.data.max_length > longest:
+        found.append(
+            Problem(
+                f"--max_length {engine.cfg.data.max_length}",
+                f"is more than the {longest} positions that this model has learned",
+                f"--max_length {longest}",
+            )
+        )
+    if found and known:
+        found = [replace(p, fix=f"{p.fix}, or --engine megatron, which keeps them apart") for p in found]
+    if found:
+        raise ConfigError(found)
+
+
+def _problems(read: Read, vocab: int, limit: float, packing: bool, model: str) -> Iterator[Problem]:
+    """What is wrong with a model of so many tokens."""
+    drawn = torch.randint(vocab, (BEFORE + DOCUMENT + END,), generator=torch.Generator().manual_seed(0))
+    before, document, end = drawn.split((BEFORE, DOCUMENT, END))
+    alone = read(row(document))
+    ended = read(row(torch.cat([document[:-END], end])))
+    same = DOCUMENT - END - 1  # the label after these is exchanged too
+    if _differs(alone[:, :same], ended[:, :same], limit * _apart(alone, ended)):
+        yield Problem(
+            f"--model {model}",
+            "does not read from left to right: what it says of a token changes with the tokens behind it",
+            'a model that writes text; of an encoder, "is_decoder": true in config.json',
+        )
+        return
+    if packing:
+        kept, joined = read(row(before, document))[:, BEFORE:], read(row(torch.cat([before, document])))[:, BEFORE:]
+        # of a row of another length
+        rounding = _apart(alone[:, :-1], read(row(torch.cat([document, end])))[:, : DOCUMENT - 1])
+        if _differs(alone, kept, max(limit * _apart(alone, joined), 3 * rounding)):
+            yield Problem(
+                "--packing true",
+                f"does not go with this model ({model}): in a row with others it says something else of a "
+                "document than alone",
+                "--packing false",
+            )
+
+
+def positions(model: nn.Module) -> int | None:
+    """How many a model has a learned vector for; None where positions need none."""
+    tables = [
+        m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Embedding) and re.search(r"(^|\.)(wpe|\w*pos\w*)$", name)
+    ]
+    return min((m.num_embeddings - int(getattr(m, "offset", 0)) for m in tables), default=None)
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def _differs(a: Tensor, b: Tensor, most: float) -> bool:
+    return not _apart(a, b) <= most  # not a number: it does
+
+
+def row(*documents: Tensor) -> Batch:
+    """One row, packed where there are several documents; every token but a document's last has a label."""
+    made = [_document(ids) for ids in documents]
+    if len(made) == 1:
+        return made[0]
+    names = ("input_ids", "labels", "loss_weights", "positions", "valid")
+    joined: dict[str, Any] = {name: torch.cat([getattr(m, name) for m in made], 1) for name in names}
+    bounds = [0, *torch.tensor([len(ids) for ids in documents]).cumsum(0).tolist()]
+    return replace(made[0], **joined, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+
+
+def _document(ids: Tensor) -> Batch:
+    weights = torch.ones(1, len(ids))
+    weights[0, -1] = 0.0
+    return Batch(
+        ids[None], ids.roll(-1)[None], weights, torch.arange(len(ids))[None], torch.ones(1, len(ids), dtype=torch.bool)
+    )

@@ -1,0 +1,64 @@
+"""bitsandbytes' optimizers of 32-bit states on what FSDP2 leaves to a rank: they step the local tensors, which torch's
+wrapper shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megaswift.config.optim import OptimConfig
+from megaswift.engine.torch.optimizers import BitsAndBytes, Elementwise, Metas, Named
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """This rank's part, in the same storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class LocalShardOptimizer(Elementwise):
+    """Each parameter's part as a parameter of the optimizer. States are whole to the outside, as the weights are."""
+
+    def __init__(self, named: Named, optim: OptimConfig) -> None:
+        self.parts = {p: nn.Parameter(local_tensor(p.data)) for _, p in named}
+        self.stepped = BitsAndBytes([(name, self.parts[p]) for name, p in named], optim)
+        super().__init__(named, optim)
+
+    def make(self, named: Named) -> torch.optim.Optimizer:
+        """That of the parts."""
+        return self.stepped.inner
+
+    def step(self) -> None:
+        """A rank without a row of a matrix has nothing to step there."""
+        for parameter, part in self.parts.items():
+            part.grad = None if parameter.grad is None or not part.numel() else local_tensor(parameter.grad)
+        self.stepped.step()
+        for part in self.parts.values():
+            part.grad = None
+
+    def metas(self, parameter: Any) -> Metas:
+        """By the whole shape."""
+        return self.stepped.metas(parameter)
+
+    def states(self, parameter: Any, steps: int) -> dict[str, Tensor]:
+        """The parts of the states, each as torch's wrapper has the weight's."""
+        found = self.stepped.states(self.parts[parameter], steps)
+        if not isinstance(parameter.data, DTensor):
+            return found
+        return {
+            name: DTensor.from_local(
+                t,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            for name, t in found.items()
+        }
+
+    def count(self, parameter: nn.Parameter, steps: int) -> None:
+        """Of the part."""
+        self.stepped.count(self.parts[parameter], steps)

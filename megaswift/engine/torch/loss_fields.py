@@ -1,0 +1,81 @@
+"""What losses ask for, from the full logits of labelled positions: the plain form of `engine.megatron.head`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaswift.engine.torch.adapters import base_model
+from megaswift.engine.torch.vision import model_has_tower
+from megaswift.losses.contract import Needs
+
+
+def fields_of(logits: Tensor, labels: Tensor, needs: Needs) -> Tensor:
+    """float32 [f, ...] from logits [..., v] and labels [...], in the order of `needs.names`."""
+    scaled = logits.float()
+    if needs.temperature != 1.0:
+        scaled = scaled / needs.temperature
+    normaliser = scaled.logsumexp(-1)
+    values: dict[str, Tensor] = {}
+    if "logprobs" in needs.fields:
+        values["logprobs"] = scaled.gather(-1, labels[..., None]).squeeze(-1) - normaliser
+    if "entropy" in needs.fields:
+        log_p = scaled - normaliser[..., None]
+        values["entropy"] = -(log_p.exp() * log_p).sum(-1)
+    if "logsumexp" in needs.fields:
+        values["logsumexp"] = normaliser
+    if "correct" in needs.fields:
+        values["correct"] = (scaled.detach().argmax(-1) == labels).float()
+    if "mean_logit" in needs.fields:
+        values["mean_logit"] = scaled.mean(-1)
+    if "log_sum_sq" in needs.fields:
+        values["log_sum_sq"] = (2 * (scaled - normaliser[..., None])).logsumexp(-1)
+    return torch.stack([values[name] for name in needs.names])
+
+
+class FieldsModel(nn.Module):
+    """A causal language model whose forward pass ends in fields, so that a wrapper's hooks see the head too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.needs = Needs()
+        self.places = model_has_tower(base_model(model))
+        """The model gives its tokens positions itself: those of images may be those of a grid."""
+        taken = inspect.signature(base_model(model).forward).parameters
+        self.chooses = "logits_to_keep" in taken
+        self.placed = not self.places and "position_ids" in taken
+        """It takes positions; models without any (state spaces, ALiBi) do not."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor | None, labels: Tensor, labelled: Tensor, extra: dict[str, Any]
+    ) -> Tensor:
+        """float32 [f, b, s], 0 where `labelled` is False. Only columns with a label go through the head, where the
+        model can choose.
+
+        No attention mask: rows are padded on the right, where causal attention does not look, and transformers tells
+        packed documents by their positions. Rows of one document get none: a model counts for itself, not all from 0.
+        """
+        columns = labelled.any(0).nonzero().squeeze(1)
+        if columns.numel() == 0:
+            columns = columns.new_zeros(1)  # every rank goes through every layer
+        placed = {"position_ids": positions} if self.placed and positions is not None else {}
+        inputs = {"input_ids": input_ids, **placed, **extra}
+        if self.needs.head:
+            return self._values(columns, labelled, inputs)
+        chosen: dict[str, Any] = {"logits_to_keep": columns} if self.chooses else {}
+        logits = self.model(use_cache=False, **inputs, **chosen).logits
+        if not self.chooses:
+            logits = logits[:, columns]
+        found = fields_of(logits, labels[:, columns], self.needs) * labelled[:, columns]
+        return found.new_zeros(found.shape[0], *labels.shape).index_copy(2, columns, found)
+
+    def _values(self, columns: Tensor, labelled: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """float32 [1, b, s] of a model with a scalar head; transformers' own forward pass gives one number a row."""
+        model: Any = base_model(self.model)
+        hidden = model.base_model(use_cache=False, **inputs).last_hidden_state
+        found = model.score(hidden[:, columns]).float().squeeze(-1) * labelled[:, columns]
+        return found.new_zeros(1, *labelled.shape).index_copy(2, columns, found[None])

@@ -1,0 +1,66 @@
+"""Models without memory for their weights: how a model gets its shape, its adapters and its shards before any tensor is
+read.
+
+A hollow parameter has its shape and dtype, and one zero as its storage (all strides are 0). Nothing but its shape may
+be asked of it. It stays on the CPU, not on the meta device, because PEFT moves what it adds to the device of the layer
+that it is added to. Before a parameter is sharded it becomes real; its memory is then untouched, so that on a CPU no
+page of it is resident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+
+@contextmanager
+def build_on_meta() -> Iterator[None]:
+    """Modules made inside have parameters on the meta device, which costs nothing; their buffers are real."""
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+        """A new parameter, or None for the same: a tied one is registered twice."""
+        return None if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def move_to_meta(module: nn.Module) -> None:
+    """Meta parameters become hollow ones, tied ones together."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                empty = nn.Parameter(
+                    torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), parameter.requires_grad
+                )
+                part._parameters[name] = made.setdefault(id(parameter), empty)
+
+
+def drop_storage(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A real module becomes a hollow one; its parameters by name are the caller's now."""
+    taken = {}
+    for name, parameter in module.named_parameters():
+        taken[name] = parameter.data
+        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    return taken
+
+
+def is_meta(parameter: torch.Tensor) -> bool:
+    """Whether it has no memory of its own."""
+    return parameter.numel() > 1 and not any(parameter.stride())
+
+
+def allocate_storage(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Hollow ones get memory, with nothing in particular in it."""
+    for parameter in parameters:
+        if is_meta(parameter):
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)

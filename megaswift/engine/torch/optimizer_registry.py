@@ -1,0 +1,19 @@
+"""Which class steps the optimizer that a run asks for. A new optimizer is a new class and a line here."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megaswift.config.optim import GALORE, ON_PARTS, OptimConfig
+from megaswift.engine.torch.fsdp_bitsandbytes import LocalShardOptimizer
+from megaswift.engine.torch.galore import GaLore
+from megaswift.engine.torch.optimizers import Elementwise, optimizer_kind
+
+
+def make_torch_optimizer(module: nn.Module, optim: OptimConfig) -> Elementwise:
+    """The optimizer of what trains in `module`."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if optim.optimizer in ON_PARTS and any(isinstance(p, DTensor) for _, p in named):
+        return LocalShardOptimizer(named, optim)
+    return GaLore(named, optim, module) if optim.optimizer in GALORE else optimizer_kind(optim.optimizer)(named, optim)

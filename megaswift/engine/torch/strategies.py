@@ -1,0 +1,64 @@
+"""Which strategy wraps a model, and with which of its options. A new strategy is a new file and a row here."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from megaswift.config import SwiftConfig
+from megaswift.config.engine import ZERO
+from megaswift.config.engine_rules import zero_config
+from megaswift.config.launch_env import started
+from megaswift.engine.torch.adapters import base_model
+from megaswift.engine.torch.context import TorchContext
+from megaswift.engine.torch.ddp import DdpStrategy
+from megaswift.engine.torch.loss_fields import FieldsModel
+from megaswift.engine.torch.strategy import Strategy
+from megaswift.errors import ConfigError, Problem
+from megaswift.families.layers import layer_classes
+
+
+def wrap_model(kind: str, module: FieldsModel, cfg: SwiftConfig, context: TorchContext, dtype: torch.dtype) -> Strategy:
+    """The wrapped model of an engine of this kind."""
+    if kind == "ddp":
+        return DdpStrategy(module, cfg.optim, context)
+    if kind in ZERO:
+        from megaswift.engine.torch.zero import ZeroStrategy
+
+        name, hidden = str(dtype).removeprefix("torch."), base_model(module.model).config.get_text_config().hidden_size
+        filled = zero_config(cfg, context.layout.world_size, name, hidden)
+        if filled.problems:
+            raise ConfigError(filled.problems)
+        return ZeroStrategy(module, cfg.optim, filled.config, context.device)
+    from megaswift.engine.torch.fsdp import FsdpOptions, FsdpStrategy
+
+    layers = fsdp_units(cfg, base_model(module.model))
+    words, machines = cfg.engine.fsdp, started("nnodes", os.environ) or 1
+    options = FsdpOptions(
+        layers,
+        reshard="shard_grad_op" not in words,
+        replicas=machines if "hybrid_shard" in words else 1,
+        offload="offload" in words,
+        param_dtype=None if dtype == torch.float32 else dtype,
+    )
+    return FsdpStrategy(module, cfg.optim, context, options)
+
+
+def fsdp_units(cfg: SwiftConfig, model: nn.Module) -> frozenset[str]:
+    """Classes of the modules that fsdp2 shards by themselves. A name that the model does not have would leave it one
+    unit, in silence."""
+    named, present = cfg.engine.fsdp_transformer_layer_cls_to_wrap, {type(m).__name__ for m in model.modules()}
+    layers = layer_classes(model)
+    if unknown := [name for name in named if name not in present]:
+        fix = f"{' '.join(sorted(layers))}, the decoder layers, or leave it out"
+        raise ConfigError(
+            [
+                Problem(
+                    f"--fsdp_transformer_layer_cls_to_wrap {name}", f"is no module of this {type(model).__name__}", fix
+                )
+                for name in unknown
+            ]
+        )
+    return frozenset(named) or layers

@@ -1,0 +1,174 @@
+"""How a model comes to its weights without being whole anywhere: built hollow, sharded, then filled one tensor at a
+time.
+
+Three ways, the first that can be taken:
+
+- From files: every rank reads each tensor, keeps its part and lets go of the rest. Nothing is sent, and nothing but one
+  piece (a tensor, or those that become one) is ever whole.
+- From rank 0, where a model has to exist to be known (random weights, files that transformers must make sense of): it
+  is made there and handed out tensor by tensor. The other ranks hold their part.
+- Whole on every rank: under strategies that keep weights whole, and where adapters are made from the weights of their
+  base.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaswift.bridge.hf_source import WeightSource
+from megaswift.bridge.new_head import NEW, NewHead, new_head
+from megaswift.bridge.open_weights import open_weights
+from megaswift.bridge.transformers_weights import buffers
+from megaswift.config import SwiftConfig
+from megaswift.config.adapter_rules import SHARDED, bits_of
+from megaswift.engine.torch import meta_init, model, quantized
+from megaswift.engine.torch.adapters import base_model, base_name, unwrap_adapters
+from megaswift.engine.torch.conversions import ConversionGroup, conversion_groups, first_names, group_shapes
+from megaswift.engine.torch.loss_fields import FieldsModel
+from megaswift.engine.torch.strategy import WEIGHT
+from megaswift.errors import Problem, UserError, WeightsError
+from megaswift.families import read_config
+from megaswift.families.checkpoint_folder import find_checkpoint
+
+if TYPE_CHECKING:
+    from megaswift.engine.torch.engine import TorchEngine
+
+Fill = Callable[["TorchEngine"], None]
+
+
+@dataclass(frozen=True)
+class WeightStart:
+    """A model that is ready to be wrapped, and what gives the wrapped one its weights."""
+
+    fields: FieldsModel
+    fill: Fill = lambda engine: None
+
+
+def start_from_files(directory: Path, engine: TorchEngine) -> WeightStart:
+    """The weights of a Hugging Face folder, or of a checkpoint of either engine."""
+    checkpoint, cfg, hollow_first = find_checkpoint(directory), engine.cfg, _stays_hollow(directory, engine.cfg)
+    if checkpoint is None and not (engine.kind in SHARDED and hollow_first):
+        return WeightStart(_prepare(directory, engine, weights=True))
+    if not hollow_first:
+        rule = (
+            "is a checkpoint; adapters that are made from weights, weights in few bits and models with code of "
+            "their own need a folder"
+        )
+        fix = f"megaswift convert megatron-to-hf {cfg.model.model} DST, then --model DST"
+        raise WeightsError(Problem(f"--model {cfg.model.model}", rule, fix))
+    fields = _prepare(directory, engine, weights=False, empty=True)
+    source = open_weights(directory)
+    if engine.spec.scored and NEW not in source.names():
+        source = NewHead(source, new_head(engine.spec, cfg.train.seed))
+    found, first = conversion_groups(base_model(fields.model), source), first_names(base_model(fields.model))
+    problems = _differences(base_model(fields.model), source, found)
+    if not problems:
+        return WeightStart(fields, lambda engine: read_tensor(engine, found, source, first))
+    if checkpoint is not None:
+        raise WeightsError(problems)
+    return _from_first_rank(directory, engine, weights=True)
+
+
+def start_from_seed(directory: Path, engine: TorchEngine) -> WeightStart:
+    """Random weights."""
+    if engine.kind not in SHARDED or not _stays_hollow(directory, engine.cfg):
+        return WeightStart(_prepare(directory, engine, weights=False))
+    return _from_first_rank(directory, engine, weights=False)
+
+
+def start_empty(directory: Path, engine: TorchEngine) -> WeightStart:
+    """No weights: a checkpoint brings them all."""
+    return WeightStart(_prepare(directory, engine, weights=False, empty=_stays_hollow(directory, engine.cfg)))
+
+
+def _prepare(directory: Path, engine: TorchEngine, weights: bool, empty: bool = False) -> FieldsModel:
+    further = quantized.loading_arguments(directory, engine.cfg, engine.context.device, engine.dtype)
+    return model.prepare_model(directory, engine.cfg, weights, engine.spec, further, empty)
+
+
+def _stays_hollow(directory: Path, cfg: SwiftConfig) -> bool:
+    """Whether a model can be built, and adapted, without its weights: adapters that start from weights (DoRA's
+    magnitudes) need them."""
+    raw = read_config(directory)
+    if (cfg.model.trust_remote_code and "auto_map" in raw) or "quantization_config" in raw or bits_of(cfg) is not None:
+        return False
+    if cfg.model.train_type == "full":
+        return True
+    if cfg.lora.adapters is not None:
+        kind = json.loads((Path(cfg.lora.adapters) / "adapter_config.json").read_text(encoding="utf-8")).get(
+            "peft_type"
+        )
+        return kind == "LORA"
+    return cfg.model.train_type == "lora" and not cfg.lora.use_dora
+
+
+def _differences(bare: Any, source: WeightSource, found: list[ConversionGroup]) -> list[Problem]:
+    """Parameters that the files do not have in the model's shape."""
+    first = first_names(bare)
+    stored = {first.get(name, name): shape for name, shape in group_shapes(bare, source, found).items()}
+    adapted = bool(getattr(bare, "peft_config", None)) or any(hasattr(m, "base_layer") for m in bare.modules())
+    wanted = {unwrap_adapters(name): p for name, p in bare.named_parameters() if not adapted or meta_init.is_meta(p)}
+    return [
+        Problem(str(source.directory), f"has no {name} of shape {list(p.shape)}, which this model asks for")
+        for name, p in wanted.items()
+        if stored.get(name) != tuple(p.shape)
+    ][:12]
+
+
+def read_tensor(
+    engine: TorchEngine, found: list[ConversionGroup], source: WeightSource, first: Mapping[str, str]
+) -> None:
+    """Fills an engine's weights from files, a piece at a time. Every rank reads. `first`: `first_names` before the
+    model was wrapped."""
+    bare, skip = base_model(engine.fields.model), "modules_to_save" if engine.cfg.lora.adapters is not None else None
+    places: dict[str, list[str]] = {}
+    for name in engine.shapes:
+        if skip is None or skip not in name:  # an adapter's folder brought these
+            places.setdefault(first.get(base_name(name), base_name(name)), []).append(name)
+    kept = {unwrap_adapters(name): tensor for name, tensor in buffers(bare).items()}
+    for piece in found:
+        tensors = {name: source.slice(name).float() for _, name in piece.stored}
+        for target, tensor in piece.convert(bare, tensors).items():
+            assert first.get(target, target) in places or target in kept, f"{target} is nowhere in the model"
+            for name in places.get(first.get(target, target), ()):
+                engine.strategy.put(name, WEIGHT, tensor)
+            if target in kept:
+                kept[target].copy_(tensor)
+    source.close()
+
+
+def _from_first_rank(directory: Path, engine: TorchEngine, weights: bool) -> WeightStart:
+    """Made whole on rank 0, which hands it out."""
+    problems: list[Problem] = []
+    fields = None
+    if engine.rank == 0:
+        try:
+            fields = _prepare(directory, engine, weights)
+        except UserError as error:
+            problems = list(error.problems)
+    told: list[Any] = [problems]
+    if engine.layout.world_size > 1:
+        dist.broadcast_object_list(told, 0)
+    if told[0]:
+        raise WeightsError(told[0])
+    if fields is None:
+        return WeightStart(_prepare(directory, engine, weights=False, empty=True), lambda engine: hand_out(engine, {}))
+    whole = meta_init.drop_storage(fields)
+    return WeightStart(fields, lambda engine: hand_out(engine, whole))
+
+
+def hand_out(engine: TorchEngine, whole: dict[str, Tensor]) -> None:
+    """Fills an engine's weights from those of rank 0, which has let go of each when it is sent. Collective."""
+    for name, shape in engine.shapes.items():
+        tensor = whole.pop(name) if engine.rank == 0 else torch.empty(shape)
+        if engine.layout.world_size > 1:
+            dist.broadcast(tensor, 0)
+        engine.strategy.put(name, WEIGHT, tensor)

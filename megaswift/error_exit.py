@@ -1,0 +1,97 @@
+"""How a process ends on a user's mistake: one message, the error's exit code (2 for most), no traceback.
+
+Rank 0 speaks at once. Another rank waits: when rank 0 met the same mistake, the launcher ends the others meanwhile;
+when it did not, the mistake is this rank's alone (a malformed row, too little memory), and the first such rank of the
+machine speaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from megaswift.config.launch_env import attempt, is_worker
+from megaswift.errors import UserError
+
+PATIENCE_SECONDS = 5.0
+FORGET_SECONDS = 60.0
+"""A marker this old is another run's: process ids come again, in a restarted container at once."""
+
+
+def print_error_once(error: UserError, environ: Mapping[str, str], patience: float = PATIENCE_SECONDS) -> int:
+    """Tells the user unless another rank has, and returns the exit code."""
+    rank = environ.get("RANK", "0")
+    said = _marker(environ)
+    if rank == "0" or said is None:
+        if said is not None:
+            _claim(said)
+        _say(error.message())
+        record_for_torchrun(error, environ)
+        return error.exit_code
+    end = time.monotonic() + patience
+    while time.monotonic() < end and not _fresh(said):
+        time.sleep(0.05)
+    if _claim(said):
+        _say(f"[rank {rank}] {error.message()}")
+        record_for_torchrun(error, environ)
+    else:
+        time.sleep(max(0.0, min(1.0, end - time.monotonic())))  # leave the other's message on the screen alone
+    return error.exit_code
+
+
+def record_for_torchrun(error: UserError, environ: Mapping[str, str]) -> None:
+    """Writes the message to torchrun's error file, so that torchrun's summary ends with it."""
+    if path := environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": error.message(), "extraInfo": {"timestamp": int(time.time())}}
+        with contextlib.suppress(OSError):  # the message has been printed, or will be
+            Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")
+
+
+def exit_worker(code: int, environ: Mapping[str, str]) -> NoReturn:
+    """Ends a worker without waiting for what a library does at exit: the other ranks may be inside a collective."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if int(environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that was closed, a full disk behind a redirection
+        print(text, file=sys.stderr, flush=True)
+
+
+def _marker(environ: Mapping[str, str]) -> Path | None:
+    """A file that the ranks of one machine and one attempt share: children of one launcher, or of Ray's. None without
+    one."""
+    if not is_worker(environ):
+        return None
+    run = "".join(c for c in environ.get("TORCHELASTIC_RUN_ID", "") if c.isalnum())
+    parent = environ.get("MEGASWIFT_RUN", os.getppid())
+    return Path(
+        tempfile.gettempdir(),
+        f"megaswift-{os.getuid()}-{parent}-{run}-{environ.get('MASTER_PORT', '0')}-{attempt(environ)}",
+    )
+
+
+def _fresh(said: Path) -> bool:
+    return said.exists() and time.time() - said.stat().st_mtime < FORGET_SECONDS
+
+
+def _claim(said: Path) -> bool:
+    """True for the first caller."""
+    if not _fresh(said):
+        said.unlink(missing_ok=True)
+    try:
+        os.close(os.open(said, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    return True

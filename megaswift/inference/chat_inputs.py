@@ -1,0 +1,181 @@
+"""Conversations to what a model answers: tokens, and what its towers read of the images.
+
+Owns rendering for an answer and the limit of the context. Reading rows of files is `prompt_file_rows.py`'s; which
+images a
+conversation may name is said by its `ImageRoot` (`data/images.py`), whose reading and placing of them is training's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megaswift.data.chat import ChatRenderer, templates_of
+from megaswift.data.images import ImageRoot, Source, open_image, place_images
+from megaswift.data.processor import Processor
+from megaswift.data.sample import RowError, Sample, conversation
+from megaswift.data.template import read_system
+from megaswift.data.template_limits import REFUSED
+from megaswift.errors import ConfigError, Problem, first_line
+from megaswift.inference.generator import AnswerRequest, ImageFeatures, Listener
+from megaswift.inference.load import PreparedModel
+
+IMAGES = ("image", "image_url")
+"""Types of a content's parts that are images."""
+Message = Mapping[str, Any]
+STRANGERS = ImageRoot(None)
+"""Whoever asks names no file of this machine."""
+
+
+class ChatInputError(Exception):
+    """A conversation that cannot be answered; the text says why."""
+
+
+@dataclass(frozen=True)
+class ChatInput:
+    """What is to be answered."""
+
+    ids: tuple[int, ...]
+    text: str = ""
+    """Of a conversation with images, as it was rendered."""
+    images: tuple[Source, ...] = ()
+    pictures: ImageFeatures | None = None
+    """What the towers read of them; None: they are opened when the answer's turn comes."""
+
+
+class ChatInputs:
+    """Renders with the tokenizer's chat template, and with the processor of a vision-language model."""
+
+    def __init__(self, prepared: PreparedModel, system: str | None, home: ImageRoot = STRANGERS) -> None:
+        self.tokenizer, self.context, self.home = prepared.tokenizer, prepared.context, home
+        self.system = read_system(system)
+        self._reader, self._name = prepared.reader, str(prepared.options.model)
+
+    @property
+    def blind(self) -> str:
+        """Why images are not read; empty where they are."""
+        return self._reader if isinstance(self._reader, str) else ""
+
+    @cached_property
+    def _chat(self) -> ChatRenderer:
+        return ChatRenderer(templates_of(self.tokenizer, None), parts=True)
+
+    def need_template(self) -> None:
+        """ConfigError where the tokenizer has no chat template."""
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                Problem(
+                    f"the tokenizer of {self._name}",
+                    "has no chat template",
+                    "--chat_template FILE.jinja; a base model continues the `text` of a file's rows",
+                )
+            )
+
+    def of_chat(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, row: Message | None = None
+    ) -> ChatInput:
+        """The conversation up to where the assistant speaks; `row` may have a column of its images."""
+        turns = [dict(m) for m in messages]
+        if self.system and turns[:1] and turns[0]["role"] not in ("system", "developer"):
+            turns.insert(0, {"role": "system", "content": self.system})
+        if isinstance(self._reader, Processor):
+            return self._of_images(self._reader, turns, tools, row or {})
+        for turn in turns:
+            if isinstance(turn.get("content"), list):
+                turn["content"] = self._text(turn["content"])
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                turns, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=True, return_dict=True
+            )["input_ids"]
+        except REFUSED as error:
+            raise ChatInputError(f"the chat template refuses this conversation ({first_line(error)})") from None
+        return ChatInput(self._checked(ids))
+
+    def _text(self, parts: Sequence[Any]) -> str:
+        """Text parts of a content joined; other parts are for models of another kind."""
+        other = sorted({str(p.get("type")) if isinstance(p, Mapping) else "?" for p in parts} - {"text"})
+        if {*other} & {*IMAGES}:
+            raise ChatInputError(f"images are not read: {self.blind}")
+        if other:
+            raise ChatInputError(f"parts of type {', '.join(other)} are not read; text is")
+        return "".join(str(p.get("text", "")) for p in parts)
+
+    def _of_images(self, reader: Processor, turns: list[dict[str, Any]], tools: Any, row: Message) -> ChatInput:
+        """The same for a vision-language model, whatever images there are."""
+        if not self.tokenizer.chat_template:
+            raise ChatInputError("the model has no chat template")
+        try:
+            sample, images = place_images(row, conversation(turns, "messages", tools=tools), self.home)
+            text = self._chat.prompt(sample)
+            return self._looked(reader, ChatInput((), text, tuple(images)))
+        except RowError as error:
+            raise _told(error) from None
+
+    def _looked(self, reader: Processor, prompt: ChatInput) -> ChatInput:
+        """The prompt with its tokens and what its towers read."""
+        made = reader.inputs(prompt.text, [open_image(image, sent=self.home.data is None) for image in prompt.images])
+        seen = (
+            ImageFeatures({k: v for k, v in made.items() if k in reader.kinds}, reader.kinds) if prompt.images else None
+        )
+        return ChatInput(self._checked(made["input_ids"][0].tolist()), prompt.text, prompt.images, seen)
+
+    def image(self, path: str) -> dict[str, Any]:
+        """The part of a message that shows this file; it is opened, so that a wrong one is told at once."""
+        if self.blind:
+            raise ChatInputError(f"images are not read: {self.blind}")
+        asked = {"role": "user", "content": [{"type": "image", "image": path}]}
+        try:
+            sample, images = place_images({}, Sample((asked,), (None,)), self.home)
+            open_image(images[0])
+        except RowError as error:
+            raise _told(error) from None
+        return sample.messages[0]["content"][0]
+
+    def of_any(self, prompt: str | Sequence[int]) -> ChatInput:
+        """Tokens of a text, or tokens as they are."""
+        if isinstance(prompt, str):
+            return self.of_text(prompt)
+        ids, count = self._checked(prompt), len(self.tokenizer)
+        wrong = next((t for t in ids if not 0 <= t < count), None)
+        if wrong is not None:
+            raise ChatInputError(f"{wrong} is no token of this model; there are {count}")
+        return ChatInput(ids)
+
+    def of_text(self, text: str) -> ChatInput:
+        """Tokens of a text that goes on."""
+        return ChatInput(self._checked(self.tokenizer(text)["input_ids"]))
+
+    def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
+        if not ids:
+            raise ChatInputError("the prompt has no token")
+        if self.context is not None and len(ids) >= self.context:
+            raise ChatInputError(f"the prompt has {len(ids)} tokens, the model takes {self.context} with the answer")
+        return tuple(ids)
+
+    def request(
+        self,
+        prompt: ChatInput,
+        most: int,
+        stop: tuple[str, ...],
+        logprobs: int | None = None,
+        listener: Listener | None = None,
+    ) -> AnswerRequest:
+        """An answer of up to `most` tokens, or what the context leaves; images that were let go are opened again."""
+        pictures = prompt.pictures
+        if prompt.images and pictures is None:
+            assert isinstance(self._reader, Processor), "it has read them before"
+            try:
+                again = self._looked(self._reader, prompt)
+            except RowError as error:
+                raise _told(error) from None
+            if again.ids != prompt.ids:
+                raise ChatInputError("its images are not those that were looked at first: their sizes changed")
+            pictures = again.pictures
+        room = most if self.context is None else min(most, self.context - len(prompt.ids))
+        return AnswerRequest(prompt.ids, room, stop, logprobs, listener, pictures)
+
+
+def _told(error: RowError) -> ChatInputError:
+    return ChatInputError(f"{error.column}: {error.found}; expected {error.expected}")

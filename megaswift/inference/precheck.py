@@ -1,0 +1,60 @@
+"""What names and configurations alone tell of a model that is to answer: mistakes are refused before torch is imported.
+No torch.
+
+Owns finding the folder and what is wrong with it; `load.py` looks again when it prepares the model, for callers that
+come past here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from megaswift.config.inference import AnswerConfig, WeightsOptions
+from megaswift.data.template import read_system, read_template
+from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.families.adapter_folder import is_scored
+from megaswift.families.checkpoint_folder import find_checkpoint
+from megaswift.families.family import read_config
+from megaswift.families.model_source import locate_model, missing_files
+from megaswift.families.scalar_head import has_score
+from megaswift.families.served_quantization import quantization_packages
+from megaswift.families.step_manifest import refuse_damaged_part
+
+
+def require_package(package: str, why: str) -> None:
+    """ConfigError where a package of an extra is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(Problem(why, f"needs the package {package}", f"pip install {package}"))
+
+
+def precheck_model(cfg: AnswerConfig) -> None:
+    """The model's folder, adapters, chat template and system message, as far as they can be judged at once."""
+    model_folder(cfg.weights)
+    if cfg.conversation.chat_template is not None:
+        read_template(cfg.conversation.chat_template)
+    read_system(cfg.conversation.system)
+
+
+def model_folder(options: WeightsOptions) -> Path:
+    """The folder of the model, fetched where it is a hub's; an error where it cannot be one that answers."""
+    require_package("accelerate", "inference")
+    if options.adapters is not None:
+        require_package("peft", f"--adapters {options.adapters}")
+        refuse_damaged_part(Path(options.adapters))
+    folder = locate_model(options)
+    problems = missing_files(folder, random_init=False) + _judges(folder, options)
+    if find_checkpoint(folder) is None:
+        problems += quantization_packages(read_config(folder), f"--model {options.model}")
+    if problems:
+        raise WeightsError(problems)
+    return folder
+
+
+def _judges(folder: Path, options: WeightsOptions) -> list[Problem]:
+    """Reward models, which transformers would give an untrained or the base model's vocabulary head, and let write."""
+    rule, fix = "is a reward model, which scores texts and writes none", "--reward_model of megaswift grpo takes it"
+    problems = [Problem(f"--model {options.model}", rule, fix)] if has_score(read_config(folder)) else []
+    if options.adapters is not None and is_scored(Path(options.adapters)):
+        problems.append(Problem(f"--adapters {options.adapters}", rule.replace("is", "is of", 1), f"merged, {fix}"))
+    return problems

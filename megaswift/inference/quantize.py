@@ -1,0 +1,47 @@
+"""`megaswift export --quantization_bit`: a model's folder with its linear layers quantised by bitsandbytes, as
+transformers saves it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megaswift.bridge.model_folder import copy_side_files
+from megaswift.config.inference import PlacementOptions, WeightsOptions
+from megaswift.disk import safetensors_to
+from megaswift.errors import CheckpointError, ConfigError, Problem, first_line
+from megaswift.inference.load import load_model, prepare_model_load
+
+
+def quantize_model(weights: WeightsOptions, bits: int, target: Path, max_shard_size: str) -> Path:
+    """Loads the model with quantised layers and saves it; `target` appears whole or not at all."""
+    prepared = prepare_model_load(weights, None)
+    model, _ = load_model(prepared, PlacementOptions(quantization_bit=bits))
+    stage = target.with_name(f".{target.name}.exporting")
+    shutil.rmtree(stage, ignore_errors=True)
+    try:
+        _save(model, bits, stage, max_shard_size)
+        copy_side_files(prepared.folder, stage)
+        stage.rename(target)
+    except OSError as error:
+        raise CheckpointError(
+            Problem(str(target), f"cannot be written: {first_line(error)}", "free space, or another --output_dir")
+        ) from None
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    return target
+
+
+def _save(model: Any, bits: int, stage: Path, max_shard_size: str) -> None:
+    try:
+        with safetensors_to(stage):
+            model.save_pretrained(stage, max_shard_size=max_shard_size)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            Problem(
+                f"--quantization_bit {bits}",
+                f"transformers cannot save it on this device: {first_line(error)}",
+                "a machine with a GPU, or quantise when loading: --quantization_bit of infer and deploy",
+            )
+        ) from None

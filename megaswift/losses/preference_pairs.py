@@ -1,0 +1,99 @@
+"""Pairs of answers: what the losses on a chosen and a rejected document share.
+
+Owns the two sides of `batch.fields["pairs"]` (int64 [p, 2]: document numbers of the chosen and the rejected answer) and
+the metrics that all these losses report, under TRL's names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megaswift.losses.contract import Batch, Mean, Metric, ModelOutputs
+from megaswift.losses.segments import completion_mask, tokens_of
+
+
+@dataclass(frozen=True)
+class PairTensors:
+    """A number for the chosen and one for the rejected answer of each pair: [p] each."""
+
+    chosen: Tensor
+    rejected: Tensor
+
+    @property
+    def difference(self) -> Tensor:
+        """[p]: chosen - rejected."""
+        return self.chosen - self.rejected
+
+    def detach(self) -> PairTensors:
+        """The same numbers without their history."""
+        return PairTensors(self.chosen.detach(), self.rejected.detach())
+
+    def __add__(self, other: PairTensors) -> PairTensors:
+        return PairTensors(self.chosen + other.chosen, self.rejected + other.rejected)
+
+    def __sub__(self, other: PairTensors) -> PairTensors:
+        return PairTensors(self.chosen - other.chosen, self.rejected - other.rejected)
+
+    def __truediv__(self, other: PairTensors) -> PairTensors:
+        return PairTensors(self.chosen / other.chosen, self.rejected / other.rejected)
+
+    def __rmul__(self, factor: float) -> PairTensors:
+        return PairTensors(factor * self.chosen, factor * self.rejected)
+
+
+def split_pairs(batch: Batch, per_document: Tensor) -> PairTensors:
+    """The two sides of [documents]."""
+    pairs = batch.fields["pairs"]
+    return PairTensors(per_document[pairs[:, 0]], per_document[pairs[:, 1]])
+
+
+def pair_count(batch: Batch) -> int:
+    """How many pairs; none in a filler."""
+    return batch.fields["pairs"].shape[0]
+
+
+def pair_counts(batch: Batch, mask: Tensor | None = None) -> dict[str, float]:
+    """`pairs`, and `chosen_tokens`: those in `mask` (None: the answers') of the chosen documents."""
+    chosen, _ = side_masks(batch, completion_mask(batch) if mask is None else mask)
+    return {"pairs": float(pair_count(batch)), "chosen_tokens": float(chosen.sum())}
+
+
+def side_masks(batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [b, s] each: the tokens in `mask` of chosen, and of rejected documents."""
+    pairs = batch.fields["pairs"]
+    return mask & tokens_of(batch, pairs[:, 0]), mask & tokens_of(batch, pairs[:, 1])
+
+
+def mean_of(values: Tensor) -> Mean:
+    """The mean over pairs or examples of values [n]."""
+    return Mean(values.detach().sum(), values.numel())
+
+
+def token_mean(values: Tensor, mask: Tensor) -> Mean:
+    """The mean over the tokens in `mask` of values [b, s]."""
+    return Mean((values.detach() * mask).sum(), mask.sum())
+
+
+def reward_metrics(rewards: PairTensors) -> dict[str, Metric]:
+    """Implicit rewards, how often the chosen one is the larger, and by how much."""
+    rewards = rewards.detach()
+    return {
+        "rewards/chosen": mean_of(rewards.chosen),
+        "rewards/rejected": mean_of(rewards.rejected),
+        "rewards/accuracies": mean_of((rewards.chosen > rewards.rejected).to(rewards.chosen.dtype)),
+        "rewards/margins": mean_of(rewards.difference),
+    }
+
+
+def policy_metrics(outputs: ModelOutputs, batch: Batch, logps: PairTensors) -> dict[str, Metric]:
+    """Log-probabilities of the answers, and the mean logit over their tokens and the vocabulary."""
+    assert outputs.mean_logit is not None
+    chosen, rejected = side_masks(batch, completion_mask(batch))
+    return {
+        "logps/chosen": mean_of(logps.chosen),
+        "logps/rejected": mean_of(logps.rejected),
+        "logits/chosen": token_mean(outputs.mean_logit, chosen),
+        "logits/rejected": token_mean(outputs.mean_logit, rejected),
+    }

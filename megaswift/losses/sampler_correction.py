@@ -1,0 +1,104 @@
+"""The gap between the sampler and the trainer: two programs that give a token's log-probability not quite alike.
+
+Owns the metrics of the gap, and the weights that correct for it: exp(old - sampled), truncated to bounds (TIS) or 0
+outside of them (IcePop's masking). `token_*` and `sequence_*` are TRL's `vllm_importance_sampling_mode`: the ratio of a
+token, or the product over a completion. The product dies out on long completions (a noise of 0.03 a token leaves a
+median weight of 0.02 at 8,000 tokens), so the default is `token_truncate`; `geometric_*` takes the geometric mean of a
+completion's ratios. Log-probabilities that the sampler does not know are NaN: such a token has weight 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaswift.config.rl import MODES
+from megaswift.losses.advantages import LARGEST_LOG_RATIO
+from megaswift.losses.contract import Batch, Max, Mean, Metric, Min
+from megaswift.losses.policy_metrics import per_completion, reported_mean
+from megaswift.losses.preference_pairs import token_mean
+
+
+@dataclass(frozen=True)
+class SamplerCorrection:
+    """The weights of samples, and their bounds."""
+
+    mode: str = "token_truncate"
+    clip_max: float | None = 3.0
+    clip_min: float | None = None
+    filter_max: float | None = None
+    """Completions whose ratios have a geometric mean above this have weight 0, whatever the mode. None: no bound. With
+    `token_truncate` this is seq-mask-tis, verl's geometric `rollout_rs` beside a token's `rollout_is`."""
+    filter_min: float | None = None
+    """The same below."""
+
+    def __post_init__(self) -> None:
+        assert self.mode in MODES, f"unknown mode {self.mode}"
+
+    @property
+    def level(self) -> str:
+        """`token` or `sequence`: what has a weight of its own (`Policy.ratio_level`)."""
+        return "token" if self.mode.startswith("token") else "sequence"
+
+    def weights(self, gap: Tensor, mask: Tensor) -> Tensor:
+        """[n, t], without a gradient: the weights of completions from old - sampled log-probabilities [n, t]; 1 outside
+        of `mask` (bool [n, t])."""
+        gap = torch.where(mask, gap.detach().nan_to_num(nan=0.0), 0.0)
+        # Added up in float64: of long completions float32 sums depend on the order.
+        total = gap.double().sum(1, keepdim=True)
+        mean = total / mask.sum(1, keepdim=True).clamp(min=1)
+        wanted = {"token": gap, "sequence": total, "geometric": mean}[self.mode.partition("_")[0]]
+        found = self._bounded(_ratio(wanted).to(gap.dtype)).expand_as(gap)
+        kept = _within(_ratio(mean), self.filter_min, self.filter_max)
+        return torch.where(mask, torch.where(kept, found, 0.0), 1.0)
+
+    def _bounded(self, ratio: Tensor) -> Tensor:
+        """Truncated to the bounds, or 0 outside of them."""
+        if self.mode.endswith("truncate"):
+            return ratio.clamp(*_ends(self.clip_min, self.clip_max))
+        return ratio.masked_fill(~_within(ratio, self.clip_min, self.clip_max), 0.0)
+
+
+def _ratio(gap: Tensor) -> Tensor:
+    return gap.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def _ends(low: float | None, high: float | None) -> tuple[float, float]:
+    return -math.inf if low is None else low, math.inf if high is None else high
+
+
+def _within(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
+    least, most = _ends(low, high)
+    return (ratio >= least) & (ratio <= most)
+
+
+def gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
+    """Mean and largest |difference|, and the mean of exp |difference|: the factor by which a token's probability is
+    off, 1 for none.
+
+    The last one is NeMo-RL's.
+    """
+    away = (logprobs.detach() - batch.fields["sampled"].to(logprobs.dtype)).abs()
+    known = (batch.loss_weights != 0) & ~away.isnan()
+    away = torch.where(known, away, 0.0)
+    return {
+        "sampling/sampling_logp_difference/mean": token_mean(away, known),
+        "sampling/sampling_logp_difference/max": Max(away.max() if away.numel() else 0.0),
+        "sampling/token_mult_prob_error": token_mean(_ratio(away), known),
+    }
+
+
+def ratio_metrics(batch: Batch, level: str) -> dict[str, Metric]:
+    """Smallest, mean and largest of the weights that a loss was given."""
+    ratio, mask = batch.fields["ratio"], batch.loss_weights != 0
+    by_completion = level == "sequence"
+    found = per_completion(batch, ratio, mask, empty=1.0) if by_completion else ratio[mask]
+    mean: Mean = reported_mean(batch, ratio, by_completion, empty=1.0)
+    return {
+        "sampling/importance_sampling_ratio/min": Min(found.min() if found.numel() else float("inf")),
+        "sampling/importance_sampling_ratio/mean": mean,
+        "sampling/importance_sampling_ratio/max": Max(found.max() if found.numel() else 0.0),
+    }

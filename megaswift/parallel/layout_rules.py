@@ -1,0 +1,229 @@
+"""The rules that a layout must keep for a given model and batch, each with its numbers and a value that would do.
+
+Owns the rules, which are those of Megatron-Core 0.16 to 0.19 (named where they are not plain division). Leaves out how
+several mistakes are told and the search for a layout that works (`checks.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megaswift.config.batch import accumulation, batch_problems
+from megaswift.config.swift import SwiftConfig
+from megaswift.config.train import TrainConfig
+from megaswift.errors import Problem
+from megaswift.parallel.layout import FLAGS, AxisSizes, Layout, asked_axes, sequence_parallel_on, size_problems
+from megaswift.parallel.model_shape import ModelShape
+from megaswift.parallel.pipeline_split import PipelineSplit, divisors, nearest_values, split_problems
+
+
+@dataclass(frozen=True)
+class LayoutRequest(AxisSizes):
+    """What the user asked for, not yet known to work."""
+
+    sequence_parallel: bool | None = None
+    """None: on when tp > 1."""
+    split: PipelineSplit = PipelineSplit()
+    dp: int | None = None
+    """What the user believes the data-parallel size to be."""
+    cp_comm_type: str = "p2p"
+    max_length: int | None = None
+    """Longest sequence, in tokens."""
+    train: TrainConfig | None = None
+    """The batch sizes; None: not checked."""
+
+    @classmethod
+    def from_config(cls, cfg: SwiftConfig, world_size: int) -> LayoutRequest:
+        """What a configuration asks for on `world_size` processes; LayoutError when the layout string cannot be
+        read."""
+        p = cfg.parallel
+        return cls(
+            world_size,
+            **asked_axes(p),
+            sequence_parallel=p.sequence_parallel,
+            split=PipelineSplit.from_config(p),
+            dp=p.data_parallel_size,
+            cp_comm_type=p.cp_exchange,
+            max_length=cfg.data.max_length,
+            train=cfg.train,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """The layout, when it is one."""
+        return Layout(
+            self.world_size, **self.axes, sequence_parallel=sequence_parallel_on(self.tp, self.sequence_parallel)
+        )
+
+    @property
+    def known_dp(self) -> int | None:
+        """Data-parallel ranks; None when the axes do not divide the world."""
+        model = self.tp * self.pp * self.cp
+        return None if model < 1 or self.world_size % model else self.world_size // model
+
+
+Rule = Callable[[ModelShape, LayoutRequest], Iterator[Problem]]
+
+
+def broken_rules(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
+    """Every rule that `asked` breaks, in order of the axes."""
+    sizes = size_problems(asked.world_size, asked.axes)
+    yield from sizes
+    if min(asked.axes.values()) >= 1:
+        for rule in RULES:
+            yield from rule(shape, asked)
+
+
+def _heads(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
+    tp, heads, kv = asked.tp, shape.heads, shape.kv_heads
+    if _heads_fit(shape, tp):
+        return
+    if heads % tp:
+        rule = f"{heads} attention heads are not divisible by {tp} tensor-parallel ranks"
+    elif shape.whole_kv and tp > kv:
+        rule = (
+            f"its norm over all {kv} key/value heads together needs each of {tp} tensor-parallel ranks to hold "
+            f"whole ones"
+        )
+    elif kv % tp and tp % kv:
+        rule = f"{kv} key/value heads are neither a multiple nor a divisor of {tp} tensor-parallel ranks"
+    else:
+        rows = (heads + 2 * kv) * shape.head_dim
+        rule = (
+            f"the {rows} rows of queries, keys and values ({heads} + 2 x {kv} heads of {shape.head_dim}) are not "
+            f"divisible by {tp}"
+        )
+    yield Problem(f"--tp {tp}", rule, _flags("--tp", _tp_values(shape, asked), tp))
+
+
+def _heads_fit(shape: ModelShape, tp: int) -> bool:
+    """Query heads are divided; with fewer KV heads than ranks Megatron-Core splits the rows and each KV head serves
+    several ranks."""
+    if shape.heads % tp:
+        return False
+    if shape.whole_kv and tp > shape.kv_heads:
+        return False
+    return shape.kv_heads % tp == 0 or (
+        tp % shape.kv_heads == 0 and (shape.heads + 2 * shape.kv_heads) * shape.head_dim % tp == 0
+    )
+
+
+def _tp_values(shape: ModelShape, asked: LayoutRequest) -> list[int]:
+    widths = ([shape.ffn] if shape.dense_layers else []) + ([shape.shared_ffn] if shape.shared_ffn else [])
+    fits = [t for t in divisors(shape.heads) if _heads_fit(shape, t) and not any(width % t for width in widths)]
+    return [t for t in fits if asked.world_size % t == 0]
+
+
+def _widths(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
+    widths = []
+    if shape.dense_layers:
+        widths.append(("tp", shape.ffn, "the MLP's inner width"))
+    if shape.shared_ffn:
+        widths.append(("tp", shape.shared_ffn, "the shared expert's inner width"))
+    if shape.experts:
+        widths.append(("etp", shape.expert_ffn, "an expert's inner width"))
+    for axis, width, name in widths:
+        size = getattr(asked, axis)
+        if width % size:
+            fits = (
+                _tp_values(shape, asked) if axis == "tp" else [n for n in divisors(asked.world_size) if width % n == 0]
+            )
+            yield Problem(
+                f"{FLAGS[axis]} {size}",
+                f"{name} of {width} is not divisible by {size}",
+                _flags(FLAGS[axis], fits, size),
+            )
+
+
+def _layers(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
+    yield from split_problems(shape.num_layers, asked.pp, asked.vpp, asked.split)
+
+
+def _experts(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
+    for axis in ("ep", "etp"):
+        size = getattr(asked, axis)
+        if size > 1 and not shape.experts:
+            yield Problem(
+                f"{FLAGS[axis]} {size}", "splits experts, and this model is dense: it has none", f"no {FLAGS[axis]}"
+            )
+    if asked.etp > 1 and shape.expert_bias:  # Megatron-Core: "Bias in Moe is only supported when ETP==1"
+        yield Problem(
+            f"--etp {asked.etp}",
+            "this model's experts have biases, which Megatron-Core adds rightly with --etp 1 only",
+            (
+                f"--etp 1, and --ep {max(n for n in divisors(shape.experts) if asked.world_size % n == 0)} to spread "
+                "the experts"
+            ),
+        )
+    if shape.experts % asked.ep:
+        compared = "fewer than" if asked.ep > shape.experts else "not divisible by"
+        rule = f"{shape.experts} experts are {compared} {asked.ep} expert-parallel ranks"
+        fits = [n for n in divisors(shape.experts) if asked.world_size % n == 0]
+        yield Problem(f"--ep {asked.ep}", rule, _flags("--ep", fits, asked.ep))
+
+
+def _sequence_parallel(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
+    if asked.sequence_parallel and asked.tp == 1:
+        yield Problem(
+            "--sequence_parallel true",
+            "splits over the tensor-parallel ranks, and --tp is 1",
+            "--tp 2, or leave it out",
+        )
+    if asked.sequence_parallel is False and asked.tp > 1 and shape.experts:
+        rule = f"Megatron-Core trains MoE layers with --tp {asked.tp} only with sequence parallelism"
+        yield Problem("--sequence_parallel false", rule, "leave it out")
+
+
+def _context(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
+    cp, kind = asked.cp, asked.cp_comm_type
+    if cp == 1:
+        return
+    length = asked.max_length
+    if length is not None and length % (2 * cp):
+        rule = f"is not divisible by 2 x --cp {cp} = {2 * cp}: each of {cp} ranks takes two pieces of every sequence"
+        near = [n for n in (length // (2 * cp) * 2 * cp, (length // (2 * cp) + 1) * 2 * cp) if n]
+        yield Problem(f"--max_length {length}", rule, _flags("--max_length", near, length))
+    if kind == "a2a" and _heads_fit(shape, asked.tp):
+        local, local_kv = shape.heads // asked.tp, max(1, shape.kv_heads // asked.tp)
+        if local % cp or local_kv % cp:
+            rule = (
+                f"{local} heads and {local_kv} key/value heads of a tensor-parallel rank must both be divisible by {cp}"
+            )
+            yield Problem(f"--cp_comm_type {kind} --cp {cp}", rule, "--cp_comm_type p2p")
+
+
+def _data(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
+    dp = asked.known_dp
+    if asked.dp is not None and dp is not None and asked.dp != dp:
+        model = asked.tp * asked.pp * asked.cp
+        rule = (
+            f"{asked.world_size} processes / (tp {asked.tp} x pp {asked.pp} x cp {asked.cp}) = {dp} data-parallel ranks"
+        )
+        yield Problem(f"--dp {asked.dp}", rule, f"--dp {dp}, no --dp, or {asked.dp * model} processes")
+
+
+def _batch(shape: ModelShape, asked: LayoutRequest) -> Iterator[Problem]:
+    train, dp, pp = asked.train, asked.known_dp, asked.pp
+    if train is None or dp is None:
+        return
+    problems = list(batch_problems(train, dp, {}))
+    yield from problems
+    if problems or asked.vpp == 1 or pp == 1:
+        return
+    rows, total, passes = train.per_device_train_batch_size, train.global_batch_size, accumulation(train, dp)
+    if passes % pp:  # Megatron-Core: `microbatch_group_size_per_vp_stage`, which is pp unless set
+        rule = f"the interleaved schedule needs micro-batches in multiples of --pp {pp}; a step has {passes}"
+        near = [n for n in (passes // pp * pp, (passes // pp + 1) * pp) if n]
+        if total is None:
+            fix = _flags("--gradient_accumulation_steps", near, passes)
+        else:
+            fix = _flags("--global_batch_size", [n * rows * dp for n in near], total)
+        yield Problem(f"--vpp {asked.vpp}", rule, f"{fix}, or no --vpp")
+
+
+RULES: tuple[Rule, ...] = (_heads, _widths, _layers, _context, _sequence_parallel, _experts, _data, _batch)
+
+
+def _flags(flag: str, values: list[int], asked: int) -> str:
+    return ", or ".join(f"{flag} {n}" for n in nearest_values(values, asked))

@@ -1,0 +1,223 @@
+"""Which layers each pipeline stage and model chunk holds: evenly, with own counts for the ends, or by a layout string.
+
+Owns the split and its rules, which are those of Megatron-Core's `TransformerConfig`. Leaves out ranks (`layout.py`) and
+what a layer is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from megaswift.errors import LayoutError, Problem
+from megaswift.parallel.layout import Layout
+from megaswift.parallel.layout_string import parse_layout_string
+
+
+class SplitOptions(Protocol):
+    """What the split reads of `megaswift.config`'s section `parallel`."""
+
+    @property
+    def first_stage_layers(self) -> int | None: ...  # noqa: D102
+    @property
+    def last_stage_layers(self) -> int | None: ...  # noqa: D102
+    @property
+    def pipeline_layout(self) -> str | None: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class PipelineSplit:
+    """How the layers are spread over the pipeline; evenly when nothing is set."""
+
+    first: int | None = None
+    """Layers of the first stage, over all of its chunks; the rest is spread evenly."""
+    last: int | None = None
+    """Layers of the last stage."""
+    custom: str | None = None
+    """A layout string, in place of `first` and `last`."""
+
+    @classmethod
+    def from_config(cls, parallel: SplitOptions) -> PipelineSplit:
+        """The split of a configuration."""
+        return cls(parallel.first_stage_layers, parallel.last_stage_layers, parallel.pipeline_layout)
+
+
+@dataclass(frozen=True)
+class ModelChunk:
+    """What one model chunk holds."""
+
+    layers: range
+    """Layer ids, from 0; may be empty where the chunk is for the embedding or the loss alone."""
+    embedding: bool
+    """Holds the input embedding."""
+    loss: bool
+    """Holds the final norm, the output layer and the loss."""
+
+    def __str__(self) -> str:
+        ids = self.layers
+        span = [] if not ids else [f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else f"{ids[0]}"]
+        return "+".join(["embed"] * self.embedding + span + ["head"] * self.loss)
+
+
+def stage_chunks(num_layers: int, layout: Layout, split: PipelineSplit | None = None) -> list[list[ModelChunk]]:
+    """[pp][vpp]: what every chunk of every stage holds. LayoutError when the layers cannot be spread so.
+
+    A sample passes the stages of chunk 0, then those of chunk 1, and so on: chunk v of stage p is the (v x pp +
+    p)-th."""
+    split = split or PipelineSplit()
+    pp, vpp = layout.pp, layout.vpp
+    problems = split_problems(num_layers, pp, vpp, split)
+    if problems:
+        raise LayoutError(problems)
+    chunks, start = [], 0
+    for letters in _letters(num_layers, pp, vpp, split):
+        stop = start + letters.count("t")
+        chunks.append(ModelChunk(range(start, stop), "E" in letters, "L" in letters))
+        start = stop
+    return [[chunks[v * pp + p] for v in range(vpp)] for p in range(pp)]
+
+
+def _letters(num_layers: int, pp: int, vpp: int, split: PipelineSplit) -> list[str]:
+    """The split as the stages of a layout string, whatever it was given by."""
+    if split.custom is not None:
+        return parse_layout_string(split.custom)
+    counts = [count // vpp for count in stage_counts(num_layers, pp, split)] * vpp
+    last = len(counts) - 1
+    return ["E" * (i == 0) + "t" * count + "L" * (i == last) for i, count in enumerate(counts)]
+
+
+def stage_counts(num_layers: int, pp: int, split: PipelineSplit) -> list[int]:
+    """Layers of each stage when spread evenly between the given ends."""
+    ends = (split.first or 0) + (split.last or 0)
+    middle = pp - (split.first is not None) - (split.last is not None)
+    counts = [(num_layers - ends) // middle if middle else 0] * pp
+    if split.first is not None:
+        counts[0] = split.first
+    if split.last is not None:
+        counts[-1] = split.last
+    return counts
+
+
+def split_problems(num_layers: int, pp: int, vpp: int, split: PipelineSplit) -> list[Problem]:
+    """Why `num_layers` cannot be spread over `pp` stages of `vpp` chunks this way; empty when they can."""
+    ends = {"--first_stage_layers": split.first, "--last_stage_layers": split.last}
+    given = {flag: count for flag, count in ends.items() if count is not None}
+    if split.custom is not None:
+        problems = _custom_problems(num_layers, pp, vpp, split.custom)
+        if given:
+            what = " ".join(f"{flag} {count}" for flag, count in given.items())
+            problems.append(Problem(what, "says the same thing as --pipeline_layout", "one of the two"))
+        return problems
+    if given:
+        return _ends_problems(num_layers, pp, vpp, given)
+    if num_layers % (pp * vpp):
+        return [_even_problem(num_layers, pp, vpp)]
+    return []
+
+
+def _even_problem(num_layers: int, pp: int, vpp: int) -> Problem:
+    what = f"--pp {pp}" + (f" --vpp {vpp}" if vpp > 1 else "")
+    sizes = f"{pp} x {vpp} = {pp * vpp} chunks" if vpp > 1 else f"{pp} stages"
+    rule = f"{num_layers} layers are {'fewer than' if pp * vpp > num_layers else 'not divisible by'} {sizes}"
+    fixes = []
+    if vpp > 1:
+        chunks = [v for v in range(2, num_layers // pp + 1) if num_layers % (pp * v) == 0]
+        fixes += [f"--vpp {v}" for v in nearest_values(chunks, vpp)] or (["no --vpp"] if num_layers % pp == 0 else [])
+    if not fixes:
+        fixes += [f"--pp {p}" + (" without --vpp" if vpp > 1 else "") for p in nearest_values(divisors(num_layers), pp)]
+    if pp * vpp <= num_layers and pp > 1:
+        fixes.append(f"--pipeline_layout '{balanced_layout(num_layers, pp * vpp)}'")
+    return Problem(what, rule, ", or ".join(fixes))
+
+
+def _ends_problems(num_layers: int, pp: int, vpp: int, given: dict[str, int]) -> list[Problem]:
+    what = " ".join(f"{flag} {count}" for flag, count in given.items())
+    if pp == 1:
+        return [Problem(what, "needs a pipeline, and --pp is 1", "--pp 2, or leave it out")]
+    problems = [Problem(f"{flag} {count}", "is not a positive number") for flag, count in given.items() if count < 1]
+    if vpp > 1 and len(given) == pp == 2:
+        first = next(iter(given))
+        rule = "one of them says all when --pp is 2, and Megatron-Core's interleaved schedule fails with both"
+        problems.append(Problem(what, rule, f"{first} {given[first]} alone"))
+    left, stages = num_layers - sum(given.values()), pp - len(given)
+    if left < 0 or (left > 0) != (stages > 0):
+        rule = f"of {num_layers} layers that leaves {left} for the other {stages} of {pp} stages"
+        enough = num_layers >= pp * vpp
+        fix = (
+            f"--pipeline_layout '{balanced_layout(num_layers, pp * vpp)}', or neither"
+            if enough
+            else f"--pp {num_layers}"
+        )
+        problems.append(Problem(what, rule, fix))
+    elif stages and left % (stages * vpp):
+        chunks = f"{stages} x {vpp} chunks" if vpp > 1 else f"{stages} stages"
+        rule = f"the other {left} of {num_layers} layers are not divisible by {chunks}"
+        flag, count = next(iter(given.items()))
+        others = sum(given.values()) - count
+        fits = [
+            n for n in range(1, num_layers - others) if (num_layers - others - n) % (stages * vpp) == 0 and n % vpp == 0
+        ]
+        problems.append(Problem(what, rule, ", or ".join(f"{flag} {n}" for n in nearest_values(fits, count))))
+    for flag, count in given.items():
+        if count > 0 and count % vpp:
+            fits = [n for n in range(vpp, num_layers, vpp)]
+            fix = ", or ".join(f"{flag} {n}" for n in nearest_values(fits, count))
+            problems.append(
+                Problem(f"{flag} {count}", f"is not divisible by the {vpp} chunks of a stage (--vpp {vpp})", fix)
+            )
+    return problems
+
+
+def _custom_problems(num_layers: int, pp: int, vpp: int, custom: str) -> list[Problem]:
+    what = f"--pipeline_layout {custom}"
+    try:
+        stages = parse_layout_string(custom)
+    except LayoutError as error:
+        return error.problems
+    flat = "".join(stages)
+    model = balanced_layout(num_layers, len(stages) if len(stages) <= num_layers else min(num_layers, pp))
+    problems = []
+    if len(stages) % pp:
+        fits = ", or ".join(f"--pp {p}" for p in nearest_values(divisors(len(stages)), pp))
+        problems.append(Problem(what, f"has {len(stages)} stages, which --pp {pp} does not divide", fits))
+    elif len(stages) != pp * vpp:
+        rule = f"has {len(stages)} stages, and --pp {pp} --vpp {vpp} makes {pp * vpp}"
+        problems.append(Problem(what, rule, f"--vpp {len(stages) // pp}, or no --vpp"))
+    if flat.count("t") != num_layers:
+        problems.append(Problem(what, f"has {flat.count('t')} layers (t), the model has {num_layers}", model))
+    if flat.count("E") != 1 or not flat.startswith("E") or flat.count("L") != 1 or not flat.endswith("L"):
+        problems.append(Problem(what, "must begin with the embedding E and end with the loss L, each once", model))
+    if "m" in flat:
+        problems.append(
+            Problem(what, "has multi-token-prediction layers (m), which are not trained", "the same without m")
+        )
+    empty = [str(i) for i, stage in enumerate(stages) if not stage]
+    if empty:
+        problems.append(Problem(what, f"stage {', '.join(empty)} of {len(stages)} holds nothing", model))
+    return problems
+
+
+def balanced_layout(num_layers: int, stages: int) -> str:
+    """A layout string with counts that differ by one at most; the ends, which have embedding and loss besides, get the
+    fewer."""
+    base, more = divmod(num_layers, stages)
+    counts = [base] * stages
+    middle = sorted(range(stages), key=lambda i: (i in (0, stages - 1), i == 0, i))
+    for i in middle[:more]:
+        counts[i] += 1
+    text = [("t" if n == 1 else f"t*{n}") if n else "" for n in counts]
+    text[0] = "E" + text[0]
+    text[-1] += "L"
+    return "|".join(text)
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def nearest_values(values: list[int], asked: int) -> list[int]:
+    """The one below and the one above `asked` (itself left out), the nearer first."""
+    below = [v for v in values if v < asked][-1:]
+    above = [v for v in values if v > asked][:1]
+    return sorted(below + above, key=lambda v: max(v, asked) / max(1, min(v, asked)))

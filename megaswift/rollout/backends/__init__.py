@@ -1,0 +1,1 @@
+"""One sampler backend a file; `--rollout_backend` names the file."""

@@ -1,0 +1,140 @@
+"""The sampler that runs anywhere: a transformers model in this process, decoded by our own loop.
+
+Owns the model: built from its configuration without memory, filled by `update_weights` or from its folder, emptied by
+`sleep`. The loop is `decoding`. Adapters are PEFT's own layers, so that what a run hands out is read as anybody would
+read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift.bridge.open_weights import open_weights
+from megaswift.engine.torch import meta_init
+from megaswift.errors import Problem, UserError, WeightsError, first_line
+from megaswift.inference.load import REFUSALS, quiet_transformers
+from megaswift.rollout.decoding import decode_batch
+from megaswift.rollout.kv_cache import check_layers
+from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
+from megaswift.rollout.weight_update import AdapterUpdate, WeightUpdate
+
+
+def missing(options: SamplerOptions) -> list[Problem]:
+    """transformers is always there, PEFT may not be."""
+    problems = []
+    if options.lora_rank and util.find_spec("peft") is None:
+        problems.append(
+            Problem("adapters in the sampler", "need the package peft", "pip install peft, or --rollout_lora false")
+        )
+    if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, None), torch.dtype):
+        problems.append(
+            Problem(f"dtype {options.dtype} of the sampler", "is no type of torch", "auto, float32 or bfloat16")
+        )
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        problems.append(Problem(f"device {options.device} of the sampler", "this machine has no CUDA", "cpu"))
+    return problems
+
+
+def _model(folder: Path, options: SamplerOptions) -> Any:
+    """transformers' model with hollow parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    quiet_transformers()
+    trust = options.trust_remote_code
+    how = {} if options.attn_impl == "auto" else {"attn_implementation": options.attn_impl}
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+        own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+        if options.dtype != "auto":
+            own = getattr(torch, options.dtype)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # weights come as floating-point tensors
+        with torch.random.fork_rng(), meta_init.build_on_meta():
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=own or torch.float32, trust_remote_code=trust, **how
+            )
+    except REFUSALS as error:
+        raise WeightsError(
+            Problem(f"--model {folder}", f"transformers cannot build it for sampling: {first_line(error)}")
+        ) from None
+    meta_init.move_to_meta(model)
+    return model.eval().requires_grad_(False)
+
+
+class TransformersSampler:
+    """A transformers model that answers batches of prompts. Asleep, without memory, until weights come."""
+
+    shared = False
+
+    def __init__(self, folder: Path, options: SamplerOptions) -> None:
+        self.folder, self.options, self.device = folder, options, torch.device(options.device)
+        self.model = _model(folder, options)
+        check_layers(self.model.config)
+        self.incoming, self.adapters = WeightUpdate(self.model), AdapterUpdate(self.model)
+        self.ready = False
+        """Whether all weights are there."""
+
+    def wake(self) -> None:
+        """Memory for the weights, with nothing in it yet; buffers to the device."""
+        meta_init.allocate_storage(self.model.parameters(), self.device)
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.device:
+                    module._buffers[name] = buffer.to(self.device)
+
+    def sleep(self) -> None:
+        """Lets the weights go."""
+        meta_init.drop_storage(self.model)
+        self.ready = False
+
+    def close(self) -> None:
+        """The same, for good."""
+        self.sleep()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies them in place, each as it comes."""
+        self.wake()
+        self.ready = False
+        self.incoming.fill(weights)
+        self.ready = True
+
+    def update_adapter(self, folder: Path) -> None:
+        """Puts them beside the model's weights, which are read from its folder where they are not there."""
+        if not self.ready:
+            source = open_weights(self.folder)
+            self.update_weights((name, source.slice(name)) for name in source.names() if name in self.incoming.of_name)
+        self.ready = False
+        self.adapters.fill(folder)
+        self.ready = True
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """Batches of prompts of similar length, each decoded to its end."""
+        assert self.ready, "update_weights or update_adapter comes before generate, and again after sleep"
+        assert len(prompts) == len(seeds) and all(len(p) for p in prompts) and sampling.max_tokens > 0
+        asked = [tuple(p) for p in prompts]
+        order = sorted(range(len(asked)), key=lambda i: (-len(asked[i]), asked[i]))  # equal prompts side by side
+        found: dict[int, Completion] = {}
+        try:
+            with torch.inference_mode():
+                for start in range(0, len(order), self.options.batch_size):
+                    chosen = order[start : start + self.options.batch_size]
+                    done = decode_batch(self.model, [asked[i] for i in chosen], sampling, [seeds[i] for i in chosen])
+                    found |= dict(zip(chosen, done, strict=True))
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                Problem("memory of the GPU, sampling", first_line(error), "a smaller --rollout_batch_size")
+            ) from None
+        return [found[i] for i in range(len(asked))]
+
+
+def build(folder: Path, options: SamplerOptions) -> TransformersSampler:
+    """The sampler for the model in `folder`."""
+    return TransformersSampler(folder, options)

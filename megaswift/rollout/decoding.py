@@ -1,0 +1,156 @@
+"""The loop that makes completions: one batch of prompts, read once each, then a token for every row and step.
+
+Prompts are padded on the left. Equal prompts are read once. Rows that are finished leave the batch as soon as an eighth
+of it is done. No state is shared between rows but the matrix products, so a row's tokens do not depend on the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift.errors import Problem, UserError
+from megaswift.rollout.kv_cache import STEP, keep_rows, row_cache
+from megaswift.rollout.sampler import Completion, SamplingParams
+from megaswift.rollout.token_sampling import RowGenerators, choose_tokens
+
+
+class DecodingBatch:
+    """Rows that grow together, each a prompt with its seed."""
+
+    def __init__(
+        self, model: Any, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> None:
+        self.model, self.sampling, self.device = model, sampling, model.device
+        self.draws = RowGenerators(seeds, self.device) if sampling.temperature else None
+        unique = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        self.origin = torch.tensor([unique[p] for p in prompts], device=self.device)
+        self.width = max(map(len, unique))
+        self.cache = row_cache(model.config, self.origin, self.width + min(sampling.max_tokens, STEP))
+        self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=self.device)
+        self.lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        """Of each row's prompt: also the position of its next token."""
+        room = self.width + sampling.max_tokens if len({len(p) for p in unique}) > 1 else 0
+        self.mask = torch.ones(len(prompts), room, dtype=torch.bool, device=self.device) if room else None
+        """[rows, columns]: False where a prompt is padded; None where none is."""
+        if self.mask is not None:
+            self.mask[:, : self.width] = (
+                torch.arange(self.width, device=self.device) >= self.width - self.lengths[:, None]
+            )
+        self.seen: Tensor | None = None
+        """[rows, V]: tokens of prompt and completion, where they are penalised."""
+        self.unique = list(unique)
+
+    def read(self) -> Tensor:
+        """Reads the prompts; logits [rows, V] of the first token."""
+        ids = torch.tensor(
+            [[0] * (self.width - len(p)) + list(p) for p in self.unique], device=self.device
+        )  # [prompts, width]
+        lengths = torch.tensor([len(p) for p in self.unique], device=self.device)
+        columns = torch.arange(self.width, device=self.device)
+        positions = (columns - (self.width - lengths[:, None])).clamp(min=0)
+        padded = None if self.mask is None else columns >= self.width - lengths[:, None]
+        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
+        logits = self._forward(ids, padded, positions, **last)
+        logits = logits.index_select(0, self.origin)
+        if self.sampling.repetition_penalty != 1:
+            seen = torch.zeros(len(self.unique), logits.shape[-1], dtype=torch.bool, device=self.device)
+            for row, prompt in enumerate(self.unique):
+                seen[row, list(prompt)] = True
+            self.seen = seen.index_select(0, self.origin)
+        return logits
+
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, **how: Any) -> Tensor:
+        """Logits [b, V] of the last position."""
+        out = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **how,
+        )
+        return out.logits[:, -1]
+
+    def feed(self, tokens: Tensor, step: int) -> Tensor:
+        """Takes the tokens [rows] of a step; logits [rows, V] of the next."""
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+        mask = None if self.mask is None else self.mask[:, : self.width + step + 1]
+        return self._forward(tokens[:, None], mask, (self.lengths + step)[:, None])
+
+    def keep(self, rows: Tensor) -> None:
+        """Goes on with these rows."""
+        keep_rows(self.cache, rows)
+        self.lengths = self.lengths[rows]
+        self.mask = None if self.mask is None else self.mask[rows]
+        self.seen = None if self.seen is None else self.seen[rows]
+        if self.mask is not None and bool(self.mask[:, : self.width].all()):
+            self.mask = None
+        if self.draws is not None:
+            self.draws.keep(rows)
+
+
+def decode_batch(
+    model: Any, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, seeds: Sequence[int]
+) -> list[Completion]:
+    """The completions of one batch, in order."""
+    batch = DecodingBatch(model, prompts, sampling, seeds)
+    steps, count = sampling.max_tokens, len(prompts)
+    tokens: list[Tensor] = []
+    logprobs: list[Tensor] = []
+    rows: list[Tensor] = []
+    live = torch.arange(count, device=batch.device)  # of each row of the batch, its number
+    ends = torch.full((count,), steps, device=batch.device)  # tokens of each completion
+    finished = torch.zeros(count, dtype=torch.bool, device=batch.device)
+    active = torch.ones(count, dtype=torch.bool, device=batch.device)  # rows of the batch that are not done
+    logits = batch.read()
+    for step in range(steps):
+        chosen, told = choose_tokens(
+            logits, sampling, None if batch.draws is None else batch.draws.at(step), batch.seen
+        )
+        tokens.append(chosen)
+        logprobs.append(told)
+        rows.append(live)
+        if len(batch.stops):
+            done = active & torch.isin(chosen, batch.stops)
+            if bool(done.any()):
+                ends[live[done]], finished[live[done]] = step + 1, True
+                active = active & ~done
+                left = int(active.sum())
+                if not left:
+                    break
+                if 8 * left <= 7 * len(live):
+                    kept = active.nonzero()[:, 0]
+                    batch.keep(kept)
+                    chosen, live, active = chosen[kept], live[kept], active[kept]
+        if step + 1 < steps:
+            logits = batch.feed(chosen, step)
+    return _completions(tokens, logprobs, rows, (ends, finished))
+
+
+def _completions(
+    tokens: Sequence[Tensor], logprobs: Sequence[Tensor], rows: Sequence[Tensor], ended: tuple[Tensor, Tensor]
+) -> list[Completion]:
+    """From steps to rows; what came after a row's end is cut."""
+    ends, finished = (t.tolist() for t in ended)
+    ids: list[list[int]] = [[] for _ in ends]
+    told: list[list[float]] = [[] for _ in ends]
+    for row, token, logprob in zip(
+        torch.cat(list(rows)).tolist(),
+        torch.cat(list(tokens)).tolist(),
+        torch.cat(list(logprobs)).tolist(),
+        strict=True,
+    ):
+        if len(ids[row]) < ends[row]:
+            ids[row].append(token)
+            told[row].append(logprob)
+    if any(not abs(value) < float("inf") for row in told for value in row):
+        raise UserError(
+            Problem("sampling", "the model's logits are not finite", "look at the step before: its loss and grad_norm")
+        )
+    return [Completion(tuple(i), tuple(t), bool(f)) for i, t, f in zip(ids, told, finished, strict=True)]

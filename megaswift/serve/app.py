@@ -1,0 +1,298 @@
+"""The HTTP application of `megaswift deploy`: OpenAI's chat, completions and models, over one waiting line before one
+model.
+
+Owns routes and what errors look like. Access and the size of requests are checked before, by `middleware`; fields are
+checked by `openai_requests`, answers written by `openai_answers`. The event loop does none of it: parsing, tokenising,
+opening images and writing answers happen in two threads, so that /health answers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from megaswift.config.inference import GenerationOptions
+from megaswift.data.images import KEYS
+from megaswift.errors import UserError
+from megaswift.inference.chat_inputs import ChatInput, ChatInputError, ChatInputs
+from megaswift.inference.generator import Answer, TokenLogprob
+from megaswift.serve.openai_requests import (
+    IMAGES,
+    ChatRequest,
+    CompletionRequest,
+    InvalidRequest,
+    parse_request,
+    shorten,
+)
+from megaswift.serve.openai_responses import (
+    ChatResponses,
+    CompletionResponses,
+    error_json,
+    server_sent_event,
+    token_usage,
+)
+from megaswift.serve.request_queue import QueuedRequest, QueueFull, RequestQueue
+
+PATIENCE_SECONDS = 0.5
+"""Between two looks at whether a client is still there."""
+CHARACTERS_A_TOKEN = 16
+"""A prompt with more of them for each token of the context is refused before it is tokenised. Text has 3 to 5."""
+MOST_CHARACTERS = 1 << 20
+"""Of a prompt, where the model has no limit of its own."""
+MOST_UNREAD = 64
+"""Requests that wait to be parsed and tokenised."""
+Result = TypeVar("Result")
+
+
+class RequestRefused(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+@dataclass
+class ServerState:
+    """What the routes know."""
+
+    name: str
+    prompts: ChatInputs
+    line: RequestQueue
+    defaults: GenerationOptions
+    own: Any
+    """The model's generation configuration."""
+    created: int
+    tokenizer: Any
+    """For writing: a copy of its own, because the tokenizers library refuses two threads at a time."""
+    also: tuple[str, ...] = ()
+    """Other names that clients may use for the model."""
+    unread: int = 0
+    reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "read"))
+    """Parses, renders, tokenises, opens images. One thread: a tokenizer cannot be in two."""
+    writing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "write"))
+
+    async def read(self, make: Callable[[ServerState, bytes], Result], body: bytes) -> Result:
+        """What a body asks for; Full where too many wait for that."""
+        self.line.admit(1)
+        if self.unread >= MOST_UNREAD:
+            raise QueueFull(f"{self.unread} requests are being read")
+        self.unread += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.reading, make, self, body)
+        finally:
+            self.unread -= 1
+
+    async def write(self, make: Callable[..., Result], *arguments: Any) -> Result:
+        """An answer, or a piece of one."""
+        return await asyncio.get_running_loop().run_in_executor(self.writing, make, *arguments)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.reading.shutdown()
+        self.writing.shutdown()
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A request that was understood."""
+
+    request: ChatRequest | CompletionRequest
+    prompts: Sequence[ChatInput]
+    told: int | None
+    """How many likeliest tokens to tell; None: no log-probabilities."""
+    form: ChatResponses
+
+
+def build_app(served: ServerState) -> FastAPI:
+    """The application; `middleware.AccessMiddleware` wraps it."""
+    app = FastAPI(title="megaswift", docs_url=None, redoc_url=None, openapi_url=None)
+    _errors(app)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "megaswift"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        _same_model(served, name)
+        return card
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Any:
+        return await _answer(served, request, await served.read(_chat, await request.body()))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Any:
+        return await _answer(served, request, await served.read(_text, await request.body()))
+
+    return app
+
+
+def _chat(served: ServerState, body: bytes) -> ParsedRequest:
+    asked = parse_request(ChatRequest, body)
+    _same_model(served, asked.model)
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise RequestRefused(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    prompt = _prompt(served, served.prompts.of_chat, asked.messages, "messages")
+    return ParsedRequest(
+        asked, [prompt], asked.told(), ChatResponses(served.name, served.tokenizer, bool(asked.logprobs))
+    )
+
+
+def _text(served: ServerState, body: bytes) -> ParsedRequest:
+    asked = parse_request(CompletionRequest, body)
+    _same_model(served, asked.model)
+    prompts = [_prompt(served, served.prompts.of_any, p, "prompt") for p in asked.prompts()]
+    return ParsedRequest(
+        asked, prompts, asked.logprobs, CompletionResponses(served.name, served.tokenizer, asked.logprobs is not None)
+    )
+
+
+def _same_model(served: ServerState, name: str) -> None:
+    if name not in (served.name, *served.also):
+        what = f"the model {shorten(name)!r} is not served here; {served.name!r} is"
+        raise RequestRefused(404, what, "model", "model_not_found")
+
+
+def _prompt(served: ServerState, make: Callable[[Any], ChatInput], what: Any, param: str) -> ChatInput:
+    context, count = served.prompts.context, _characters(what)
+    most = MOST_CHARACTERS if context is None else context * CHARACTERS_A_TOKEN
+    if count > most:
+        why = "" if context is None else f": the model takes {context} tokens"
+        raise RequestRefused(400, f"the prompt has {count} characters, at most {most} are read{why}", param)
+    try:
+        return make(what)
+    except ChatInputError as error:
+        raise RequestRefused(400, shorten(str(error)), param) from None
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in a prompt or conversation; what an image holds has limits of its own. JSON's depth is bounded."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        drawn = KEYS if value.get("type") in IMAGES and "role" not in value else ()
+        return sum(_characters(v) for name, v in value.items() if name not in drawn)
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+async def _answer(served: ServerState, request: Request, asked: ParsedRequest) -> Any:
+    """Waits for the answers of a request, or streams them."""
+    wish, prompts, form = asked.request, asked.prompts, asked.form
+    try:
+        sampling = wish.sampling(served.defaults, served.own)
+    except UserError as error:
+        raise RequestRefused(400, "; ".join(p.rule for p in error.problems), "temperature") from None
+    most, stop = wish.wanted(served.defaults.max_new_tokens), (*served.defaults.stop, *wish.stops())
+    wanted = [served.prompts.request(p, most, stop, asked.told) for p in prompts for _ in range(wish.n or 1)]
+    read = sum(len(p.ids) for p in prompts)
+    ticket = QueuedRequest(wanted, sampling)
+    if wish.stream:
+        with_counts = wish.stream_options is not None and wish.stream_options.include_usage
+        pieces = _pieces(ticket)
+        served.line.submit(ticket)
+        events = _stream(served, ticket, pieces, form, read if with_counts else None)
+        return StreamingResponse(events, media_type="text/event-stream")
+    served.line.submit(ticket)
+    future = asyncio.wrap_future(ticket.done)
+    while not future.done():
+        await asyncio.wait([future], timeout=PATIENCE_SECONDS)
+        if not future.done() and await request.is_disconnected():
+            ticket.cancel()
+    answers = future.result()
+    body = await served.write(lambda: JSONResponse(form.whole(answers, token_usage(read, answers))).body)
+    return Response(body, media_type="application/json")
+
+
+Piece = tuple[int, str, Sequence[TokenLogprob]]
+
+
+def _pieces(ticket: QueuedRequest) -> asyncio.Queue[Piece | None]:
+    """What the generating thread says, for this thread's loop; None when all is said."""
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Piece | None]()
+
+    def hears(index: int) -> Any:
+        return lambda text, told: loop.call_soon_threadsafe(queue.put_nowait, (index, text, tuple(told)))
+
+    for index, wanted in enumerate(ticket.requests):
+        wanted.listener = hears(index)
+    ticket.done.add_done_callback(lambda _: loop.call_soon_threadsafe(queue.put_nowait, None))
+    return queue
+
+
+async def _stream(
+    served: ServerState,
+    ticket: QueuedRequest,
+    pieces: asyncio.Queue[Piece | None],
+    form: ChatResponses,
+    read: int | None,
+) -> AsyncIterator[str]:
+    """Server-sent events; a client that leaves ends its answers."""
+    lengths = [0] * len(ticket.requests)
+    try:
+        for index in range(len(lengths)):
+            for chunk in form.first(index):
+                yield server_sent_event(chunk)
+        while (piece := await pieces.get()) is not None:
+            index, text, told = piece
+            if form.logprobs:
+                chunk = await served.write(form.piece, index, text, told, lengths[index])
+            else:
+                chunk = form.piece(index, text, told, lengths[index])
+            yield server_sent_event(chunk)
+            lengths[index] += len(text)
+        failed = ticket.done.exception()
+        if failed is not None:
+            yield server_sent_event(error_json(_short(failed), "server_error"))
+            return
+        answers: list[Answer] = ticket.done.result()
+        for index, answer in enumerate(answers):
+            yield server_sent_event(form.last(index, answer))
+        if read is not None:
+            yield server_sent_event(form.counts(token_usage(read, answers)))
+        yield server_sent_event("[DONE]")
+    finally:
+        ticket.cancel()
+
+
+def _short(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _errors(app: FastAPI) -> None:
+    """Every error in OpenAI's form."""
+
+    @app.exception_handler(RequestRefused)
+    async def refused(request: Request, error: RequestRefused) -> JSONResponse:
+        return JSONResponse(error_json(str(error), param=error.param, code=error.code), error.status)
+
+    @app.exception_handler(QueueFull)
+    async def full(request: Request, error: QueueFull) -> JSONResponse:
+        return JSONResponse(error_json(str(error), "rate_limit_error", code="server_busy"), 429, {"Retry-After": "1"})
+
+    @app.exception_handler(InvalidRequest)
+    async def invalid(request: Request, error: InvalidRequest) -> JSONResponse:
+        return JSONResponse(error_json(str(error), param=error.param), 400)
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> JSONResponse:
+        where = f"{request.method} {shorten(request.url.path)}"
+        return JSONResponse(error_json(f"{where}: {error.detail}"), error.status_code)
+
+    @app.exception_handler(Exception)
+    async def ours(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(error_json(_short(error), "server_error"), 500)

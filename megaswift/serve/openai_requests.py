@@ -1,0 +1,262 @@
+"""What clients may ask in OpenAI's chat and completions APIs, checked. What would change the answer and is not
+supported is refused.
+
+Owns the fields and their ranges. Unknown fields are refused too: a client that misspells one should hear of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import from_json
+
+from megaswift.config.inference import COLD, PENALTIES, GenerationOptions
+from megaswift.data.roles import ROLES
+from megaswift.inference.chat_inputs import IMAGES
+from megaswift.inference.generator import GenerationParams, generation_params
+
+MOST_CHOICES, MOST_TOP, MOST_STOPS, MOST_IMAGES = 16, 20, 16, 16
+MOST_STOP_CHARACTERS = 256
+"""Of each stop text."""
+MOST_ANSWERS = 128
+"""Of one request: its prompts times `n`."""
+MOST_MESSAGES = 2048
+"""Of one conversation."""
+MOST_NUMBER = 2**31 - 1
+SHOWN_ERRORS, SHOWN_CHARACTERS = 4, 200
+"""Most mistakes that an answer names, and the length of what it repeats of a request."""
+OFF: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "reasoning_effort": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "audio": (),
+}
+"""Fields that are taken only where they ask for nothing."""
+
+
+def image_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a message that are images."""
+    content = message["content"]
+    return [p for p in content if isinstance(p, dict) and p.get("type") in IMAGES] if isinstance(content, list) else []
+
+
+class InvalidRequest(Exception):
+    """A body that is no request; `param` is the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def shorten(text: str) -> str:
+    """What an answer repeats of a request."""
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+
+
+class StreamField(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class RequestFields(BaseModel):
+    """What both APIs have."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str
+    max_tokens: int | None = Field(None, ge=1, le=MOST_NUMBER)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MOST_NUMBER)
+    repetition_penalty: float | None = Field(None, ge=PENALTIES[0], le=PENALTIES[1])
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: Any = None
+    stream: bool | None = None
+    stream_options: StreamField | None = None
+    # These concern OpenAI's own accounts and change no answer.
+    user: str | None = None
+    metadata: Any = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # These would change the answer.
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+
+    @field_validator(*OFF, check_fields=False)
+    @classmethod
+    def _off(cls, value: Any, info: Any) -> Any:
+        if value is not None and value not in OFF[info.field_name]:
+            raise ValueError("is not supported by this server")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: Any) -> Any:
+        texts = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(texts, list) or len(texts) > MOST_STOPS:
+            raise ValueError(f"takes a text, or a list of up to {MOST_STOPS}")
+        if not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP_CHARACTERS for text in texts):
+            raise ValueError(f"takes texts of 1 to {MOST_STOP_CHARACTERS} characters")
+        return value
+
+    @field_validator("temperature")
+    @classmethod
+    def _cold(cls, value: float | None) -> float | None:
+        return 0.0 if value is not None and value < COLD else value
+
+    def stops(self) -> tuple[str, ...]:
+        """Stop texts."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self, defaults: GenerationOptions, own: Any) -> GenerationParams:
+        """The server's options where the request names none. top_p and top_k without a temperature are OpenAI's: its
+        default is 1."""
+        given = {
+            k: v for k in ("temperature", "top_p", "top_k", "repetition_penalty") if (v := getattr(self, k)) is not None
+        }
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        known = {k: getattr(defaults, k) for k in ("temperature", "top_p", "top_k", "repetition_penalty")} | given
+        if given.get("temperature") == 0:
+            known |= {"top_p": None, "top_k": None}
+        elif known["temperature"] is None and not own.do_sample and {"top_p", "top_k"} & given.keys():
+            known["temperature"] = 1.0
+        return generation_params(GenerationOptions(num_beams=1, seed=self.seed, **known), own)
+
+
+class ChatRequest(RequestFields):
+    """POST /v1/chat/completions."""
+
+    messages: Any
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST_NUMBER)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    reasoning_effort: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    audio: Any = None
+
+    @field_validator("messages")
+    @classmethod
+    def _messages(cls, value: Any) -> list[dict[str, Any]]:
+        if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
+            raise ValueError(f"takes a list of 1 to {MOST_MESSAGES} messages")
+        for i, message in enumerate(value):
+            if not isinstance(message, dict):
+                raise ValueError(f'[{i}] is no message: {{"role": ..., "content": ...}}')
+            if not isinstance(message.get("role"), str):
+                raise ValueError(f"[{i}] has no role")
+            if message["role"] not in ROLES:
+                raise ValueError(f"[{i}] has the role {message['role'][:40]!r}; known are {', '.join(ROLES)}")
+            if not isinstance(message.get("content"), str | list):
+                raise ValueError(f"[{i}] has no content")
+        images = [part for message in value for part in image_parts(message)]
+        if len(images) > MOST_IMAGES:
+            raise ValueError(f"hold {len(images)} images, and {MOST_IMAGES} are read")
+        if any(
+            isinstance(u := part.get("image_url"), dict) and u.get("detail") not in (None, "auto", "high")
+            for part in images
+        ):
+            raise ValueError("ask for another detail of an image than high, which is not supported by this server")
+        return value
+
+    def wanted(self, default: int) -> int:
+        """Most tokens of an answer."""
+        return self.max_completion_tokens or self.max_tokens or default
+
+    def told(self) -> int | None:
+        """How many likeliest tokens to tell; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(RequestFields):
+    """POST /v1/completions."""
+
+    prompt: Any
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    best_of: Any = None
+    echo: Any = None
+    suffix: Any = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompt(cls, value: Any) -> Any:
+        if isinstance(value, str) or (isinstance(value, list) and value and _tokens(value)):
+            return value
+        if isinstance(value, list) and len(value) > MOST_ANSWERS:
+            raise ValueError(f"holds {len(value)} prompts, and a request may have {MOST_ANSWERS}")
+        if not isinstance(value, list) or not value or not all(isinstance(p, str) or _tokens(p) for p in value):
+            raise ValueError("takes a text, a list of tokens, or a list of texts or of lists of tokens")
+        return value
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a prompt."""
+        return [self.prompt] if isinstance(self.prompt, str) or _tokens(self.prompt) else self.prompt
+
+    def wanted(self, default: int) -> int:
+        """Most tokens of an answer."""
+        return self.max_tokens or default
+
+
+def _tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+Kind = TypeVar("Kind", bound=RequestFields)
+
+
+def parse_request(kind: type[Kind], body: bytes) -> Kind:
+    """The request in a body; Unreadable says what is wrong. Takes time, and holds Python's lock meanwhile: about 15 ms
+    a megabyte."""
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {shorten(str(error))}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body is not a JSON object")
+    unknown = [name for name in value if name not in kind.model_fields][:SHOWN_ERRORS]
+    if unknown:  # before pydantic, which would make an error of each, however many there are
+        names = [shorten(name) for name in unknown]
+        raise InvalidRequest("; ".join(f"{name}: Extra inputs are not permitted" for name in names), names[0])
+    try:
+        found = kind.model_validate(value)
+    except ValidationError as error:
+        raise _unreadable(error) from None
+    count = len(found.prompts()) if isinstance(found, CompletionRequest) else 1
+    if count * (found.n or 1) > MOST_ANSWERS:
+        raise InvalidRequest(
+            f"{count} prompts times n {found.n}: a request may have at most {MOST_ANSWERS} answers", "n"
+        )
+    return found
+
+
+def _unreadable(error: ValidationError) -> InvalidRequest:
+    found = [
+        (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "))
+        for e in error.errors(include_input=False)[:SHOWN_ERRORS]
+    ]
+    text = "; ".join(f"{name}: {shorten(message)}" if name else message for name, message in found)
+    return InvalidRequest(text, found[0][0] or None)

@@ -1,0 +1,181 @@
+"""`--dataset`: every row of a file answered, in batches of similar length; results in the file's order, and nothing
+lost when it stops.
+
+Answers are appended to RESULT.partial as soon as their batch is done. When all are there they are written to RESULT in
+order, and the partial file goes. A run that finds a partial file of the same run goes on after it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from megaswift import log
+from megaswift.config.inference import InferConfig
+from megaswift.errors import ConfigError, DataError, Problem
+from megaswift.inference.chat_inputs import ChatInputError, ChatInputs
+from megaswift.inference.generator import Answer, AnswerRequest, GenerationParams, Generator
+from megaswift.serve.logprobs import logprob_json
+from megaswift.serve.prompt_file_rows import PromptFileRow
+
+SEED = 42
+
+
+@dataclass(frozen=True)
+class AnswerJournal:
+    """The partial file: a line that says whose it is, then an answer a line with the number of its row."""
+
+    path: Path
+    run: Mapping[str, Any]
+    """What must be equal for a run to go on."""
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Answers by row; a last line that was cut off is dropped. ConfigError where another run left the file."""
+        if not self.path.exists():
+            return {}
+        raw = self.path.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+            owner = lines[0]["run"] if lines else dict(self.run)
+            found = {int(line["row"]): line["answer"] for line in lines[1:]}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(
+                Problem(str(self.path), "is no file of an interrupted run", "remove it, or another --result_path")
+            ) from None
+        other = sorted(k for k in {*owner, *self.run} if owner.get(k) != self.run.get(k))
+        if other:
+            raise ConfigError(
+                Problem(
+                    str(self.path),
+                    f"was begun by a run with another {', '.join(other)}",
+                    "the same options to go on, or remove it to start anew",
+                )
+            )
+        if len(whole) < len(raw):
+            os.truncate(self.path, len(whole))
+        return found
+
+    def open(self) -> TextIO:
+        """For appending; a new file begins with whose it is."""
+        file = self.path.open("a", encoding="utf-8")
+        if file.tell() == 0:
+            file.write(json.dumps({"run": dict(self.run)}) + "\n")
+            file.flush()
+        return file
+
+
+def open_journal(cfg: InferConfig, folder: Path) -> AnswerJournal:
+    """The journal of this run, beside its result."""
+    assert cfg.file.dataset is not None and cfg.file.result_path is not None
+    with Path(cfg.file.dataset).open("rb") as file:
+        data = hashlib.file_digest(file, "sha256").hexdigest()
+    newest = max((p.stat().st_mtime_ns for p in folder.iterdir() if p.is_file()), default=0)
+    w, p = cfg.weights, cfg.placement
+    run = {
+        "model": [str(folder.resolve()), newest],
+        "adapters": w.adapters,
+        "torch_dtype": w.torch_dtype,
+        "dataset": data,
+        "quantization_bit": p.quantization_bit,
+        "generation": json.loads(json.dumps(asdict(cfg.generation))),
+        "conversation": asdict(cfg.conversation),
+        "file": {k: v for k, v in asdict(cfg.file).items() if k not in ("dataset", "result_path")},
+    }
+    path = Path(cfg.file.result_path)
+    return AnswerJournal(path.with_name(path.name + ".partial"), run)
+
+
+def length_batches(rows: Sequence[PromptFileRow], size: int) -> list[list[int]]:
+    """Numbers of the rows of each batch: neighbours in length, the longest first, so that too little memory shows at
+    once."""
+    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].prompt.ids), i))
+    return [order[i : i + size] for i in range(0, len(order), size)]
+
+
+@dataclass(frozen=True)
+class PromptFileRun:
+    """One file to answer."""
+
+    cfg: InferConfig
+    rows: Sequence[PromptFileRow]
+    kept: AnswerJournal
+    sampling: GenerationParams
+    prompts: ChatInputs
+
+    def run(self, make: Callable[[], Generator]) -> Path:
+        """Answers all rows that have none yet; the result file. `make` loads the model, if a row is left."""
+        done = self.kept.read()
+        left = [
+            b
+            for b in length_batches(self.rows, self.cfg.file.per_device_eval_batch_size)
+            if any(i not in done for i in b)
+        ]
+        if done:
+            log.info(f"{len(done)} of {len(self.rows)} rows are answered in {self.kept.path}; going on")
+        if left:
+            generator, began, before = make(), time.monotonic(), len(done)
+            with self.kept.open() as file:
+                for batch in left:
+                    self._append(file, batch, self._answers(generator, batch), done)
+                    log.info(
+                        f"{len(done)} of {len(self.rows)} rows, "
+                        f"{(len(done) - before) / (time.monotonic() - began):.2f} rows/s"
+                    )
+        return self._finish(done)
+
+    def _answers(self, generator: Generator, batch: Sequence[int]) -> list[dict[str, Any]]:
+        """One batch. Its seed is its own, so that a run that goes on draws what the whole run would have drawn."""
+        told = (self.cfg.file.top_logprobs or 0) if self.cfg.file.logprobs else None
+        requests = [self._request(self.rows[i], told) for i in batch]
+        seed = (SEED if self.sampling.seed is None else self.sampling.seed) + batch[0]
+        found = generator.generate(requests, replace(self.sampling, seed=seed))
+        return [_columns(c, generator.tokenizer, self.cfg.file.logprobs) for c in found]
+
+    def _request(self, row: PromptFileRow, told: int | None) -> AnswerRequest:
+        try:
+            return self.prompts.request(row.prompt, self.cfg.generation.max_new_tokens, self.cfg.generation.stop, told)
+        except ChatInputError as error:  # an image that changed or went since it was looked at
+            raise DataError(Problem(f"{self.cfg.file.dataset}:{row.line}", str(error))) from None
+
+    def _append(
+        self, file: TextIO, batch: Sequence[int], answers: Sequence[dict[str, Any]], done: dict[int, dict[str, Any]]
+    ) -> None:
+        for i, answer in zip(batch, answers, strict=True):
+            if i not in done:
+                done[i] = answer
+                file.write(json.dumps({"row": i, "answer": answer}, ensure_ascii=False) + "\n")
+        file.flush()
+
+    def _finish(self, done: Mapping[int, Mapping[str, Any]]) -> Path:
+        """The result in the file's order, whole or not there."""
+        result = Path(str(self.cfg.file.result_path))
+        writing = result.with_name(result.name + ".writing")
+        with writing.open("w", encoding="utf-8") as file:
+            for i, row in enumerate(self.rows):
+                file.write(json.dumps({**row.columns, **done[i]}, ensure_ascii=False, default=_plain) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        writing.rename(result)
+        self.kept.path.unlink(missing_ok=True)
+        return result
+
+
+def _plain(value: Any) -> str:
+    """What JSON has no form for: dates as text, and bytes, an image's, in the form in which rows are read again."""
+    return f"data:;base64,{base64.b64encode(value).decode()}" if isinstance(value, bytes) else str(value)
+
+
+def _columns(completion: Answer, tokenizer: Any, logprobs: bool) -> dict[str, Any]:
+    """What an answer adds to its row."""
+    found: dict[str, Any] = {"response": completion.text}
+    if logprobs:
+        found["logprobs"] = {"content": [logprob_json(t, tokenizer) for t in completion.logprobs]}
+    return found

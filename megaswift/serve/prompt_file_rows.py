@@ -1,0 +1,106 @@
+"""Rows of a file to prompts: the same formats as training reads, with or without answers.
+
+Owns what of a row is asked. An answer that a row brings is no part of the prompt; it is kept as `labels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaswift.data.encode import row_problem
+from megaswift.data.formats import sample_of
+from megaswift.data.images import has_images
+from megaswift.data.prompt_rows import answerable, lacks_only_answer
+from megaswift.data.sample import RowError, Sample
+from megaswift.data.sources import parts_of, resolve_dataset
+from megaswift.errors import DataError, Problem, alike
+from megaswift.inference.chat_inputs import ChatInput, ChatInputError, ChatInputs
+
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class PromptFileRow:
+    """A row, and what of it goes into the model."""
+
+    line: int
+    columns: dict[str, Any]
+    """As they were read, an answer under `labels`."""
+    prompt: ChatInput
+    """Without its images' pixels, which are read again when the row's turn comes."""
+
+
+def _no_hub(name: str, subset: str | None) -> tuple[Path, ...]:
+    raise DataError(Problem(f"--dataset {name}", "no such file"))
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    """The conversation or text of a row; an answer that is not there is an empty one."""
+    filled = answerable(row, "sft")
+    plain = row.get("text") is not None and not lacks_only_answer(row, "sft")
+    return sample_of(filled, "pt" if plain else "sft")
+
+
+def _prompt(row: Mapping[str, Any], columns: Mapping[str, str], prompts: ChatInputs) -> tuple[ChatInput, str | None]:
+    """(what is asked, the answer that the row brings)."""
+    named = {columns.get(k, k): v for k, v in row.items()}
+    sample = _sample(named)
+    if has_images(named, sample) and (prompts.blind or sample.text is not None):
+        raise ChatInputError(
+            f"images are not read: {prompts.blind or 'a text is continued without a template for them'}"
+        )
+    if sample.prompt is not None and sample.text is not None:
+        return prompts.of_text(sample.prompt), sample.text.removeprefix(sample.prompt) or None
+    if sample.text is not None:
+        return prompts.of_text(sample.text), None
+    prompts.need_template()
+    messages, answer = list(sample.messages), None
+    if messages[-1]["role"] == "assistant":
+        content = messages.pop().get("content") or ""
+        parts = [{"text": content}] if isinstance(content, str) else content
+        answer = "".join(p.get("text") or "" for p in parts) or None
+    if not messages:
+        raise RowError("messages", "nothing before the answer", "a question")
+    return replace(prompts.of_chat(messages, sample.tools, named), pictures=None), answer
+
+
+def read_prompt_file(path: str, columns: Mapping[str, str], prompts: ChatInputs) -> list[PromptFileRow]:
+    """All rows in order; DataError with file and line of those that cannot be asked."""
+    asked: list[PromptFileRow] = []
+    problems: list[Problem] = []
+    for line, row in _located(path):
+        try:
+            if isinstance(row, RowError):
+                raise row
+            prompt, answer = _prompt(row, columns, prompts)
+            asked.append(PromptFileRow(line, _columns(row, answer), prompt))
+        except RowError as error:
+            problems.append(row_problem(path, line, error))
+        except ChatInputError as error:
+            problems.append(Problem(f"{path}:{line}", str(error)))
+    if problems:
+        more = (
+            [Problem(f"and {len(problems) - SHOWN} more rows", "cannot be asked either")]
+            if len(problems) > SHOWN
+            else []
+        )
+        raise DataError(alike(problems[:SHOWN]) + more)
+    if not asked:
+        raise DataError(
+            Problem(f"--dataset {path}", "holds no row", 'rows like {"messages": [{"role": "user", "content": "..."}]}')
+        )
+    return asked
+
+
+def _located(path: str) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
+    for part in parts_of(resolve_dataset(path, _no_hub), processes=1):
+        for located in part.rows():
+            yield located.line, located.row
+
+
+def _columns(row: Mapping[str, Any], answer: str | None) -> dict[str, Any]:
+    kept = {k: v for k, v in row.items() if k not in ("response", "logprobs")}
+    return kept | ({"labels": answer} if answer is not None and "labels" not in kept else {})

@@ -1,0 +1,141 @@
+"""A conversation in the terminal: answers appear token by token; Ctrl-C stops an answer, Ctrl-D ends.
+
+Owns the loop and the signals. Standard input that is no terminal is read line by line, so that a conversation can be
+piped in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from megaswift.errors import nearest_name
+from megaswift.inference.chat_inputs import ChatInputError, ChatInputs
+from megaswift.inference.generator import AnswerRequest, GenerationParams, Generator
+
+HELP = """\
+/clear forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer,
+a line that ends in \\ goes on in the next, //TEXT sends /TEXT
+/image FILE shows a vision-language model an image, with the next question"""
+ASK = "> "
+COMMANDS = ("/clear", "/help", "/image", "/quit")
+
+
+@dataclass
+class Terminal:
+    """One conversation."""
+
+    generator: Generator
+    prompts: ChatInputs
+    sampling: GenerationParams
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    out: TextIO = field(default_factory=lambda: sys.stdout)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """Parts that go with the next question."""
+
+    def run(self) -> None:
+        """Until the input ends."""
+        if sys.stdin.isatty():
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 (arrow keys and history for input())
+            print(HELP, file=self.out)
+        while (question := self._question()) is not None:
+            if question == "/quit":
+                return
+            if question == "/clear":
+                self.messages.clear()
+                self.images.clear()
+                print("(the conversation is forgotten)", file=self.out)
+            elif question == "/help":
+                print(HELP, file=self.out)
+            elif question.partition(" ")[0] == "/image":
+                self._look(question.removeprefix("/image").strip())
+            elif question.startswith("/") and not question.startswith("//"):
+                print(_unknown(question), file=self.out)
+            elif question:
+                question = question[1:] if question.startswith("//") else question
+                self.answer(question)
+
+    def _look(self, path: str) -> None:
+        """An image for the next question."""
+        try:
+            self.images.append(self.prompts.image(path))
+        except ChatInputError as error:
+            print(f"({error})", file=self.out)
+        else:
+            print("(goes with the next question)", file=self.out)
+
+    def _question(self) -> str | None:
+        lines: list[str] = []
+        while True:
+            try:
+                line = input(ASK if not lines else "  ") if sys.stdin.isatty() else _line()
+            except EOFError:
+                print(file=self.out)
+                return None
+            except KeyboardInterrupt:
+                print("\n(Ctrl-D ends)", file=self.out)
+                lines.clear()
+                continue
+            lines.append(line.removesuffix("\\"))
+            if not line.endswith("\\"):
+                return "\n".join(lines).strip()
+
+    def answer(self, question: str) -> None:
+        """Asks the model and prints what it says as it says it."""
+        content = [*self.images, {"type": "text", "text": question}] if self.images else question
+        messages = [*self.messages, {"role": "user", "content": content}]
+        try:
+            request = self.prompts.request(
+                self.prompts.of_chat(messages), self.max_new_tokens, self.stop, listener=self._show
+            )
+        except ChatInputError as error:
+            print(f"({error}; /clear forgets the conversation)", file=self.out)
+            return
+        self.images = []
+        with _ctrl_c_stops(request):
+            completion = self.generator.generate([request], self.sampling)[0]
+        ended = {"length": f"(stopped after {completion.tokens} tokens)", "cancelled": "(stopped)"}.get(
+            completion.reason, ""
+        )
+        print(f" {ended}".rstrip(), file=self.out, flush=True)
+        self.messages = [*messages, {"role": "assistant", "content": completion.text}]
+
+    def _show(self, text: str, logprobs: Any) -> None:
+        print(text, end="", file=self.out, flush=True)
+
+
+def _unknown(question: str) -> str:
+    """What is said of a line that begins like a command; it is not sent to the model."""
+    word = question.split()[0]
+    meant = nearest_name(word, COMMANDS) or f"the commands are {', '.join(COMMANDS)}"
+    return f"({word} is not a command: {meant}; to send it to the model, write /{word})"
+
+
+def _line() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+@contextlib.contextmanager
+def _ctrl_c_stops(request: AnswerRequest) -> Iterator[None]:
+    """The first Ctrl-C ends the answer at the next token, a second one the program."""
+
+    def stop(number: int, frame: Any) -> None:
+        if request.cancelled:
+            raise KeyboardInterrupt
+        request.cancelled = True
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

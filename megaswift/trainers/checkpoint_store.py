@@ -1,0 +1,216 @@
+"""How a checkpoint becomes one: written beside, hashed, marked, renamed, and only then pointed at.
+
+    step-N.saving/        being written; a crash leaves it without a marker, and it is ignored
+    step-N/manifest.json  the marker, written last: every file with its size and SHA-256, and the trainer's state
+    latest.json           the pointer; moves by rename, after all of step-N is on disk
+
+Owns the folder OUT/checkpoints and nothing else: what is inside a step folder belongs to the engine and to
+`checkpoint`. No torch, no ranks: `checkpoint` says which rank does what.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaswift.disk import sync
+from megaswift.errors import CheckpointError, Problem, nearest_name
+from megaswift.families import step_manifest
+from megaswift.families.step_manifest import MARKER, POINTER, STEP, SavedStep, manifest_seal, read_manifest
+
+FORMAT = 1
+SAVING, DELETING, REPLACED = ".saving", ".deleting", ".replaced"
+
+
+def write_json_durably(path: Path, value: Mapping[str, Any]) -> None:
+    """JSON at `path`, whole or not at all, on disk when this returns."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    sync(fresh)
+    fresh.replace(path)
+    sync(path.parent)
+
+
+def step_files(folder: Path) -> list[Path]:
+    """All files of a step folder but the marker, sorted."""
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MARKER)
+
+
+def hash_share(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every `ranks`-th file, flushed to disk: the ranks share the reading."""
+    found = {}
+    for path in step_files(folder)[rank::ranks]:
+        sync(path)
+        digest = step_manifest.hash_file(path)
+        found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+    return found
+
+
+class CheckpointStore:
+    """The folder OUT/checkpoints."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of this step lies."""
+        return self.root / f"step-{step}"
+
+    def saving(self, step: int) -> Path:
+        """Where it is written."""
+        return self.root / f"step-{step}{SAVING}"
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write to; what a killed save of this step left is removed."""
+        self.recover()
+        folder = self.saving(step)
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        return folder
+
+    def finish(self, step: int, files: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
+        """Marks, renames, moves the pointer: in this order, each on disk before the next."""
+        saving, folder = self.saving(step), self.folder(step)
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "saved_at": time.time(),
+            **state,
+            "files": dict(sorted(files.items())),
+        }
+        manifest = json.loads(json.dumps(manifest, allow_nan=False))
+        for directory in {p.parent for p in step_files(saving)}:
+            sync(directory)
+        write_json_durably(saving / MARKER, manifest | {"sha256": manifest_seal(manifest)})
+        replaced = folder.with_name(folder.name + REPLACED)
+        if folder.exists():
+            folder.rename(replaced)
+        saving.rename(folder)
+        sync(self.root)
+        write_json_durably(self.root / POINTER, {"step": step, "directory": folder.name})
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        return folder
+
+    def complete(self) -> list[SavedStep]:
+        """Every checkpoint with a valid manifest, oldest save first."""
+        return step_manifest.whole_steps(self.root)
+
+    def incomplete(self) -> list[Path]:
+        """Folders without a valid manifest, and those being written or deleted: ignored, and worth a notice."""
+        whole = {s.path for s in self.complete()}
+        return sorted(p for p in self.root.glob("step-*") if p.is_dir() and p not in whole)
+
+    def pointed(self) -> Path | None:
+        """The folder that the pointer names, if its manifest is valid."""
+        return step_manifest.latest_step(self.root)
+
+    def latest(self) -> Path | None:
+        """The pointed-at checkpoint; the one saved last where the pointer is missing or names nothing complete."""
+        return next(iter(step_manifest.newest_first(self.root)), None)
+
+    def recover(self) -> None:
+        """Ends a replacement that a crash cut between its two renames: both folders are whole there. Rank 0 only."""
+        for old in self.root.glob(f"step-*{REPLACED}"):
+            folder = old.with_name(old.name.removesuffix(REPLACED))
+            saving = folder.with_name(folder.name + SAVING)
+            if folder.exists():
+                shutil.rmtree(old)
+            else:
+                (saving if read_manifest(saving) is not None else old).rename(folder)
+
+    def rotate(self, limit: int | None) -> list[Path]:
+        """Keeps the `limit` checkpoints saved last, and always the one pointed at; clears what crashes left behind.
+
+        Steps that were found to be damaged are not counted, and stay.
+        """
+        whole = [s for s in self.complete() if not step_manifest.known_damaged(s)]
+        pointed = self.pointed()
+        surplus = whole[: max(len(whole) - limit, 0)] if limit else []
+        gone = []
+        for saved in surplus:
+            if saved.path != pointed:
+                leaving = saved.path.with_name(saved.path.name + DELETING)
+                saved.path.rename(leaving)
+                gone.append(saved.path)
+        for pattern in (DELETING, SAVING):
+            for path in self.root.glob(f"step-*{pattern}"):
+                shutil.rmtree(path)
+        return gone
+
+    def remove(self, steps: Sequence[Path]) -> list[Path]:
+        """Deletes steps. The pointer moves first, to the newest step that is left, or goes with the last one."""
+        left = [p for p in step_manifest.newest_first(self.root) if p not in steps]
+        if self.pointed() not in left:
+            if left:
+                number = STEP.fullmatch(left[0].name)
+                assert number is not None
+                write_json_durably(self.root / POINTER, {"step": int(number[1]), "directory": left[0].name})
+            else:
+                (self.root / POINTER).unlink(missing_ok=True)
+        for step in steps:
+            leaving = step.with_name(step.name + DELETING)
+            step.rename(leaving)
+            sync(self.root)
+            shutil.rmtree(leaving)
+        return list(steps)
+
+
+def select_step(wanted: str, output: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from by its manifest, and notices: `latest` (None when none was saved yet) or a
+    folder."""
+    steps, notes = steps_for(wanted, output)
+    return next(iter(steps), None), notes
+
+
+def steps_for(wanted: str, output: Path) -> tuple[list[Path], list[str]]:
+    """The checkpoints to resume from, in the order in which they are tried, and notices. Empty where none was saved
+    yet; a single one where `wanted` names it. CheckpointError where steps were saved and none is left."""
+    if wanted == "latest":
+        store = CheckpointStore(output / "checkpoints")
+        return _steps(store.root), [_notice(p) for p in store.incomplete()]
+    path = Path(wanted)
+    named_latest = path.name == "latest" and not path.is_dir()  # OUT/checkpoints/latest, a link in other programs
+    path = path.parent if named_latest else path
+    if not path.is_dir():
+        newest = "--resume_from_checkpoint latest, the newest of --output_dir" if named_latest else ""
+        fix = newest or nearest_name(wanted, ["latest"]) or _others(output, path)
+        raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", "is not a folder", fix))
+    for root in (path, path / "checkpoints"):
+        if not STEP.fullmatch(root.name) and (steps := _steps(root)):
+            return steps, []
+    manifest = step_manifest.load_manifest(path)
+    if isinstance(manifest, Problem):
+        rule = f"has no complete {MARKER}: not a checkpoint of ours, or an interrupted save"
+        if (path / MARKER).exists():
+            rule = f"has no complete {MARKER}: it {manifest.rule}"
+        raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", rule, _others(output, path)))
+    return [path], []
+
+
+def _steps(root: Path) -> list[Path]:
+    steps = step_manifest.newest_first(root)
+    if not steps and (lost := step_manifest.lost_history(root)) is not None:
+        raise CheckpointError(lost)
+    return steps
+
+
+def _notice(path: Path) -> str:
+    if STEP.fullmatch(path.name):
+        return f"ignoring {path}: its {MARKER} is damaged or missing"
+    return f"ignoring {path}: it has no complete manifest (an interrupted save)"
+
+
+def _others(output: Path, typed: Path) -> str:
+    """The steps of the run that `typed` is of, else of `output`."""
+    whole = CheckpointStore(typed.parent).complete() or CheckpointStore(output / "checkpoints").complete()
+    return (
+        "one of " + ", ".join(str(s.path) for s in whole)
+        if whole
+        else "leave the option out to start from the beginning"
+    )

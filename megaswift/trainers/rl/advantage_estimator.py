@@ -1,0 +1,142 @@
+"""From rewards to numbers for each token: advantages, the critic's targets, weights against the sampler's mismatch.
+
+Owns which formula a run uses and how completions become its tensors: [n, t], own tokens from the left. The formulas are
+in `megaswift.losses`. The same on every rank, as its input is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megaswift.config import SwiftConfig
+from megaswift.data.rollout_batches import RolloutTokens
+from megaswift.losses import advantages as formulas
+from megaswift.trainers.rl.reward_scorer import Rollout
+from megaswift.trainers.rl.settings import RlSettings, correction_of
+
+Numbers = dict[str, list[np.ndarray]]
+"""By field, the numbers of each completion's own tokens."""
+
+
+@dataclass
+class AdvantageEstimator:
+    """The estimator of a run. Its only state is the weight of the divergence, which a controller may move."""
+
+    cfg: SwiftConfig
+    settings: RlSettings
+    beta: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, rollouts: Sequence[Rollout], completed: Sequence[RolloutTokens]) -> Numbers:
+        """`advantages` and whatever else the run's losses read."""
+        mask = token_mask(completed)
+        penalties = self.penalties(completed, mask)
+        if self.settings.estimator == "gae":
+            found = self.of_tokens(rollouts, completed, (penalties, mask))
+        elif self.settings.estimator == "reinforce_plus_plus":
+            rewards, totals = rewards_by_token(rollouts, penalties, mask), torch.tensor([r.total for r in rollouts])
+            advantages = formulas.reinforce_plus_plus(rewards, totals, mask, self.settings.group, self.cfg.rl.gamma)
+            found = {"advantages": advantages}
+        else:
+            found = {"advantages": self.of_completions(rollouts, penalties.sum(1)).unsqueeze(1).expand(mask.shape)}
+        if self.settings.corrects:
+            gap = padded_field(completed, "old", mask) - padded_field(completed, "sampled", mask)
+            found["ratio"] = correction_of(self.cfg).weights(gap, mask)
+        return {
+            name: [row[own].numpy() for row, own in zip(values.float(), mask, strict=True)]
+            for name, values in found.items()
+        }
+
+    def penalties(self, completed: Sequence[RolloutTokens], mask: Tensor) -> Tensor:
+        """[n, t]: what the divergence from the reference costs in rewards; moves the controller."""
+        if not self.settings.kl_in_reward:
+            return torch.zeros(mask.shape)
+        kl = (
+            formulas.kl_estimate(
+                padded_field(completed, "old", mask),
+                padded_field(completed, "reference", mask),
+                self.settings.kl_estimator,
+            )
+            * mask
+        )
+        cost, rl = self.beta * kl, self.cfg.rl
+        per_completion = float(kl.sum(1).mean())
+        self.metrics = {
+            "kl": float(kl.sum() / mask.sum().clamp(min=1)),
+            "objective/kl": per_completion,
+            "objective/kl_coef": self.beta,
+        }
+        if rl.kl_controller == "adaptive":
+            self.beta = formulas.next_kl_coefficient(
+                self.beta, per_completion, rl.target_kl, len(completed), rl.kl_horizon
+            )
+        return cost
+
+    def of_completions(self, rollouts: Sequence[Rollout], penalties: Tensor) -> Tensor:
+        """[n]: one advantage a completion."""
+        group, rl = self.settings.group, self.cfg.rl
+        total = torch.tensor([r.total for r in rollouts]) - penalties
+        if self.settings.estimator == "rloo":
+            return formulas.rloo(total, group, self.settings.whitens)
+        if rl.multi_objective_aggregation == "normalize_then_sum":
+            names = [*rollouts[0].rewards]
+            each = torch.tensor([[r.rewards[n] for n in names] for r in rollouts])
+            given = [*rl.reward_weights]  # an environment's own reward comes last, and has weight 1
+            weights = torch.tensor([*given, *[1.0] * (len(names) - len(given))])
+            return formulas.aggregate_advantages(each, weights, group, rl.multi_objective_aggregation)
+        return formulas.group_advantages(total, group, rl.scale_rewards)
+
+    def of_tokens(
+        self, rollouts: Sequence[Rollout], completed: Sequence[RolloutTokens], rest: tuple[Tensor, Tensor]
+    ) -> dict[str, Tensor]:
+        """Advantages and returns by the critic's values."""
+        penalties, mask = rest
+        rl, values = self.cfg.rl, padded_field(completed, "values", mask)
+        rewards = rewards_by_token(rollouts, penalties, mask)
+        if rl.whiten_rewards:
+            rewards = formulas.whiten(rewards, mask, shift_mean=False)
+        advantages, returns = formulas.gae(rewards, values, mask, rl.gamma, rl.lam)
+        return {
+            "advantages": formulas.whiten(advantages, mask) if self.settings.whitens else advantages,
+            "returns": returns,
+        }
+
+    def state_dict(self) -> dict[str, float]:
+        """The weight of the divergence."""
+        return {"beta": self.beta}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """The inverse."""
+        self.beta = float(state["beta"])
+
+
+def rewards_by_token(rollouts: Sequence[Rollout], penalties: Tensor, mask: Tensor) -> Tensor:
+    """[n, t]: rewards of tokens and turns where they stand, those of a completion at its last token, less what the
+    divergence costs."""
+    documents = torch.arange(len(rollouts)).unsqueeze(1).expand(mask.shape)
+    by_token = [r.by_token for r in rollouts]
+    at_end = torch.tensor([r.total if tokens is None else 0.0 for r, tokens in zip(rollouts, by_token, strict=True)])
+    at_end = at_end.nan_to_num(nan=0.0)  # of a completion that no reward function applies to
+    rewards = formulas.token_rewards(at_end, penalties, mask, documents)
+    for row, own, tokens in zip(rewards, mask, by_token, strict=True):
+        if tokens is not None and bool(own.any()):
+            row[own] += torch.tensor(tokens)
+    return rewards
+
+
+def token_mask(completed: Sequence[RolloutTokens]) -> Tensor:
+    """bool [n, t]: places of own tokens, from the left; none of completions without loss."""
+    counts = torch.tensor([0 if c.silent else c.count for c in completed])
+    return torch.arange(max(1, int(counts.max()))) < counts.unsqueeze(1)
+
+
+def padded_field(completed: Sequence[RolloutTokens], name: str, mask: Tensor) -> Tensor:
+    """float32 [n, t]: a field of all completions, 0 elsewhere."""
+    held = [c.values[name] for c in completed if not c.silent]
+    flat = torch.from_numpy(np.concatenate(held)) if held else torch.zeros(0)
+    return torch.zeros(mask.shape).masked_scatter(mask, flat)

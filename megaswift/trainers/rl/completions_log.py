@@ -1,0 +1,51 @@
+"""completions.jsonl: what was sampled, with its rewards and advantages. Rank 0 writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaswift.trainers.hook import Step
+from megaswift.trainers.metrics import JsonLines
+from megaswift.trainers.rl.multi_turn import Conversation
+from megaswift.trainers.rl.reward_scorer import Rollout
+from megaswift.trainers.rl.rollout_source import RolloutSource
+
+if TYPE_CHECKING:
+    from megaswift.trainers.loop import Loop
+
+
+class CompletionsLog(JsonLines):
+    """A table of samples: a line a completion, written with the first step that trains on it."""
+
+    def __init__(self, path: Path, source: RolloutSource, most: int | None) -> None:
+        super().__init__(path)
+        self.source, self.most = source, most
+        """`most`: lines of a generation; None: all."""
+
+    def on_step(self, loop: Loop, step: Step) -> None:
+        """The generation that this step was the first to use."""
+        if self.source.fresh:
+            self.write(*(completion_line(step.number, *sample) for sample in self.source.fresh[: self.most]))
+
+
+def completion_line(step: int, rollout: Rollout, advantage: float) -> dict[str, Any]:
+    """What is written of a completion."""
+    rewards: dict[str, Any] = {f"rewards/{name}": value for name, value in rollout.rewards.items()}
+    rewards |= {} if rollout.tokens is None else {"token_rewards": rollout.by_token}
+    rewards |= {"turn_rewards": rollout.completion.rewards} if isinstance(rollout.completion, Conversation) else {}
+    return {
+        "step": step,
+        "prompt": rollout.prompt.said,
+        "completion": spoken_text(rollout),
+        "reward": rollout.total,
+        **rewards,
+        "advantage": advantage,
+        "tokens": len(rollout.completion.token_ids),
+        "finished": rollout.completion.finished,
+    }
+
+
+def spoken_text(rollout: Rollout) -> Any:
+    """The text; of a conversation its messages."""
+    return list(rollout.completion.messages) if isinstance(rollout.completion, Conversation) else rollout.text

@@ -1,0 +1,258 @@
+"""The steps of a policy: prompts to completions, rewards, advantages, micro-batches. A source of batches for the train
+loop.
+
+Owns the order of a generation and what of it outlives a restart. Sampling is `generation.py`, rewards are
+`reward_scorer.py`, advantages `advantage_estimator.py`, where numbers stand in a micro-batch `data/rollout_batches.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megaswift.data.loader import LoaderGeometry
+from megaswift.data.rollout_batches import Micro, RolloutCollator, RolloutTokens
+from megaswift.engine.protocol import Engine
+from megaswift.losses.advantages import entropy_threshold
+from megaswift.losses.contract import Batch, Needs
+from megaswift.trainers.loop import StepExtras
+from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
+from megaswift.trainers.rl.critic import Critic
+from megaswift.trainers.rl.forward_scores import Numbers, token_numbers
+from megaswift.trainers.rl.multi_turn import action_mask
+from megaswift.trainers.rl.reward_scorer import RewardScorer, Rollout
+from megaswift.trainers.rl.rollout_metrics import has_spread, rollout_statistics
+from megaswift.trainers.rl.scheduler import RolloutScheduler
+from megaswift.trainers.rl.settings import RlSettings
+from megaswift.trainers.timers import timed
+
+NOTHING = np.zeros(0, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class RolloutDependencies:
+    """What a source works with."""
+
+    drawing: RolloutScheduler
+    judge: RewardScorer
+    estimator: AdvantageEstimator
+    layout: RolloutCollator
+    geometry: LoaderGeometry
+    critic: Critic | None = None
+
+
+class RolloutSource:
+    """Gives this rank's micro-batches of one optimizer step after the other; samples anew when a generation is used
+    up."""
+
+    def __init__(self, settings: RlSettings, parts: RolloutDependencies) -> None:
+        self.settings, self.parts = settings, parts
+        self.generations = 0
+        """Those that were begun."""
+        self.completed: list[RolloutTokens] = []
+        """Of the present generation, in the order of their numbers; the same on every rank."""
+        self.used = settings.steps
+        """Optimizer steps taken on it."""
+        self.fresh: list[tuple[Rollout, float]] = []
+        """What the last step was the first to use, each with its mean advantage."""
+        self.metrics: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the prompts so far."""
+        return self.parts.drawing.prompts.epoch
+
+    def next(self) -> list[Batch]:
+        """The micro-batches of the next optimizer step. Collective."""
+        self.seconds, self.fresh = {}, []
+        if self.used >= self.settings.steps:
+            self.generate()
+        micros = self.micros(self.used % self.settings.slices)
+        self.used += 1
+        if self.settings.top_entropy_quantile < 1.0:
+            with self.timed("scoring"):
+                micros = self.with_uncertain_ones(micros)
+        return self.parts.layout.batches(micros)
+
+    def beside(self) -> StepExtras:
+        """Metrics of the generation that the last step was on, and where the time went."""
+        metrics, seconds, critic = self.metrics, dict(self.seconds), self.parts.critic
+        if critic is not None:
+            metrics, seconds["critic"] = metrics | critic.metrics, critic.seconds
+        times = {f"time/{part.replace(' ', '_')}": spent for part, spent in seconds.items()}
+        return StepExtras(metrics | times, seconds, sum(self.seconds.values()), "time/training")
+
+    def generate(self) -> None:
+        """A new generation, ready for its first step."""
+        late = self.settings.steps if self.parts.drawing.ahead is not None else 0
+        rollouts = self.sample()
+        self.completed = [rollout_tokens(i, r, self.settings) for i, r in enumerate(rollouts)]
+        self.used = 0
+        with self.timed("scoring"):
+            self.score()
+        made = self.parts.estimator(rollouts, self.completed)
+        for name, values in made.items():
+            self.put(name, dict(enumerate(values)))
+        if self.parts.drawing.asynchronous:
+            self.parts.drawing.begin(self.generations, self.timed)
+        self.metrics = rollout_statistics(rollouts, self.settings.group) | self.parts.estimator.metrics
+        own = np.concatenate(made["advantages"]) if any(map(len, made["advantages"])) else np.zeros(1)
+        self.metrics |= {"advantages/mean": float(own.mean()), "advantages/std": float(own.std())}
+        if self.parts.drawing.asynchronous:
+            self.metrics["sampling/staleness"] = float(late)
+        self.fresh = [
+            (r, float(a.mean()) if len(a) else 0.0) for r, a in zip(rollouts, made["advantages"], strict=True)
+        ]
+
+    def sample(self) -> list[Rollout]:
+        """Prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for
+        it."""
+        settings, kept = self.settings, list[Rollout]()
+        spare: list[Rollout] = []
+        for tried in range(settings.tries):
+            prompts, completions = self.parts.drawing.draw(self.generations, tried > 0, self.timed)
+            self.generations += 1
+            with self.timed("rewards"):
+                rollouts = self.parts.judge(
+                    prompts, completions, self.parts.drawing.generation.own(len(prompts), settings.group)
+                )
+            for start in range(0, len(rollouts), settings.group):
+                group = rollouts[start : start + settings.group]
+                (kept if settings.tries == 1 or has_spread(group, settings.each_reward) else spare).extend(group)
+            if len(kept) >= settings.generation:
+                break
+        return (kept + spare)[: settings.generation]
+
+    def score(self) -> None:
+        """Log-probabilities of the policy as it is and of the reference, values of the critic: where the run needs
+        them."""
+        settings, engine, critic = self.settings, self.parts.drawing.generation.engine, self.parts.critic
+        needs = Needs(temperature=settings.temperature)
+        if settings.needs_old:
+            self.put("old", self.numbers(engine, needs))
+        if settings.beta:
+            with engine.reference():
+                self.put("reference", self.numbers(engine, needs))
+        if critic is not None:
+            self.put("values", self.numbers(critic.engine, critic.loss.needs))
+
+    def numbers(self, engine: Engine, needs: Needs) -> Numbers:
+        """Of all completions. Collective."""
+        micros = [micro for k in range(self.settings.slices) for micro in self.micros(k)]
+        return token_numbers(engine, micros, self.parts.layout, needs, self.parts.drawing.generation.first)
+
+    def put(self, name: str, numbers: Numbers) -> None:
+        """One more field of every completion; of silent ones without numbers."""
+        self.completed = [
+            replace(c, values={**c.values, name: NOTHING if c.silent else numbers[c.number]}) for c in self.completed
+        ]
+
+    def micros(self, part: int) -> list[Micro]:
+        """This rank's micro-batches of one of the generation's optimizer steps, as completions."""
+        order = np.random.default_rng([self.settings.seed, self.generations]).permutation(len(self.completed))
+        which = order[part * self.settings.batch : (part + 1) * self.settings.batch]
+        return [[self.completed[i] for i in micro] for micro in self.parts.geometry.own(which)]
+
+    def with_uncertain_ones(self, micros: list[Micro]) -> list[Micro]:
+        """`keep`: the tokens whose entropy is in the upper part, over all ranks (arXiv:2506.01939)."""
+        needs = Needs(fields=frozenset({"entropy"}), temperature=self.settings.temperature)
+        found = token_numbers(
+            self.parts.drawing.generation.engine, micros, self.parts.layout, needs, self.parts.drawing.generation.first
+        )
+        every = np.concatenate([*found.values()]) if found else NOTHING
+        least = (
+            float(entropy_threshold(torch.from_numpy(every), self.settings.top_entropy_quantile)) if len(every) else 0
+        )
+        return [
+            [
+                None if c is None else replace(c, values={**c.values, "keep": found.get(c.number, NOTHING) >= least})
+                for c in micro
+            ]
+            for micro in micros
+        ]
+
+    def timed(self, part: str) -> AbstractContextManager[None]:
+        """Adds the block's time to a part of the step."""
+        return timed(self.seconds, part)
+
+    def mark(self) -> Callable[[], None]:
+        """What takes it back to where it is now, in this process. Cheap: a draw that is under way stays under way."""
+        kept, (drawing, estimator) = dict(vars(self)), (self.parts.drawing, self.parts.estimator)
+        ahead, prompts, weights = drawing.ahead, drawing.prompts.state_dict(), estimator.state_dict()
+
+        def back() -> None:
+            vars(self).update(kept)
+            if drawing.ahead is not ahead:
+                drawing.settle()
+            drawing.ahead = ahead
+            drawing.prompts.load_state_dict(prompts)
+            estimator.load_state_dict(weights)
+
+        return back
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position; a generation that is not used up goes along."""
+        kept = self.completed if self.used < self.settings.steps else []
+        drawing = self.parts.drawing
+        return {
+            "ahead": drawing.state_dict(),
+            "prompts": drawing.prompts.state_dict(),
+            "generations": self.generations,
+            "used": self.used,
+            "estimator": self.parts.estimator.state_dict(),
+            "metrics": dict(self.metrics),
+            "completed": [tokens_to_json(c) for c in kept],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.parts.drawing.load_state_dict(state["ahead"])
+        self.parts.drawing.prompts.load_state_dict(state["prompts"])
+        self.generations, self.used, self.metrics = (
+            int(state["generations"]),
+            int(state["used"]),
+            dict(state["metrics"]),
+        )
+        self.completed = [tokens_from_json(c) for c in state["completed"]]
+        if len(self.completed) != self.settings.generation:  # used up, or a run whose generations had another size
+            self.used, self.completed = self.settings.steps, []
+        self.parts.estimator.load_state_dict(state["estimator"])
+
+
+def rollout_tokens(number: int, rollout: Rollout, settings: RlSettings) -> RolloutTokens:
+    """A rollout as the loss sees it. A critic learns nothing from a completion that no reward function applies to."""
+    completion = rollout.completion
+    silent = settings.mask_truncated and not completion.finished
+    silent = silent or settings.estimator == "gae" and math.isnan(rollout.total)
+    values = {"sampled": NOTHING if silent else np.asarray(completion.logprobs, dtype=np.float32)}
+    return RolloutTokens(
+        number, rollout.prompt.token_ids, completion.token_ids, action_mask(completion), values, silent
+    )
+
+
+def tokens_to_json(c: RolloutTokens) -> dict[str, Any]:
+    """A completion as plain values; float32 survives."""
+    values = {name: [str(v.dtype), v.tolist()] for name, v in c.values.items()}
+    return {
+        "number": c.number,
+        "prompt": [*c.prompt],
+        "written": [*c.written],
+        "own": [*map(int, c.own)],
+        "values": values,
+        "silent": c.silent,
+    }
+
+
+def tokens_from_json(state: Mapping[str, Any]) -> RolloutTokens:
+    """The inverse."""
+    values = {name: np.asarray(v, dtype=dtype) for name, (dtype, v) in state["values"].items()}
+    return RolloutTokens(
+        state["number"], state["prompt"], state["written"], [*map(bool, state["own"])], values, state["silent"]
+    )

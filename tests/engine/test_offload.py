@@ -1,0 +1,106 @@
+"""Memory that is given back for a while: storages are empty meanwhile, views stay views, and the order on a shared
+device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megaswift.engine.offload import OffloadedStorage
+from megaswift.trainers.rl.scheduler import RolloutScheduler
+
+
+def test_dropped_storages_are_empty_and_come_back_as_zeros() -> None:
+    buffer = torch.ones(1000)
+    view, other = buffer[10:20].view(2, 5), torch.ones(7)
+    parked = OffloadedStorage()
+    parked.park([buffer, view, other], keep=False)
+    assert parked.bytes == 4 * 1007 and buffer.untyped_storage().nbytes() == 0
+    parked.bring_back()
+    assert parked.bytes == 0 and buffer.untyped_storage().nbytes() == 4000
+    assert not buffer.any() and not other.any()
+    buffer[12] = 3.0
+    assert view[0, 2] == 3.0, "a view of the buffer is one still"
+
+
+def test_what_is_kept_stays_where_it_is_on_a_cpu() -> None:
+    tensor = torch.arange(5.0)
+    parked = OffloadedStorage()
+    parked.park([tensor])
+    assert parked.bytes == 0 and tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+class Recorded:
+    """A generation, a sampler and engines that tell what they are asked."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.told: list[str] = []
+        self.fails = fails
+        self.engine = self.named("policy")
+        self.sampler = SimpleNamespace(sleep=lambda: self.told.append("sampler sleeps"))
+
+    def named(self, name: str) -> Any:
+        """An engine."""
+        return SimpleNamespace(
+            offload=lambda what: self.told.append(f"{name} leaves: {' '.join(sorted(what))}"),
+            onload=lambda: self.told.append(f"{name} is back"),
+        )
+
+    def synchronise(self) -> None:
+        """Weights for the sampler."""
+        if self.fails:
+            raise OSError("no room")
+        self.told.append("weights stream")
+
+    def write(self, prompts: Sequence[Any], number: int) -> list[Any]:
+        """Completions."""
+        self.told.append(f"generation {number} of {len(prompts)}")
+        return []
+
+
+@contextmanager
+def untimed(_: str) -> Iterator[None]:
+    yield
+
+
+def drawing_of(generation: Any, critic: bool = False) -> RolloutScheduler:
+    prompts: Any = SimpleNamespace(next=lambda: ["a", "b"])
+    return RolloutScheduler(
+        prompts,
+        generation,
+        3,
+        sleeps=True,
+        leaves=frozenset({"optimizer", "model"}),
+        critic=generation.named("critic") if critic else None,
+    )
+
+
+def test_the_order_on_a_shared_device() -> None:
+    """Optimizer and gradients leave, the sampler wakes and gets weights, the model leaves, completions, sleep,
+    everything back."""
+    plain, with_critic = Recorded(), Recorded()
+    drawing_of(plain).draw(4, False, untimed)
+    order = [
+        "policy leaves: optimizer",
+        "weights stream",
+        "policy leaves: model",
+        "generation 4 of 6",
+        "sampler sleeps",
+        "policy is back",
+    ]
+    assert plain.told == order
+    drawing_of(with_critic, critic=True).draw(4, False, untimed)
+    assert with_critic.told == ["critic leaves: model optimizer", *order, "critic is back"]
+
+
+def test_what_left_is_back_where_the_sampler_fails() -> None:
+    """The run then ends with a checkpoint."""
+    failing = Recorded(fails=True)
+    with pytest.raises(OSError, match="no room"):
+        drawing_of(failing).draw(4, False, untimed)
+    assert failing.told == ["policy leaves: optimizer", "sampler sleeps", "policy is back"]

@@ -1,0 +1,131 @@
+"""Models that are built without memory and filled from files a piece at a time: what `from_pretrained` makes, bit by
+bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megaswift.bridge.hf_to_megatron import hf_to_megatron
+from megaswift.bridge.open_weights import open_weights
+from megaswift.bridge.transformers_weights import disk_names
+from megaswift.config import SwiftConfig
+from megaswift.engine.torch import meta_init, model, weight_loading
+from megaswift.engine.torch.adapters import base_model
+from megaswift.engine.torch.conversions import conversion_groups, first_names, groups
+from megaswift.errors import WeightsError
+from megaswift.families.unlisted import any_spec
+from tests.bridge.folders import tensors_of
+from tests.parity.models import build
+
+pytestmark = pytest.mark.wide
+VARIANTS = ("dense", "dense-tied", "moe", "mixtral", "gpt_oss", "deepseek_v3")
+LORA = {"train_type": "lora", "target_modules": ["o_proj"], "modules_to_save": ["lm_head"]}
+
+
+def filled(folder: Path, **options: Any) -> tuple[Any, list[int]]:
+    """(a model that was hollow, how many elements each piece of files held)."""
+    cfg = SwiftConfig(model=str(folder), engine="fsdp2", **options)
+    fields = model.prepare_model(folder, cfg, False, any_spec(folder), {}, empty=True)
+    bare, source = base_model(fields.model), open_weights(folder)
+    assert all(
+        meta_init.is_meta(p) for n, p in bare.named_parameters() if "lora_" not in n and "modules_to_save" not in n
+    )
+    found, first = conversion_groups(bare, source), first_names(bare)
+    assert not weight_loading._differences(bare, source, found)
+    meta_init.allocate_storage(fields.parameters(), torch.device("cpu"))
+    parameters = dict(fields.named_parameters())
+
+    def put(name: str, kind: str, tensor: Tensor) -> None:
+        parameters[name].data.copy_(tensor)
+
+    engine: Any = SimpleNamespace(fields=fields, cfg=cfg, shapes=parameters, strategy=SimpleNamespace(put=put))
+    weight_loading.read_tensor(engine, found, source, first)
+    return fields, [sum(torch.Size(source.shape(name)).numel() for _, name in piece.stored) for piece in found]
+
+
+@pytest.mark.parametrize("options", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_from_pretrained(variant: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Weights, adapters, buffers, ties; no piece is more than a layer's experts."""
+    folder = build(variant, tmp_path / variant)
+    got, sizes = filled(folder, **options)
+    want = model.prepare_model(
+        folder, SwiftConfig(model=str(folder), engine="fsdp2", **options), True, any_spec(folder), {}
+    )
+    for mine, theirs in (
+        (got.named_parameters(), want.named_parameters()),
+        (got.named_buffers(), want.named_buffers()),
+    ):
+        own, others = dict(mine), dict(theirs)
+        assert list(own) == list(others)
+        assert all(torch.equal(own[name], tensor) for name, tensor in others.items())
+        assert [t.requires_grad for t in own.values()] == [t.requires_grad for t in others.values()]
+    assert first_names(base_model(got.model)) == first_names(base_model(want.model))
+    assert max(sizes) < 0.3 * sum(sizes)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_written_in_groups_as_whole(variant: str, tmp_path: Path) -> None:
+    """What goes out a group at a time is what the files held."""
+    folder = build(variant, tmp_path / variant)
+    bare = filled(folder)[0].model
+    tensors = dict(bare.named_parameters())
+    made: dict[str, Tensor] = {}
+    for group in groups(bare, tensors):
+        made |= disk_names(bare, {name: tensors[name] for name in group})
+    stored = tensors_of(folder)
+    left = {n for n in stored if n not in made}
+    assert left <= {n for n, _ in bare.named_buffers()} | {"lm_head.weight"} and made.keys() <= stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in made.items())
+    assert len(groups(bare, tensors)) > 20
+
+
+def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
+    stored, folder = tensors_of(build("dense", tmp_path / "m")), tmp_path / "lacks"
+    del stored["model.layers.1.mlp.up_proj.weight"]
+    stored["model.norm.weight"] = torch.ones(7)
+    folder.mkdir()
+    shutil.copy(tmp_path / "m" / "config.json", folder)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = model.prepare_model(
+        folder, SwiftConfig(model=str(folder), engine="fsdp2"), False, any_spec(folder), {}, empty=True
+    )
+    source = open_weights(folder)
+    told = "\n".join(
+        str(p) for p in weight_loading._differences(fields.model, source, conversion_groups(fields.model, source))
+    )
+    assert "model.layers.1.mlp.up_proj.weight" in told and "model.norm.weight" in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"train_type": "lora", "use_dora": True}, {"train_type": "qlora"}, {"train_type": "vera"}]
+)
+def test_adapters_that_need_weights_are_not_made_over_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
+    """DoRA's magnitudes would be those of an empty model."""
+    hf_to_megatron(build("dense", tmp_path / "m"), tmp_path / "c")
+    folder = tmp_path / "c" / "model"
+    engine: Any = SimpleNamespace(
+        cfg=SwiftConfig(model=str(tmp_path / "c"), engine="ddp", **options), kind="ddp", spec=any_spec(folder)
+    )
+    with pytest.raises(WeightsError, match="convert megatron-to-hf"):
+        weight_loading.start_from_files(folder, engine)
+
+
+def test_a_real_model_hands_its_weights_over() -> None:
+    """Tied weights are one; what is left has shapes and no memory."""
+    plain = torch.nn.Linear(3, 5)
+    module = torch.nn.ModuleDict({"a": plain, "b": torch.nn.Linear(3, 5)})
+    module["b"].weight = plain.weight
+    before = {n: t.detach().clone() for n, t in module.named_parameters()}
+    taken = meta_init.drop_storage(module)
+    assert taken.keys() == before.keys() and all(torch.equal(taken[n], t) for n, t in before.items())
+    assert module["a"].weight is module["b"].weight and meta_init.is_meta(plain.weight)
+    assert plain.weight.shape == (5, 3) and plain.weight.untyped_storage().nbytes() == 4

@@ -1,0 +1,155 @@
+"""What tests of real sampling servers share: how one starts and ends, what it has to answer, and a run that it samples
+for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megaswift.rollout.backends.transformers_sampler import build
+from megaswift.rollout.sampler import SamplerOptions, SamplingParams
+from megaswift.rollout.server_client import Server, ServerError
+from megaswift.trainers.metrics import read_lines
+from tests.rollout.test_transformers import weights
+from tests.sources import ROOT
+from tests.trainers.inputs import write_model
+from tests.trainers.runs import finish, start
+from tests.trainers.test_grpo_run import REWARDS
+
+NEW = 8
+"""Tokens of the longest answer."""
+PROMPTS = [[3, 9, 12, 2], [3, 30, 31, 32, 33, 2], [3, 8, 2]]
+GREEDY, DRAWN = SamplingParams(NEW, temperature=0), SamplingParams(NEW, stop_token_ids=(1,))
+
+
+def write_wide_model(path: Path) -> None:
+    """Heads as wide as the servers' kernels take them, and weights by which answers differ."""
+    from safetensors.torch import load_file, save_file
+
+    write_model(path, head_dim=64, num_attention_heads=2, num_key_value_heads=1)
+    tensors = load_file(path / "model.safetensors")
+    save_file(
+        {n: t * 4 if t.dim() > 1 else t for n, t in tensors.items()},
+        path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def running(words: Sequence[str], port: int, log: Path, **environ: str) -> Iterator[str]:
+    """The address of a server process, once it is well; nothing of it lives on."""
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words, "--port", str(port)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        )
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 600
+    try:
+        while not well(url):
+            assert process.poll() is None and time.monotonic() < end, log.read_text()[-5000:]
+            time.sleep(1)
+        yield url
+    finally:
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        process.wait(60)
+        for member in family:
+            if member.is_running():
+                member.kill()
+
+
+def well(url: str) -> bool:
+    try:
+        Server(url, 10, "test", "").get("/health")
+    except ServerError:
+        return False
+    return True
+
+
+def assert_same(made: Any, alone: Any, gap: float) -> None:
+    """Greedy tokens and their log-probabilities; drawn tokens have those that the model gives them."""
+    theirs, ours = (s.generate(PROMPTS, GREEDY, range(3)) for s in (made, alone))
+    assert [c.token_ids for c in theirs] == [c.token_ids for c in ours] and len({c.token_ids for c in ours}) == 3
+    for left, right in zip(theirs, ours, strict=True):
+        assert left.logprobs == pytest.approx(right.logprobs, abs=gap)
+    drawn, again = (made.generate(PROMPTS, DRAWN, range(7, 10)) for _ in range(2))
+    assert [c.token_ids for c in drawn] == [c.token_ids for c in again]
+    with torch.no_grad():
+        for prompt, found in zip(PROMPTS, drawn, strict=True):
+            told = torch.log_softmax(alone.model(torch.tensor([[*prompt, *found.token_ids]])).logits[0].float(), -1)
+            wanted = [float(told[len(prompt) - 1 + i, t]) for i, t in enumerate(found.token_ids)]
+            assert found.logprobs == pytest.approx(wanted, abs=gap) and found.finished == (found.token_ids[-1] == 1)
+
+
+def assert_takes_weights(made: Any, model: Path, gap: float) -> None:
+    """Other weights, then the folder's own: it answers by those that it was given last."""
+    for factor in (1.1, 1.0):
+        changed = [(n, t * factor) for n, t in weights(model)]
+        alone = build(model, SamplerOptions())
+        alone.update_weights(changed)
+        made.update_weights(changed)
+        assert_same(made, alone, gap)
+
+
+def grpo(model: Path, folder: Path, *options: object, ranks: int = 1) -> list[dict[str, Any]]:
+    """Metrics of three steps by torchrun."""
+    rows = [{"prompt": f"{i % 10}+{(7 * i) % 10}=", "number": i} for i in range(12)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
+    inputs = [
+        "--model",
+        str(model),
+        "--dataset",
+        str(folder / "rows.jsonl"),
+        "--reward_funcs",
+        f"{folder / 'rewards.py'}:digits",
+        "--lr",
+        "1e-3",
+        "--num_generations",
+        "4",
+        "--max_completion_length",
+        "6",
+        "--max_length",
+        "32",
+        "--global_batch_size",
+        "8",
+        "--torch_dtype",
+        "float32",
+        "--report_to",
+        "none",
+        "--per_device_train_batch_size",
+        "8",
+        "--max_steps",
+        "3",
+    ]
+    process = start(inputs, folder / "out", *options, ranks=ranks, script="megaswift/grpo.py")
+    text = finish(process)
+    assert process.returncode == 0, text[-5000:]
+    return read_lines(folder / "out" / "metrics.jsonl")
+
+
+def assert_on_policy(lines: list[dict[str, Any]], gap: float) -> None:
+    """Sampler and trainer have the same weights at every step."""
+    assert len(lines) == 3 and len({line["grad_norm"] for line in lines}) == 3
+    assert all(line["sampling/sampling_logp_difference/max"] < gap for line in lines)

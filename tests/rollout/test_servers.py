@@ -1,0 +1,398 @@
+"""Clients of vLLM's and SGLang's servers against a small server that speaks their wire format; test_real_*.py ask the
+real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from megaswift.errors import ConfigError, UserError
+from megaswift.rollout import server_client, sync_folder, vllm_package
+from megaswift.rollout.backends.transformers_sampler import build
+from megaswift.rollout.sampler import (
+    Sampler,
+    SamplerOptions,
+    SamplingParams,
+    backends,
+    make_sampler,
+    missing_for_backend,
+)
+from tests.inference.models import adapters
+from tests.rollout.sampling_server import Backend, Refused, Sglang, Vllm, serving
+from tests.rollout.test_transformers import PROMPTS, filled, weights
+
+pytestmark = pytest.mark.wide
+
+KINDS: dict[str, type[Backend]] = {"vllm_server": Vllm, "sglang": Sglang}
+SAMPLING = SamplingParams(12, temperature=0.8, top_k=30, top_p=0.95, min_p=0.01, stop_token_ids=(1, 7, 9))
+SEEDS = range(40, 46)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def client(kind: str, model: Path, *urls: str, **options: Any) -> Sampler:
+    return make_sampler(kind, model, SamplerOptions(base_urls=urls, timeout=20, **options))
+
+
+def test_two_servers_answer_as_the_sampler_that_they_are_made_of(
+    kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, settings, seeds, tokens and log-probabilities arrive; new weights come through the folder, in several
+    shards."""
+    monkeypatch.setattr(sync_folder, "SHARD_BYTES", 20000)
+    alone = filled(model, batch_size=1)  # as the servers here take one prompt at a time
+    want = alone.generate(PROMPTS, SAMPLING, SEEDS)
+    assert {c.finished for c in want} == {True, False}
+    one, two = KINDS[kind](model), KINDS[kind](model)
+    with serving(one) as first, serving(two) as second:
+        made = client(kind, model, first, second, sync_folder=tmp_path / "sync")
+        made.update_weights((n, t + 0.1) for n, t in weights(model))
+        assert made.generate(PROMPTS, SAMPLING, SEEDS) != want
+        made.update_weights(weights(model))
+        assert made.generate(PROMPTS, SAMPLING, SEEDS) == want
+        made.sleep()
+        made.wake()
+        greedy = SamplingParams(5, temperature=0)
+        assert made.generate(PROMPTS, greedy, SEEDS) == alone.generate(PROMPTS, greedy, SEEDS)
+        [kept] = (tmp_path / "sync").iterdir()
+        assert len(list(kept.glob("*.safetensors"))) > 2
+        made.close()
+        assert not (tmp_path / "sync").exists()
+    for backend in (one, two):
+        asked = [path for path, _ in backend.calls if path in ("/generate", "/v1/completions")]
+        assert len(asked) == 9
+
+
+def test_adapters_alone_come_in_place_of_those_before(kind: str, model: Path, tmp_path: Path) -> None:
+    """Onto weights that the server has by itself; those of a run that was broken off are in nobody's way. Nothing is
+    written."""
+    folders = [adapters(tmp_path / name, model, seed) for name, seed in (("one", 5), ("two", 6))]
+    alone, backend = build(model, SamplerOptions(lora_rank=4, batch_size=1)), KINDS[kind](model, rank=4)
+    found = []
+    with serving(backend) as url:
+        client(kind, model, url, lora_rank=4).update_adapter(folders[1])
+        made = client(kind, model, url, lora_rank=4, sync_folder=tmp_path / "sync")
+        assert made.shared
+        for folder in folders:
+            made.update_adapter(folder)
+            alone.update_adapter(folder)
+            found.append(made.generate(PROMPTS, SAMPLING, SEEDS))
+            assert found[-1] == alone.generate(PROMPTS, SAMPLING, SEEDS)
+        made.close()
+    assert found[0] != found[1] and not (tmp_path / "sync").exists()
+    asked = {path for path, _ in backend.calls}
+    assert not asked & {"/collective_rpc", "/update_weights_from_disk"} and asked & {
+        "/reset_prefix_cache",
+        "/flush_cache",
+    }
+
+
+def told_of(rank: int, **more: Any) -> dict[str, Any]:
+    """What vLLM's server says of itself."""
+    return {
+        "vllm_config": {
+            "lora_config": {"max_lora_rank": rank},
+            "model_config": {"logprobs_mode": "processed_logprobs"},
+            **more,
+        }
+    }
+
+
+START = {
+    "vllm_server": (
+        "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve .* --enable-lora --max-lora-rank 16"
+    ),
+    "sglang": "sglang.launch_server .* --enable-lora --max-lora-rank 9 --lora-target-modules all",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "said", "told"),
+    [
+        ("vllm_server", None, None, "takes no adapters"),
+        ("vllm_server", "/server_info", told_of(8), "takes adapters up to rank 8, and those of the run have 9"),
+        ("vllm_server", "/server_info", told_of(16, load_config={"load_format": "dummy"}), "has made-up weights"),
+        ("vllm_server", "/server_info", told_of(16), "does not change adapters while it runs"),
+        ("sglang", None, None, "takes no adapters"),
+        (
+            "sglang",
+            "/get_server_info",
+            {"version": "0.5.9", "enable_lora": True, "max_lora_rank": 4},
+            "takes adapters up to rank 4",
+        ),
+        (
+            "sglang",
+            "/get_server_info",
+            {"version": "0.5.9", "enable_lora": True, "load_format": "dummy"},
+            "has made-up weights",
+        ),
+    ],
+)
+def test_servers_started_without_adapters_are_told_how_to_start(
+    kind: str, path: str | None, said: Any, told: str, model: Path
+) -> None:
+    """With the command that does it, room rounded up to what the server can make; before a prompt is asked."""
+    backend = KINDS[kind](model)
+    if path is not None:
+        backend.told[path] = said
+    with serving(backend) as url, pytest.raises(ConfigError, match=f"(?s){told}.*{START[kind]}"):
+        client(kind, model, url, lora_rank=9)
+    assert not any(body for _, body in backend.calls)
+
+
+def test_no_server_and_no_folder_are_told(kind: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder for new weights"):
+        client(kind, model, "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="is no address"):
+        client(kind, model, "127.0.0.1:8000", sync_folder=tmp_path)
+    with pytest.raises(
+        UserError, match=r"no answer of a .* server \(.*refused.*\)\n    try: .*(vllm serve|launch_server)"
+    ):
+        client(kind, model, "http://127.0.0.1:9", sync_folder=tmp_path)
+
+
+def test_a_server_that_starts_later_is_waited_for(model: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    backend = Vllm(model)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(client, "vllm_server", model, f"http://127.0.0.1:{port}", sync_folder=tmp_path, wait=30)
+        time.sleep(0.3)
+        with serving(backend, port=port):
+            made.result()
+    assert [path for path, _ in backend.calls] == ["/health", "/version", "/server_info", "/v1/models"]
+
+
+def test_the_token_goes_with_every_request(
+    kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(KINDS[kind](model), token="s3cret") as url:
+        monkeypatch.delenv(server_client.KEY, raising=False)
+        with pytest.raises(UserError, match="401"):
+            client(kind, model, url, sync_folder=tmp_path)
+        monkeypatch.setenv(server_client.KEY, "s3cret")
+        client(kind, model, url, sync_folder=tmp_path)
+
+
+MODEL = {"model_config": {"logprobs_mode": "raw_logprobs"}}
+CHOICE = {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-0.1, -0.2]}, "finish_reason": "stop"}
+WRONG: list[tuple[str, str, Any, str]] = [
+    ("vllm_server", "/version", {"version": "0.21.9"}, "0.22 or later is needed"),
+    ("vllm_server", "/server_info", Refused(404, "Not Found"), "VLLM_SERVER_DEV_MODE=1 vllm serve"),
+    (
+        "vllm_server",
+        "/server_info",
+        {"vllm_config": MODEL},
+        "tells raw_logprobs.*\n.*--logprobs-mode processed_logprobs",
+    ),
+    (
+        "vllm_server",
+        "/server_info",
+        {
+            "vllm_config": {
+                "model_config": {"logprobs_mode": "processed_logprobs"},
+                "load_config": {"load_format": "dummy"},
+            }
+        },
+        "takes no weights from files",
+    ),
+    (
+        "vllm_server",
+        "/v1/models",
+        {"data": [{"id": "m", "max_model_len": 80}]},
+        "takes 80 tokens .* 90 may come.*\n.*--max-model-len 90",
+    ),
+    ("vllm_server", "/v1/completions", {"choices": [{**CHOICE, "logprobs": None}]}, "has no token_ids, logprobs"),
+    ("vllm_server", "/v1/completions", {"choices": [CHOICE]}, "stops without one of the run's stop tokens"),
+    (
+        "vllm_server",
+        "/v1/completions",
+        {"choices": [{**CHOICE, "finish_reason": "length", "token_ids": [5]}]},
+        "1 tokens and 2 log",
+    ),
+    ("vllm_server", "/collective_rpc", Refused(500, "boom"), "answers 500: .*boom"),
+    ("vllm_server", "/reset_prefix_cache", {"success": False}, "keeps what it remembers of prompts"),
+    (
+        "vllm_server",
+        "/v1/completions",
+        {"choices": [{**CHOICE, "finish_reason": "length"}]},
+        "after 2 tokens, and 12 were allowed",
+    ),
+    (
+        "vllm_server",
+        "/v1/completions",
+        Refused(401, "Unauthorized"),
+        "answers 401.*\n    try: MEGASWIFT_ROLLOUT_API_KEY=",
+    ),
+    ("sglang", "/get_server_info", {"version": "0.5.8.post1"}, "0.5.9 or later is needed"),
+    (
+        "sglang",
+        "/get_server_info",
+        {"version": "0.5.10", "max_req_input_len": 85},
+        "takes 89 tokens .* 90 may come.*\n.*--max_length 89, or .* --context-length 92",
+    ),
+    (
+        "sglang",
+        "/get_server_info",
+        {"version": "0.5.10", "enable_deterministic_inference": True},
+        "--min_p 0.01: ends .*deterministic.*\n    try: leave it out",
+    ),
+    ("sglang", "/generate", {"text": "x", "meta_info": {}}, "has no output_token_logprobs"),
+    (
+        "sglang",
+        "/generate",
+        {"meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}},
+        "ended by 'abort'",
+    ),
+    (
+        "sglang",
+        "/update_weights_from_disk",
+        {"success": False, "message": "no such file"},
+        "did not take new weights: no such file",
+    ),
+    (
+        "sglang",
+        "/update_weights_from_disk",
+        Refused(400, "Name or service not known"),
+        "answers 400: .*service not known.*\n    try: .*weights-.* has to be the same folder on its machine",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "said", "told"), WRONG, ids=[f"{k}{p}-{i}" for i, (k, p, _, _) in enumerate(WRONG)]
+)
+def test_what_servers_do_wrong_is_told(kind: str, path: str, said: Any, told: str, model: Path, tmp_path: Path) -> None:
+    backend = KINDS[kind](model)
+    backend.told[path] = said
+    with serving(backend) as url, pytest.raises(UserError, match=told):
+        made = client(kind, model, url, sync_folder=tmp_path, max_length=90)
+        made.update_weights(weights(model))
+        made.generate(PROMPTS, SAMPLING, SEEDS)
+
+
+def test_vllm_in_process_is_refused_where_it_is_not_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backends() == ["sglang", "transformers", "vllm", "vllm_server"]
+    monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="vLLM is not installed here"):
+        make_sampler("vllm", model, SamplerOptions())
+    monkeypatch.setattr(vllm_package.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(vllm_package.metadata, "version", lambda name: "0.11.2")
+    [problem] = missing_for_backend("vllm", SamplerOptions())
+    assert "0.11.2 is installed" in problem.rule
+
+
+class Odd(BaseHTTPRequestHandler):
+    """A server that does not do as servers should; `said` is its answer, `heard` the tokens it was sent."""
+
+    said: ClassVar[tuple[int, dict[str, str], bytes]]
+    heard: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        status, headers, body = self.said
+        self.heard.append(str(self.headers["Authorization"]))
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(body)
+
+    def log_message(self, *words: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def odd() -> Iterator[server_client.Server]:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Odd)
+    threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server_client.Server(f"http://127.0.0.1:{http.server_port}", 20, "vLLM", "vllm serve")
+    finally:
+        http.shutdown()
+        http.server_close()
+
+
+def test_the_token_goes_nowhere_else_and_into_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A redirect would take it to another server; some servers repeat what they were sent."""
+    monkeypatch.setenv(server_client.KEY, "s3cret-token")
+    with odd() as server, serving(Vllm.__new__(Vllm)) as elsewhere:
+        for status in (301, 302, 307, 308):
+            Odd.said = status, {"Location": f"{elsewhere}/health"}, b""
+            with pytest.raises(server_client.ServerError, match=f"the vLLM server answers {status}"):
+                server.get("/health")
+        Odd.said = 401, {}, b"bad header: Bearer s3cret-token " + b"x" * 5000
+        with pytest.raises(server_client.ServerError) as caught:
+            server.get("/health")
+        assert "bad header: Bearer ***" in str(caught.value) and "s3cret" not in str(caught.value)
+    assert {*Odd.heard} == {"Bearer s3cret-token"}
+    urls = ("http://me:s3cret@127.0.0.1:8000", "http://s3cret@127.0.0.1")
+    problems = server_client.unusable(SamplerOptions(base_urls=urls, sync_folder=Path("x")), "vllm_server")
+    assert [p.rule.startswith("has a user name or password") for p in problems] == [True, True]
+    assert "s3cret" not in str(problems)
+
+
+def test_an_answer_has_a_size_and_a_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "MOST_BYTES", 1 << 20)
+    with odd() as server:
+        Odd.said = 200, {}, b"[" * (1 << 19)
+        assert server.get("/health") is None
+        Odd.said = 200, {}, b" " * (1 << 21)
+        with pytest.raises(server_client.ServerError, match=r"answer is larger than 1\.0 MiB"):
+            server.get("/health")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs"),
+    [
+        ([1, 2], [-0.5, float("nan")]),
+        ([1, 2], [-0.5, "x"]),
+        ([1, 2], None),
+        (None, None),
+        ([1, "2"], [-0.5, -0.5]),
+        ([1, True], [-0.5, -0.5]),
+        ([1, 2], [-0.5, float("-inf")]),
+    ],
+)
+def test_numbers_that_cannot_be_trained_on_are_told(tokens: Any, logprobs: Any) -> None:
+    with pytest.raises(server_client.ServerError, match="or some are missing or not finite"):
+        server_client.checked_completion(tokens, logprobs, True, SAMPLING)
+
+
+ODD: tuple[Any, ...] = (None, [], ["x"], {"data": 3}, 7, {"data": [3]}, True)
+
+
+@pytest.mark.parametrize(
+    "said", ["text", {"vllm_config": "a"}, *(pytest.param(o, marks=pytest.mark.slow) for o in ODD)]
+)
+def test_a_server_of_another_kind_is_told_whatever_it_says(said: Any, kind: str, model: Path, tmp_path: Path) -> None:
+    """Also in the middle of a run, where a completion is asked for."""
+    for path in ("/version", "/server_info", "/server_info?config_format=json", "/v1/models"):
+        backend = KINDS[kind](model)
+        backend.told[path] = said
+        with serving(backend) as url, contextlib.suppress(UserError):
+            client(kind, model, url, sync_folder=tmp_path / "sync", wait=0.0, max_length=50)
+    backend = KINDS[kind](model)
+    with serving(backend) as url:
+        made = client(kind, model, url, sync_folder=tmp_path / "sync")
+        for answer in (
+            said,
+            {"choices": [said]},
+            {"choices": [{"token_ids": {"a": 1}, "logprobs": {"token_logprobs": 1}}]},
+        ):
+            backend.told |= dict.fromkeys(("/generate", "/v1/completions"), answer)
+            with pytest.raises(server_client.ServerError):
+                made.generate(PROMPTS[:1], SAMPLING, SEEDS[:1])

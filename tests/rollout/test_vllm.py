@@ -1,0 +1,139 @@
+"""What vLLM in process is asked, by a stand-in that takes the same calls: order and arguments. vLLM itself has not been
+run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megaswift.rollout.backends.vllm_sampler import too_wide
+from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
+from megaswift.rollout.vllm_package import room_for
+
+SAMPLING = SamplingParams(3, temperature=0.5, top_k=4, stop_token_ids=(7,))
+
+
+class Engine:
+    """Records what `vllm.LLM` is asked; its completions are the prompt's tokens."""
+
+    def __init__(self, **options: Any) -> None:
+        assert Platform.sleeps or not options["enable_sleep_mode"], "Sleep mode is not supported on current platform."
+        assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == "0", "the external launcher's"
+        self.options = options
+        self.calls: list[Any] = []
+        self.llm_engine = SimpleNamespace(remove_lora=lambda number: self.calls.append(("remove_lora", number)))
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(("wake_up", *tags))
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset")
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self.calls.append((method, [name for name, _ in kwargs.pop("weights_iterator")]))
+        assert not kwargs
+
+    def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool, lora_request: Any = None) -> list[Any]:
+        self.calls.append(("generate", None if lora_request is None else lora_request.lora_path))
+        assert all(p.ignore_eos and p.stop_token_ids == [7] and p.logprobs == 0 for p in params) and not use_tqdm
+        found = []
+        for prompt, param in zip(prompts, params, strict=True):
+            tokens = prompt["prompt_token_ids"][: param.max_tokens]
+            told = [{t: SimpleNamespace(logprob=-float(param.seed)), 99: SimpleNamespace(logprob=0.0)} for t in tokens]
+            reason = "stop" if tokens[-1] == 7 else "length"
+            found.append(
+                SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=told, finish_reason=reason)])
+            )
+        return found
+
+
+class Platform:
+    """Of vLLM; a build for CPUs refuses engines that are to sleep."""
+
+    sleeps = True
+
+    @classmethod
+    def is_sleep_mode_available(cls) -> bool:
+        return cls.sleeps
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    platforms: Any = ModuleType("vllm.platforms")
+    platforms.current_platform = Platform
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    lora: Any = ModuleType("vllm.lora.request")
+    lora.LoRARequest = lambda name, number, path: SimpleNamespace(lora_int_id=number, lora_path=path)
+    module: Any = ModuleType("vllm")
+    module.LLM, module.SamplingParams = Engine, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", lora)
+    monkeypatch.setattr("megaswift.rollout.backends.vllm_sampler.missing", lambda options: [])
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def test_weights_come_before_caches_and_sleep_drops_both(vllm: None, tmp_path: Path) -> None:
+    made: Any = make_sampler("vllm", tmp_path, SamplerOptions(batch_size=9, max_length=64))
+    assert made.llm.options["load_format"] == "dummy" and made.llm.options["logprobs_mode"] == "processed_logprobs"
+    with pytest.raises(AssertionError):
+        made.generate([[1]], SAMPLING, [1])
+    made.update_weights([("a", torch.ones(1)), ("b", torch.ones(1))])
+    found = made.generate([[1, 2, 3, 4], [5, 7]], SAMPLING, [11, 12])
+    made.sleep()
+    made.sleep()
+    assert found == [Completion((1, 2, 3), (-11.0,) * 3, False), Completion((5, 7), (-12.0,) * 2, True)]
+    assert made.llm.calls == [
+        ("sleep", 2),
+        ("wake_up", "weights"),
+        ("reload_weights", ["a", "b"]),
+        "reset",
+        ("wake_up", "kv_cache"),
+        ("generate", None),
+        ("sleep", 2),
+    ]
+
+
+def test_adapters_replace_one_another_and_the_base_is_kept(vllm: None, tmp_path: Path) -> None:
+    """The base is the model's own, which vLLM reads; room is rounded up to what it can make."""
+    made: Any = make_sampler("vllm", tmp_path, SamplerOptions(lora_rank=9))
+    assert made.llm.options["max_lora_rank"] == 16 and made.llm.options["load_format"] == "auto"
+    for name in ("one", "two"):
+        made.update_adapter(tmp_path / name)
+        made.generate([[1, 7]], SAMPLING, [0])
+    assert [c for c in made.llm.calls if c[0] in ("sleep", "generate", "remove_lora")] == [
+        ("sleep", 1),
+        ("generate", str(tmp_path / "one")),
+        ("remove_lora", 1),
+        ("generate", str(tmp_path / "two")),
+    ]
+
+
+def test_a_build_without_sleep_keeps_its_memory(vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPUs; everything else is the same, and an update still has to come before each generation."""
+    monkeypatch.setattr(Platform, "sleeps", False)
+    made: Any = make_sampler("vllm", tmp_path, SamplerOptions())
+    made.update_weights([("a", torch.ones(1))])
+    made.generate([[1, 7]], SAMPLING, [0])
+    made.sleep()
+    with pytest.raises(AssertionError):
+        made.generate([[1, 7]], SAMPLING, [0])
+    assert made.llm.calls == [("reload_weights", ["a"]), "reset", ("generate", None)]
+
+
+def test_adapters_that_fit_into_no_vllm() -> None:
+    assert [room_for(rank) for rank in (1, 2, 8, 33, 257, 512)] == [1, 8, 8, 64, 320, 512]
+    assert too_wide(SamplerOptions(lora_rank=512)) == []
+    [problem] = too_wide(SamplerOptions(lora_rank=513))
+    assert "wider than vLLM's widest (512)" in problem.rule

@@ -1,0 +1,262 @@
+"""Conversations with an environment: their tokens are the template's own, the loss is on the model's, and mistakes have
+names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megaswift.data.prompts import Prompt
+from megaswift.errors import ConfigError, RewardError
+from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
+from megaswift.trainers.rl.environment import CheckedEnvironment, environment_class
+from megaswift.trainers.rl.multi_turn import Conversation, MultiTurnRollout
+from tests.data import makers
+from tests.trainers.inputs import write_model
+
+pytestmark = pytest.mark.wide
+
+ENVIRONMENT = '''
+class Echo:
+    """Answers twice, with the number of the row."""
+
+    def reset(self, prompt, number, **columns):
+        self.number, self.turn = number, 0
+
+    def step(self, answer):
+        self.turn += 1
+        return [{"role": "user", "content": f"{self.number}?"}], 0.25, self.turn == 3
+
+
+class Odd(Echo):
+    returned = [[], None, True]
+
+    def step(self, answer):
+        if self.returned == "raise":
+            raise KeyError("nothing here")
+        return self.returned
+
+
+class Mute:
+    def reset(self, prompt):
+        pass
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("talk") / "model")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("environments") / "worlds.py"
+    made.write_text(ENVIRONMENT, encoding="utf-8")
+    return made
+
+
+def talked(
+    model: Path, file: Path, max_turns: int | None = None, most: int = 400
+) -> tuple[Any, list[Prompt], list[Conversation]]:
+    """Two conversations with Echo."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sampler = make_sampler("transformers", model, SamplerOptions(dtype="float32"))
+    sampler.update_weights(load_file(model / "model.safetensors").items())
+    said = [({"role": "user", "content": f"{i}+1"},) for i in range(2)]
+    prompts = [
+        Prompt(
+            i, tuple(tokenizer.apply_chat_template(list(s), add_generation_prompt=True)["input_ids"]), s, {"number": i}
+        )
+        for i, s in enumerate(said)
+    ]
+    made = environment_class(f"{file}:Echo")
+    talk = MultiTurnRollout(lambda: CheckedEnvironment("--environment worlds.py:Echo", made()), tokenizer, max_turns)
+    found = talk.write(sampler, SamplingParams(most, stop_token_ids=(1,)), prompts, [11, 12])
+    return tokenizer, prompts, [c for c in found if isinstance(c, Conversation)]
+
+
+def test_tokens_are_those_of_the_template(model: Path, file: Path) -> None:
+    """The conversation rendered as a whole, except that a stop is a stop; own tokens are the assistant's texts."""
+    tokenizer, prompts, found = talked(model, file)
+    assert len(found) == 2
+    for prompt, talk in zip(prompts, found, strict=True):
+        assert talk.finished and talk.turns == 3 and talk.reward == 0.75
+        assert [m["role"] for m in talk.messages] == ["assistant", "user", "assistant", "user", "assistant"]
+        assert isinstance(prompt.said, tuple)
+        spoken = [m for m, own in zip(talk.token_ids, talk.own, strict=True) if own]
+        assert spoken.count(1) == 3, "each turn ends with a stop"
+        assert (
+            talk.rewards == (0.25,) * 3
+            and [spoken[end - 1] for end in talk.ends] == [1] * 3
+            and talk.ends[-1] == len(spoken)
+        )
+        texts, at = [], 0
+        for _ in range(3):
+            end = spoken.index(1, at)
+            texts.append(tokenizer.decode(spoken[at:end]))
+            at = end + 1
+        replies = [{"role": "user", "content": f"{prompt.number}?"}] * 2
+        turns = [{"role": "assistant", "content": text} for text in texts]
+        messages = [*prompt.said, turns[0], replies[0], turns[1], replies[1], turns[2]]
+        whole = tokenizer.decode([*prompt.token_ids, *talk.token_ids])
+        assert bare(whole) == bare(tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+def bare(text: str) -> str:
+    """Without the blanks that decoding puts between tokens."""
+    return text.replace(" ", "")
+
+
+def test_log_probabilities_are_those_of_the_own_tokens(model: Path, file: Path) -> None:
+    """Of one pass over the whole conversation, as the trainer makes it."""
+    theirs: Any = AutoModelForCausalLM.from_pretrained(model)
+    for prompt, talk in zip(*talked(model, file)[1:], strict=True):
+        ids = torch.tensor([[*prompt.token_ids, *talk.token_ids]])
+        with torch.no_grad():
+            logits = theirs(ids).logits[0, len(prompt.token_ids) - 1 : -1].float().log_softmax(-1)
+        every = logits.gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0]
+        want = every[torch.tensor(talk.own)]
+        assert len(talk.logprobs) == sum(talk.own) < len(talk.own)
+        torch.testing.assert_close(torch.tensor(talk.logprobs), want, rtol=0, atol=5e-6)
+
+
+class Calculator:
+    """A tool: it adds what a call names, and ends with the first answer that is none."""
+
+    role = "tool"
+
+    def reset(self, prompt: Any, **columns: Any) -> None:
+        self.asked = prompt
+
+    def step(self, answer: str) -> Any:
+        if "<tool_call>" not in answer:
+            return [], 1.0, True
+        call = json.loads(answer.split("<tool_call>")[1].split("</tool_call>")[0])
+        return [{"role": self.role, "name": call["name"], "content": str(sum(call["arguments"].values()))}], 0.0, False
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
+def test_calls_of_tools_and_their_results(name: str, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a published template: the tokens are the whole conversation's, the loss is on the calls and the answer.
+
+    Qwen3's writes an empty thought before an answer that is the last, and none before another.
+    """
+    monkeypatch.setattr(Calculator, "role", role)
+    tokenizer, call = (
+        makers.tokenizer("qwen", name),
+        '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 22}}\n</tool_call>',
+    )
+    said, turns = ({"role": "user", "content": "20 and 22?"},), [call, call, "The answer is 42."]
+
+    class Scripted:
+        """A sampler that knows what it will say."""
+
+        def generate(self, prompts: Any, sampling: SamplingParams, seeds: Any) -> list[Completion]:
+            ids = tokenizer(turns[self.turn] + "<|im_end|>", add_special_tokens=False)["input_ids"]
+            self.turn += 1
+            return [Completion(tuple(ids), (-0.5,) * len(ids), True)]
+
+        turn = 0
+
+    prompt = tokenizer.apply_chat_template(list(said), add_generation_prompt=True, return_dict=False)
+    talk, sampler = (
+        MultiTurnRollout(lambda: CheckedEnvironment("--environment e.py:Calculator", Calculator()), tokenizer, None),
+        Scripted(),
+    )
+    found: Any = talk.write(sampler, SamplingParams(400), [Prompt(0, tuple(prompt), said, {})], [1])[0]  # type: ignore[arg-type]
+    result = {"role": role, "name": "add", "content": "42"}
+    answers: list[Any] = [{"role": "assistant", "content": turn} for turn in turns]
+    assert (
+        found.messages == (answers[0], result, answers[1], result, answers[2])
+        and found.turns == 3
+        and found.reward == 1.0
+    )
+    before = tokenizer.apply_chat_template([*said, *found.messages[:-1]], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode([*prompt, *found.token_ids]) == f"{before}{turns[2]}<|im_end|>"
+    own = [t for t, mine in zip(found.token_ids, found.own, strict=True) if mine]
+    assert tokenizer.decode(own) == "".join(f"{turn}<|im_end|>" for turn in turns)
+    theirs = tokenizer.decode([t for t, mine in zip(found.token_ids, found.own, strict=True) if not mine])
+    assert (
+        theirs.count("<tool_response>") == (2 if role == "tool" else 0)
+        and theirs.count("42") == 2
+        and "answer" not in theirs
+    )
+
+
+def test_turns_and_tokens_have_an_end(model: Path, file: Path) -> None:
+    first = talked(model, file, max_turns=1)[2]
+    assert all(c.turns == 1 and c.finished and all(c.own) and c.reward == 0.25 for c in first)
+    room = len(first[0].token_ids) + 2
+    short = talked(model, file, most=room)[2][0]
+    assert not short.finished and short.turns == 1 and short.token_ids == first[0].token_ids, (
+        "no room for a turn after it"
+    )
+    cut = talked(model, file, most=2)[2]
+    assert all(not c.finished and len(c.token_ids) == 2 and c.reward == 0.0 for c in cut)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (None, "(messages, reward, done)"),
+        (([], None, True), "the reward None"),
+        (([], float("nan"), True), "the reward nan"),
+        (([], "1", True), "the reward '1'"),
+        ((["hello"], 0.0, False), "the messages"),
+        ("raise", "KeyError"),
+    ],
+)
+def test_what_an_environment_gets_wrong(returned: Any, words: str, file: Path) -> None:
+    made: Any = environment_class(f"{file}:Odd")()
+    made.returned = returned
+    with pytest.raises(RewardError) as error:
+        CheckedEnvironment("--environment worlds.py:Odd", made).step("text")
+    assert words in str(error.value) and "--environment worlds.py:Odd" in str(error.value)
+
+
+@pytest.mark.parametrize("reward", [True, np.True_, np.float32(1), torch.tensor(1.0), torch.tensor(True), 1])
+def test_the_reward_of_a_turn_is_a_number_of_any_library(reward: Any, file: Path) -> None:
+    made: Any = environment_class(f"{file}:Odd")()
+    made.returned = ([], reward, True)
+    found = CheckedEnvironment("--environment worlds.py:Odd", made).step("text")
+    assert found == ([], 1.0, True) and type(found[1]) is float
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (
+            (
+                "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ "
+                "messages[-1].content }}"
+            ),
+            "no tools here",
+        ),
+        ("{{ messages[-1].content }}", "it leaves out what the model said"),
+        ("{{ 1 / (messages | length - messages | length) }}", "division by zero"),
+        (None, "chat template"),
+    ],
+)
+def test_answers_that_a_template_cannot_write(template: str | None, told: str) -> None:
+    tokenizer = makers.tokenizer("qwen", None)
+    tokenizer.chat_template = template
+    talk = MultiTurnRollout(lambda: CheckedEnvironment("--environment e.py:Tool", Calculator()), tokenizer, None)
+    with pytest.raises(RewardError) as error:
+        talk.between([{"role": "tool", "content": "42"}], "--environment e.py:Tool")
+    assert "--environment e.py:Tool: answers as tool, and the chat template has no text for that: " in str(error.value)
+    assert told in str(error.value) and "try: another role" in str(error.value)
+
+
+def test_a_class_that_is_none(file: Path) -> None:
+    with pytest.raises(ConfigError, match="no step"):
+        environment_class(f"{file}:Mute")
+    with pytest.raises(ConfigError, match="has no Ecko"):
+        environment_class(f"{file}:Ecko")

@@ -1,0 +1,100 @@
+"""What an out-of-memory error tells: what to try, cheapest first, and only what is not in use yet."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megaswift.config import SwiftConfig
+from megaswift.trainers import out_of_memory
+
+
+def flags(cfg: SwiftConfig, experts: int = 0) -> list[str]:
+    return [text.split()[0] + " " + text.split()[1].rstrip(":,") for text in out_of_memory.advice(cfg, experts)]
+
+
+def test_advice_is_in_the_order_of_its_cost() -> None:
+    cfg = SwiftConfig(
+        model="m", dataset="d", per_device_train_batch_size=4, distributed_optimizer=False, max_length=8192
+    )
+    assert flags(cfg, experts=8) == [
+        "--per_device_train_batch_size 1",
+        "--distributed_optimizer true",
+        "--recompute_granularity selective",
+        "--recompute_granularity full",
+        "--tp 2",
+        "--ep 2",
+        "--pp 2",
+        "--cp 2",
+        "--max_length 4096",
+    ]
+
+
+def test_offloading_is_advised_where_it_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    offload = "--optimizer_cpu_offload true"
+    assert offload in flags(SwiftConfig(model="m", dataset="d"))
+    for given in ({"optimizer": "sgd"}, {"precision_aware_optimizer": True}, {"optimizer_cpu_offload": True}):
+        assert offload not in flags(SwiftConfig(model="m", dataset="d", **given))
+
+
+def test_what_is_in_use_is_not_advised() -> None:
+    cfg = SwiftConfig(model="m", dataset="d", recompute_granularity="full", tp=2, max_length=512)
+    assert flags(cfg) == ["--tp 4", "--pp 2"]
+
+
+def test_a_real_failed_allocation_becomes_an_error_with_advice() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert out_of_memory.is_out_of_memory(caught.value) and not out_of_memory.is_out_of_memory(
+        RuntimeError("shape mismatch")
+    )
+    error = out_of_memory.out_of_memory(SwiftConfig(model="m", dataset="d"), 0, caught.value)
+    text = error.message()
+    assert (
+        text.startswith("megaswift: out of memory\n")
+        and "GiB)" in text
+        and "1. --recompute_granularity selective" in text
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        (
+            "NCCL error ... ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of "
+            "memory'"
+        ),
+    ],
+)
+def test_libraries_that_allocate_beside_torch(words: str) -> None:
+    assert out_of_memory.is_out_of_memory(RuntimeError(words))
+
+
+def test_a_run_that_runs_out_ends_with_the_advice() -> None:
+    """Around the model's making and the loop; another error passes through as it is."""
+    from megaswift.trainers.session import Session
+
+    session = object.__new__(Session)
+    session.cfg, session.spec = SwiftConfig(model="m", dataset="d"), SimpleNamespace(experts=0)  # type: ignore[assignment]
+    with (
+        pytest.raises(out_of_memory.OutOfMemory, match="1. --recompute_granularity selective"),
+        session.memory_advice(),
+    ):
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="size of tensor") as caught, session.memory_advice():
+        torch.zeros(2) + torch.zeros(3)
+    assert not isinstance(caught.value, out_of_memory.OutOfMemory)
+
+
+def test_the_peak_never_falls_and_grows_with_use() -> None:
+    before = out_of_memory.peak_gib()
+    block = bytearray(400 * 2**20)
+    block[::4096] = b"x" * len(block[::4096])
+    during = out_of_memory.peak_gib()
+    del block
+    assert 0.01 < before <= during and out_of_memory.peak_gib() >= during
