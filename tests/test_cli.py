@@ -328,8 +328,8 @@ def test_torchrun_and_its_flags_must_agree() -> None:
 SPEAK = """
 import os, sys
 from megaswift.errors import DataError
-from megaswift.refusal import leave, refuse
-leave(refuse(DataError("row 7 is broken"), os.environ, patience=float(sys.argv[1])), os.environ)
+from megaswift.error_exit import exit_worker, print_error_once
+exit_worker(print_error_once(DataError("row 7 is broken"), os.environ, patience=float(sys.argv[1])), os.environ)
 """
 
 

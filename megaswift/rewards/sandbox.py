@@ -25,7 +25,7 @@ from megaswift.errors import ConfigError, Problem, RewardError
 from megaswift.rewards import sandbox_child
 from megaswift.rewards.sandbox_runner import MESSAGE, ChildLimits
 
-ROOT = str(Path(__file__).resolve().parents[3])
+ROOT = str(Path(__file__).resolve().parents[2])
 SLACK = 60.0
 """Seconds beyond a job's own before the runner itself counts as stuck."""
 AHEAD = 2
@@ -151,7 +151,8 @@ class Sandbox:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         bare = ["-S"] if self.kind == "program" else []
-        words = ["-s", "-P", *bare, "-m", f"{__package__}.sandbox_runner", self.kind, str(theirs.fileno()), str(worker_count())]
+        words = ["-s", "-P", *bare, "-m", f"{__package__}.sandbox_runner"]
+        words += [self.kind, str(theirs.fileno()), str(worker_count())]
         environment = {
             "PYTHONPATH": ROOT,
             "PYTHONHASHSEED": "0",

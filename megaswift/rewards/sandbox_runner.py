@@ -1,5 +1,7 @@
-"""The process that judged programs are forked from: one child for each, under limits and a clock. `python -m megaswift.rewards.sandbox_runner
-KIND DESCRIPTOR WORKERS`, orders on that socket, so many children at a time.
+"""The process that judged programs are forked from: one child for each, under limits and a clock.
+
+`python -m megaswift.rewards.sandbox_runner KIND DESCRIPTOR WORKERS`: orders come on that socket, for so many children
+at a time.
 
 It is a process of its own so that a child inherits neither the trainer's memory nor its environment, descriptors or
 threads. It holds no job either: the trainer writes a job into files in memory and passes their descriptors with an
@@ -61,9 +63,9 @@ class JudgedChild:
 
 
 def _judge_maths(job: Mapping[str, Any], locked: Callable[[], None]) -> int:
-    maths = importlib.import_module("megaswift.rewards.math_answers")
+    math_answers = importlib.import_module("megaswift.rewards.math_answers")
     locked()
-    os.write(sandbox_child.RESULT, json.dumps(maths.verdict(job["solution"], job["completion"])).encode())
+    os.write(sandbox_child.RESULT, json.dumps(math_answers.answer_verdict(job["solution"], job["completion"])).encode())
     return 0
 
 
@@ -176,7 +178,7 @@ def main() -> None:
     while os.open(os.devnull, os.O_RDWR) < FILES:  # so that what is passed lies above the child's own descriptors
         pass
     if kind == "maths":
-        importlib.import_module("megaswift.rewards.math_answers").warm()
+        importlib.import_module("megaswift.rewards.math_answers").warm_imports()
     else:
         sys.path.remove(os.environ["PYTHONPATH"])  # the standard library alone
         sandbox_child.import_all(sandbox_child.COMMON)

@@ -35,7 +35,7 @@ import json, sys
 from pathlib import Path
 import megaswift.engine.megatron
 from megaswift.config import SwiftConfig
-from megaswift.engine.megatron.context import ParallelContext
+from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.megatron.engine import MegatronEngine
 from megaswift.families import family_of
 from megaswift.parallel.layout import Layout

@@ -179,13 +179,13 @@ def test_children_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     """Launcher, child: SIGKILL of the first ends the second with SIGTERM, which saves."""
     told = tmp_path / "told"
     child = (
-        "import os, signal, time; from megaswift.launchers.parent import end_with_parent; "
+        "import os, signal, time; from megaswift.launchers.parent_death import end_with_parent; "
         f"signal.signal(signal.SIGTERM, lambda *_: (open({str(told)!r}, 'w').write('saved'), os._exit(0))); "
         "end_with_parent(os.environ); print(os.getpid(), flush=True); time.sleep(20)"
     )
     launch = (
-        "import os, sys; from megaswift.launchers.local import start; "
-        f"start([sys.executable, '-c', {child!r}], os.environ)"
+        "import os, sys; from megaswift.launchers.local import start_torchrun_here; "
+        f"start_torchrun_here([sys.executable, '-c', {child!r}], os.environ)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", launch], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
@@ -259,9 +259,7 @@ def test_sigusr1_reaches_the_workers_as_sigterm(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_child_whose_launcher_has_ended_already_ends_too() -> None:
     """A launcher that is killed before its child asks to end with it."""
-    script = (
-        "from megaswift.launchers.parent import PARENT, end_with_parent; end_with_parent({PARENT: '1'}); print('lives')"
-    )
+    script = "from megaswift.launchers.parent_death import PARENT, end_with_parent; end_with_parent({PARENT: '1'}); print('lives')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
     told = "import os; raise SystemExit(os.environ.get('MEGASWIFT_PARENT') != str(os.getppid()))"

@@ -277,7 +277,7 @@ def test_no_process_is_left(box: Sandbox) -> None:
 @pytest.mark.process
 def test_the_runner_and_its_programs_end_with_the_trainer() -> None:
     program = (
-        "from megaswift.trainers.rewards.sandbox import *\nbox = Sandbox('program', Limits(seconds=60))\n"
+        "from megaswift.rewards.sandbox import *\nbox = Sandbox('program', JobLimits(seconds=60))\n"
         "box.run([{'source': '1'}])\nprint(box._process.pid, flush=True)\nbox.run([{'source': 'while True: pass'}])"
     )
     trainer = subprocess.Popen(
@@ -327,7 +327,7 @@ def test_a_call_that_is_interrupted_leaves_no_report_for_the_next(monkeypatch: p
 
 
 def run_python(program: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", f"from megaswift.trainers.rewards.sandbox import *\n{program}"]
+    command = [sys.executable, "-c", f"from megaswift.rewards.sandbox import *\n{program}"]
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=60)
 
 
@@ -335,9 +335,9 @@ def test_without_a_sandbox_nothing_runs() -> None:
     """A process that calls itself 32 bit has no filter of ours; programs must not run there, and the check says so."""
     program = (
         "import ctypes; ctypes.CDLL(None).personality(8)\n"
-        "box = Sandbox('program', Limits())\n"
+        "box = Sandbox('program', JobLimits())\n"
         "try: box.run([{'source': 'print(1)'}])\nexcept RewardError as e: print(e)\n"
-        "try: check(box, '--reward_funcs code')\nexcept ConfigError as e: print(e)\n"
+        "try: check_sandbox(box, '--reward_funcs code')\nexcept ConfigError as e: print(e)\n"
         "box.close(); box.locked = False; print(box.run([{'source': 'print(1)'}])[0].out)"
     )
     done = run_python(program)
@@ -364,7 +364,7 @@ def test_no_part_of_it_needs_privileges() -> None:
         "import ctypes; [ctypes.CDLL(None).prctl(24, number, 0, 0, 0) for number in range(64)]\n"
         "print(subprocess.run(['grep', 'CapEff', '/proc/self/status'], capture_output=True, "
         "text=True).stdout.split()[1])\n"
-        "box = Sandbox('program', Limits()); check(box, ''); print('holds')"
+        "box = Sandbox('program', JobLimits()); check_sandbox(box, ''); print('holds')"
     )
     assert run_python(program).stdout == "0000000000000000\nholds\n"
 

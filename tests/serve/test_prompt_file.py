@@ -113,7 +113,7 @@ def test_a_run_that_was_stopped_goes_on(
 def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loaded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaswift.inference.load.load", None)
+    monkeypatch.setattr("megaswift.inference.load.load_model", None)
     data = write(
         tmp_path / "d.jsonl",
         [
