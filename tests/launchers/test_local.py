@@ -259,7 +259,10 @@ def test_sigusr1_reaches_the_workers_as_sigterm(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_child_whose_launcher_has_ended_already_ends_too() -> None:
     """A launcher that is killed before its child asks to end with it."""
-    script = "from megaswift.launchers.parent_death import PARENT, end_with_parent; end_with_parent({PARENT: '1'}); print('lives')"
+    script = (
+        "from megaswift.launchers.parent_death import PARENT, end_with_parent; "
+        "end_with_parent({PARENT: '1'}); print('lives')"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
     told = "import os; raise SystemExit(os.environ.get('MEGASWIFT_PARENT') != str(os.getppid()))"
