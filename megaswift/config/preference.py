@@ -10,36 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config.data import RL
+from megaswift.config.loss_table import ALPHAPO, loss_names
 from megaswift.config.option import option
 
-DPO_LOSSES = (
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "sigmoid_norm",
-)
-KTO_LOSSES = ("kto", "apo_zero_unpaired", "bco")
-ALPHAPO = "alphapo"
-"""simpo without a likelihood, with an `alpha`: a name for settings."""
-CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo", ALPHAPO)
-GRPO_LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "rloo")
-LOSSES = {"dpo": DPO_LOSSES, "kto": KTO_LOSSES, "cpo": CPO_LOSSES, "grpo": GRPO_LOSSES}
-"""What `loss_type` may be, the first by default."""
+LOSSES = {task: loss_names(task) for task in ("dpo", "kto", "cpo", "grpo")}
+"""The values of `loss_type` by task, the default first."""
 BETAS = {"simpo": 2.0, "grpo": 0.0, "ppo": 0.05}
 """Where the default is not 0.1."""
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-ALL_LOSSES = tuple(dict.fromkeys((*DPO_LOSSES, *KTO_LOSSES, *CPO_LOSSES, *GRPO_LOSSES)))
+ALL_LOSSES = tuple(dict.fromkeys(name for names in LOSSES.values() for name in names))
 _REFERENCED = ("dpo", "kto", *RL)
 
 
@@ -86,7 +65,9 @@ class PreferenceConfig:
     rpo_alpha: float | None = option(
         None, "Add the likelihood of the chosen answer, so weighted (RPO, arXiv:2404.19733)", above=0, tasks=("dpo",)
     )
-    discopop_tau: float = option(0.05, "Temperature of discopop", above=0, tasks=("dpo",))
+    discopop_tau: float = option(
+        0.05, "Temperature of the gate between logistic and exponential loss", above=0, tasks=("dpo",)
+    )
     reference_free: bool = option(False, "Every log-probability of the reference is 0", tasks=("dpo",))
     ref_model: str | None = option(
         None,
@@ -113,7 +94,7 @@ class PreferenceConfig:
     cpo_alpha: float | None = option(
         None, "Weight of the likelihood of the chosen answer; unset: 1, simpo 0", minimum=0, tasks=("cpo", "simpo")
     )
-    simpo_gamma: float = option(1.0, "Margin that simpo asks for", minimum=0, tasks=("cpo", "simpo"))
+    simpo_gamma: float = option(1.0, "Target reward margin (gamma)", minimum=0, tasks=("cpo", "simpo"))
     alpha: float = option(
         0.0, "Shape of the reward; 0: log-probability (AlphaPO, arXiv:2501.03884)", tasks=("cpo", "simpo")
     )

@@ -278,16 +278,12 @@ class RlConfig:
     use_bias_correction_kl: bool | None = option(
         None, "Weigh the KL in the loss by the ratio (arXiv:2512.02556); unset: not for k2", tasks=RL
     )
-    sapo_temperature_pos: float = option(
-        1.0, "loss_type sapo: temperature where the advantage is positive", above=0, tasks=GRPO
-    )
-    sapo_temperature_neg: float = option(1.05, "loss_type sapo: temperature elsewhere", above=0, tasks=GRPO)
-    vespo_k_pos: float = option(2.0, "loss_type vespo: exponent where the advantage is positive", minimum=0, tasks=GRPO)
-    vespo_lambda_pos: float = option(
-        3.0, "loss_type vespo: decay where the advantage is positive", minimum=0, tasks=GRPO
-    )
-    vespo_k_neg: float = option(3.0, "loss_type vespo: exponent elsewhere", minimum=0, tasks=GRPO)
-    vespo_lambda_neg: float = option(2.0, "loss_type vespo: decay elsewhere", minimum=0, tasks=GRPO)
+    sapo_temperature_pos: float = option(1.0, "Temperature where the advantage is positive", above=0, tasks=GRPO)
+    sapo_temperature_neg: float = option(1.05, "Temperature elsewhere", above=0, tasks=GRPO)
+    vespo_k_pos: float = option(2.0, "Exponent where the advantage is positive", minimum=0, tasks=GRPO)
+    vespo_lambda_pos: float = option(3.0, "Decay where the advantage is positive", minimum=0, tasks=GRPO)
+    vespo_k_neg: float = option(3.0, "Exponent elsewhere", minimum=0, tasks=GRPO)
+    vespo_lambda_neg: float = option(2.0, "Decay elsewhere", minimum=0, tasks=GRPO)
     importance_sampling_correction: bool | None = option(
         None,
         "Weigh samples by trainer/sampler; unset: off for transformers unless async",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megaswift.config.adapter_rules import bits_of, peft_method_of
 from megaswift.config.data import GRPO, PPO, RL
 from megaswift.config.engine_rules import is_native
+from megaswift.config.loss_rules import loss_requirements
 from megaswift.config.preference import beta_of
 from megaswift.config.rl_defaults import (
     biased_by,
@@ -74,7 +75,6 @@ def _biased(option: str) -> Test:
 _GAE = ("advantage_estimator",)
 _KL = ("use_bias_correction_kl", "kl_estimator", "beta", "kl_in_reward")
 _NEUTRAL = {"top_p": "1", "top_k": "0", "min_p": "0", "repetition_penalty": "1"}
-_LEVEL = ("importance_sampling_level", "loss_type")
 _ASYNC: Test = lambda c: c.rl.async_generation  # noqa: E731
 
 RL_CLASHES: tuple[ConflictingOptions, ...] = (
@@ -167,12 +167,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         "gives kl_estimator k2 another gradient than the divergence's; k2 has the right one without it",
         "--use_bias_correction_kl false, or --kl_estimator k3",
     ),
-    ConflictingOptions(
-        ("epsilon_high", "loss_type"),
-        lambda c: policy_loss_of(c) == "cispo" and c.rl.epsilon_high is not None and c.rl.epsilon_high < 1,
-        "is the largest ratio itself in loss_type cispo; below 1 it cuts the ratio of every token",
-        "--epsilon_high 5",
-    ),
+    *loss_requirements("grpo"),
     ConflictingOptions(
         ("loss_type", "advantage_estimator"),
         lambda c: policy_loss_of(c) == "rloo" and estimator_of(c) == "reinforce_plus_plus",
@@ -184,18 +179,6 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         _averaged,
         "takes one ratio a completion, which averages the advantages of reinforce_plus_plus, one a token, away",
         "--importance_sampling_level sequence_token (GSPO-token)",
-    ),
-    ConflictingOptions(
-        _LEVEL,
-        lambda c: policy_loss_of(c) == "luspo" and c.rl.importance_sampling_level == "token",
-        "loss_type luspo takes one ratio a completion",
-        "--importance_sampling_level sequence",
-    ),
-    ConflictingOptions(
-        _LEVEL,
-        lambda c: policy_loss_of(c) == "vespo" and c.rl.importance_sampling_level != "token",
-        "loss_type vespo forms the ratio of a completion itself",
-        "--importance_sampling_level token",
     ),
     ConflictingOptions(
         (

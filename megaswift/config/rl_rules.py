@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from megaswift.config.loss_rules import ignored_by_loss
 from megaswift.config.preference import beta_of
 from megaswift.config.rl import SERVERS
 from megaswift.config.rl_defaults import biased_by, corrects_sampler, estimator_of, kl_in_reward_of, policy_loss_of
 from megaswift.config.rule_types import IgnoredOption, Test
-
-CLIPS = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo"})
-"""Loss types that clip the ratio on both sides."""
-CLIPS_ABOVE = CLIPS | {"cispo"}
 
 
 def _rows(names: Iterable[str], reads: tuple[str, ...], when: Test, why: str, fix: str) -> Iterator[IgnoredOption]:
@@ -28,10 +25,6 @@ def _unrewarded(name: str) -> Test:
     return lambda c: not any(name in f for f in c.rl.reward_funcs if ":" not in f)  # under TRL's names too
 
 
-def _other_loss(*types: str) -> Test:
-    return lambda c: not {*types} & {policy_loss_of(c)}
-
-
 def _other_backend(*names: str) -> Test:
     return lambda c: c.rl.rollout_backend not in names
 
@@ -44,34 +37,10 @@ _UNCORRECTED: Test = lambda c: not corrects_sampler(c)  # noqa: E731
 _NOT_GRPO: Test = lambda c: estimator_of(c) != "grpo"  # noqa: E731
 _CORRECTION = ("importance_sampling_correction", "rollout_backend", "async_generation")
 _SERVER_FIX, _VLLM_FIX = "--rollout_backend vllm_server", "--rollout_backend vllm"
-_THEIRS = "loss_type {loss_type} does not read it"
 _ZERO = "beta is 0: there is no reference to be near to"
 
 RL_IGNORED: tuple[IgnoredOption, ...] = (
-    *_strict(("epsilon",), _LOSS, _other_loss(*CLIPS_ABOVE), _THEIRS, "--loss_type dapo"),
-    *_strict(
-        ("epsilon",),
-        _LOSS,
-        lambda c: policy_loss_of(c) == "cispo",
-        "cispo limits the ratio on its upper side only, by epsilon_high",
-        "--epsilon_high 5",
-    ),
-    *_strict(("epsilon_high",), _LOSS, _other_loss(*CLIPS_ABOVE), _THEIRS, "--loss_type dapo"),
-    *_rows(("delta",), _LOSS, _other_loss(*CLIPS), _THEIRS, "--loss_type dapo"),
-    *_rows(
-        ("sapo_temperature_pos", "sapo_temperature_neg"),
-        _LOSS,
-        _other_loss("sapo"),
-        "belongs to loss_type sapo",
-        "--loss_type sapo",
-    ),
-    *_strict(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        _LOSS,
-        _other_loss("vespo"),
-        "belongs to loss_type vespo",
-        "--loss_type vespo",
-    ),
+    *ignored_by_loss("grpo"),
     IgnoredOption(
         "scale_rewards",
         _GAE,

@@ -10,7 +10,8 @@ import pytest
 
 from megaswift.config import SwiftConfig, load
 from megaswift.config.help_page import task_help
-from megaswift.config.preference import GRPO_LOSSES, beta_of, needs_reference
+from megaswift.config.loss_table import loss_names, losses_reading
+from megaswift.config.preference import beta_of, needs_reference
 from megaswift.config.rl import BACKENDS, MODES, RlConfig
 from megaswift.config.rl_clashes import RL_CLASHES
 from megaswift.config.rl_defaults import (
@@ -23,7 +24,7 @@ from megaswift.config.rl_defaults import (
     policy_loss_of,
     whitens,
 )
-from megaswift.config.rl_rules import CLIPS, RL_IGNORED
+from megaswift.config.rl_rules import RL_IGNORED
 from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError
 from tests.config.refusals import assert_contradiction, assert_idle, problems
@@ -109,13 +110,13 @@ CLASHING = [
     ("use_bias_correction_kl", "--kl_estimator k1 --beta 0.1 --use_bias_correction_kl false"),
     ("use_bias_correction_kl", "--kl_estimator k2 --beta 0.1 --use_bias_correction_kl true"),
     ("epsilon_high", "--loss_type cispo --epsilon_high 0.28"),
+    ("importance_sampling_level", "--loss_type luspo"),
+    ("importance_sampling_level", "--loss_type vespo --importance_sampling_level sequence"),
     ("loss_type", "--loss_type rloo --advantage_estimator reinforce_plus_plus"),
     (
         "importance_sampling_level",
         "--importance_sampling_level sequence --advantage_estimator reinforce_plus_plus",
     ),
-    ("importance_sampling_level", "--loss_type luspo"),
-    ("importance_sampling_level", "--loss_type vespo --importance_sampling_level sequence"),
     ("importance_sampling_mode", "--loss_type vespo --use_vllm --importance_sampling_mode geometric_mask"),
     ("importance_sampling_clip_min", "--use_vllm --importance_sampling_clip_min 3"),
     (
@@ -285,7 +286,7 @@ def test_a_loss_of_another_task_is_not_proposed() -> None:
     with pytest.raises(ConfigError) as caught:
         load("grpo", ["--loss_type", "gpg"], environ={})
     text = str(caught.value)
-    assert f"must be one of {' | '.join(GRPO_LOSSES)}" in text and "sigmoid" not in text
+    assert f"must be one of {' | '.join(loss_names('grpo'))}" in text and "sigmoid" not in text
 
 
 def test_two_backends_are_a_contradiction() -> None:
@@ -307,7 +308,8 @@ def test_the_rules_know_the_losses_samplers_and_rewards_that_there_are() -> None
     from megaswift.rewards.contract import RewardOptions
     from megaswift.rollout.sampler import backends
 
-    assert set(GRPO_LOSSES) == set(LOSS_TYPES) and {n for n, t in LOSS_TYPES.items() if t.clips} == CLIPS
+    assert set(loss_names("grpo")) == set(LOSS_TYPES)
+    assert {n for n, t in LOSS_TYPES.items() if t.clips} == set(losses_reading("grpo", "delta"))
     assert set(backends()) <= set(BACKENDS)
     ours = {f.name: f.default for f in fields(RlConfig)}
     assert all(f.default in (MISSING, ours[f.name]) for f in fields(RewardOptions))
@@ -322,7 +324,7 @@ def test_what_is_left_out_of_other_tasks() -> None:
 def test_help_names_the_losses_of_the_task() -> None:
     pages = {task: " ".join(task_help(task, 120).split()) for task in ("grpo", "ppo", "dpo")}
     assert (
-        f"({' | '.join(GRPO_LOSSES)})" in pages["grpo"]
+        f"({' | '.join(loss_names('grpo'))})" in pages["grpo"]
         and "| aot |" not in pages["grpo"]
         and "dr_grpo" not in pages["dpo"]
     )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.preference import GRPO_LOSSES
+from megaswift.config.loss_table import loss_names
 from megaswift.config.rl import RlConfig
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_types import PolicySettings as Formulas
@@ -96,7 +96,7 @@ def test_the_loss(name: str) -> None:
     assert policy(**options) == expected != PLAIN
 
 
-@pytest.mark.parametrize("name", GRPO_LOSSES)
+@pytest.mark.parametrize("name", loss_names("grpo"))
 def test_the_loss_type(name: str) -> None:
     level = {"importance_sampling_level": "sequence"} if name == "luspo" else {}
     assert policy(loss_type=name, **level).loss_type == name

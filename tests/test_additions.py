@@ -1,0 +1,110 @@
+"""What it takes to add a loss, an estimator or a launcher: each is added to a copy of the package by its few lines, and
+then accepted, listed, refused with the wrong options and computed. Covers `config/loss_table.py`, `loss_rules.py`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megaswift
+
+PACKAGE = Path(megaswift.__file__).parent
+
+
+class Copy:
+    """A copy of the package that a test adds to."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.touched = root, set[str]()
+        shutil.copytree(PACKAGE, root / "megaswift", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def insert(self, path: str, before: str, text: str) -> None:
+        """Puts text in front of the first line that contains `before`."""
+        file = self.root / "megaswift" / path
+        content = file.read_text(encoding="utf-8")
+        start = content.rindex("\n", 0, content.index(before)) + 1
+        file.write_text(content[:start] + text + content[start:], encoding="utf-8")
+        self.touched.add(path)
+
+    def run(self, program: str) -> str:
+        """What a program prints that sees only the copy."""
+        environ = os.environ | {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environ, cwd=self.root, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Copy:
+    return Copy(tmp_path)
+
+
+REFUSED = """
+from megaswift.config import load
+from megaswift.errors import ConfigError
+def refused(*words):
+    try:
+        load(words[0], [*words[1:]], environ={})
+    except ConfigError as error:
+        return "; ".join(f"{p.what} {p.rule}" for p in error.problems)
+    return "accepted"
+"""
+
+
+def test_a_preference_loss_takes_two_source_files(package: Copy) -> None:
+    """And a line in docs/preference.md and a case in tests/losses/test_dpo.py: four files."""
+    package.insert(
+        "config/loss_table.py",
+        '_entry("kto", "kto"',
+        '    _entry("dpo", "cubic", "arXiv:0000.00000", "label_smoothing", _BELOW_HALF),\n',
+    )
+    package.insert(
+        "losses/dpo_types.py",
+        "LOSS_TYPES: dict",
+        "def _cubic(x: PairStats) -> Tensor:\n"
+        '    """By hand: (1 - margin)^3, smoothed."""\n'
+        "    return (1 - x.settings.label_smoothing) * (1 - x.margin) ** 3\n\n\n",
+    )
+    package.insert("losses/dpo_types.py", '"sigmoid": _sigmoid,', '    "cubic": _cubic,\n')
+    told = package.run(
+        REFUSED
+        + """
+import sys
+from megaswift.config.help_page import task_help
+print(refused("dpo", "--loss_type", "cubic", "--label_smoothing", "0.1"))
+print(refused("dpo", "--loss_type", "cubic", "--discopop_tau", "0.1"))
+print(refused("dpo", "--loss_type", "cubic", "--f_divergence_type", "forward_kl"))
+print(refused("dpo", "--loss_type", "cubic", "--label_smoothing", "0.6"))
+print(refused("cpo", "--loss_type", "cubic"))
+page = " ".join(task_help("dpo", 120).split())
+print("sigmoid_norm | cubic)" in page, "loss_type sigmoid, exo_pair, robust, aot, aot_unpaired, cubic" in page)
+print("torch" in sys.modules)
+import torch
+from megaswift.losses.contract import Batch, ModelOutputs
+from megaswift.losses.dpo import DPO
+from megaswift.losses.dpo_types import DpoSettings
+ids = torch.zeros(2, 3, dtype=torch.long)
+rows = torch.arange(3).expand(2, 3)
+batch = Batch(ids, ids, torch.ones(2, 3), rows, torch.ones(2, 3, dtype=torch.bool),
+              fields={"pairs": torch.tensor([[0, 1]]), "reference": torch.zeros(2, 3)})
+x = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -2.0, -2.0]])
+outputs = ModelOutputs(logprobs=x, entropy=x, correct=x, mean_logit=x)
+terms, _ = DPO(("cubic",), settings=DpoSettings(0.1, 0.25))(outputs, batch)
+print(terms[0].name, round(float(terms[0].sum), 6))
+"""
+    ).splitlines()
+    assert told[0] == "accepted"
+    assert "--discopop_tau 0.1" in told[1] and "belongs to loss_type discopop" in told[1]
+    assert "loss_type cubic does not read it" in told[2]
+    assert "must be < 0.5" in told[3]
+    assert "--loss_type cubic" in told[4] and "another task" in told[4]
+    assert told[5:7] == ["True True", "False"]
+    assert told[7] == f"loss/cubic {round(0.75 * 0.7**3, 6)}"  # margin 0.1 x (-3 + 6)
+    assert len(package.touched) == 2
