@@ -108,3 +108,58 @@ print(terms[0].name, round(float(terms[0].sum), 6))
     assert told[5:7] == ["True True", "False"]
     assert told[7] == f"loss/cubic {round(0.75 * 0.7**3, 6)}"  # margin 0.1 x (-3 + 6)
     assert len(package.touched) == 2
+
+
+def test_an_estimator_takes_two_source_files(package: Copy) -> None:
+    """And a line in docs/rl.md: three files. The wiring is that of every estimator: tests/trainers/rl."""
+    package.insert(
+        "config/estimator_table.py",
+        '        "gae",',
+        '        "median", "grpo", "arXiv:0000.00000", _reads("whiten_advantages"), kl_in_reward=False\n'
+        "    ),\n    EstimatorEntry(\n",
+    )
+    package.insert(
+        "losses/estimators.py",
+        "def estimate_fields",
+        '@ESTIMATORS.add("median")\ndef _median(x: EstimatorInput) -> Tensor:\n'
+        "    groups = x.rewards.view(-1, x.group)\n"
+        "    return (groups - groups.median(1, keepdim=True).values).flatten()\n\n\n",
+    )
+    told = package.run(
+        REFUSED
+        + """
+import sys
+from megaswift.config import load
+from megaswift.config.help_page import task_help
+from megaswift.config.rl_defaults import kl_in_reward_of, policy_loss_of
+grpo = ("grpo", "--advantage_estimator", "median")
+print(refused(*grpo, "--whiten_advantages"))
+print(refused(*grpo, "--scale_rewards", "batch"))
+print(refused(*grpo, "--gamma", "0.9"))
+print(refused(*grpo, "--num_generations", "1"))
+print(refused("ppo", "--advantage_estimator", "median"))
+cfg = load("grpo", [*grpo[1:], "--beta", "0.1", "--num_generations", "3"], environ={})
+print(kl_in_reward_of(cfg), policy_loss_of(cfg))
+page = " ".join(task_help("grpo", 120).split())
+print("| median)" in page, "advantage_estimator rloo, median" in page, "torch" in sys.modules)
+import numpy as np
+from megaswift.data.rollout_batches import RolloutTokens
+from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
+from megaswift.trainers.rl.settings import rl_settings
+settings = rl_settings(cfg, 1)
+zeros = {name: np.zeros(2, dtype=np.float32) for name in ("old", "sampled")}
+tokens = [RolloutTokens(i, [1], [2, 3], [True, True], zeros, False) for i in range(3)]
+class Judged:
+    by_token = None
+    def __init__(self, total):
+        self.total, self.rewards = total, {"a": total}
+found = AdvantageEstimator(cfg, settings, 0.1)([Judged(v) for v in (1.0, 4.0, 2.0)], tokens)
+print([v.tolist() for v in found["advantages"]])
+"""
+    ).splitlines()
+    assert told[0] == "accepted"
+    assert "median does not read it, only grpo" in told[1] and "median does not read it" in told[2]
+    assert "compares the completions of a prompt" in told[3] and "median" in told[4]
+    assert told[5:7] == ["False dapo", "True True False"]
+    assert told[7] == "[[-1.0, -1.0], [2.0, 2.0], [0.0, 0.0]]"
+    assert len(package.touched) == 2

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.config.data import GRPO, PPO, RL
+from megaswift.config.estimator_table import estimator_names
 from megaswift.config.option import option
 
-ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gae")
 BACKENDS = ("transformers", "vllm", "vllm_server", "sglang")
 SERVERS = ("vllm_server", "sglang")
 """Backends that are other programs."""
@@ -199,8 +199,8 @@ class RlConfig:
     advantage_estimator: str | None = option(
         None,
         "How rewards become advantages; unset: grpo, of ppo gae",
-        choices=ESTIMATORS,
-        choices_of={"grpo": ESTIMATORS[:3], "ppo": ESTIMATORS[3:]},
+        choices=estimator_names(),
+        choices_of={task: estimator_names(task) for task in ("grpo", "ppo")},
         tasks=RL,
         metavar="NAME",
     )

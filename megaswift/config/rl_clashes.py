@@ -14,7 +14,7 @@ from megaswift.config.rl_defaults import (
     biased_by,
     corrects_kl,
     corrects_sampler,
-    estimator_of,
+    estimator_entry_of,
     generations_of,
     kl_estimator_of,
     kl_in_reward_of,
@@ -65,7 +65,7 @@ def _kl_in_loss(c: Sections) -> bool:
 
 def _averaged(c: Sections) -> bool:
     whole = c.rl.importance_sampling_level == "sequence" and policy_loss_of(c) not in (*REINFORCES, "rloo")
-    return estimator_of(c) == "reinforce_plus_plus" and whole
+    return estimator_entry_of(c).per_token and whole
 
 
 def _biased(option: str) -> Test:
@@ -78,16 +78,18 @@ _NEUTRAL = {"top_p": "1", "top_k": "0", "min_p": "0", "repetition_penalty": "1"}
 _ASYNC: Test = lambda c: c.rl.async_generation  # noqa: E731
 
 RL_CLASHES: tuple[ConflictingOptions, ...] = (
-    ConflictingOptions(_GAE, lambda c: c.task in GRPO and estimator_of(c) == "gae", "needs a critic", "megaswift ppo"),
+    ConflictingOptions(
+        _GAE, lambda c: c.task in GRPO and estimator_entry_of(c).critic, "needs a critic", "megaswift ppo"
+    ),
     ConflictingOptions(
         _GAE,
-        lambda c: c.task in PPO and estimator_of(c) != "gae",
+        lambda c: c.task in PPO and not estimator_entry_of(c).critic,
         "leaves the critic of ppo without work",
         "megaswift grpo",
     ),
     ConflictingOptions(
         ("num_generations", "advantage_estimator"),
-        lambda c: c.task in GRPO and generations_of(c) < ALONE and estimator_of(c) != "reinforce_plus_plus",
+        lambda c: c.task in GRPO and generations_of(c) < ALONE and estimator_entry_of(c).compares,
         "compares the completions of a prompt with each other, and there is one",
         "--num_generations 8",
     ),
@@ -145,7 +147,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("dynamic_sample", "num_generations", "advantage_estimator"),
-        lambda c: c.rl.dynamic_sample and generations_of(c) < ALONE and estimator_of(c) == "reinforce_plus_plus",
+        lambda c: c.rl.dynamic_sample and generations_of(c) < ALONE and not estimator_entry_of(c).compares,
         "looks for a spread among the completions of a prompt, and there is one",
         "--num_generations 8",
     ),
@@ -170,14 +172,14 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     *loss_requirements("grpo"),
     ConflictingOptions(
         ("loss_type", "advantage_estimator"),
-        lambda c: policy_loss_of(c) == "rloo" and estimator_of(c) == "reinforce_plus_plus",
-        "takes one ratio a completion, which averages the advantages of reinforce_plus_plus, one a token, away",
+        lambda c: policy_loss_of(c) == "rloo" and estimator_entry_of(c).per_token,
+        "takes one ratio per completion, which averages away the per-token advantages of {advantage_estimator}",
         "--loss_type dapo",
     ),
     ConflictingOptions(
         ("importance_sampling_level", "advantage_estimator", "loss_type"),
         _averaged,
-        "takes one ratio a completion, which averages the advantages of reinforce_plus_plus, one a token, away",
+        "takes one ratio per completion, which averages away the per-token advantages of {advantage_estimator}",
         "--importance_sampling_level sequence_token (GSPO-token)",
     ),
     ConflictingOptions(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megaswift.config import SwiftConfig
 from megaswift.config.byte_size import bytes_text
 from megaswift.config.rl_batch import generation_plan
-from megaswift.config.rl_defaults import estimator_of
+from megaswift.config.rl_defaults import estimator_entry_of
 from megaswift.data import build as data
 from megaswift.data import vocab_check
 from megaswift.data.prompts import Prompt, PromptDataset, PromptSource, prompts_of
@@ -130,7 +130,7 @@ class SamplerCloser(Hook):
 def build_critic(build: RunBuilder, rate: Rate, total_steps: int) -> Critic | None:
     """The critic of a run that has one."""
     cfg = build.scheduled(total_steps)
-    if estimator_of(cfg) != "gae":
+    if not estimator_entry_of(cfg).critic:
         return None
     engine = critic_engine(cfg, build.spec, build.folder, build.context, fresh=build.resumed is None)
     share = (cfg.rl.critic_learning_rate or cfg.optim.learning_rate) / cfg.optim.learning_rate

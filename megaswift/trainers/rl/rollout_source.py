@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megaswift.config.estimator_table import estimator_entry
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.rollout_batches import Micro, RolloutCollator, RolloutTokens
 from megaswift.engine.protocol import Engine
@@ -230,7 +231,7 @@ def rollout_tokens(number: int, rollout: Rollout, settings: RlSettings) -> Rollo
     """A rollout as the loss sees it. A critic learns nothing from a completion that no reward function applies to."""
     completion = rollout.completion
     silent = settings.mask_truncated and not completion.finished
-    silent = silent or settings.estimator == "gae" and math.isnan(rollout.total)
+    silent = silent or estimator_entry(settings.estimator).critic and math.isnan(rollout.total)
     values = {"sampled": NOTHING if silent else np.asarray(completion.logprobs, dtype=np.float32)}
     return RolloutTokens(
         number, rollout.prompt.token_ids, completion.token_ids, action_mask(completion), values, silent
