@@ -101,8 +101,8 @@ print(terms[0].name, round(float(terms[0].sum), 6))
 """
     ).splitlines()
     assert told[0] == "accepted"
-    assert "--discopop_tau 0.1" in told[1] and "belongs to loss_type discopop" in told[1]
-    assert "loss_type cubic does not read it" in told[2]
+    assert "--discopop_tau 0.1" in told[1] and "is read by loss_type discopop only" in told[1]
+    assert "is read by loss_type sigmoid, hinge, ipo" in told[2]
     assert "must be < 0.5" in told[3]
     assert "--loss_type cubic" in told[4] and "another task" in told[4]
     assert told[5:7] == ["True True", "False"]
@@ -158,7 +158,8 @@ print([v.tolist() for v in found["advantages"]])
 """
     ).splitlines()
     assert told[0] == "accepted"
-    assert "median does not read it, only grpo" in told[1] and "median does not read it" in told[2]
+    assert "is read by advantage_estimator grpo only" in told[1]
+    assert "is read by advantage_estimator reinforce_plus_plus and gae only" in told[2]
     assert "compares the completions of a prompt" in told[3] and "median" in told[4]
     assert told[5:7] == ["False dapo", "True True False"]
     assert told[7] == "[[-1.0, -1.0], [2.0, 2.0], [0.0, 0.0]]"

@@ -29,6 +29,8 @@ class EstimatorEntry:
     """Advantages differ between the tokens of a completion."""
     critic: bool = False
     """Reads the values of a critic."""
+    binary: bool = False
+    """Reads of a reward only whether it is above 0, so that a KL penalty cannot be part of it."""
     loss_type: str | None = None
     """Default of `loss_type`; None: the task's."""
 
@@ -37,6 +39,7 @@ ESTIMATOR_OPTIONS: dict[str, tuple[Any, ...]] = {
     "scale_rewards": (None, False, 0, ()),
     "multi_objective_aggregation": ("sum_then_normalize",),
     "gamma": (1.0,),
+    "pass_at_k": (None,),
     "whiten_advantages": (None, False, 0, ()),
 }
 """Options that only some estimators read -> values that are accepted with the other estimators too, because they change
@@ -57,6 +60,8 @@ ESTIMATOR_TABLE: tuple[EstimatorEntry, ...] = (
     ),
     EstimatorEntry("rloo", "grpo", "arXiv:2402.14740", _reads("whiten_advantages"), loss_type="rloo"),
     EstimatorEntry("reinforce_plus_plus", "grpo", "arXiv:2501.03262", _reads("gamma"), compares=False, per_token=True),
+    EstimatorEntry("opo", "grpo", "arXiv:2505.23585", kl_in_reward=False),
+    EstimatorEntry("pass_at_k", "grpo", "arXiv:2508.10751", _reads("pass_at_k"), kl_in_reward=False, binary=True),
     EstimatorEntry(
         "gae",
         "ppo",

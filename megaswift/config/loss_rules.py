@@ -16,7 +16,7 @@ from megaswift.config.loss_table import (
 )
 from megaswift.config.preference import loss_types_of
 from megaswift.config.rl_defaults import policy_loss_of
-from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
+from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test, joined
 from megaswift.config.sections import Sections
 
 
@@ -30,9 +30,10 @@ def ignored_by_loss(*tasks: str) -> Iterator[IgnoredOption]:
     for option, neutral in LOSS_OPTIONS.items():
         readers = dict.fromkeys(name for task in tasks for name in losses_reading(task, option))
         if readers:
-            first, *others = readers
-            why = "loss_type {loss_type} does not read it" if others else f"belongs to loss_type {first}"
-            yield IgnoredOption(option, ("loss_type",), _unread(option), why, f"--loss_type {first}", neutral)
+            why = f"is read by loss_type {joined(readers)} only"
+            yield IgnoredOption(
+                option, ("loss_type",), _unread(option), why, f"--loss_type {next(iter(readers))}", neutral
+            )
     for (task, loss, option), (why, fix) in READ_INSTEAD.items():
         if task in tasks:
             yield IgnoredOption(option, ("loss_type",), _in_use(loss), why, fix, LOSS_OPTIONS[option])

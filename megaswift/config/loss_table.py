@@ -8,13 +8,23 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 KL_PAIRS = "kl_pairs"
 """Needs log-probabilities of mismatched prompts and completions in each micro-batch (KTO's z0)."""
 RUNNING_MEAN = "running_mean"
 """Needs the running mean of rewards (BCO's delta)."""
+COVARIANCES = "covariances"
+"""Needs the covariance of each token's log-probability and advantage over the global batch (Clip-Cov, KL-Cov)."""
+TOKEN_MEAN, SEQ_MEAN_TOKEN_SUM, SEQ_MEAN_TOKEN_MEAN, SEQ_MEAN_TOKEN_SUM_NORM = AGG_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+"""What the sum over tokens is divided by, under verl's names: the tokens of the global batch; its completions; its
+completions, of each the mean over its tokens; its completions times `max_completion_length`."""
 TASK_OF = {"simpo": "cpo", "ppo": "grpo"}
 """Tasks whose losses are rows of another task."""
 ALPHAPO = "alphapo"
@@ -42,8 +52,10 @@ class LossEntry:
     reads: frozenset[str] = frozenset()
     """Of the options in `LOSS_OPTIONS`, those that the formula reads."""
     needs: frozenset[str] = frozenset()
-    """`KL_PAIRS`, `RUNNING_MEAN`."""
+    """`KL_PAIRS`, `RUNNING_MEAN`, `COVARIANCES`."""
     requires: tuple[Requirement, ...] = ()
+    loss_agg_mode: str | None = None
+    """Of a policy's loss: the default of `loss_agg_mode`."""
 
 
 LOSS_OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -54,6 +66,11 @@ LOSS_OPTIONS: dict[str, tuple[Any, ...]] = {
     "epsilon": (None,),
     "epsilon_high": (None,),
     "delta": (None, False, 0, ()),
+    "clip_cov_ratio": (None,),
+    "clip_cov_lb": (None,),
+    "clip_cov_ub": (None,),
+    "kl_cov_ratio": (None,),
+    "kl_cov_coef": (None,),
     "sapo_temperature_pos": (None, False, 0, ()),
     "sapo_temperature_neg": (None, False, 0, ()),
     "vespo_k_pos": (None,),
@@ -74,6 +91,10 @@ READ_INSTEAD: dict[tuple[str, str, str], tuple[str, str]] = {
 
 def _entry(task: str, name: str, paper: str, reads: str = "", *requires: Requirement, needs: str = "") -> LossEntry:
     return LossEntry(name, task, paper, frozenset(reads.split()), frozenset(needs.split()), requires)
+
+
+def _policy(name: str, paper: str, mode: str, reads: str, *requires: Requirement, needs: str = "") -> LossEntry:
+    return replace(_entry("grpo", name, paper, reads, *requires, needs=needs), loss_agg_mode=mode)
 
 
 _UNSORTED = Requirement(
@@ -107,6 +128,12 @@ _CAP = Requirement(
     "is the largest ratio itself in loss_type cispo; below 1 it cuts the ratio of every token",
     "--epsilon_high 5",
 )
+_WHOLE = Requirement(
+    "loss_agg_mode",
+    lambda v: v in (None, SEQ_MEAN_TOKEN_MEAN),
+    "does not apply to loss_type rloo: all tokens of a completion share one ratio, and completions count alike",
+    "--loss_type dapo, or no --loss_agg_mode",
+)
 _CLIP = "epsilon epsilon_high delta"
 
 LOSS_TABLE: tuple[LossEntry, ...] = (
@@ -133,17 +160,25 @@ LOSS_TABLE: tuple[LossEntry, ...] = (
     _entry("cpo", "ipo", "arXiv:2310.12036"),
     _entry("cpo", "simpo", "arXiv:2405.14734", "label_smoothing simpo_gamma"),
     _entry("cpo", ALPHAPO, "arXiv:2501.03884", "label_smoothing simpo_gamma"),
-    _entry("grpo", "dapo", "arXiv:2503.14476", _CLIP),
-    _entry("grpo", "grpo", "arXiv:2402.03300", _CLIP),
-    _entry("grpo", "bnpo", "arXiv:2402.03300", _CLIP),
-    _entry("grpo", "dr_grpo", "arXiv:2503.20783", _CLIP),
-    _entry("grpo", "cispo", "arXiv:2506.13585", "epsilon_high", _CAP),
-    _entry("grpo", "sapo", "arXiv:2511.20347", "sapo_temperature_pos sapo_temperature_neg"),
-    _entry("grpo", "luspo", "arXiv:2602.05261", _CLIP, _PER_COMPLETION),
-    _entry(
-        "grpo", "vespo", "arXiv:2602.10693", "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", _PER_TOKEN
+    _policy("dapo", "arXiv:2503.14476", TOKEN_MEAN, _CLIP),
+    _policy("grpo", "arXiv:2402.03300", SEQ_MEAN_TOKEN_MEAN, _CLIP),
+    _policy("bnpo", "arXiv:2402.03300", TOKEN_MEAN, _CLIP),
+    _policy("dr_grpo", "arXiv:2503.20783", SEQ_MEAN_TOKEN_SUM_NORM, _CLIP),
+    _policy("cispo", "arXiv:2506.13585", TOKEN_MEAN, "epsilon_high", _CAP),
+    _policy("sapo", "arXiv:2511.20347", SEQ_MEAN_TOKEN_MEAN, "sapo_temperature_pos sapo_temperature_neg"),
+    _policy("luspo", "arXiv:2602.05261", SEQ_MEAN_TOKEN_SUM, _CLIP, _PER_COMPLETION),
+    _policy(
+        "vespo", "arXiv:2602.10693", TOKEN_MEAN, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", _PER_TOKEN
     ),
-    _entry("grpo", "rloo", "arXiv:2402.14740", _CLIP),
+    _policy("rloo", "arXiv:2402.14740", SEQ_MEAN_TOKEN_MEAN, _CLIP, _WHOLE),
+    _policy(
+        "clip_cov",
+        "arXiv:2505.22617",
+        TOKEN_MEAN,
+        f"{_CLIP} clip_cov_ratio clip_cov_lb clip_cov_ub",
+        needs=COVARIANCES,
+    ),
+    _policy("kl_cov", "arXiv:2505.22617", TOKEN_MEAN, "kl_cov_ratio kl_cov_coef", needs=COVARIANCES),
 )
 """The first loss of a task is its default."""
 

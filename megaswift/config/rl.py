@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megaswift.config.data import GRPO, PPO, RL
 from megaswift.config.estimator_table import estimator_names
+from megaswift.config.loss_table import AGG_MODES
 from megaswift.config.option import option
 
 BACKENDS = ("transformers", "vllm", "vllm_server", "sglang")
@@ -204,6 +205,9 @@ class RlConfig:
         tasks=RL,
         metavar="NAME",
     )
+    pass_at_k: int = option(
+        4, "Completions of which one should pass; a reward above 0 passes", minimum=1, unit="completions", tasks=GRPO
+    )
     scale_rewards: str = option(
         "group",
         "Advantages are divided by the deviation of rewards in a group or a batch",
@@ -278,6 +282,26 @@ class RlConfig:
     use_bias_correction_kl: bool | None = option(
         None, "Weigh the KL in the loss by the ratio (arXiv:2512.02556); unset: not for k2", tasks=RL
     )
+    loss_agg_mode: str | None = option(
+        None,
+        "Normaliser of the policy's loss, under verl's names; unset: that of loss_type",
+        choices=AGG_MODES,
+        tasks=RL,
+        metavar="MODE",
+    )
+    use_rollout_logprobs: bool = option(
+        False,
+        "Take the sampler's log-probabilities as those of the old policy",
+        aliases=("bypass_mode",),
+        tasks=RL,
+    )
+    clip_cov_ratio: float = option(0.0002, "Part of the tokens left out of the loss", above=0, maximum=1, tasks=GRPO)
+    clip_cov_lb: float = option(1.0, "Lower bound of the covariance of those tokens", tasks=GRPO)
+    clip_cov_ub: float = option(5.0, "Upper bound of the covariance of those tokens", tasks=GRPO)
+    kl_cov_ratio: float = option(
+        0.0002, "Part of the tokens with a KL penalty, those of largest covariance", above=0, maximum=1, tasks=GRPO
+    )
+    kl_cov_coef: float = option(1.0, "Weight of that KL penalty", aliases=("ppo_kl_coef",), minimum=0, tasks=GRPO)
     sapo_temperature_pos: float = option(1.0, "Temperature where the advantage is positive", above=0, tasks=GRPO)
     sapo_temperature_neg: float = option(1.05, "Temperature elsewhere", above=0, tasks=GRPO)
     vespo_k_pos: float = option(2.0, "Exponent where the advantage is positive", minimum=0, tasks=GRPO)

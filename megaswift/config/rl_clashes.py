@@ -94,6 +94,30 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--num_generations 8",
     ),
     ConflictingOptions(
+        ("pass_at_k", "num_generations", "advantage_estimator"),
+        lambda c: "pass_at_k" in estimator_entry_of(c).reads and c.rl.pass_at_k > generations_of(c),
+        "is more than the completions of a prompt",
+        "--num_generations 8",
+    ),
+    ConflictingOptions(
+        ("advantage_estimator", "kl_in_reward", "beta"),
+        lambda c: estimator_entry_of(c).binary and kl_in_reward_of(c),
+        "reads only whether a reward is above 0, which leaves no place for the divergence in the rewards",
+        "--kl_in_reward false",
+    ),
+    ConflictingOptions(
+        ("importance_sampling_correction", "use_rollout_logprobs"),
+        lambda c: c.rl.use_rollout_logprobs and corrects_sampler(c),
+        "corrects the ratio of the old policy to the sampler, which is 1 with use_rollout_logprobs",
+        "--importance_sampling_correction false",
+    ),
+    ConflictingOptions(
+        ("clip_cov_lb", "clip_cov_ub"),
+        lambda c: _cross(c.rl.clip_cov_lb, c.rl.clip_cov_ub),
+        "is not below clip_cov_ub {clip_cov_ub}",
+        "--clip_cov_lb 1",
+    ),
+    ConflictingOptions(
         ("generation_batch_size", "steps_per_generation"),
         lambda c: c.rl.generation_batch_size is not None and c.rl.steps_per_generation is not None,
         "is said twice: by generation_batch_size and by steps_per_generation",

@@ -58,7 +58,9 @@ def corrects_sampler(c: Any) -> bool:
     """Whether samples are weighed by how the trainer's probabilities differ from the sampler's: another program's, or
     those of the weights before the last update."""
     given: bool | None = c.rl.importance_sampling_correction
-    return c.rl.rollout_backend != "transformers" or c.rl.async_generation if given is None else given
+    if given is not None or c.rl.use_rollout_logprobs:
+        return bool(given)
+    return c.rl.rollout_backend != "transformers" or c.rl.async_generation
 
 
 def corrects_kl(c: Any) -> bool:

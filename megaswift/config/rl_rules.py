@@ -16,7 +16,7 @@ from megaswift.config.rl_defaults import (
     kl_in_reward_of,
     policy_loss_of,
 )
-from megaswift.config.rule_types import IgnoredOption, Test
+from megaswift.config.rule_types import IgnoredOption, Test, joined
 
 
 def _rows(names: Iterable[str], reads: tuple[str, ...], when: Test, why: str, fix: str) -> Iterator[IgnoredOption]:
@@ -32,7 +32,7 @@ def _ignored_by_estimator() -> Iterator[IgnoredOption]:
     """A rule for each option that only some estimators read."""
     for option, neutral in ESTIMATOR_OPTIONS.items():
         readers = estimators_reading(option, "grpo")
-        why = f"{{advantage_estimator}} does not read it, only {' and '.join(estimators_reading(option))}"
+        why = f"is read by advantage_estimator {joined(estimators_reading(option))} only"
         yield IgnoredOption(option, _GAE, _unestimated(option), why, f"--advantage_estimator {readers[0]}", neutral)
 
 

@@ -6,9 +6,11 @@ formulas that have other uses are in `advantages.py`. Completions of one prompt 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megaswift.config.rl import RlConfig
@@ -72,6 +74,35 @@ def _rloo(x: EstimatorInput) -> Tensor:
 def _reinforce_plus_plus(x: EstimatorInput) -> Tensor:
     """Whitened returns of tokens (arXiv 2501.03262)."""
     return formulas.reinforce_plus_plus(x.token_rewards, x.totals, x.mask, x.group, x.options.gamma)
+
+
+@ESTIMATORS.add("opo")
+def _opo(x: EstimatorInput) -> Tensor:
+    """Rewards less the optimal baseline, the mean reward of the group weighted by length (arXiv 2505.23585)."""
+    rewards, lengths = x.rewards.view(-1, x.group), x.lengths.view(-1, x.group)
+    weights = (lengths * ~rewards.isnan()).to(rewards.dtype)
+    baseline = (weights * rewards.nan_to_num(nan=0.0)).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)
+    return (rewards - baseline).nan_to_num(nan=0.0).flatten()
+
+
+@ESTIMATORS.add("pass_at_k")
+def _pass_at_k(x: EstimatorInput) -> Tensor:
+    """The mean advantage of a completion over all sets of k in its group that hold it, where a set is worth 1 if any of
+    it passes (arXiv 2508.10751, analytical derivation). 0 where no set passes, or all do."""
+    k, advantages = x.options.pass_at_k, torch.zeros_like(x.totals)
+    for start in range(0, len(x.totals), x.group):
+        rewards = x.totals[start : start + x.group]
+        given = ~rewards.isnan()
+        passed = rewards > 0
+        n, failures = int(given.sum()), int((given & ~passed).sum())
+        if n < k or not k <= failures < n:
+            continue
+        mean = 1 - math.comb(failures, k) / math.comb(n, k)
+        std = math.sqrt(mean * (1 - mean))
+        all_fail = math.comb(failures - 1, k - 1) / math.comb(n - 1, k - 1)
+        of_group = torch.where(passed, (1 - mean) / std, (1 - mean - all_fail) / std)
+        advantages[start : start + x.group] = torch.where(given, of_group, 0.0)
+    return advantages
 
 
 @ESTIMATORS.add("gae")

@@ -81,6 +81,7 @@ def _policy(cfg: SwiftConfig) -> Loss:
         max_completion_length=rl.max_completion_length,
         temperature=rl.temperature,
         ratio_level=correction_of(cfg).level,
+        loss_agg_mode=rl.loss_agg_mode,
     )
 
 

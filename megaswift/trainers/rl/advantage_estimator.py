@@ -17,6 +17,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.estimator_table import estimator_entry
 from megaswift.data.rollout_batches import RolloutTokens
 from megaswift.losses import advantages as formulas
+from megaswift.losses.covariance import clip_cov_tokens, kl_cov_tokens, token_covariances
 from megaswift.losses.estimators import EstimatorInput, estimate_fields
 from megaswift.trainers.rl.reward_scorer import Rollout
 from megaswift.trainers.rl.settings import RlSettings, correction_of
@@ -93,6 +94,21 @@ class AdvantageEstimator:
             whiten=self.settings.whitens,
             options=rl,
         )
+
+    def select_tokens(
+        self, logprobs: Sequence[np.ndarray], advantages: Sequence[np.ndarray], seed: Sequence[int]
+    ) -> list[np.ndarray]:
+        """bool [own tokens] of each completion: those that clip_cov or kl_cov treat apart; `seed` names the step."""
+        if not logprobs:
+            return []
+        flat = [torch.from_numpy(np.concatenate(values)) for values in (logprobs, advantages)]
+        rl, covariances = self.cfg.rl, token_covariances(*flat)
+        if self.settings.loss_type == "kl_cov":
+            chosen = kl_cov_tokens(covariances, rl.kl_cov_ratio)
+        else:
+            number = int(np.random.SeedSequence(seed).generate_state(1)[0])
+            chosen = clip_cov_tokens(covariances, rl.clip_cov_ratio, (rl.clip_cov_lb, rl.clip_cov_ub), number)
+        return np.split(chosen.numpy(), np.cumsum([len(v) for v in logprobs])[:-1])
 
     def state_dict(self) -> dict[str, float]:
         """The weight of the divergence."""
