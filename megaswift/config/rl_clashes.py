@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megaswift.config.adapter_rules import bits_of, peft_method_of
 from megaswift.config.data import GRPO, PPO, RL
-from megaswift.config.engine_rules import is_native
+from megaswift.config.engine_rules import capabilities_of
 from megaswift.config.loss_rules import loss_requirements
 from megaswift.config.preference import beta_of
 from megaswift.config.rl_defaults import (
@@ -248,13 +248,13 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("offload_model", "offload_optimizer", "engine"),
-        lambda c: c.task in RL and not is_native(c) and (c.rl.offload_model or c.rl.offload_optimizer),
+        lambda c: c.task in RL and not capabilities_of(c).offloads and (c.rl.offload_model or c.rl.offload_optimizer),
         "is of the native engine; {engine} keeps what it trains where it is",
         "--engine megatron, or --deepspeed zero3_offload",
     ),
     ConflictingOptions(
         ("train_type", "quantization_bit"),
-        _rl(lambda c: not is_native(c) and bits_of(c) is not None and not _is_plain_lora(c)),
+        _rl(lambda c: not capabilities_of(c).merges_quantized and bits_of(c) is not None and not _is_plain_lora(c)),
         "over weights in few bits cannot be merged for the sampler without rounding them again",
         "--train_type lora, without use_dora",
     ),
