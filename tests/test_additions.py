@@ -31,13 +31,13 @@ class Copy:
         file.write_text(content[:start] + text + content[start:], encoding="utf-8")
         self.touched.add(path)
 
-    def run(self, program: str) -> str:
+    def run(self, program: str, exit_code: int = 0) -> str:
         """What a program prints that sees only the copy."""
         environ = os.environ | {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, "-c", program], env=environ, cwd=self.root, capture_output=True, text=True, timeout=120
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == exit_code, done.stderr
         return done.stdout
 
 
@@ -164,3 +164,49 @@ print([v.tolist() for v in found["advantages"]])
     assert told[5:7] == ["False dapo", "True True False"]
     assert told[7] == "[[-1.0, -1.0], [2.0, 2.0], [0.0, 0.0]]"
     assert len(package.touched) == 2
+
+
+def test_a_launcher_takes_two_source_files(package: Copy) -> None:
+    """And a line in docs: three files."""
+    package.insert(
+        "config/launcher_table.py",
+        '        "ray",',
+        '        "echo", "megaswift.launchers.echo", ("max_restarts",), always_starts=True\n'
+        "    ),\n    LauncherEntry(\n",
+    )
+    (package.root / "megaswift/launchers/echo.py").write_text(
+        '''"""Prints what it would start."""
+from megaswift.errors import Problem
+class EchoLauncher:
+    def missing(self, launch):
+        return [Problem("--launcher echo", "needs a terminal", "one")] * (launch.max_restarts > 8)
+    def start(self, cfg, words, environ):
+        print(cfg.task, *words)
+        return 7
+LAUNCHER = EchoLauncher()
+'''
+    )
+    told = package.run(
+        REFUSED
+        + """
+import sys
+from megaswift.config import load
+from megaswift.config.help_page import task_help
+from megaswift.launchers.launcher import launcher_of
+from megaswift.launchers.local import wants_processes
+words = ["--launcher", "echo", "--max_restarts", "2"]
+print(refused("sft", *words))
+print(refused("sft", *words, "--num_workers", "2"))
+print(refused("sft", "--launcher", "echo", "--master_addr", "h"))
+print("(torchrun | echo | ray)" in " ".join(task_help("sft", 120).split()), "torch" in sys.modules)
+cfg = load("sft", words, environ={})
+print(wants_processes(cfg.launch), launcher_of(cfg.launch).start(cfg, words, {}))
+import megaswift.entry as entry
+print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model", "m", "--dataset", "d"]))
+""",
+        exit_code=2,
+    ).splitlines()
+    assert told[0] == "accepted"
+    assert "is read by launcher ray only" in told[1] and "is read by launcher torchrun only" in told[2]
+    assert told[3] == "True False" and told[4:6] == ["sft --launcher echo --max_restarts 2", "True 7"]
+    assert len(package.touched) == 1

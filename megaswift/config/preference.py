@@ -28,7 +28,7 @@ class PreferenceConfig:
 
     beta: float | None = option(
         None,
-        "KL coefficient (ORPO: weight of the odds-ratio term). Unset: 0.1, simpo 2, grpo 0, ppo 0.05",
+        "KL coefficient (orpo: odds-ratio weight); unset: 0.1, simpo 2, grpo 0, ppo 0.05",
         aliases=("kl_coef",),
         minimum=0,
         tasks=("dpo", "kto", "orpo", "cpo", "simpo", *RL),
@@ -54,7 +54,7 @@ class PreferenceConfig:
     f_alpha_divergence_coef: float = option(0.5, "Alpha of alpha_divergence", aliases=("f_alpha_coef",), tasks=("dpo",))
     ld_alpha: float | None = option(
         None,
-        "Weight of tokens beyond the length of the shorter answer (LD-DPO, arXiv:2409.06411)",
+        "Weight of tokens beyond the shorter answer's length (LD-DPO, arXiv:2409.06411)",
         minimum=0,
         maximum=1,
         tasks=("dpo",),
@@ -81,7 +81,7 @@ class PreferenceConfig:
         False, "Precompute reference log-probabilities, then free the model", tasks=("dpo", "kto")
     )
     sync_ref_model: bool = option(
-        False, "Update the reference towards the policy during training (TR-DPO, arXiv:2404.09656)", tasks=_REFERENCED
+        False, "Update the reference towards the policy (TR-DPO, arXiv:2404.09656)", tasks=_REFERENCED
     )
     ref_model_mixup_alpha: float = option(
         0.6, "Share of the policy in each update of the reference", above=0, maximum=1, tasks=_REFERENCED
@@ -100,7 +100,7 @@ class PreferenceConfig:
     )
     center_rewards_coefficient: float | None = option(
         None,
-        "Weight of the squared sum of a pair's rewards, which centers them (arXiv:2312.09244)",
+        "Weight of the squared sum of a pair's rewards (arXiv:2312.09244)",
         above=0,
         tasks=("rm",),
     )

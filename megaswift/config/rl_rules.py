@@ -32,7 +32,7 @@ def _ignored_by_estimator() -> Iterator[IgnoredOption]:
     """A rule for each option that only some estimators read."""
     for option, neutral in ESTIMATOR_OPTIONS.items():
         readers = estimators_reading(option, "grpo")
-        why = f"is read by advantage_estimator {joined(estimators_reading(option))} only"
+        why = f"it is read by advantage_estimator {joined(estimators_reading(option))} only"
         yield IgnoredOption(option, _GAE, _unestimated(option), why, f"--advantage_estimator {readers[0]}", neutral)
 
 
