@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megaswift import log
@@ -22,7 +22,8 @@ from megaswift.config.sections import NAMES
 from megaswift.config.user_spelling import named_as_typed
 from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import ConfigError, Problem, UserError, storage_error
-from megaswift.launchers import local, ray_train
+from megaswift.launchers import local
+from megaswift.launchers.launcher import launcher_of
 from megaswift.launchers.parent_death import PARENT, end_with_parent
 from megaswift.stdout import reader_may_leave
 
@@ -73,7 +74,7 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
         )
     cfg = resumed_config(cfg, attempt(os.environ))
     world = process_count(cfg)
-    other = other_processes(cfg) if worker else ray_train.missing_ray(cfg.launch)
+    other = other_processes(cfg) if worker else launcher_of(cfg.launch).missing(cfg.launch)
     if other:
         raise ConfigError(other)
     first = not worker or "MEGASWIFT_CHECKED" not in os.environ
@@ -87,14 +88,8 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
 
     cfg = resolve_engine(cfg, world, tell=first)
     preflight(cfg, world)
-    if not worker and cfg.launch.launcher == "ray":
-        counted = {"num_workers", "nproc_per_node"} & cfg.given  # else by NPROC_PER_NODE, which is this machine's
-        said = [] if counted else ["--nproc_per_node", str(cfg.launch.nproc_per_node)]
-        return ray_train.start_on_ray(cfg.launch, cfg.task, [*words, *said], os.environ)
     if not worker and local.wants_processes(cfg.launch):
-        if taken := local.port_in_use(cfg.launch):
-            raise ConfigError(taken)
-        return start_torchrun(cfg, words, {**os.environ, "MEGASWIFT_CHECKED": "1"})
+        return launcher_of(cfg.launch).start(cfg, words, os.environ)
     run_training(cfg)
     return 0
 
@@ -110,20 +105,6 @@ def beyond_options(refused: SwiftConfig) -> list[Problem]:
     from megaswift.trainers.preflight import beside_options
 
     return beside_options(refused, process_count(refused))
-
-
-def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The run of this command line by torchrun's workers; torchrun's exit code."""
-    script = Path(__file__).with_name(f"{cfg.task}.py")
-    command = local.torchrun_command(cfg.launch, script, [*words, *launch_counts(cfg)])
-    return local.start_torchrun_here(command, local.torchrun_environment(cfg.launch, environ), cfg.launch.max_restarts)
-
-
-def launch_counts(cfg: SwiftConfig) -> list[str]:
-    """Launch options that this process has from its environment, as words: workers do not read them there."""
-    names = ["nproc_per_node", *(["nnodes", "node_rank", "master_addr"] if (cfg.launch.nnodes or 1) > 1 else [])]
-    found = [(name, cfg.value(name)) for name in names if name not in cfg.given]
-    return [word for name, value in found if value is not None for word in (f"--{name}", str(value))]
 
 
 def resumed_config(cfg: SwiftConfig, attempt: int) -> SwiftConfig:

@@ -25,6 +25,7 @@ from megaswift.config.launch_env import is_worker  # noqa: E402
 from megaswift.config.sections import TASKS  # noqa: E402
 from megaswift.error_exit import print_error_once  # noqa: E402
 from megaswift.errors import ConfigError, Problem, UserError, nearest_name  # noqa: E402
+from megaswift.launchers import local  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg = load(mine.algorithm, words, complete=True)
         if cfg.launch.launcher != "torchrun":
             raise ConfigError(Problem("--use_torchrun", f"the launcher is {cfg.launch.launcher}", "one of the two"))
-        return entry.start_torchrun(cfg, words, os.environ)
+        return local.start_torchrun(cfg, words, os.environ)
     except UserError as error:
         return print_error_once(error, os.environ)
 

@@ -3,6 +3,7 @@ are refused."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift.config.deepspeed_json import (
@@ -83,9 +84,45 @@ def zero_config(c: Sections, world: int, dtype: str, hidden_size: int) -> Filled
     )
 
 
-def is_native(c: Sections) -> bool:
-    """Whether Megatron-Core spreads the model."""
-    return engine_of(c) == NATIVE
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What an engine can do."""
+
+    family_tables: bool = False
+    """Builds the model from the tables of `families/`, not from transformers' classes."""
+    model_parallel: bool = False
+    """Splits the model over ranks along other axes than data parallelism."""
+    transformer_engine: bool = False
+    """May use Transformer Engine's layers."""
+    sharded_checkpoints: bool = False
+    """Writes Megatron-Core's sharded checkpoints."""
+    expert_adapters: bool = False
+    """Adapters go into experts too."""
+    offloads: bool = False
+    """Moves weights and optimizer states to host memory between steps."""
+    merges_quantized: bool = False
+    """Merges adapters into weights in few bits for a sampler without rounding them again."""
+    vision: bool = False
+    """Trains vision-language models."""
+
+
+_MEGATRON = EngineCapabilities(
+    family_tables=True,
+    model_parallel=True,
+    transformer_engine=True,
+    sharded_checkpoints=True,
+    expert_adapters=True,
+    offloads=True,
+    merges_quantized=True,
+)
+_TORCH_ENGINE = EngineCapabilities(vision=True)
+CAPABILITIES: dict[str, EngineCapabilities] = {NATIVE: _MEGATRON}
+"""By engine, where they are not those of the engines on transformers' models."""
+
+
+def capabilities_of(c: Sections) -> EngineCapabilities:
+    """What the engine of a run can do."""
+    return CAPABILITIES.get(engine_of(c), _TORCH_ENGINE)
 
 
 def splits_model(c: Sections) -> bool:
@@ -117,7 +154,7 @@ ENGINE_IGNORED: tuple[IgnoredOption, ...] = (
         IgnoredOption(
             name,
             READS,
-            is_native,
+            lambda c: not capabilities_of(c).vision,
             "is for vision-language models, which the native engine does not train",
             "--engine ddp",
             (None,),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megaswift.config.launcher_table import LAUNCHERS
 from megaswift.config.option import option
 
-LAUNCHERS = ("torchrun", "ray")
 PLACEMENTS = ("pack", "spread", "strict_pack", "strict_spread")
 
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
-from megaswift.config.sections import Sections
+from collections.abc import Iterator
 
-RAY_ONLY = ("num_workers", "ray_address", "use_gpu", "cpus_per_worker", "placement_strategy")
-TORCHRUN_ONLY = ("node_rank", "master_addr", "master_port")
+from megaswift.config.launcher_table import LAUNCHER_TABLE, launchers_reading
+from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test, joined
+from megaswift.config.sections import Sections
 
 
 def _one_machine(c: Sections) -> bool:
     return c.launch.nnodes in (None, 1)
 
 
+def _ignored_by_launcher() -> Iterator[IgnoredOption]:
+    """A rule for each option that only some launchers read."""
+    for option in dict.fromkeys(name for entry in LAUNCHER_TABLE for name in entry.reads):
+        readers = launchers_reading(option)
+        why = f"it is read by launcher {joined(readers)} only"
+        yield IgnoredOption(option, ("launcher",), _unread(option), why, f"--launcher {readers[0]}")
+
+
+def _unread(option: str) -> Test:
+    return lambda c: c.launch.launcher not in launchers_reading(option)
+
+
 _RAY: Test = lambda c: c.launch.launcher == "ray"  # noqa: E731
-_NO_RAY: Test = lambda c: c.launch.launcher != "ray"  # noqa: E731
-_TORCHRUN_ALONE: Test = lambda c: _NO_RAY(c) and _one_machine(c)  # noqa: E731
-_TORCHRUN_SEVERAL: Test = lambda c: _NO_RAY(c) and not _one_machine(c)  # noqa: E731
+_TORCHRUN: Test = lambda c: c.launch.launcher == "torchrun"  # noqa: E731
+_TORCHRUN_ALONE: Test = lambda c: _TORCHRUN(c) and _one_machine(c)  # noqa: E731
+_TORCHRUN_SEVERAL: Test = lambda c: _TORCHRUN(c) and not _one_machine(c)  # noqa: E731
 
 LAUNCH_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption("node_rank", ("nnodes", "launcher"), _TORCHRUN_ALONE, "there is one machine", "--nnodes 2"),
@@ -31,25 +43,11 @@ LAUNCH_IGNORED: tuple[IgnoredOption, ...] = (
     IgnoredOption(
         "max_restarts",
         ("nnodes", "nproc_per_node", "launcher"),
-        lambda c: _NO_RAY(c) and c.launch.nproc_per_node is None and c.launch.nnodes is None,
+        lambda c: _TORCHRUN(c) and c.launch.nproc_per_node is None and c.launch.nnodes is None,
         "there is one process, without a launcher",
         "--nproc_per_node 1; after torchrun: torchrun --max-restarts 3",
     ),
-    IgnoredOption("max_restarts", ("launcher",), _RAY, "Ray starts the processes once", "--launcher torchrun"),
-    *(
-        IgnoredOption(
-            name,
-            ("launcher",),
-            _RAY,
-            "Ray places the processes, and they find each other through it",
-            "--launcher torchrun",
-        )
-        for name in TORCHRUN_ONLY
-    ),
-    *(
-        IgnoredOption(name, ("launcher",), _NO_RAY, "belongs to the launcher ray", "--launcher ray")
-        for name in RAY_ONLY
-    ),
+    *_ignored_by_launcher(),
 )
 
 LAUNCH_CLASHES: tuple[ConflictingOptions, ...] = (

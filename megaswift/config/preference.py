@@ -10,36 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaswift.config.data import RL
+from megaswift.config.loss_table import ALPHAPO, loss_names
 from megaswift.config.option import option
 
-DPO_LOSSES = (
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "sigmoid_norm",
-)
-KTO_LOSSES = ("kto", "apo_zero_unpaired", "bco")
-ALPHAPO = "alphapo"
-"""simpo without a likelihood, with an `alpha`: a name for settings."""
-CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo", ALPHAPO)
-GRPO_LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "rloo")
-LOSSES = {"dpo": DPO_LOSSES, "kto": KTO_LOSSES, "cpo": CPO_LOSSES, "grpo": GRPO_LOSSES}
-"""What `loss_type` may be, the first by default."""
+LOSSES = {task: loss_names(task) for task in ("dpo", "kto", "cpo", "grpo")}
+"""The values of `loss_type` by task, the default first."""
 BETAS = {"simpo": 2.0, "grpo": 0.0, "ppo": 0.05}
 """Where the default is not 0.1."""
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-ALL_LOSSES = tuple(dict.fromkeys((*DPO_LOSSES, *KTO_LOSSES, *CPO_LOSSES, *GRPO_LOSSES)))
+ALL_LOSSES = tuple(dict.fromkeys(name for names in LOSSES.values() for name in names))
 _REFERENCED = ("dpo", "kto", *RL)
 
 
@@ -49,14 +28,14 @@ class PreferenceConfig:
 
     beta: float | None = option(
         None,
-        "Pull to the reference; orpo: to the odds. Unset: 0.1, simpo 2, grpo 0, ppo 0.05",
+        "KL coefficient (orpo: odds-ratio weight); unset: 0.1, simpo 2, grpo 0, ppo 0.05",
         aliases=("kl_coef",),
         minimum=0,
         tasks=("dpo", "kto", "orpo", "cpo", "simpo", *RL),
     )
     loss_type: tuple[str, ...] = option(
         (),
-        "Objectives, added up; unset: sigmoid, of kto kto, of grpo dapo",
+        "Losses, summed; unset: sigmoid, for kto kto, for grpo dapo",
         choices=ALL_LOSSES,
         choices_of=LOSSES,
         spellings={"aot_pair": "aot_unpaired"},
@@ -75,50 +54,55 @@ class PreferenceConfig:
     f_alpha_divergence_coef: float = option(0.5, "Alpha of alpha_divergence", aliases=("f_alpha_coef",), tasks=("dpo",))
     ld_alpha: float | None = option(
         None,
-        "Weight of tokens beyond the shorter answer (LD-DPO, arXiv:2409.06411)",
+        "Weight of tokens beyond the shorter answer's length (LD-DPO, arXiv:2409.06411)",
         minimum=0,
         maximum=1,
         tasks=("dpo",),
     )
     use_weighting: bool = option(
-        False, "Weigh pairs by the policy's own probability (WPO, arXiv:2406.11827)", tasks=("dpo",)
+        False, "Weight pairs by their probability under the policy (WPO, arXiv:2406.11827)", tasks=("dpo",)
     )
     rpo_alpha: float | None = option(
-        None, "Add the likelihood of the chosen answer, so weighted (RPO, arXiv:2404.19733)", above=0, tasks=("dpo",)
+        None, "Weight of an added SFT loss on the chosen answer (RPO, arXiv:2404.19733)", above=0, tasks=("dpo",)
     )
-    discopop_tau: float = option(0.05, "Temperature of discopop", above=0, tasks=("dpo",))
-    reference_free: bool = option(False, "Every log-probability of the reference is 0", tasks=("dpo",))
+    discopop_tau: float = option(
+        0.05, "Temperature of the gate between logistic and exponential loss", above=0, tasks=("dpo",)
+    )
+    reference_free: bool = option(False, "Ignore the reference: its log-probabilities count as 0", tasks=("dpo",))
     ref_model: str | None = option(
         None,
-        "Folder of the reference; unset: the model as it starts",
+        "Folder of the reference model; unset: the initial model",
         aliases=("ref_model_name_or_path",),
         tasks=_REFERENCED,
         metavar="DIR",
     )
-    offload_reference: bool = option(
-        False, "The reference's weights lie in host memory between uses", tasks=_REFERENCED
-    )
+    offload_reference: bool = option(False, "Offload the reference model to CPU when idle", tasks=_REFERENCED)
     precompute_ref_log_probs: bool = option(
-        False, "Ask the reference once, before the first step, and then keep it no longer", tasks=("dpo", "kto")
+        False, "Precompute reference log-probabilities, then free the model", tasks=("dpo", "kto")
     )
     sync_ref_model: bool = option(
-        False, "Move the reference towards the model (TR-DPO, arXiv:2404.09656)", tasks=_REFERENCED
+        False, "Update the reference towards the policy (TR-DPO, arXiv:2404.09656)", tasks=_REFERENCED
     )
     ref_model_mixup_alpha: float = option(
-        0.6, "Share of the model at each such move", above=0, maximum=1, tasks=_REFERENCED
+        0.6, "Share of the policy in each update of the reference", above=0, maximum=1, tasks=_REFERENCED
     )
-    ref_model_sync_steps: int = option(512, "Steps between such moves", minimum=1, unit="steps", tasks=_REFERENCED)
+    ref_model_sync_steps: int = option(
+        512, "Steps between updates of the reference", minimum=1, unit="steps", tasks=_REFERENCED
+    )
     desirable_weight: float = option(1.0, "Weight of desirable answers", minimum=0, tasks=("kto",))
     undesirable_weight: float = option(1.0, "Weight of undesirable answers", minimum=0, tasks=("kto",))
     cpo_alpha: float | None = option(
-        None, "Weight of the likelihood of the chosen answer; unset: 1, simpo 0", minimum=0, tasks=("cpo", "simpo")
+        None, "Weight of the SFT loss on the chosen answer; unset: 1, simpo 0", minimum=0, tasks=("cpo", "simpo")
     )
-    simpo_gamma: float = option(1.0, "Margin that simpo asks for", minimum=0, tasks=("cpo", "simpo"))
+    simpo_gamma: float = option(1.0, "Target reward margin (gamma)", minimum=0, tasks=("cpo", "simpo"))
     alpha: float = option(
-        0.0, "Shape of the reward; 0: log-probability (AlphaPO, arXiv:2501.03884)", tasks=("cpo", "simpo")
+        0.0, "Shape of the reward function; 0: log-probability (AlphaPO, arXiv:2501.03884)", tasks=("cpo", "simpo")
     )
     center_rewards_coefficient: float | None = option(
-        None, "Weight of the squared sum of a pair's rewards (arXiv:2312.09244)", above=0, tasks=("rm",)
+        None,
+        "Weight of the squared sum of a pair's rewards (arXiv:2312.09244)",
+        above=0,
+        tasks=("rm",),
     )
 
 

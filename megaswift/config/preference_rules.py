@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from megaswift.config.data import RL
-from megaswift.config.preference import ALPHAPO, LOSSES, beta_of, loss_types_of, needs_reference
+from megaswift.config.loss_rules import ignored_by_loss, loss_requirements, losses_of
+from megaswift.config.loss_table import ALPHAPO, KL_PAIRS
+from megaswift.config.preference import LOSSES, beta_of, loss_types_of, needs_reference
 from megaswift.config.rule_types import ConflictingOptions, IgnoredOption, Test
 from megaswift.config.sections import Sections
-
-SMOOTHED = frozenset({"exo_pair", "robust", "aot", "aot_unpaired", "sigmoid", "simpo"})
-"""Loss types that read label_smoothing."""
-SORTS = frozenset({"aot", "aot_unpaired"})
-"""Loss types that sort pairs, so that a weight a pair has no meaning."""
-BY_DIVERGENCE = frozenset({"sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sigmoid_norm"})
-"""Loss types of dpo that compare scores of the divergence, not log-ratios."""
-
-
-def _smooths(c: Sections) -> bool:
-    return bool(set(loss_types_of(c)) & SMOOTHED)
-
-
-def _only(name: str) -> Test:
-    return lambda c: name not in loss_types_of(c)
 
 
 def _foreign(c: Sections) -> bool:
@@ -29,6 +16,10 @@ def _foreign(c: Sections) -> bool:
 
 def _single(c: Sections) -> bool:
     return c.task in ("kto", "cpo", "grpo") and len(c.preference.loss_type) > 1
+
+
+def _pairs_prompts(c: Sections) -> bool:
+    return any(KL_PAIRS in loss.needs for loss in losses_of(c))
 
 
 _FREE: Test = lambda c: c.preference.reference_free  # noqa: E731
@@ -65,7 +56,7 @@ PREFERENCE_IGNORED: tuple[IgnoredOption, ...] = (
         "the reference of new adapters is the model without them: it has no weights of its own",
         "--offload_reference false",
     ),
-    IgnoredOption("discopop_tau", _TYPE, _only("discopop"), "belongs to loss_type discopop", "--loss_type discopop"),
+    *ignored_by_loss("dpo", "kto", "cpo"),
     IgnoredOption(
         "f_alpha_divergence_coef",
         ("f_divergence_type",),
@@ -74,33 +65,10 @@ PREFERENCE_IGNORED: tuple[IgnoredOption, ...] = (
         "--f_divergence_type alpha_divergence",
     ),
     IgnoredOption(
-        "f_divergence_type",
-        _TYPE,
-        lambda c: not set(loss_types_of(c)) & BY_DIVERGENCE,
-        "none of loss_type {loss_type} reads it",
-        "--loss_type sigmoid",
-        ("reverse_kl",),
-    ),
-    IgnoredOption(
-        "label_smoothing",
-        _TYPE,
-        lambda c: not _smooths(c),
-        "loss_type {loss_type} does not read it",
-        "--loss_type robust",
-        (0.0,),
-    ),
-    IgnoredOption(
         "cpo_alpha",
         _TYPE,
         lambda c: c.preference.loss_type == (ALPHAPO,),
         "loss_type alphapo has no likelihood",
-        "--loss_type simpo",
-    ),
-    IgnoredOption(
-        "simpo_gamma",
-        _TYPE,
-        lambda c: c.task == "cpo" and "simpo" not in loss_types_of(c),
-        "belongs to loss_type simpo",
         "--loss_type simpo",
     ),
 )
@@ -115,7 +83,7 @@ PREFERENCE_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
         _TYPE,
         _foreign,
-        "is of another task",
+        "belongs to another task",
         "a loss of this task (docs/preference.md), or the command of that loss: megaswift simpo, megaswift grpo, ...",
     ),
     ConflictingOptions(_TYPE, _single, "takes one type in this task", "one of them"),
@@ -125,24 +93,7 @@ PREFERENCE_CLASHES: tuple[ConflictingOptions, ...] = (
         "should be one number for each loss_type",
         "--loss_weights with as many numbers",
     ),
-    ConflictingOptions(
-        ("use_weighting", "loss_type"),
-        lambda c: c.preference.use_weighting and bool(set(loss_types_of(c)) & SORTS),
-        "weighs pairs, and {loss_type} sorts them",
-        "--use_weighting false",
-    ),
-    ConflictingOptions(
-        ("label_smoothing", "loss_type"),
-        lambda c: "exo_pair" in loss_types_of(c) and c.preference.label_smoothing == 0,
-        "exo_pair takes the logarithm of it, and it is 0",
-        "--label_smoothing 0.001",
-    ),
-    ConflictingOptions(
-        ("label_smoothing", "loss_type"),
-        lambda c: "robust" in loss_types_of(c) and c.preference.label_smoothing >= 0.5,
-        "robust divides by 1 - 2 x label_smoothing",
-        "--label_smoothing 0.1",
-    ),
+    *loss_requirements("dpo", "kto", "cpo"),
     ConflictingOptions(
         ("ref_model", "train_type"),
         lambda c: c.preference.ref_model is not None and c.model.train_type != "full",
@@ -169,13 +120,13 @@ PREFERENCE_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("precompute_ref_log_probs", "loss_type"),
-        lambda c: c.preference.precompute_ref_log_probs and c.task == "kto" and loss_types_of(c)[0] == "kto",
+        lambda c: c.preference.precompute_ref_log_probs and _pairs_prompts(c),
         "cannot serve kto, which asks the reference about answers that are paired anew in every micro-batch",
         "--precompute_ref_log_probs false; --offload_reference true keeps its weights in host memory",
     ),
     ConflictingOptions(
         ("per_device_train_batch_size", "loss_type"),
-        lambda c: c.task == "kto" and loss_types_of(c)[0] == "kto" and c.train.per_device_train_batch_size == 1,
+        lambda c: _pairs_prompts(c) and c.train.per_device_train_batch_size == 1,
         "gives kto no other answers to compare with: it pairs the prompts of a micro-batch with each other's answers",
         "--per_device_train_batch_size 4",
     ),

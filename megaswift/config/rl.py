@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.config.data import GRPO, PPO, RL
+from megaswift.config.estimator_table import estimator_names
+from megaswift.config.loss_table import AGG_MODES
 from megaswift.config.option import option
 
-ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gae")
 BACKENDS = ("transformers", "vllm", "vllm_server", "sglang")
 SERVERS = ("vllm_server", "sglang")
 """Backends that are other programs."""
@@ -46,37 +47,41 @@ class RlConfig:
     )
     generation_batch_size: int | None = option(
         None,
-        "Completions sampled at a time over all ranks; unset: global_batch_size",
+        "Completions per generation, over all ranks; unset: global_batch_size",
         minimum=1,
         unit="completions",
         tasks=RL,
     )
     steps_per_generation: int | None = option(
-        None, "The same in forward passes of each rank; one of the two", minimum=1, unit="passes", tasks=RL
+        None,
+        "The same as forward passes per rank; instead of generation_batch_size",
+        minimum=1,
+        unit="passes",
+        tasks=RL,
     )
     num_iterations: int = option(
-        1, "Times that each completion is trained on", aliases=("num_ppo_epochs",), minimum=1, unit="times", tasks=RL
+        1, "Passes over each generation (PPO epochs)", aliases=("num_ppo_epochs",), minimum=1, unit="times", tasks=RL
     )
     dynamic_sample: bool = option(
-        False, "Sample anew for groups without spread of rewards (DAPO, arXiv:2503.14476)", tasks=GRPO
+        False, "Resample groups whose rewards are all equal (DAPO, arXiv:2503.14476)", tasks=GRPO
     )
-    max_resample_times: int = option(3, "Times that dynamic_sample samples anew", minimum=1, unit="times", tasks=GRPO)
+    max_resample_times: int = option(3, "Most resampling rounds of dynamic_sample", minimum=1, unit="times", tasks=GRPO)
     async_generation: bool = option(
         False,
-        "Sample for the next step while this one trains: one step off-policy",
+        "Generate for the next step during this one: one step off-policy",
         aliases=("async_generate",),
         tasks=RL,
     )
     environment: str | None = option(
         None,
-        "FILE.py:NAME of an environment that answers the model's turns",
+        "FILE.py:NAME of the environment for multi-turn rollouts",
         aliases=("multi_turn_scheduler",),
         tasks=RL,
         metavar="FILE.py:NAME",
     )
     max_turns: int | None = option(
         None,
-        "Most turns of the model with an environment; unset: no limit",
+        "Most model turns in an environment; unset: no limit",
         aliases=("max_tool_calling_iterations",),
         minimum=1,
         unit="turns",
@@ -85,7 +90,7 @@ class RlConfig:
 
     max_completion_length: int = option(
         512,
-        "Longest completion; the prompt has the rest of max_length",
+        "Longest completion; the prompt gets the rest of max_length",
         aliases=("response_length", "max_new_tokens"),
         minimum=1,
         unit="tokens",
@@ -95,68 +100,62 @@ class RlConfig:
         1.0, "Divides the logits, in sampling and in the policy's probabilities", above=0, tasks=RL
     )
     top_p: float = option(
-        1.0, "Draw from the likeliest tokens of together this probability", above=0, maximum=1, tasks=RL
+        1.0, "Nucleus sampling: the likeliest tokens with this total probability", above=0, maximum=1, tasks=RL
     )
-    top_k: int = option(0, "Draw from this many of the likeliest tokens; 0: from all", minimum=0, tasks=RL)
+    top_k: int = option(0, "Sample from this many of the likeliest tokens; 0: all", minimum=0, tasks=RL)
     min_p: float | None = option(
         None,
-        "Draw from tokens of at least this share of the likeliest's probability",
+        "Sample from tokens with at least this share of the top probability",
         minimum=0,
         maximum=1,
         tasks=RL,
         metavar="P",
     )
-    repetition_penalty: float = option(
-        1.0, "Above 1: tokens that are there already become less likely", above=0, tasks=RL
-    )
+    repetition_penalty: float = option(1.0, "Above 1: tokens that already occur become less likely", above=0, tasks=RL)
     allow_biased_sampling: bool = option(
         False, "Accept top_p, top_k, min_p, repetition_penalty: they bias the gradient", tasks=RL
     )
     rollout_backend: str = option(
         "transformers",
-        "What samples: in this process, or a server of its own",
+        "Sampler: in this process, or a separate server",
         aliases=("use_vllm", "vllm_mode"),
         choices=BACKENDS,
         spellings=BACKEND_SPELLINGS,
         tasks=RL,
     )
-    rollout_batch_size: int = option(
-        64, "Completions under way together, in a sampler or at its servers", minimum=1, tasks=RL
-    )
+    rollout_batch_size: int = option(64, "Concurrent completions per sampler or server", minimum=1, tasks=RL)
     rollout_sleep: bool = option(
-        False, "The sampler gives its memory back while the model trains", aliases=("vllm_enable_sleep_mode",), tasks=RL
+        False, "Free the sampler's memory during training steps", aliases=("vllm_enable_sleep_mode",), tasks=RL
     )
     rollout_server_url: tuple[str, ...] = option(
         (),
-        "Addresses of the sampler's servers; unset: the usual port of this machine",
+        "URLs of the sampler's servers; unset: the default port on this machine",
         aliases=("vllm_server_base_url", "sglang_server_base_url"),
         tasks=RL,
         metavar="URL...",
     )
     rollout_server_timeout: float = option(
         600.0,
-        "Longest wait for an answer of such a server",
+        "Timeout of a request to the sampler's server",
         aliases=("vllm_server_timeout",),
         above=0,
         unit="seconds",
         tasks=RL,
     )
     rollout_sync_folder: str | None = option(
-        None, "Folder by which servers get weights, samplers adapters; unset: in output_dir", tasks=RL, metavar="DIR"
+        None, "Folder for weight sync to servers and of adapters; unset: in output_dir", tasks=RL, metavar="DIR"
     )
     rollout_lora: bool | None = option(
         None,
-        "Samplers get LoRA adapters alone, not merged weights; unset: where they can",
+        "Sync only LoRA adapters, not merged weights; unset: where supported",
         aliases=("vllm_enable_lora",),
         tasks=RL,
     )
     vllm_gpu_memory_utilization: float = option(
-        0.3, "Part of each GPU's memory for vLLM in this process", above=0, maximum=1, tasks=RL
+        0.3, "Share of each GPU's memory for the in-process vLLM", above=0, maximum=1, tasks=RL
     )
-    offload_model: bool = option(
-        False, "The model's weights lie in host memory while completions are sampled", tasks=RL
-    )
-    offload_optimizer: bool = option(False, "The same for gradients and the optimizer's state", tasks=RL)
+    offload_model: bool = option(False, "Offload the model's weights to CPU during sampling", tasks=RL)
+    offload_optimizer: bool = option(False, "Offload gradients and optimizer states to CPU during sampling", tasks=RL)
 
     reward_funcs: tuple[str, ...] = option(
         (),
@@ -199,14 +198,17 @@ class RlConfig:
     advantage_estimator: str | None = option(
         None,
         "How rewards become advantages; unset: grpo, of ppo gae",
-        choices=ESTIMATORS,
-        choices_of={"grpo": ESTIMATORS[:3], "ppo": ESTIMATORS[3:]},
+        choices=estimator_names(),
+        choices_of={task: estimator_names(task) for task in ("grpo", "ppo")},
         tasks=RL,
         metavar="NAME",
     )
+    pass_at_k: int = option(
+        4, "Completions of which one should pass; a reward above 0 passes", minimum=1, unit="completions", tasks=GRPO
+    )
     scale_rewards: str = option(
         "group",
-        "Advantages are divided by the deviation of rewards in a group or a batch",
+        "Divide advantages by the standard deviation of the group or the batch",
         choices=("group", "batch", "none"),
         spellings={"true": "group", "false": "none"},
         tasks=GRPO,
@@ -218,34 +220,32 @@ class RlConfig:
         tasks=GRPO,
     )
     kl_in_reward: bool | None = option(
-        None, "The pull to the reference is in rewards, not in the loss; unset: not for grpo", tasks=RL
+        None, "KL penalty in the rewards, not in the loss; unset: by the estimator", tasks=RL
     )
     kl_estimator: str | None = option(
         None,
-        "Estimate of the divergence; unset: k3 in the loss, k1 in rewards",
+        "KL estimator; unset: k3 in the loss, k1 in rewards",
         choices=("k1", "k2", "k3"),
         tasks=RL,
         metavar="NAME",
     )
     kl_controller: str = option(
-        "fixed", "Whether beta follows the divergence (arXiv:1909.08593)", choices=("fixed", "adaptive"), tasks=RL
+        "fixed", "Fixed beta, or adapted towards target_kl (arXiv:1909.08593)", choices=("fixed", "adaptive"), tasks=RL
     )
     target_kl: float = option(
-        6.0, "Divergence of a completion that adaptive beta aims at", above=0, unit="nats", tasks=RL
+        6.0, "Target KL per completion of the adaptive controller", above=0, unit="nats", tasks=RL
     )
-    kl_horizon: int = option(
-        10000, "Completions over which adaptive beta moves", minimum=1, unit="completions", tasks=RL
-    )
+    kl_horizon: int = option(10000, "Horizon of the adaptive controller", minimum=1, unit="completions", tasks=RL)
 
     epsilon: float = option(
         0.2, "Clip of the probability ratio", aliases=("cliprange", "epsilon_low"), minimum=0, tasks=RL
     )
     epsilon_high: float | None = option(
-        None, "Its upper side; unset: epsilon. For cispo the largest ratio; unset: 5", minimum=0, tasks=RL, metavar="X"
+        None, "Upper clip; unset: epsilon. For cispo the largest ratio; unset: 5", minimum=0, tasks=RL, metavar="X"
     )
     delta: float | None = option(
         None,
-        "Most that a ratio counts where the advantage is negative (arXiv:2505.07291)",
+        "Upper bound of the ratio for negative advantages (arXiv:2505.07291)",
         above=1,
         tasks=RL,
         metavar="X",
@@ -257,46 +257,62 @@ class RlConfig:
         tasks=GRPO,
     )
     mask_truncated_completions: bool = option(
-        False, "Completions that were cut off carry no loss", aliases=("overlong_filter",), tasks=RL
+        False, "Exclude truncated completions from the loss", aliases=("overlong_filter",), tasks=RL
     )
     top_entropy_quantile: float = option(
         1.0,
-        "Part of the tokens that train, those of highest entropy (arXiv:2506.01939)",
+        "Share of the tokens in the loss, those of highest entropy (arXiv:2506.01939)",
         minimum=0,
         maximum=1,
         tasks=RL,
     )
-    entropy_coef: float = option(0.0, "Weight of the entropy, which the loss then raises", minimum=0, tasks=RL)
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus", minimum=0, tasks=RL)
     off_policy_mask_threshold: float | None = option(
         None,
-        "Leave out disliked completions that the policy has left (arXiv:2512.02556)",
+        "Mask off-policy completions of negative advantage (arXiv:2512.02556)",
         aliases=("off_policy_sequence_mask_delta",),
         above=0,
         tasks=RL,
         metavar="X",
     )
     use_bias_correction_kl: bool | None = option(
-        None, "Weigh the KL in the loss by the ratio (arXiv:2512.02556); unset: not for k2", tasks=RL
+        None, "Multiply the KL in the loss by the ratio (arXiv:2512.02556); unset: not for k2", tasks=RL
     )
-    sapo_temperature_pos: float = option(
-        1.0, "loss_type sapo: temperature where the advantage is positive", above=0, tasks=GRPO
+    loss_agg_mode: str | None = option(
+        None,
+        "Normaliser of the policy's loss, under verl's names; unset: that of loss_type",
+        choices=AGG_MODES,
+        tasks=RL,
+        metavar="MODE",
     )
-    sapo_temperature_neg: float = option(1.05, "loss_type sapo: temperature elsewhere", above=0, tasks=GRPO)
-    vespo_k_pos: float = option(2.0, "loss_type vespo: exponent where the advantage is positive", minimum=0, tasks=GRPO)
-    vespo_lambda_pos: float = option(
-        3.0, "loss_type vespo: decay where the advantage is positive", minimum=0, tasks=GRPO
+    use_rollout_logprobs: bool = option(
+        False,
+        "Take the sampler's log-probabilities as those of the old policy",
+        aliases=("bypass_mode",),
+        tasks=RL,
     )
-    vespo_k_neg: float = option(3.0, "loss_type vespo: exponent elsewhere", minimum=0, tasks=GRPO)
-    vespo_lambda_neg: float = option(2.0, "loss_type vespo: decay elsewhere", minimum=0, tasks=GRPO)
+    clip_cov_ratio: float = option(0.0002, "Part of the tokens left out of the loss", above=0, maximum=1, tasks=GRPO)
+    clip_cov_lb: float = option(1.0, "Lower bound of the covariance of those tokens", tasks=GRPO)
+    clip_cov_ub: float = option(5.0, "Upper bound of the covariance of those tokens", tasks=GRPO)
+    kl_cov_ratio: float = option(
+        0.0002, "Part of the tokens with a KL penalty, those of largest covariance", above=0, maximum=1, tasks=GRPO
+    )
+    kl_cov_coef: float = option(1.0, "Weight of that KL penalty", aliases=("ppo_kl_coef",), minimum=0, tasks=GRPO)
+    sapo_temperature_pos: float = option(1.0, "Temperature where the advantage is positive", above=0, tasks=GRPO)
+    sapo_temperature_neg: float = option(1.05, "Temperature elsewhere", above=0, tasks=GRPO)
+    vespo_k_pos: float = option(2.0, "Exponent where the advantage is positive", minimum=0, tasks=GRPO)
+    vespo_lambda_pos: float = option(3.0, "Decay where the advantage is positive", minimum=0, tasks=GRPO)
+    vespo_k_neg: float = option(3.0, "Exponent elsewhere", minimum=0, tasks=GRPO)
+    vespo_lambda_neg: float = option(2.0, "Decay elsewhere", minimum=0, tasks=GRPO)
     importance_sampling_correction: bool | None = option(
         None,
-        "Weigh samples by trainer/sampler; unset: off for transformers unless async",
+        "Correct for the sampler's mismatch; unset: off for transformers unless async",
         aliases=("vllm_importance_sampling_correction",),
         tasks=RL,
     )
     importance_sampling_mode: str = option(
         "token_truncate",
-        "Weight of a token or a completion; beyond the bounds cut to them, or 0",
+        "Level of the correction; weights beyond the bounds are truncated or masked",
         aliases=("vllm_importance_sampling_mode", "rollout_importance_sampling_mode"),
         choices=MODES,
         tasks=RL,
@@ -322,35 +338,35 @@ class RlConfig:
     )
     importance_sampling_filter_max: float | None = option(
         None,
-        "Leave out completions whose weights have a larger geometric mean",
+        "Mask completions whose weights have a larger geometric mean",
         above=0,
         tasks=RL,
         metavar="X",
     )
     importance_sampling_filter_min: float | None = option(
         None,
-        "The same for a smaller one; unset: no bound",
+        "Mask completions whose weights have a smaller geometric mean; unset: no bound",
         minimum=0,
         tasks=RL,
         metavar="X",
     )
 
     critic_model: str | None = option(
-        None, "Folder of the critic as it starts; unset: the model", aliases=("value_model",), tasks=PPO, metavar="DIR"
+        None, "Folder of the initial critic; unset: the model", aliases=("value_model",), tasks=PPO, metavar="DIR"
     )
     critic_learning_rate: float | None = option(
-        None, "Of the critic; unset: learning_rate", above=0, tasks=PPO, metavar="X"
+        None, "Learning rate of the critic; unset: learning_rate", above=0, tasks=PPO, metavar="X"
     )
     vf_coef: float = option(0.1, "Weight of the critic's loss", minimum=0, tasks=PPO)
-    cliprange_value: float = option(0.2, "Most that the critic's loss follows a value in one step", above=0, tasks=PPO)
+    cliprange_value: float = option(0.2, "Value clip range", above=0, tasks=PPO)
     gamma: float = option(1.0, "Discount of later rewards, a token", above=0, maximum=1, tasks=RL)
     lam: float = option(
         0.95, "Lambda of gae (arXiv:1506.02438)", aliases=("gae_lambda",), minimum=0, maximum=1, tasks=PPO
     )
-    whiten_rewards: bool = option(False, "Rewards of a batch are brought to deviation 1", tasks=PPO)
+    whiten_rewards: bool = option(False, "Scale a batch's rewards to unit standard deviation", tasks=PPO)
     whiten_advantages: bool | None = option(
         None,
-        "Advantages of a batch are brought to mean 0 and deviation 1; unset: gae's",
+        "Whiten the advantages of a batch; unset: with gae",
         aliases=("normalize_advantages",),
         tasks=RL,
     )
@@ -359,5 +375,5 @@ class RlConfig:
         True, "Write completions with their rewards to completions.jsonl and the report", tasks=RL
     )
     num_completions_to_print: int | None = option(
-        None, "How many of a logged step's; unset: all", minimum=1, unit="completions", tasks=RL
+        None, "Completions logged per step; unset: all", minimum=1, unit="completions", tasks=RL
     )

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 from megaswift.config.adapter_rules import bits_of, peft_method_of
 from megaswift.config.data import GRPO, PPO, RL
-from megaswift.config.engine_rules import is_native
+from megaswift.config.engine_rules import capabilities_of
+from megaswift.config.loss_rules import loss_requirements
 from megaswift.config.preference import beta_of
 from megaswift.config.rl_defaults import (
     biased_by,
     corrects_kl,
     corrects_sampler,
-    estimator_of,
+    estimator_entry_of,
     generations_of,
     kl_estimator_of,
     kl_in_reward_of,
@@ -64,7 +65,7 @@ def _kl_in_loss(c: Sections) -> bool:
 
 def _averaged(c: Sections) -> bool:
     whole = c.rl.importance_sampling_level == "sequence" and policy_loss_of(c) not in (*REINFORCES, "rloo")
-    return estimator_of(c) == "reinforce_plus_plus" and whole
+    return estimator_entry_of(c).per_token and whole
 
 
 def _biased(option: str) -> Test:
@@ -74,22 +75,47 @@ def _biased(option: str) -> Test:
 _GAE = ("advantage_estimator",)
 _KL = ("use_bias_correction_kl", "kl_estimator", "beta", "kl_in_reward")
 _NEUTRAL = {"top_p": "1", "top_k": "0", "min_p": "0", "repetition_penalty": "1"}
-_LEVEL = ("importance_sampling_level", "loss_type")
 _ASYNC: Test = lambda c: c.rl.async_generation  # noqa: E731
 
 RL_CLASHES: tuple[ConflictingOptions, ...] = (
-    ConflictingOptions(_GAE, lambda c: c.task in GRPO and estimator_of(c) == "gae", "needs a critic", "megaswift ppo"),
+    ConflictingOptions(
+        _GAE, lambda c: c.task in GRPO and estimator_entry_of(c).critic, "needs a critic", "megaswift ppo"
+    ),
     ConflictingOptions(
         _GAE,
-        lambda c: c.task in PPO and estimator_of(c) != "gae",
+        lambda c: c.task in PPO and not estimator_entry_of(c).critic,
         "leaves the critic of ppo without work",
         "megaswift grpo",
     ),
     ConflictingOptions(
         ("num_generations", "advantage_estimator"),
-        lambda c: c.task in GRPO and generations_of(c) < ALONE and estimator_of(c) != "reinforce_plus_plus",
+        lambda c: c.task in GRPO and generations_of(c) < ALONE and estimator_entry_of(c).compares,
         "compares the completions of a prompt with each other, and there is one",
         "--num_generations 8",
+    ),
+    ConflictingOptions(
+        ("pass_at_k", "num_generations", "advantage_estimator"),
+        lambda c: "pass_at_k" in estimator_entry_of(c).reads and c.rl.pass_at_k > generations_of(c),
+        "is more than the completions of a prompt",
+        "--num_generations 8",
+    ),
+    ConflictingOptions(
+        ("advantage_estimator", "kl_in_reward", "beta"),
+        lambda c: estimator_entry_of(c).binary and kl_in_reward_of(c),
+        "reads only whether a reward is above 0, which leaves no place for the divergence in the rewards",
+        "--kl_in_reward false",
+    ),
+    ConflictingOptions(
+        ("importance_sampling_correction", "use_rollout_logprobs"),
+        lambda c: c.rl.use_rollout_logprobs and corrects_sampler(c),
+        "corrects the ratio of the old policy to the sampler, which is 1 with use_rollout_logprobs",
+        "--importance_sampling_correction false",
+    ),
+    ConflictingOptions(
+        ("clip_cov_lb", "clip_cov_ub"),
+        lambda c: _cross(c.rl.clip_cov_lb, c.rl.clip_cov_ub),
+        "is not below clip_cov_ub {clip_cov_ub}",
+        "--clip_cov_lb 1",
     ),
     ConflictingOptions(
         ("generation_batch_size", "steps_per_generation"),
@@ -145,7 +171,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("dynamic_sample", "num_generations", "advantage_estimator"),
-        lambda c: c.rl.dynamic_sample and generations_of(c) < ALONE and estimator_of(c) == "reinforce_plus_plus",
+        lambda c: c.rl.dynamic_sample and generations_of(c) < ALONE and not estimator_entry_of(c).compares,
         "looks for a spread among the completions of a prompt, and there is one",
         "--num_generations 8",
     ),
@@ -167,35 +193,18 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         "gives kl_estimator k2 another gradient than the divergence's; k2 has the right one without it",
         "--use_bias_correction_kl false, or --kl_estimator k3",
     ),
-    ConflictingOptions(
-        ("epsilon_high", "loss_type"),
-        lambda c: policy_loss_of(c) == "cispo" and c.rl.epsilon_high is not None and c.rl.epsilon_high < 1,
-        "is the largest ratio itself in loss_type cispo; below 1 it cuts the ratio of every token",
-        "--epsilon_high 5",
-    ),
+    *loss_requirements("grpo"),
     ConflictingOptions(
         ("loss_type", "advantage_estimator"),
-        lambda c: policy_loss_of(c) == "rloo" and estimator_of(c) == "reinforce_plus_plus",
-        "takes one ratio a completion, which averages the advantages of reinforce_plus_plus, one a token, away",
+        lambda c: policy_loss_of(c) == "rloo" and estimator_entry_of(c).per_token,
+        "takes one ratio per completion, which averages away the per-token advantages of {advantage_estimator}",
         "--loss_type dapo",
     ),
     ConflictingOptions(
         ("importance_sampling_level", "advantage_estimator", "loss_type"),
         _averaged,
-        "takes one ratio a completion, which averages the advantages of reinforce_plus_plus, one a token, away",
+        "takes one ratio per completion, which averages away the per-token advantages of {advantage_estimator}",
         "--importance_sampling_level sequence_token (GSPO-token)",
-    ),
-    ConflictingOptions(
-        _LEVEL,
-        lambda c: policy_loss_of(c) == "luspo" and c.rl.importance_sampling_level == "token",
-        "loss_type luspo takes one ratio a completion",
-        "--importance_sampling_level sequence",
-    ),
-    ConflictingOptions(
-        _LEVEL,
-        lambda c: policy_loss_of(c) == "vespo" and c.rl.importance_sampling_level != "token",
-        "loss_type vespo forms the ratio of a completion itself",
-        "--importance_sampling_level token",
     ),
     ConflictingOptions(
         (
@@ -239,13 +248,13 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
     ),
     ConflictingOptions(
         ("offload_model", "offload_optimizer", "engine"),
-        lambda c: c.task in RL and not is_native(c) and (c.rl.offload_model or c.rl.offload_optimizer),
+        lambda c: c.task in RL and not capabilities_of(c).offloads and (c.rl.offload_model or c.rl.offload_optimizer),
         "is of the native engine; {engine} keeps what it trains where it is",
         "--engine megatron, or --deepspeed zero3_offload",
     ),
     ConflictingOptions(
         ("train_type", "quantization_bit"),
-        _rl(lambda c: not is_native(c) and bits_of(c) is not None and not _is_plain_lora(c)),
+        _rl(lambda c: not capabilities_of(c).merges_quantized and bits_of(c) is not None and not _is_plain_lora(c)),
         "over weights in few bits cannot be merged for the sampler without rounding them again",
         "--train_type lora, without use_dora",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaswift.config.data import GRPO, PPO
+from megaswift.config.estimator_table import EstimatorEntry, estimator_entry, estimator_names
 from megaswift.config.preference import beta_of, loss_types_of
 
 DEFAULT_GENERATIONS = 8
@@ -19,7 +20,12 @@ def generations_of(c: Any) -> int:
 
 def estimator_of(c: Any) -> str:
     """How rewards become advantages."""
-    return c.rl.advantage_estimator or ("gae" if c.task in PPO else "grpo")
+    return c.rl.advantage_estimator or estimator_names("ppo" if c.task in PPO else "grpo")[0]
+
+
+def estimator_entry_of(c: Any) -> EstimatorEntry:
+    """The row of the run's estimator."""
+    return estimator_entry(estimator_of(c))
 
 
 def policy_loss_of(c: Any) -> str:
@@ -27,13 +33,14 @@ def policy_loss_of(c: Any) -> str:
     batch."""
     if c.task not in GRPO:
         return "bnpo"
-    return "rloo" if estimator_of(c) == "rloo" and not c.preference.loss_type else loss_types_of(c)[0]
+    default = estimator_entry_of(c).loss_type
+    return default if default and not c.preference.loss_type else loss_types_of(c)[0]
 
 
 def kl_in_reward_of(c: Any) -> bool:
     """Whether the divergence from the reference is taken off the rewards (and is then no term of the loss)."""
     given: bool | None = c.rl.kl_in_reward
-    return beta_of(c) > 0 and (estimator_of(c) != "grpo" if given is None else given)
+    return beta_of(c) > 0 and (estimator_entry_of(c).kl_in_reward if given is None else given)
 
 
 def kl_estimator_of(c: Any) -> str:
@@ -42,16 +49,18 @@ def kl_estimator_of(c: Any) -> str:
 
 
 def whitens(c: Any) -> bool:
-    """Whether the advantages of gae or rloo are whitened over the batch; the others have a scale of their own."""
+    """Whether advantages are whitened over the batch, of estimators without a scale of their own."""
     given: bool | None = c.rl.whiten_advantages
-    return estimator_of(c) == "gae" if given is None else given
+    return estimator_entry_of(c).whitens if given is None else given
 
 
 def corrects_sampler(c: Any) -> bool:
     """Whether samples are weighed by how the trainer's probabilities differ from the sampler's: another program's, or
     those of the weights before the last update."""
     given: bool | None = c.rl.importance_sampling_correction
-    return c.rl.rollout_backend != "transformers" or c.rl.async_generation if given is None else given
+    if given is not None or c.rl.use_rollout_logprobs:
+        return bool(given)
+    return c.rl.rollout_backend != "transformers" or c.rl.async_generation
 
 
 def corrects_kl(c: Any) -> bool:

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from megaswift.config.estimator_table import ESTIMATOR_OPTIONS, estimators_reading
+from megaswift.config.loss_rules import ignored_by_loss
 from megaswift.config.preference import beta_of
 from megaswift.config.rl import SERVERS
-from megaswift.config.rl_defaults import biased_by, corrects_sampler, estimator_of, kl_in_reward_of, policy_loss_of
-from megaswift.config.rule_types import IgnoredOption, Test
-
-CLIPS = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo"})
-"""Loss types that clip the ratio on both sides."""
-CLIPS_ABOVE = CLIPS | {"cispo"}
+from megaswift.config.rl_defaults import (
+    biased_by,
+    corrects_sampler,
+    estimator_entry_of,
+    kl_in_reward_of,
+    policy_loss_of,
+)
+from megaswift.config.rule_types import IgnoredOption, Test, joined
 
 
 def _rows(names: Iterable[str], reads: tuple[str, ...], when: Test, why: str, fix: str) -> Iterator[IgnoredOption]:
@@ -24,12 +28,20 @@ def _strict(names: Iterable[str], reads: tuple[str, ...], when: Test, why: str, 
     return (IgnoredOption(name, reads, when, why, fix, (None,)) for name in names)
 
 
+def _ignored_by_estimator() -> Iterator[IgnoredOption]:
+    """A rule for each option that only some estimators read."""
+    for option, neutral in ESTIMATOR_OPTIONS.items():
+        readers = estimators_reading(option, "grpo")
+        why = f"it is read by advantage_estimator {joined(estimators_reading(option))} only"
+        yield IgnoredOption(option, _GAE, _unestimated(option), why, f"--advantage_estimator {readers[0]}", neutral)
+
+
+def _unestimated(option: str) -> Test:
+    return lambda c: option not in estimator_entry_of(c).reads
+
+
 def _unrewarded(name: str) -> Test:
     return lambda c: not any(name in f for f in c.rl.reward_funcs if ":" not in f)  # under TRL's names too
-
-
-def _other_loss(*types: str) -> Test:
-    return lambda c: not {*types} & {policy_loss_of(c)}
 
 
 def _other_backend(*names: str) -> Test:
@@ -41,44 +53,13 @@ _PULL = ("beta", "kl_in_reward", "advantage_estimator")
 _NO_PULL: Test = lambda c: beta_of(c) == 0  # noqa: E731
 _NO_ENVIRONMENT: Test = lambda c: c.rl.environment is None  # noqa: E731
 _UNCORRECTED: Test = lambda c: not corrects_sampler(c)  # noqa: E731
-_NOT_GRPO: Test = lambda c: estimator_of(c) != "grpo"  # noqa: E731
 _CORRECTION = ("importance_sampling_correction", "rollout_backend", "async_generation")
 _SERVER_FIX, _VLLM_FIX = "--rollout_backend vllm_server", "--rollout_backend vllm"
-_THEIRS = "loss_type {loss_type} does not read it"
 _ZERO = "beta is 0: there is no reference to be near to"
 
 RL_IGNORED: tuple[IgnoredOption, ...] = (
-    *_strict(("epsilon",), _LOSS, _other_loss(*CLIPS_ABOVE), _THEIRS, "--loss_type dapo"),
-    *_strict(
-        ("epsilon",),
-        _LOSS,
-        lambda c: policy_loss_of(c) == "cispo",
-        "cispo limits the ratio on its upper side only, by epsilon_high",
-        "--epsilon_high 5",
-    ),
-    *_strict(("epsilon_high",), _LOSS, _other_loss(*CLIPS_ABOVE), _THEIRS, "--loss_type dapo"),
-    *_rows(("delta",), _LOSS, _other_loss(*CLIPS), _THEIRS, "--loss_type dapo"),
-    *_rows(
-        ("sapo_temperature_pos", "sapo_temperature_neg"),
-        _LOSS,
-        _other_loss("sapo"),
-        "belongs to loss_type sapo",
-        "--loss_type sapo",
-    ),
-    *_strict(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        _LOSS,
-        _other_loss("vespo"),
-        "belongs to loss_type vespo",
-        "--loss_type vespo",
-    ),
-    IgnoredOption(
-        "scale_rewards",
-        _GAE,
-        _NOT_GRPO,
-        "{advantage_estimator} scales rewards in its own way",
-        "--advantage_estimator grpo",
-    ),
+    *ignored_by_loss("grpo"),
+    *_ignored_by_estimator(),
     IgnoredOption(
         "scale_rewards",
         ("multi_objective_aggregation",),
@@ -86,22 +67,6 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         "normalize_then_sum always divides by the deviation of the group, then by that of the batch",
         "--multi_objective_aggregation sum_then_normalize",
         (),
-    ),
-    IgnoredOption(
-        "gamma",
-        _GAE,
-        lambda c: estimator_of(c) not in ("gae", "reinforce_plus_plus"),
-        "only gae (ppo) and reinforce_plus_plus have advantages of tokens",
-        "--advantage_estimator reinforce_plus_plus",
-        (1.0,),
-    ),
-    IgnoredOption(
-        "multi_objective_aggregation",
-        _GAE,
-        _NOT_GRPO,
-        "{advantage_estimator} adds rewards up",
-        "--advantage_estimator grpo",
-        ("sum_then_normalize",),
     ),
     IgnoredOption("kl_in_reward", ("beta",), _NO_PULL, _ZERO, "--beta 0.01"),
     IgnoredOption(
@@ -134,13 +99,6 @@ RL_IGNORED: tuple[IgnoredOption, ...] = (
         _unrewarded("code"),
         "belongs to the reward code",
         "--reward_funcs ... code",
-    ),
-    IgnoredOption(
-        "whiten_advantages",
-        _GAE,
-        lambda c: estimator_of(c) not in ("gae", "rloo"),
-        "grpo and reinforce_plus_plus have a scale of their own",
-        "--advantage_estimator rloo",
     ),
     IgnoredOption(
         "importance_sampling_level",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,14 @@ from megaswift.config.sections import Sections
 
 ONE_OF = "one of the two"
 """The fix where two options say the same thing: either may go."""
+
+
+def joined(names: Iterable[str]) -> str:
+    """`a, b and c`."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 Test = Callable[[Sections], Any]
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from types import FrameType
 
 from megaswift import log
+from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.config.launch_env import RESTARTS
-from megaswift.errors import EXPLAINED, Problem
+from megaswift.config.launcher_table import launcher_entry
+from megaswift.errors import EXPLAINED, ConfigError, Problem
 from megaswift.launchers.parent_death import parent_environment
 
 DEFAULT_PORT = 29500
@@ -30,7 +32,9 @@ SAME_SIGNAL_SECONDS = 3.0
 
 def wants_processes(launch: LaunchConfig) -> bool:
     """Whether a number of processes or machines was said; if not, the run is this very process."""
-    return launch.nproc_per_node is not None or launch.nnodes is not None or launch.launcher == "ray"
+    return (
+        launch.nproc_per_node is not None or launch.nnodes is not None or launcher_entry(launch.launcher).always_starts
+    )
 
 
 def launched_processes(launch: LaunchConfig) -> int:
@@ -141,3 +145,34 @@ def _once(words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:
     if received and code:
         return 128 + received[0], True
     return (code if code >= 0 else 128 - code), bool(received)
+
+
+def launch_counts(cfg: SwiftConfig) -> list[str]:
+    """Launch options that this process has from its environment, as words: workers do not read them there."""
+    names = ["nproc_per_node", *(["nnodes", "node_rank", "master_addr"] if (cfg.launch.nnodes or 1) > 1 else [])]
+    values = [(name, cfg.value(name)) for name in names if name not in cfg.given]
+    return [word for name, value in values if value is not None for word in (f"--{name}", str(value))]
+
+
+def start_torchrun(cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The run of this command line by torchrun's workers; torchrun's exit code."""
+    script = Path(__file__).parents[1] / f"{cfg.task}.py"
+    command = torchrun_command(cfg.launch, script, [*words, *launch_counts(cfg)])
+    return start_torchrun_here(command, torchrun_environment(cfg.launch, environ), cfg.launch.max_restarts)
+
+
+class TorchrunLauncher:
+    """Workers of torchrun on this machine."""
+
+    def missing(self, launch: LaunchConfig) -> list[Problem]:
+        """Nothing: torchrun comes with torch."""
+        return []
+
+    def start(self, cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
+        """The same, where the port is free; the workers do not check the configuration again."""
+        if taken := port_in_use(cfg.launch):
+            raise ConfigError(taken)
+        return start_torchrun(cfg, words, {**environ, "MEGASWIFT_CHECKED": "1"})
+
+
+LAUNCHER = TorchrunLauncher()

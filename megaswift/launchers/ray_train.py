@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from megaswift import log
+from megaswift.config import SwiftConfig
 from megaswift.config.launch import LaunchConfig
 from megaswift.errors import EXPLAINED, ConfigError, Problem, first_line
 from megaswift.launchers import local, ray_worker
@@ -293,3 +294,20 @@ def _free() -> str:
 def _last_line(error: BaseException) -> str:
     """Ray's errors hold a traceback, and at its end what happened."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+class RayLauncher:
+    """Workers of Ray Train."""
+
+    def missing(self, launch: LaunchConfig) -> list[Problem]:
+        """Ray, or a release of it that is new enough."""
+        return missing_ray(launch)
+
+    def start(self, cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
+        """The run of this command line by Ray's workers; its exit code."""
+        counted = {"num_workers", "nproc_per_node"} & cfg.given  # else by NPROC_PER_NODE, which is this machine's
+        count = [] if counted else ["--nproc_per_node", str(cfg.launch.nproc_per_node)]
+        return start_on_ray(cfg.launch, cfg.task, [*words, *count], environ)
+
+
+LAUNCHER = RayLauncher()

@@ -28,14 +28,12 @@ from megaswift.losses.segments import completion_mask, document_counts, document
 
 @dataclass(frozen=True)
 class CpoLossType:
-    """A formula, and which options mean something to it."""
+    """A formula and the log-probabilities that it compares."""
 
     formula: Callable[[Tensor, CPO], Tensor]
     """(difference of the two rewards, before beta, [p]; settings) -> [p]."""
     per_token: bool = False
     """Log-probabilities are means over an answer's tokens, not sums."""
-    smoothing: bool = False
-    """Reads `label_smoothing`."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +103,10 @@ def _ipo(difference: Tensor, s: CPO) -> Tensor:
 
 
 LOSS_TYPES: dict[str, CpoLossType] = {
-    "sigmoid": CpoLossType(_sigmoid, smoothing=True),
+    "sigmoid": CpoLossType(_sigmoid),
     "hinge": CpoLossType(_hinge),
     "ipo": CpoLossType(_ipo, per_token=True),
-    "simpo": CpoLossType(_simpo, per_token=True, smoothing=True),
+    "simpo": CpoLossType(_simpo, per_token=True),
 }
 """TRL's `alphapo`, which `--loss_type` takes too, is `simpo` with `cpo_alpha` 0 (and an `alpha`): a name for settings,
 not a formula."""

@@ -93,7 +93,7 @@ class DPO:
                 metrics["nll_loss"] = token_mean(-outputs.logprobs, chosen)
                 terms.append(Term(f"loss/{name}", -(outputs.logprobs * chosen).sum(), "chosen_tokens", factor))
             else:
-                terms.append(Term(f"loss/{name}", (LOSS_TYPES[name].formula(compared) * weight).sum(), "pairs", factor))
+                terms.append(Term(f"loss/{name}", (LOSS_TYPES[name](compared) * weight).sum(), "pairs", factor))
         return terms, metrics
 
     def compare(self, logprobs: Tensor, batch: Batch) -> PairStats:

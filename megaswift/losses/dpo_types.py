@@ -1,8 +1,8 @@
 """The loss types of DPO, each a function of what is known about a pair, and the f-divergences between policy and
 reference.
 
-Owns formulas and which options they read. Names are those of TRL's DPOConfig. Each returns one number a pair, [p], not
-reduced.
+Owns the formulas; what each loss reads and needs is in `config/loss_table.py`. Names are those of TRL's DPOConfig. Each
+returns one number per pair, [p], not reduced.
 """
 
 from __future__ import annotations
@@ -141,36 +141,24 @@ def _sigmoid_norm(x: PairStats) -> Tensor:
     return -F.logsigmoid(x.settings.beta * (x.scores / x.lengths).difference)
 
 
-@dataclass(frozen=True)
-class DpoLossType:
-    """A formula, and which options mean something to it."""
-
-    formula: Callable[[PairStats], Tensor]
-    smoothing: bool = False
-    """Reads `label_smoothing`."""
-    divergence: bool = True
-    """Built on the difference of scores, of which alone an f-divergence is known to hold."""
-    sorts: bool = False
-    """Sorts pairs, so that a weight a pair (WPO) has no meaning."""
-
-
-LOSS_TYPES: dict[str, DpoLossType] = {
-    "sigmoid": DpoLossType(_sigmoid, smoothing=True),
-    "hinge": DpoLossType(_hinge),
-    "ipo": DpoLossType(_ipo),
-    "exo_pair": DpoLossType(_exo_pair, smoothing=True),
-    "nca_pair": DpoLossType(_nca_pair, divergence=False),
-    "robust": DpoLossType(_robust, smoothing=True),
-    "bco_pair": DpoLossType(_bco_pair, divergence=False),
-    "sppo_hard": DpoLossType(_sppo_hard, divergence=False),
-    "aot": DpoLossType(_aot, smoothing=True, divergence=False, sorts=True),
-    "aot_unpaired": DpoLossType(_aot_unpaired, smoothing=True, divergence=False, sorts=True),
-    "apo_zero": DpoLossType(_apo_zero, divergence=False),
-    "apo_down": DpoLossType(_apo_down, divergence=False),
-    "discopop": DpoLossType(_discopop),
-    "sigmoid_norm": DpoLossType(_sigmoid_norm),
+LOSS_TYPES: dict[str, Callable[[PairStats], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "sigmoid_norm": _sigmoid_norm,
 }
-"""Every type but `sft`, which is no function of pairs: the cross-entropy of the chosen answers' tokens."""
+"""The formulas of dpo's rows in `config/loss_table.py`; `sft` has none, it is the cross-entropy of the chosen answers'
+tokens."""
 SFT = "sft"
 ALIASES = {"aot_pair": "aot_unpaired"}
 """Names of earlier TRL versions."""

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaswift.config.loss_table import KL_PAIRS, RUNNING_MEAN, losses_needing
 from megaswift.losses.contract import Batch, Difference, Mean, Metric, ModelOutputs, Needs, Term
 from megaswift.losses.preference_pairs import token_mean
 from megaswift.losses.segments import completion_mask, document_sums, tokens_of
@@ -53,9 +54,9 @@ LOSS_TYPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "bco": _bco,
 }
 """(rewards [n], desirable [n], where a reward counts as 0) -> [n]."""
-USES_KL = frozenset({"kto"})
+USES_KL = losses_needing("kto", KL_PAIRS)
 """Types that need z0, and so a pass over mismatched answers."""
-USES_DELTA = frozenset({"bco"})
+USES_DELTA = losses_needing("kto", RUNNING_MEAN)
 """Types that need the running mean of rewards."""
 
 

@@ -4,7 +4,7 @@ Owns what goes into the formulas of `policy_types.py`: weights of tokens or comp
 the bonus for entropy. Of `batch.fields` it reads `completions` (int64 [n], document numbers; fillers left out) and, [b,
 s] each, `advantages`; `old` (log-probabilities of the policy that counts as the old one; absent where that is this
 policy), `sampled` (the sampler's own), `ratio` (weights against the sampler's mismatch), `reference`, `keep` (bool:
-tokens that the policy learns from), where they are.
+tokens that the policy learns from), `selected` (bool: tokens of high covariance), where they are.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaswift.config.loss_table import (
+    AGG_MODES,
+    SEQ_MEAN_TOKEN_MEAN,
+    SEQ_MEAN_TOKEN_SUM_NORM,
+    TOKEN_MEAN,
+    loss_entries,
+)
 from megaswift.losses.advantages import LARGEST_LOG_RATIO, kl_estimate
 from megaswift.losses.contract import Batch, Metric, ModelOutputs, Needs, Term
 from megaswift.losses.policy_metrics import clip_metrics, per_completion, upper_clip, vespo_metrics
@@ -49,22 +56,31 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     """Weight of the mean entropy of the tokens that the policy learns from, which is to grow."""
     max_completion_length: int | None = None
-    """By which `dr_grpo` divides."""
+    """By which `seq-mean-token-sum-norm` divides."""
     temperature: float = 1.0
     """At which completions were sampled."""
     ratio_level: str = "token"
     """`sequence`: each `ratio` is its whole completion's."""
+    loss_agg_mode: str | None = None
+    """The normaliser, one of `AGG_MODES`; None: that of the loss type."""
 
     def __post_init__(self) -> None:
         assert self.loss_type in LOSS_TYPES, f"unknown loss type {self.loss_type}"
         assert self.importance_sampling_level in LEVELS, f"unknown level {self.importance_sampling_level}"
         assert self.ratio_level in LEVELS[:2], f"unknown level {self.ratio_level}"
-        assert self.max_completion_length or not self.kind.per_place, f"{self.loss_type} needs max_completion_length"
+        assert self.agg_mode in AGG_MODES, f"unknown loss_agg_mode {self.agg_mode}"
+        fixed = self.agg_mode == SEQ_MEAN_TOKEN_SUM_NORM
+        assert self.max_completion_length or not fixed, f"{self.agg_mode} needs max_completion_length"
 
     @property
     def kind(self) -> PolicyLossType:
         """The loss type."""
         return LOSS_TYPES[self.loss_type]
+
+    @property
+    def agg_mode(self) -> str:
+        """The normaliser."""
+        return self.loss_agg_mode or str(loss_entries("grpo", (self.loss_type,))[0].loss_agg_mode)
 
     @property
     def needs(self) -> Needs:
@@ -122,7 +138,8 @@ class PolicyLoss:
         elif self.importance_sampling_level == "sequence_token":
             log_ratio = self._completion_mean(log_ratio.detach(), batch) + (log_ratio - log_ratio.detach())
         bounded = torch.where(mask, log_ratio, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        return RatioStats(logprobs, batch.fields["advantages"].to(old.dtype), bounded.exp(), whole, self.settings)
+        advantages = batch.fields["advantages"].to(old.dtype)
+        return RatioStats(logprobs, advantages, bounded.exp(), whole, self.settings, batch.fields.get("selected"))
 
     def _completion_mean(self, x: Tensor, batch: Batch) -> Tensor:
         """[b, s]: the mean over the labelled tokens of each token's completion of x, which is 0 elsewhere."""
@@ -154,13 +171,12 @@ class PolicyLoss:
 
     def _term(self, name: str, per_token: Tensor, batch: Batch, weight: float = 1.0) -> Term:
         mask = batch.loss_weights != 0
-        total = per_completion(batch, per_token, mask).sum() if self.kind.token_mean else (per_token * mask).sum()
-        return Term(
-            name,
-            total,
-            self.kind.denominator,
-            weight / (self.max_completion_length or 1) if self.kind.per_place else weight,
-        )
+        mode = self.agg_mode
+        mean = mode == SEQ_MEAN_TOKEN_MEAN
+        total = per_completion(batch, per_token, mask).sum() if mean else (per_token * mask).sum()
+        denominator = "completion_tokens" if mode == TOKEN_MEAN else "completions"
+        fixed = mode == SEQ_MEAN_TOKEN_SUM_NORM
+        return Term(name, total, denominator, weight / (self.max_completion_length or 1) if fixed else weight)
 
     def _metrics(self, x: RatioStats, old: Tensor, batch: Batch) -> dict[str, Metric]:
         found: dict[str, Metric] = {}

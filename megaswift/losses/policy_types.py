@@ -1,7 +1,8 @@
-"""The loss types of policy optimisation: what a token adds to the loss, and by what its sum is divided.
+"""The loss types of policy optimisation: what a token adds to the loss.
 
-Owns formulas, and which options they read. Names are those of TRL's GRPOConfig; `rloo` is TRL's RLOOTrainer. Each
-formula returns one number a token, [b, s], neither masked nor reduced.
+Owns formulas; which options they read and their normalisers are in `config/loss_table.py`. Names are those of TRL's
+GRPOConfig; `rloo` is TRL's RLOOTrainer, `clip_cov` and `kl_cov` are verl's. Each formula returns one number per token,
+[b, s], neither masked nor reduced.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class PolicySettings:
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
+    kl_cov_coef: float = 1.0
 
     @property
     def high(self) -> float:
@@ -59,6 +61,8 @@ class RatioStats:
     """log of the whole completion's weight, the sampler's correction included and between `LOWEST` and `HIGHEST`; no
     gradient."""
     settings: PolicySettings
+    selected: Tensor | None = None
+    """bool: tokens of high covariance (`covariance.py`); None: not known."""
 
     @property
     def bounded(self) -> Tensor:
@@ -70,6 +74,19 @@ def _clipped(x: RatioStats) -> Tensor:
     """PPO's surrogate, arXiv 1707.06347 eq. 7; with two epsilons DAPO's, arXiv 2503.14476 eq. 8."""
     clipped = x.weights.clamp(1 - x.settings.epsilon, 1 + x.settings.high)
     return -torch.minimum(x.bounded * x.advantages, clipped * x.advantages)
+
+
+def _clip_cov(x: RatioStats) -> Tensor:
+    """Clip-Cov, arXiv 2505.22617: the selected tokens are left out of the clipped surrogate."""
+    per_token = _clipped(x)
+    return per_token if x.selected is None else per_token * ~x.selected
+
+
+def _kl_cov(x: RatioStats) -> Tensor:
+    """KL-Cov, arXiv 2505.22617: unclipped, with a KL penalty on the selected tokens. |log ratio| estimates the KL, as
+    in the authors' code."""
+    per_token = -x.weights * x.advantages
+    return per_token if x.selected is None else per_token + x.settings.kl_cov_coef * x.weights.log().abs() * x.selected
 
 
 def _cispo(x: RatioStats) -> Tensor:
@@ -102,15 +119,9 @@ def _vespo(x: RatioStats) -> Tensor:
 
 @dataclass(frozen=True)
 class PolicyLossType:
-    """A formula and its normaliser."""
+    """A formula, and what the ratio in it is. Its normaliser is in `config/loss_table.py`."""
 
     formula: Callable[[RatioStats], Tensor]
-    denominator: str
-    """`completions` or `completion_tokens`, of the global batch."""
-    token_mean: bool = False
-    """Takes the mean over each completion's tokens first."""
-    per_place: bool = False
-    """Divides by `max_completion_length` too."""
     weighs_whole: bool = False
     """The weight is the whole completion's, whatever the level."""
     corrects: bool = False
@@ -119,17 +130,20 @@ class PolicyLossType:
     @property
     def clips(self) -> bool:
         """Has a lower and an upper bound, whose effect is reported."""
-        return self.formula is _clipped
+        return self.formula in (_clipped, _clip_cov)
 
 
 LOSS_TYPES: dict[str, PolicyLossType] = {
-    "grpo": PolicyLossType(_clipped, "completions", token_mean=True),  # arXiv 2402.03300 eq. 3
-    "bnpo": PolicyLossType(_clipped, "completion_tokens"),
-    "dr_grpo": PolicyLossType(_clipped, "completions", per_place=True),  # arXiv 2503.20783
-    "dapo": PolicyLossType(_clipped, "completion_tokens"),  # arXiv 2503.14476
-    "luspo": PolicyLossType(_clipped, "completions"),  # arXiv 2602.05261
-    "rloo": PolicyLossType(_clipped, "completions", token_mean=True, weighs_whole=True),  # arXiv 2402.14740
-    "cispo": PolicyLossType(_cispo, "completion_tokens"),
-    "sapo": PolicyLossType(_sapo, "completions", token_mean=True),
-    "vespo": PolicyLossType(_vespo, "completion_tokens", corrects=True),
+    "grpo": PolicyLossType(_clipped),
+    "bnpo": PolicyLossType(_clipped),
+    "dr_grpo": PolicyLossType(_clipped),
+    "dapo": PolicyLossType(_clipped),
+    "luspo": PolicyLossType(_clipped),
+    "rloo": PolicyLossType(_clipped, weighs_whole=True),
+    "cispo": PolicyLossType(_cispo),
+    "sapo": PolicyLossType(_sapo),
+    "vespo": PolicyLossType(_vespo, corrects=True),
+    "clip_cov": PolicyLossType(_clip_cov),
+    "kl_cov": PolicyLossType(_kl_cov),
 }
+"""Under the names of grpo's rows in `config/loss_table.py`."""

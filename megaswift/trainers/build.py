@@ -29,7 +29,6 @@ from megaswift.data.processor import tokenizer_in
 from megaswift.data.stream import StreamSource
 from megaswift.data.tokenizer import pad_of
 from megaswift.engine.protocol import Engine
-from megaswift.errors import ConfigError, Problem
 from megaswift.families.checkpoint_folder import MODEL
 from megaswift.families.model_source import processor_of, tokenizer_of
 from megaswift.families.scalar_head import with_padding
@@ -340,17 +339,6 @@ def fp8_tokens(cfg: SwiftConfig) -> int:
     if cfg.model.fp8_format is None:
         return 1
     return 32 if cfg.model.fp8_recipe == "mxfp8" else 16
-
-
-def count_steps(cfg: SwiftConfig, source: Any) -> int:
-    """Optimizer steps of the run: `max_steps`, else what the epochs need, the last one rounded up."""
-    if cfg.train.max_steps is not None:
-        return cfg.train.max_steps
-    if source.rows is None:
-        raise ConfigError(
-            Problem("--streaming", "the length of the data is not known, so epochs cannot be counted", "--max_steps N")
-        )
-    return source.steps_for(cfg.train.num_train_epochs)
 
 
 def changed_options(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from megaswift import log
 from megaswift.config import SwiftConfig
-from megaswift.config.engine_rules import is_native
+from megaswift.config.engine_rules import NATIVE, engine_of
 from megaswift.engine import process_group
 from megaswift.engine.protocol import Engine
 from megaswift.families.spec import ModelSpec
@@ -35,7 +35,7 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
     if need := process_group.restarts_need(os.environ):
         log.warn(need)
     seconds, seed = float(cfg.parallel.ddp_timeout), cfg.train.seed
-    if is_native(cfg):
+    if engine_of(cfg) == NATIVE:
         from megaswift.engine.megatron.parallel_context import ParallelContext
 
         return ParallelContext(layout, seconds, seed)
@@ -46,7 +46,7 @@ def start_context(cfg: SwiftConfig, layout: Layout) -> EngineContext:
 
 def make_engine(cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: Any) -> Engine:
     """The engine, without weights yet."""
-    if is_native(cfg):
+    if engine_of(cfg) == NATIVE:
         from megaswift.engine.megatron.engine import MegatronEngine
 
         return MegatronEngine(spec, cfg, context)

@@ -5,18 +5,19 @@ Leaves out how a step is computed (engine), what a batch holds (data) and how th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megaswift import distributed
-from megaswift.engine.protocol import Engine
+from megaswift.engine.protocol import Engine, StepResult
 from megaswift.errors import DataError, Problem, UserError, first_line
 from megaswift.losses.contract import Batch, Loss
 from megaswift.trainers import interrupt
 from megaswift.trainers.hook import Hook, Step
 from megaswift.trainers.progress import print_warning
+from megaswift.trainers.timers import StepTimer, timed
 
 
 class BatchStream(Protocol):
@@ -91,28 +92,18 @@ class Loop:
         try:
             self.emit("on_start")
             with interrupt.listen_for_signals() as signal:
+                timer = StepTimer(self.seconds)
                 while self.step < self.total_steps:
-                    began = time.perf_counter()
+                    timer.start()
                     microbatches = self.take(signal.number)
                     if microbatches is None:
                         break
-                    waited = time.perf_counter() - began
+                    timer.data_ready()
                     microbatches = self.prepare(self.engine, microbatches, True)
                     rate = self.learning_rate(self.step)
                     result = self.engine.train_batch(microbatches, self.loss, rate)
-                    beside = self.beside()
-                    waited -= beside.waiting
-                    seconds = time.perf_counter() - began
-                    training = seconds - waited - sum(beside.seconds.values())
-                    told = {beside.training: training} if beside.training else {}
-                    result = replace(result, metrics={**result.metrics, **beside.metrics, **told})
                     self.step += 1
-                    self.spent("waiting for data", waited)
-                    self.spent("training steps", training)
-                    for part, spent in beside.seconds.items():
-                        self.spent(part, spent)
-                    squares = sum(length_squares(b) for b in microbatches)
-                    self.emit("on_step", Step(self.step, self.source.epoch, rate, result, seconds, waited, squares))
+                    self.emit("on_step", self.report_step(rate, result, microbatches, timer))
                 if self.step or self.mistake is None:
                     self.emit("on_end")
             if self.mistake is not None:
@@ -123,6 +114,15 @@ class Loop:
                     hook.close()
                 except OSError as error:  # what hooks write late must not hide the run's own error
                     print_warning(f"{type(hook).__name__} could not write its last lines: {first_line(error)}")
+
+    def report_step(self, rate: float, result: StepResult, microbatches: Sequence[Batch], timer: StepTimer) -> Step:
+        """What hooks see of the step that was taken."""
+        extras = self.beside()
+        seconds, waiting, training = timer.stop(extras.seconds, extras.waiting)
+        named = {extras.training: training} if extras.training else {}
+        result = replace(result, metrics={**result.metrics, **extras.metrics, **named})
+        squares = sum(length_squares(b) for b in microbatches)
+        return Step(self.step, self.source.epoch, rate, result, seconds, waiting, squares)
 
     def take(self, signal: int) -> list[Batch] | None:
         """The next global batch, or None on every rank when any has a signal or met a row that cannot be used.
@@ -161,15 +161,9 @@ class Loop:
         hook's."""
         inner, self._inside = self._inside, True
         for hook in self.hooks:
-            began = time.perf_counter()
-            getattr(hook, event)(self, *values)
-            if not inner:
-                self.spent(hook.part, time.perf_counter() - began)
+            with nullcontext() if inner else timed(self.seconds, hook.part):
+                getattr(hook, event)(self, *values)
         self._inside = inner
-
-    def spent(self, part: str, seconds: float) -> None:
-        """Adds to the time of a part of the run."""
-        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
 
 def length_squares(batch: Batch) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaswift.config import SwiftConfig
-from megaswift.config.engine_rules import is_native
+from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.families import ModelSpec, config_numbers, load_spec
 from megaswift.families.family import read_config
@@ -18,7 +18,7 @@ def spec_of(cfg: SwiftConfig, folder: Path) -> ModelSpec:
     """What the folder's config.json describes; ConfigError where the task cannot use it."""
     if unfit := list(config_numbers.number_problems(read_config(folder))):
         raise WeightsError(unfit)
-    spec = load_spec(folder) if is_native(cfg) else any_spec(folder)
+    spec = load_spec(folder) if capabilities_of(cfg).family_tables else any_spec(folder)
     if cfg.task == "rm":
         return _with_known_score(with_score(spec))
     if spec.scored:

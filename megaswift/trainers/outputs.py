@@ -12,7 +12,7 @@ from pathlib import Path
 from megaswift import log
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import absolute_paths
-from megaswift.config.engine_rules import is_native
+from megaswift.config.engine_rules import capabilities_of
 from megaswift.config.swift import to_yaml
 from megaswift.errors import Problem, UserError
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -139,7 +139,7 @@ def check_output_folder(cfg: SwiftConfig) -> list[Problem]:
 def _other_engine(cfg: SwiftConfig, step: Path) -> list[Problem]:
     """A step that the other engine wrote: its optimizer's states mean nothing to this one, its weights do."""
     found = find_checkpoint(step)
-    if found is None or found.sharded == is_native(cfg):
+    if found is None or found.sharded == capabilities_of(cfg).sharded_checkpoints:
         return []
     wrote, goes_on = (
         ("native engine", "--engine megatron") if found.sharded else ("torch engine", "--engine ddp, zero2, fsdp2, ...")

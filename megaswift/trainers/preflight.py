@@ -18,7 +18,7 @@ from megaswift.config.capabilities import is_set, missing_transformer_engine
 from megaswift.config.data import RL
 from megaswift.config.deepspeed_json import missing_deepspeed
 from megaswift.config.engine import ZERO
-from megaswift.config.engine_rules import engine_of, is_native, zero_config
+from megaswift.config.engine_rules import capabilities_of, engine_of, zero_config
 from megaswift.config.value_types import show
 from megaswift.data.sources import resolve_dataset
 from megaswift.data.template import read_system, read_template
@@ -51,7 +51,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
     """Raises one UserError with all problems of this run on `world_size` processes."""
     errors = task_problems(
         [
-            (lambda: missing_transformer_engine(cfg) if is_native(cfg) else [], ConfigError),
+            (lambda: missing_transformer_engine(cfg) if capabilities_of(cfg).transformer_engine else [], ConfigError),
             (lambda: device_problems(cfg), ConfigError),
             (lambda: environment_problems(cfg, os.environ), ConfigError),
             (lambda: model_problems(cfg, world_size), UserError),
@@ -125,7 +125,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     problems = missing_files(folder, cfg.model.random_init) if local else []
     spec = spec_of(cfg, folder)
     problems += refused_adapters(cfg, spec, folder) if cfg.task in RL else []
-    if not is_native(cfg):
+    if not capabilities_of(cfg).model_parallel:
         return problems + vision_problems(cfg, spec) + torch_engine_problems(cfg, spec, folder, world_size)
     idle = dense_options(cfg) if spec.experts and all(spec.moe_layers) else [] if spec.experts else expert_options(cfg)
     adapters = adapter_problems(cfg, spec) if cfg.model.train_type != "full" else []

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import ceil, cos, pi, sqrt
-from typing import Protocol
+from typing import Any, Protocol
 
+from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.log import count_text
 
@@ -88,3 +89,14 @@ def cosine_decay(progress: float) -> float:
 SHAPES: dict[str, Callable[[float], float]] = {"linear": linear_decay, "cosine": cosine_decay, "wsd": cosine_decay}
 """Course of the falling part, progress 0 to 1. `wsd` (arXiv 2404.06395) stays at the full rate and falls over the last
 `wsd_decay_ratio` of all steps, on transformers' default shape."""
+
+
+def count_steps(cfg: SwiftConfig, source: Any) -> int:
+    """Optimizer steps of the run: `max_steps`, else what the epochs need, the last one rounded up."""
+    if cfg.train.max_steps is not None:
+        return cfg.train.max_steps
+    if source.rows is None:
+        raise ConfigError(
+            Problem("--streaming", "the length of the data is not known, so epochs cannot be counted", "--max_steps N")
+        )
+    return source.steps_for(cfg.train.num_train_epochs)

@@ -12,7 +12,6 @@ from megaswift import distributed, log
 from megaswift.config import SwiftConfig
 from megaswift.config.absolute_paths import absolute_paths
 from megaswift.config.batch import batch_plan
-from megaswift.config.data import RL
 from megaswift.data.loader import StoredSource
 from megaswift.data.stream import StreamSource
 from megaswift.engine.determinism import determinism_error
@@ -34,9 +33,7 @@ from megaswift.trainers.checkpoint import batch_size_notice, restore_run
 from megaswift.trainers.interrupt import HardInterrupt
 from megaswift.trainers.loop import Loop
 from megaswift.trainers.model_identity import refuse_other_model
-from megaswift.trainers.rl import build as rl
 from megaswift.trainers.run_lock import RunLock
-from megaswift.trainers.schedule import check_warmup, lr_at
 from megaswift.trainers.step_monitor import StepMonitor
 from megaswift.trainers.timers import timed
 from megaswift.trainers.verified_steps import first_intact
@@ -94,36 +91,16 @@ class Session:
         return self.build.outputs.root
 
     def prepare(self) -> Loop:
-        """Data first: a malformed row stops the run before a model is built."""
+        """The loop of the task, at the step where it starts."""
         cfg, b = self.cfg, self.build
-        resume = b.resumed = self.resume()
+        b.resumed = resume = self.resume()
         if cfg.data.max_length > self.spec.max_positions:
             log.warn(
                 f"--max_length {cfg.data.max_length} is more than the {self.spec.max_positions} positions that the "
                 "model's config.json names (max_position_embeddings): it may do badly on documents longer than that"
             )
-        with timed(self.seconds, "data"):
-            source: Any
-            held: Any
-            source, held = rl.build_prompts(b) if cfg.task in RL else b.data()
-            total = build.count_steps(cfg, source)
-        check_warmup(total, cfg.optim)
-        with timed(self.seconds, "model"), self.memory_advice():
-            engine = b.engine(fresh=resume is None, total_steps=total)
-            hooks = b.hooks(engine, None if cfg.task in RL else held)
-        loop = Loop(
-            engine,
-            source,
-            b.task.loss(cfg),
-            lambda step: lr_at(step, total, cfg.optim),
-            total,
-            hooks,
-            seconds=self.seconds,
-        )
-        if cfg.task in RL:
-            rl.attach_rollouts(b, loop, source, held)
-        elif (preparation := b.preparation()) is not None:
-            loop.hooks, loop.prepare = [preparation, *hooks], preparation.prepare
+        built = b.task.build(self)
+        loop = built.loop
         if resume is not None:
             with timed(self.seconds, "resume"):
                 manifest = restore_run(
@@ -135,11 +112,9 @@ class Session:
                 if told := batch_size_notice(manifest, batch_plan(cfg.train, b.layout.dp)):
                     log.warn(told)
             # each row as often as was asked, whatever steps took
-            if cfg.train.max_steps is None and isinstance(source, StoredSource):
-                loop.total_steps = total = loop.step + source.steps_left(cfg.train.num_train_epochs)
-        facts = b.facts(engine, source, None if cfg.task in RL else held, total, loop.step)
-        if cfg.task in RL:
-            facts = rl.with_rl_rows(facts, b, source, loop.engines.get(rl.CRITIC))
+            if cfg.train.max_steps is None and isinstance(loop.source, StoredSource):
+                loop.total_steps = loop.step + loop.source.steps_left(cfg.train.num_train_epochs)
+        facts = built.facts()
         self.rows = summary.summary_rows(cfg, facts)
         if distributed.global_rank() == 0:
             log.info(summary.render_summary(facts.title, self.rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from megaswift.config import SwiftConfig
 from megaswift.config.preference import beta_of, likelihood_of, loss_types_of
@@ -19,7 +20,12 @@ from megaswift.losses.policy_types import PolicySettings as Formulas
 from megaswift.losses.reward import RewardLoss
 from megaswift.losses.sft import CrossEntropy
 from megaswift.registry import Registry
+from megaswift.trainers.rl.build import build_rollouts
 from megaswift.trainers.rl.settings import correction_of
+from megaswift.trainers.supervised import BuiltLoop, build_supervised
+
+if TYPE_CHECKING:
+    from megaswift.trainers.session import Session
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Task:
     """The model ends in one number a conversation."""
     prompt_labels: bool = False
     """Prompts carry labels too."""
+    build: Callable[[Session], BuiltLoop] = build_supervised
+    """Makes the loop of a run of this task, with its data, model and hooks."""
 
 
 def _dpo(cfg: SwiftConfig) -> Loss:
@@ -81,6 +89,7 @@ def _policy(cfg: SwiftConfig) -> Loss:
         max_completion_length=rl.max_completion_length,
         temperature=rl.temperature,
         ratio_level=correction_of(cfg).level,
+        loss_agg_mode=rl.loss_agg_mode,
     )
 
 
@@ -108,7 +117,7 @@ for _task in (
         "pairs",
         scored=True,
     ),
-    Task("grpo", "group relative policy optimisation", _policy, "completions", "completions"),
-    Task("ppo", "proximal policy optimisation", _policy, "completions", "completions"),
+    Task("grpo", "group relative policy optimisation", _policy, "completions", "completions", build=build_rollouts),
+    Task("ppo", "proximal policy optimisation", _policy, "completions", "completions", build=build_rollouts),
 ):
     TASKS.register(_task.name, _task)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megaswift.config import SwiftConfig, load
-from megaswift.config.engine_rules import ENGINE_CLASHES, ENGINE_IGNORED, FSDP_ONLY, NATIVE_ONLY, engine_of
+from megaswift.config.engine_rules import (
+    ENGINE_CLASHES,
+    ENGINE_IGNORED,
+    FSDP_ONLY,
+    NATIVE_ONLY,
+    capabilities_of,
+    engine_of,
+)
 from megaswift.config.sections import OPTIONS
 from megaswift.errors import ConfigError
 from megaswift.families import FAMILIES, ModelSpec, family_of
@@ -218,3 +226,10 @@ def test_sizes_are_near(variant: str) -> None:
     assert raw["model_type"] in FAMILIES
     spec = family_of(raw).spec(raw)
     assert parameter_count(spec) == pytest.approx(WeightPlan(family_of(raw), spec).parameters, rel=0.35)
+
+
+def test_capabilities_follow_the_engine() -> None:
+    """Megatron-Core has all but vision, an engine on transformers' model has vision alone."""
+    for engine, native in (("megatron", True), ("ddp", False), ("fsdp2", False), ("zero3", False)):
+        able = asdict(capabilities_of(load("sft", ["--engine", engine], environ={})))
+        assert able == {name: native != (name == "vision") for name in able}, engine

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from megaswift.config import load
-from megaswift.config.preference import ALPHAPO, beta_of, likelihood_of, loss_types_of, needs_reference
-from megaswift.config.preference_rules import BY_DIVERGENCE, PREFERENCE_CLASHES, PREFERENCE_IGNORED, SMOOTHED, SORTS
+from megaswift.config.loss_table import ALPHAPO, loss_names
+from megaswift.config.preference import beta_of, likelihood_of, loss_types_of, needs_reference
+from megaswift.config.preference_rules import PREFERENCE_CLASHES, PREFERENCE_IGNORED
 from megaswift.config.sections import NAMES
 from megaswift.losses import cpo, dpo_types, kto
 from tests.config.refusals import assert_contradiction, assert_idle, problems
@@ -43,9 +44,9 @@ CLASHING = [
     ("loss_type", "dpo --loss_type kto"),
     ("loss_type", "cpo --loss_type hinge ipo"),
     ("loss_weights", "dpo --loss_weights 1 2"),
-    ("use_weighting", "dpo --use_weighting --loss_type aot"),
     ("label_smoothing", "dpo --loss_type exo_pair"),
     ("label_smoothing", "dpo --loss_type robust --label_smoothing 0.5"),
+    ("use_weighting", "dpo --use_weighting --loss_type aot"),
     ("ref_model", "dpo --ref_model r --train_type lora"),
     ("sync_ref_model", "dpo --sync_ref_model --train_type lora"),
     ("precompute_ref_log_probs", "dpo --precompute_ref_log_probs --sync_ref_model"),
@@ -77,18 +78,9 @@ def test_every_row_is_tried() -> None:
     assert [name for name, _ in CLASHING] == [r.options[0] for r in PREFERENCE_CLASHES]
 
 
-def test_the_rules_know_which_losses_read_what() -> None:
-    types = dpo_types.LOSS_TYPES
-    assert {n for n, t in types.items() if t.smoothing} | {
-        n for n, t in cpo.LOSS_TYPES.items() if t.smoothing
-    } == SMOOTHED
-    assert {n for n, t in types.items() if t.divergence} == BY_DIVERGENCE and {
-        n for n, t in types.items() if t.sorts
-    } == SORTS
-    from megaswift.config.preference import LOSSES
-
-    assert set(LOSSES["dpo"]) == {*types, dpo_types.SFT} and set(LOSSES["kto"]) == set(kto.LOSS_TYPES)
-    assert set(LOSSES["cpo"]) == {*cpo.LOSS_TYPES, ALPHAPO}
+def test_each_loss_of_the_table_has_its_formula() -> None:
+    assert {*loss_names("dpo")} == {*dpo_types.LOSS_TYPES, dpo_types.SFT}
+    assert {*loss_names("kto")} == {*kto.LOSS_TYPES} and {*loss_names("cpo")} == {*cpo.LOSS_TYPES, ALPHAPO}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 
 from megaswift.config import SwiftConfig, load
 from megaswift.config.help_page import task_help
-from megaswift.config.preference import GRPO_LOSSES, beta_of, needs_reference
+from megaswift.config.loss_table import loss_names, losses_reading
+from megaswift.config.preference import beta_of, needs_reference
 from megaswift.config.rl import BACKENDS, MODES, RlConfig
 from megaswift.config.rl_clashes import RL_CLASHES
 from megaswift.config.rl_defaults import (
@@ -23,7 +24,7 @@ from megaswift.config.rl_defaults import (
     policy_loss_of,
     whitens,
 )
-from megaswift.config.rl_rules import CLIPS, RL_IGNORED
+from megaswift.config.rl_rules import RL_IGNORED
 from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError
 from tests.config.refusals import assert_contradiction, assert_idle, problems
@@ -37,6 +38,12 @@ IDLE = [
     ("--sapo_temperature_pos 2", "--sapo_temperature_pos 2 --loss_type sapo"),
     ("--sapo_temperature_neg 2", "--sapo_temperature_neg 2 --loss_type sapo"),
     ("--vespo_k_pos 0", "--vespo_k_pos 0 --loss_type vespo"),
+    ("--clip_cov_ratio 0.1", "--clip_cov_ratio 0.1 --loss_type clip_cov"),
+    ("--clip_cov_lb 0.5", "--clip_cov_lb 0.5 --loss_type clip_cov"),
+    ("--clip_cov_ub 9", "--clip_cov_ub 9 --loss_type clip_cov"),
+    ("--kl_cov_ratio 0.1", "--kl_cov_ratio 0.1 --loss_type kl_cov"),
+    ("--kl_cov_coef 0.5", "--kl_cov_coef 0.5 --loss_type kl_cov"),
+    ("--pass_at_k 2", "--pass_at_k 2 --advantage_estimator pass_at_k"),
     ("--vespo_lambda_pos 1", "--vespo_lambda_pos 1 --loss_type vespo"),
     ("--vespo_k_neg 1", "--vespo_k_neg 1 --loss_type vespo"),
     ("--vespo_lambda_neg 1", "--vespo_lambda_neg 1 --loss_type vespo"),
@@ -90,6 +97,10 @@ CLASHING = [
     ("advantage_estimator", "--advantage_estimator gae"),
     ("advantage_estimator", "ppo --advantage_estimator rloo"),
     ("num_generations", "--num_generations 1"),
+    ("pass_at_k", "--pass_at_k 9 --advantage_estimator pass_at_k"),
+    ("advantage_estimator", "--advantage_estimator pass_at_k --kl_in_reward true --beta 0.1"),
+    ("importance_sampling_correction", "--importance_sampling_correction --use_rollout_logprobs"),
+    ("clip_cov_lb", "--loss_type clip_cov --clip_cov_lb 6"),
     ("generation_batch_size", "--generation_batch_size 8 --steps_per_generation 2"),
     ("max_completion_length", "--max_length 512"),
     ("truncation_strategy", "--truncation_strategy right"),
@@ -109,13 +120,14 @@ CLASHING = [
     ("use_bias_correction_kl", "--kl_estimator k1 --beta 0.1 --use_bias_correction_kl false"),
     ("use_bias_correction_kl", "--kl_estimator k2 --beta 0.1 --use_bias_correction_kl true"),
     ("epsilon_high", "--loss_type cispo --epsilon_high 0.28"),
+    ("importance_sampling_level", "--loss_type luspo"),
+    ("importance_sampling_level", "--loss_type vespo --importance_sampling_level sequence"),
+    ("loss_agg_mode", "--loss_type rloo --loss_agg_mode token-mean"),
     ("loss_type", "--loss_type rloo --advantage_estimator reinforce_plus_plus"),
     (
         "importance_sampling_level",
         "--importance_sampling_level sequence --advantage_estimator reinforce_plus_plus",
     ),
-    ("importance_sampling_level", "--loss_type luspo"),
-    ("importance_sampling_level", "--loss_type vespo --importance_sampling_level sequence"),
     ("importance_sampling_mode", "--loss_type vespo --use_vllm --importance_sampling_mode geometric_mask"),
     ("importance_sampling_clip_min", "--use_vllm --importance_sampling_clip_min 3"),
     (
@@ -285,7 +297,7 @@ def test_a_loss_of_another_task_is_not_proposed() -> None:
     with pytest.raises(ConfigError) as caught:
         load("grpo", ["--loss_type", "gpg"], environ={})
     text = str(caught.value)
-    assert f"must be one of {' | '.join(GRPO_LOSSES)}" in text and "sigmoid" not in text
+    assert f"must be one of {' | '.join(loss_names('grpo'))}" in text and "sigmoid" not in text
 
 
 def test_two_backends_are_a_contradiction() -> None:
@@ -307,7 +319,8 @@ def test_the_rules_know_the_losses_samplers_and_rewards_that_there_are() -> None
     from megaswift.rewards.contract import RewardOptions
     from megaswift.rollout.sampler import backends
 
-    assert set(GRPO_LOSSES) == set(LOSS_TYPES) and {n for n, t in LOSS_TYPES.items() if t.clips} == CLIPS
+    assert set(loss_names("grpo")) == set(LOSS_TYPES)
+    assert {n for n, t in LOSS_TYPES.items() if t.clips} == set(losses_reading("grpo", "delta"))
     assert set(backends()) <= set(BACKENDS)
     ours = {f.name: f.default for f in fields(RlConfig)}
     assert all(f.default in (MISSING, ours[f.name]) for f in fields(RewardOptions))
@@ -322,7 +335,7 @@ def test_what_is_left_out_of_other_tasks() -> None:
 def test_help_names_the_losses_of_the_task() -> None:
     pages = {task: " ".join(task_help(task, 120).split()) for task in ("grpo", "ppo", "dpo")}
     assert (
-        f"({' | '.join(GRPO_LOSSES)})" in pages["grpo"]
+        f"({' | '.join(loss_names('grpo'))})" in pages["grpo"]
         and "| aot |" not in pages["grpo"]
         and "dr_grpo" not in pages["dpo"]
     )

@@ -112,6 +112,10 @@ NEEDS = (
     }
     | {name: {"engine": "ddp", "freeze_aligner": False} for name in ("freeze_vit", "freeze_llm")}
     | {"freeze_aligner": {"engine": "ddp"}}
+    | {name: {"loss_type": "clip_cov"} for name in ("clip_cov_ratio", "clip_cov_lb")}
+    | {"clip_cov_ub": {"loss_type": "clip_cov", "clip_cov_lb": 0.1}}
+    | {name: {"loss_type": "kl_cov"} for name in ("kl_cov_ratio", "kl_cov_coef")}
+    | {"pass_at_k": {"advantage_estimator": "pass_at_k"}}
     | {
         name: {"train_type": "lora"}
         for name in (

@@ -218,10 +218,10 @@ def test_a_port_in_use_is_refused_with_another() -> None:
 def test_workers_are_told_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers do not read NPROC_PER_NODE: without it an option of several processes would be refused there."""
     cfg = load("sft", ["--max_restarts", "2"], environ={"NPROC_PER_NODE": "2"})
-    assert entry.launch_counts(cfg) == ["--nproc_per_node", "2"]
+    assert local.launch_counts(cfg) == ["--nproc_per_node", "2"]
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert load("sft", ["--max_restarts", "2", *entry.launch_counts(cfg)]).launch.max_restarts == 2
+    assert load("sft", ["--max_restarts", "2", *local.launch_counts(cfg)]).launch.max_restarts == 2
 
 
 def test_a_restarted_attempt_resumes_from_its_own_folder(tmp_path: Path) -> None:

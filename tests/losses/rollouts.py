@@ -39,7 +39,9 @@ class Rollouts:
         learnt = self._spread(labelled, self.learnt, torch.zeros(labelled.shape, dtype=torch.bool))
         found = {
             name: self._spread(
-                labelled, values, torch.zeros(labelled.shape, dtype=torch.bool if name == "keep" else torch.float64)
+                labelled,
+                values,
+                torch.zeros(labelled.shape, dtype=torch.bool if name in ("keep", "selected") else torch.float64),
             )
             for name, values in self.known.items()
         }

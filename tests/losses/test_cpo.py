@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megaswift.config import load
+from megaswift.config.loss_table import losses_reading
 from megaswift.losses.cpo import CPO, LOSS_TYPES
 from megaswift.trainers.tasks import TASKS
 from tests.losses import trainers
@@ -19,7 +20,11 @@ TOKENS = sum(len(d.ids) for d in DOCS)
 CASES = {
     **{name: CPO(name, beta=0.3) for name in LOSS_TYPES},
     **{f"{name} without sft": CPO(name, beta=0.5, cpo_alpha=0.0) for name in LOSS_TYPES},
-    **{f"{name} smoothed": CPO(name, beta=0.3, label_smoothing=0.15) for name, t in LOSS_TYPES.items() if t.smoothing},
+    **{
+        f"{name} smoothed": CPO(name, beta=0.3, label_smoothing=0.15)
+        for name in LOSS_TYPES
+        if name in losses_reading("cpo", "label_smoothing")
+    },
     **{f"{name} alpha": CPO(name, beta=0.3, alpha=0.2, cpo_alpha=0.4) for name in LOSS_TYPES},
     "simpo gamma": CPO("simpo", beta=2.0, simpo_gamma=1.4),
     "alphapo": CPO("simpo", beta=2.0, cpo_alpha=0.0, alpha=-0.25),

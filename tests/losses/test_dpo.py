@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaswift.config.loss_table import losses_reading
 from megaswift.losses.dpo import DPO
 from megaswift.losses.dpo_types import DIVERGENCES, LOSS_TYPES, SFT, DpoSettings, PairStats, divergence_scores
 from megaswift.losses.preference_pairs import PairTensors
@@ -38,15 +39,14 @@ CASES: dict[str, DPO] = {
     "aot_pair": DPO(("aot_pair",)),
     **{
         f"{name} smoothed": DPO((name,), settings=DpoSettings(0.3, 0.15))
-        for name, t in LOSS_TYPES.items()
-        if t.smoothing and name != "sigmoid"
+        for name in losses_reading("dpo", "label_smoothing")
+        if name != "sigmoid"
     },
     **{
         f"{name} {f}": DPO(
             (name,), settings=DpoSettings(0.3, 0.2 if name == "exo_pair" else 0.0), f_divergence=f, f_alpha=0.3
         )
-        for name, t in LOSS_TYPES.items()
-        if t.divergence
+        for name in losses_reading("dpo", "f_divergence_type")
         for f in ("forward_kl", "js_divergence")
     },
     "discopop tau": DPO(("discopop",), settings=DpoSettings(0.2, discopop_tau=0.7)),
@@ -70,8 +70,7 @@ ALPHAS = {
         f_divergence="alpha_divergence",
         f_alpha=alpha,
     )
-    for name, t in LOSS_TYPES.items()
-    if t.divergence
+    for name in losses_reading("dpo", "f_divergence_type")
     for alpha in (0.4, 1.0, 1.3)
 }
 
@@ -114,7 +113,7 @@ def layouts(loss: DPO, reference: Bigram, docs: list[Doc]) -> list[list[Any]]:
     """The same pairs in one micro-batch, padded and packed, and in several with a filler where the type sees pairs one
     by one."""
     found = [[pairs(docs, False)], [pairs(docs, True)]]
-    if not any(LOSS_TYPES[n].sorts for n in loss.weights if n != SFT):
+    if not {"aot", "aot_unpaired"} & {*loss.weights}:
         found.append([pairs(docs[:2], True), pairs([], True), pairs(docs[2:], False), pairs([], False)])
     return [[reference_of(reference, b) for b in microbatches] for microbatches in found]
 
@@ -215,9 +214,7 @@ def test_a_pair_far_from_its_reference_has_a_finite_loss(name: str, away: float)
     )
     reference = PairTensors(torch.tensor([-5000.0]), torch.tensor([-5000.0]))
     ratios, lengths = logps - reference, PairTensors(torch.tensor([500.0]), torch.tensor([500.0]))
-    found = LOSS_TYPES[name].formula(
-        PairStats(logps, reference, ratios, ratios, lengths, DpoSettings(label_smoothing=0.1))
-    )
+    found = LOSS_TYPES[name](PairStats(logps, reference, ratios, ratios, lengths, DpoSettings(label_smoothing=0.1)))
     gradients = torch.autograd.grad(found.sum(), [logps.chosen, logps.rejected], allow_unused=True)
     assert found.isfinite().all() and all(g is None or g.isfinite().all() for g in gradients)
 

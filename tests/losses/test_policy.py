@@ -17,6 +17,8 @@ from tests.losses import trainers
 from tests.losses.bigram import Bigram, assert_same, assert_same_metrics, run
 from tests.losses.rollouts import TOKENS, Rollouts, label_fields, models, right, rollouts
 
+NOT_TRL = {"rloo", "clip_cov", "kl_cov"}
+"""Loss types that TRL's GRPOTrainer lacks."""
 NARROW = PolicySettings(epsilon=0.02, epsilon_high=0.05)
 """For weights of whole completions, which differ less from 1 than those of tokens."""
 CASES: dict[str, tuple[PolicyLoss, set[str]]] = {
@@ -28,13 +30,13 @@ CASES: dict[str, tuple[PolicyLoss, set[str]]] = {
             {"old"},
         )
         for name in LOSS_TYPES
-        if name != "rloo"
+        if name not in NOT_TRL
         for level in ("token", "sequence")
     },
     **{
         f"{name} on policy": (PolicyLoss(name, max_completion_length=7, beta=0.1), set())
         for name in LOSS_TYPES
-        if name != "rloo"
+        if name not in NOT_TRL
     },
     **{
         f"{name} everything": (
@@ -50,7 +52,7 @@ CASES: dict[str, tuple[PolicyLoss, set[str]]] = {
             {"old", "sampled", "ratio", "keep"},
         )
         for name in LOSS_TYPES
-        if name != "rloo"
+        if name not in NOT_TRL
     },
     "delta": (PolicyLoss("grpo", PolicySettings(0.1, 0.2, 1.4)), {"old"}),
     "delta below the bound": (PolicyLoss("grpo", PolicySettings(0.1, 0.2, 1.15)), {"old"}),
@@ -187,7 +189,7 @@ def test_every_type_of_the_installed_trainer_is_here(trl: Any) -> None:
     from trl import GRPOConfig
 
     said = GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
-    assert {name for name in LOSS_TYPES if f"'{name}'" in said} == LOSS_TYPES.keys() - {"rloo"}
+    assert {name for name in LOSS_TYPES if f"'{name}'" in said} == LOSS_TYPES.keys() - NOT_TRL
     both = models()
     with pytest.raises(ValueError, match="Unknown loss type"):
         trl.loss_type = "rloo"
@@ -253,10 +255,13 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
     for d, a, m in zip(data.docs, data.known["advantages"], data.learnt, strict=True):
         mine = logp[d.ids[d.begin - 1 : -1], d.ids[d.begin :]][m].sum() * a[0]
         places = int(m.sum()) or 1
-        by = {"completions": 8.0, "completion_tokens": float(tokens)}[kind.denominator] * (
-            places if kind.token_mean else 1
-        )
-        by *= 7 if kind.per_place else 1
+        mode = PolicyLoss(name, max_completion_length=7).agg_mode
+        by = {
+            "token-mean": tokens,
+            "seq-mean-token-sum": 8.0,
+            "seq-mean-token-mean": 8.0 * places,
+            "seq-mean-token-sum-norm": 8.0 * 7,
+        }[mode]
         by /= places if kind.weighs_whole else 1  # a sum of log-probabilities has as many terms as tokens
         expected = expected - mine / by
     (wanted,) = torch.autograd.grad(expected, [both[0].weight])

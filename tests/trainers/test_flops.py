@@ -45,6 +45,8 @@ def test_the_rule_equals_counting_the_products_of_a_small_transformer() -> None:
                 ("--generation_batch_size 16 --beta 0.1", 2),
                 ("--num_iterations 4 --beta 0.1", 0.5),
                 ("--num_iterations 4 --beta 0.1 --top_entropy_quantile 0.5", 1.5),
+                ("--num_iterations 4 --beta 0.1 --use_rollout_logprobs", 0.25),
+                ("--loss_type clip_cov", 1),
             )
         ),
         ("ppo --reward_funcs format", 2),

@@ -144,6 +144,25 @@ def test_a_run_with_nothing_but_model_data_and_rewards(folder: Path, tmp_path: P
     assert all(math.isfinite(line["loss"]) for line in read_lines(tmp_path / "out" / "metrics.jsonl"))
 
 
+COVARIANCE = (
+    ("--loss_type", "clip_cov", "--clip_cov_ratio", 0.3, "--clip_cov_lb", -9, "--advantage_estimator", "opo"),
+    ("--loss_type", "kl_cov", "--kl_cov_ratio", 0.3, "--advantage_estimator", "pass_at_k", "--pass_at_k", 2),
+)
+
+
+@pytest.mark.parametrize("options", COVARIANCE, ids=lambda o: o[1])
+def test_runs_with_selected_tokens(options: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    """Two iterations on the sampler's log-probabilities, under another normaliser."""
+    (tmp_path / "some.py").write_text(SOME)
+    given = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl")]
+    given += ["--reward_funcs", f"{tmp_path}/some.py:even", "--loss_agg_mode", "seq-mean-token-sum"]
+    given += ["--num_iterations", "2", "--use_rollout_logprobs", *map(str, options)]
+    short = ("--max_completion_length", 6, "--max_length", 32, "--max_steps", 2, "--report_to", "none")
+    run(given, tmp_path / "out", *short, ranks=1, task="grpo")
+    lines = read_lines(tmp_path / "out" / "metrics.jsonl")
+    assert len(lines) == 2 and all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
+
+
 PPO = ("--num_iterations", 2, "--max_steps", 4, "--save_steps", 2, "--critic_learning_rate", "2e-2")
 
 

@@ -18,3 +18,18 @@ def test_blocks_add_up_also_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> N
     with timers.timed(seconds, "export"):
         pass
     assert seconds == {"data": 3.5, "export": 5.0}
+
+
+def test_a_step_is_waiting_the_source_s_work_and_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 10 s in all, the batch after 4, of which 3 were the source's work; 2 more of it came later."""
+    clock = iter((100.0, 104.0, 110.0, 200.0, 201.0, 204.0))
+    monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    parts = {"generation": 1.0}
+    timer = timers.StepTimer(parts)
+    timer.start()
+    timer.data_ready()
+    assert timer.stop({"generation": 3.0, "critic": 2.0}, within_wait=3.0) == (10.0, 1.0, 4.0)
+    timer.start()
+    timer.data_ready()
+    assert timer.stop({}, within_wait=0.0) == (4.0, 1.0, 3.0)
+    assert parts == {"generation": 4.0, "critic": 2.0, "waiting for data": 2.0, "training steps": 7.0}

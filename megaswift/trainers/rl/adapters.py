@@ -15,7 +15,7 @@ from typing import Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.adapter_rules import bits_of
-from megaswift.config.engine_rules import is_native
+from megaswift.config.engine_rules import capabilities_of
 from megaswift.errors import Problem
 from megaswift.families import family_of
 from megaswift.families.checkpoint_folder import find_checkpoint
@@ -93,7 +93,7 @@ def _stored(cfg: SwiftConfig) -> dict[str, Any]:
 def _experts(cfg: SwiftConfig, spec: ModelSpec) -> bool:
     """Whether an expert carries an adapter. In transformers' models they are no modules, so none does unless a
     parameter is named."""
-    if not spec.experts or not is_native(cfg):
+    if not spec.experts or not capabilities_of(cfg).expert_adapters:
         return False
     if cfg.lora.adapters is None:
         return any(

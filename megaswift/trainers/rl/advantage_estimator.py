@@ -1,7 +1,7 @@
 """From rewards to numbers for each token: advantages, the critic's targets, weights against the sampler's mismatch.
 
-Owns which formula a run uses and how completions become its tensors: [n, t], own tokens from the left. The formulas are
-in `megaswift.losses`. The same on every rank, as its input is.
+Owns how completions become tensors: [n, t], own tokens from the left. The estimators are in
+`megaswift.losses.estimators`. The same on every rank, as its input is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from megaswift.config import SwiftConfig
+from megaswift.config.estimator_table import estimator_entry
 from megaswift.data.rollout_batches import RolloutTokens
 from megaswift.losses import advantages as formulas
+from megaswift.losses.covariance import clip_cov_tokens, kl_cov_tokens, token_covariances
+from megaswift.losses.estimators import EstimatorInput, estimate_fields
 from megaswift.trainers.rl.reward_scorer import Rollout
 from megaswift.trainers.rl.settings import RlSettings, correction_of
 
@@ -36,14 +39,7 @@ class AdvantageEstimator:
         """`advantages` and whatever else the run's losses read."""
         mask = token_mask(completed)
         penalties = self.penalties(completed, mask)
-        if self.settings.estimator == "gae":
-            found = self.of_tokens(rollouts, completed, (penalties, mask))
-        elif self.settings.estimator == "reinforce_plus_plus":
-            rewards, totals = rewards_by_token(rollouts, penalties, mask), torch.tensor([r.total for r in rollouts])
-            advantages = formulas.reinforce_plus_plus(rewards, totals, mask, self.settings.group, self.cfg.rl.gamma)
-            found = {"advantages": advantages}
-        else:
-            found = {"advantages": self.of_completions(rollouts, penalties.sum(1)).unsqueeze(1).expand(mask.shape)}
+        found = estimate_fields(self.settings.estimator, self.inputs(rollouts, completed, (penalties, mask)))
         if self.settings.corrects:
             gap = padded_field(completed, "old", mask) - padded_field(completed, "sampled", mask)
             found["ratio"] = correction_of(self.cfg).weights(gap, mask)
@@ -77,34 +73,42 @@ class AdvantageEstimator:
             )
         return cost
 
-    def of_completions(self, rollouts: Sequence[Rollout], penalties: Tensor) -> Tensor:
-        """[n]: one advantage a completion."""
-        group, rl = self.settings.group, self.cfg.rl
-        total = torch.tensor([r.total for r in rollouts]) - penalties
-        if self.settings.estimator == "rloo":
-            return formulas.rloo(total, group, self.settings.whitens)
-        if rl.multi_objective_aggregation == "normalize_then_sum":
-            names = [*rollouts[0].rewards]
-            each = torch.tensor([[r.rewards[n] for n in names] for r in rollouts])
-            given = [*rl.reward_weights]  # an environment's own reward comes last, and has weight 1
-            weights = torch.tensor([*given, *[1.0] * (len(names) - len(given))])
-            return formulas.aggregate_advantages(each, weights, group, rl.multi_objective_aggregation)
-        return formulas.group_advantages(total, group, rl.scale_rewards)
+    def inputs(
+        self, rollouts: Sequence[Rollout], completed: Sequence[RolloutTokens], tokens: tuple[Tensor, Tensor]
+    ) -> EstimatorInput:
+        """What the estimators read; `tokens`: the KL penalties and the mask, [n, t] each."""
+        penalties, mask = tokens
+        rl, entry = self.cfg.rl, estimator_entry(self.settings.estimator)
+        names = [*rollouts[0].rewards] if self.settings.each_reward else []
+        weights = [*rl.reward_weights][: len(names)]  # an environment's own reward comes last, and has weight 1
+        return EstimatorInput(
+            totals=torch.tensor([r.total for r in rollouts]),
+            per_function=torch.tensor([[r.rewards[n] for n in names] for r in rollouts]),
+            weights=torch.tensor([*weights, *[1.0] * (len(names) - len(weights))]),
+            token_rewards=rewards_by_token(rollouts, penalties, mask) if entry.per_token else penalties,
+            penalties=penalties,
+            mask=mask,
+            lengths=torch.tensor([c.count for c in completed]),
+            values=padded_field(completed, "values", mask) if entry.critic else None,
+            group=self.settings.group,
+            whiten=self.settings.whitens,
+            options=rl,
+        )
 
-    def of_tokens(
-        self, rollouts: Sequence[Rollout], completed: Sequence[RolloutTokens], rest: tuple[Tensor, Tensor]
-    ) -> dict[str, Tensor]:
-        """Advantages and returns by the critic's values."""
-        penalties, mask = rest
-        rl, values = self.cfg.rl, padded_field(completed, "values", mask)
-        rewards = rewards_by_token(rollouts, penalties, mask)
-        if rl.whiten_rewards:
-            rewards = formulas.whiten(rewards, mask, shift_mean=False)
-        advantages, returns = formulas.gae(rewards, values, mask, rl.gamma, rl.lam)
-        return {
-            "advantages": formulas.whiten(advantages, mask) if self.settings.whitens else advantages,
-            "returns": returns,
-        }
+    def select_tokens(
+        self, logprobs: Sequence[np.ndarray], advantages: Sequence[np.ndarray], seed: Sequence[int]
+    ) -> list[np.ndarray]:
+        """bool [own tokens] of each completion: those that clip_cov or kl_cov treat apart; `seed` names the step."""
+        if not logprobs:
+            return []
+        flat = [torch.from_numpy(np.concatenate(values)) for values in (logprobs, advantages)]
+        rl, covariances = self.cfg.rl, token_covariances(*flat)
+        if self.settings.loss_type == "kl_cov":
+            chosen = kl_cov_tokens(covariances, rl.kl_cov_ratio)
+        else:
+            number = int(np.random.SeedSequence(seed).generate_state(1)[0])
+            chosen = clip_cov_tokens(covariances, rl.clip_cov_ratio, (rl.clip_cov_lb, rl.clip_cov_ub), number)
+        return np.split(chosen.numpy(), np.cumsum([len(v) for v in logprobs])[:-1])
 
     def state_dict(self) -> dict[str, float]:
         """The weight of the divergence."""

@@ -1,15 +1,17 @@
-"""Puts a policy's source together on a rank: sampler, rewards, settings. Owns which part gets which option."""
+"""Builds the loop of reinforcement learning on a rank: prompts, sampler, rewards, critic. Owns which part gets which
+option."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaswift.config import SwiftConfig
 from megaswift.config.byte_size import bytes_text
 from megaswift.config.rl_batch import generation_plan
-from megaswift.config.rl_defaults import estimator_of
+from megaswift.config.rl_defaults import estimator_entry_of
 from megaswift.data import build as data
 from megaswift.data import vocab_check
 from megaswift.data.prompts import Prompt, PromptDataset, PromptSource, prompts_of
@@ -23,6 +25,7 @@ from megaswift.rewards.contract import missing_columns
 from megaswift.rollout.sync_folder import SyncRounds
 from megaswift.trainers.flops import flop_rule
 from megaswift.trainers.hook import Hook
+from megaswift.trainers.loop import Loop, unchanged
 from megaswift.trainers.reference import ReferenceLogprobs
 from megaswift.trainers.rl.adapters import merged_because, rank_of, syncs_adapters_only
 from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
@@ -39,11 +42,14 @@ from megaswift.trainers.rl.rollout_source import RolloutDependencies, RolloutSou
 from megaswift.trainers.rl.sampler import sampler_of, samples_everywhere, sampling_of, sync_folder
 from megaswift.trainers.rl.scheduler import RolloutScheduler
 from megaswift.trainers.rl.settings import rl_settings
+from megaswift.trainers.schedule import check_warmup, count_steps, lr_at
 from megaswift.trainers.summary import SummaryFacts, trained_text
+from megaswift.trainers.supervised import BuiltLoop
+from megaswift.trainers.timers import timed
 
 if TYPE_CHECKING:
     from megaswift.trainers.build import RunBuilder
-    from megaswift.trainers.loop import Loop
+    from megaswift.trainers.session import Session
 
 CRITIC = "critic"
 """Within a checkpoint."""
@@ -130,7 +136,7 @@ class SamplerCloser(Hook):
 def build_critic(build: RunBuilder, rate: Rate, total_steps: int) -> Critic | None:
     """The critic of a run that has one."""
     cfg = build.scheduled(total_steps)
-    if estimator_of(cfg) != "gae":
+    if not estimator_entry_of(cfg).critic:
         return None
     engine = critic_engine(cfg, build.spec, build.folder, build.context, fresh=build.resumed is None)
     share = (cfg.rl.critic_learning_rate or cfg.optim.learning_rate) / cfg.optim.learning_rate
@@ -146,57 +152,103 @@ def multi_turn_of(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRollout | None:
     return MultiTurnRollout(lambda: CheckedEnvironment(f"--environment {text}", made()), tokenizer, cfg.rl.max_turns)
 
 
-def attach_rollouts(build: RunBuilder, loop: Loop, source: PromptSource, held: Sequence[Prompt]) -> None:
-    """Gives a loop the steps of a policy on these prompts, and all that goes with them."""
-    cfg, context, tokenizer, engine = build.cfg, build.context, build.tokenizer, loop.engine
-    settings, geometry = rl_settings(cfg, build.layout.dp), build.geometry()
-    alone = build.adapts and syncs_adapters_only(cfg, build.spec, build.folder)
-    sampler = sampler_of(
-        cfg, build.folder, context, str(engine.dtype).removeprefix("torch."), rank_of(cfg) if alone else 0
+def build_rollouts(session: Session) -> BuiltLoop:
+    """The loop of a policy: its batches are rollouts, its other engine is the critic. Prompts first: a malformed row
+    stops the run before a model is built."""
+    cfg, build = session.cfg, session.build
+    with timed(session.seconds, "data"):
+        prompts, held = build_prompts(build)
+        total = count_steps(cfg, prompts)
+    check_warmup(total, cfg.optim)
+
+    def rate(step: int) -> float:
+        return lr_at(step, loop.total_steps, cfg.optim)  # a resumed run may have another number of steps
+
+    with timed(session.seconds, "model"), session.memory_advice():
+        engine = build.engine(fresh=build.resumed is None, total_steps=total)
+        *logging, checkpoint = build.hooks(engine, None)
+        dependencies = rollout_dependencies(build, engine, prompts, partial(build_critic, build, rate, total))
+    settings, critic = rl_settings(cfg, build.layout.dp), dependencies.critic
+    if critic is not None:
+        # its values, once a generation
+        build.rules.append(flop_rule(critic.engine, build.spec, 1 / settings.iterations))
+    rollouts = RolloutSource(settings, dependencies)
+    loop = Loop(
+        engine,
+        rollouts,
+        build.task.loss(cfg),
+        rate,
+        total,
+        [*rollout_hooks(build, rollouts), *logging, *reward_evaluation(build, rollouts, held), checkpoint],
+        unchanged if critic is None else critic.prepare,
+        rollouts.beside,
+        rollouts.mark,
+        {} if critic is None else {CRITIC: critic.engine},
+        seconds=session.seconds,
     )
-    rounds = SyncRounds(sync_folder(cfg), "adapter") if alone else None
+
+    def facts() -> SummaryFacts:
+        plain = build.facts(engine, prompts, None, loop.total_steps, loop.step)
+        return with_rl_rows(plain, build, prompts, loop.engines.get(CRITIC))
+
+    return BuiltLoop(loop, facts)
+
+
+def rollout_dependencies(
+    build: RunBuilder, engine: Engine, prompts: PromptSource, critic_of: Callable[[], Critic | None]
+) -> RolloutDependencies:
+    """What rollouts are made by: the sampler, the reward functions, the estimator."""
+    cfg, context, tokenizer = build.cfg, build.context, build.tokenizer
+    settings, geometry = rl_settings(cfg, build.layout.dp), build.geometry()
+    adapters_only = build.adapts and syncs_adapters_only(cfg, build.spec, build.folder)
+    dtype = str(engine.dtype).removeprefix("torch.")
     generation = Generation(
         engine,
         context.coordinates,
-        sampler,
+        sampler_of(cfg, build.folder, context, dtype, rank_of(cfg) if adapters_only else 0),
         sampling_of(cfg, tokenizer, build.folder),
         cfg.train.seed,
         multi_turn_of(cfg, tokenizer),
-        rounds,
+        SyncRounds(sync_folder(cfg), "adapter") if adapters_only else None,
         build.base,
         samples_everywhere(cfg),
     )
-    judge = RewardScorer(rewards_of(cfg), weights_of(cfg), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
-    layout = RolloutCollator(data.padding_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform)
-    trained = build_critic(build, loop.learning_rate, loop.total_steps)
-    leaves = frozenset({"optimizer"} if cfg.rl.offload_optimizer else ()) | frozenset(
-        {"model"} if cfg.rl.offload_model else ()
-    )
-    drawing = RolloutScheduler(
-        source,
+    critic = critic_of()  # after the sampler, which reserves its share of the memory first
+    offloaded = {"optimizer": cfg.rl.offload_optimizer, "model": cfg.rl.offload_model}
+    scheduler = RolloutScheduler(
+        prompts,
         generation,
         settings.group,
         cfg.rl.async_generation,
         cfg.rl.rollout_sleep,
-        leaves,
-        None if trained is None else trained.engine,
+        frozenset(part for part, leaves in offloaded.items() if leaves),
+        None if critic is None else critic.engine,
     )
-    parts = RolloutDependencies(
-        drawing, judge, AdvantageEstimator(cfg, settings, settings.beta), layout, geometry, trained
+    return RolloutDependencies(
+        scheduler,
+        RewardScorer(rewards_of(cfg), weights_of(cfg), lambda ids: tokenizer.decode(ids, skip_special_tokens=True)),
+        AdvantageEstimator(cfg, settings, settings.beta),
+        RolloutCollator(data.padding_of(tokenizer, geometry), cfg.data.packing is not False, geometry.uniform),
+        geometry,
+        critic,
     )
-    loop.source = rollouts = RolloutSource(settings, parts)
-    loop.beside, loop.mark = rollouts.beside, rollouts.mark
-    hooks: list[Hook] = [SamplerCloser(drawing), RolloutMonitor(rollouts)]
-    if trained is not None:
-        loop.prepare, loop.engines = trained.prepare, {CRITIC: trained.engine}
-        # its values, once a generation
-        build.rules.append(flop_rule(trained.engine, build.spec, 1 / settings.iterations))
-        hooks.append(trained)
+
+
+def rollout_hooks(build: RunBuilder, rollouts: RolloutSource) -> Iterator[Hook]:
+    """The hooks of a policy's run that come before those of every run."""
+    cfg, parts = build.cfg, rollouts.parts
+    yield SamplerCloser(parts.drawing)
+    yield RolloutMonitor(rollouts)
+    if parts.critic is not None:
+        yield parts.critic
     if cfg.rl.log_completions:
-        hooks.append(CompletionsLog(build.outputs.completions, rollouts, cfg.rl.num_completions_to_print))
-    if cfg.preference.sync_ref_model and settings.beta:
-        hooks.append(ReferenceLogprobs(cfg.preference.ref_model_sync_steps, cfg.preference.ref_model_mixup_alpha))
-    *before, checkpoint = loop.hooks
+        yield CompletionsLog(build.outputs.completions, rollouts, cfg.rl.num_completions_to_print)
+    if cfg.preference.sync_ref_model and rollouts.settings.beta:
+        yield ReferenceLogprobs(cfg.preference.ref_model_sync_steps, cfg.preference.ref_model_mixup_alpha)
+
+
+def reward_evaluation(build: RunBuilder, rollouts: RolloutSource, held: Sequence[Prompt]) -> Iterator[Hook]:
+    """Evaluation on the held-out prompts, where there are any."""
     if held:
-        before.append(RewardEvaluation(build.outputs.evaluation, held, (drawing, judge), cfg.train.eval_steps))
-    loop.hooks = [*hooks, *before, checkpoint]
+        work = (rollouts.parts.drawing, rollouts.parts.judge)
+        yield RewardEvaluation(build.outputs.evaluation, held, work, build.cfg.train.eval_steps)

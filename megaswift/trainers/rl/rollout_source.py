@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megaswift.config.estimator_table import estimator_entry
 from megaswift.data.loader import LoaderGeometry
 from megaswift.data.rollout_batches import Micro, RolloutCollator, RolloutTokens
 from megaswift.engine.protocol import Engine
@@ -79,6 +80,9 @@ class RolloutSource:
         if self.settings.top_entropy_quantile < 1.0:
             with self.timed("scoring"):
                 micros = self.with_uncertain_ones(micros)
+        if self.settings.needs_covariances:
+            with self.timed("scoring"):
+                micros = self.with_selected(micros)
         return self.parts.layout.batches(micros)
 
     def beside(self) -> StepExtras:
@@ -136,12 +140,18 @@ class RolloutSource:
         settings, engine, critic = self.settings, self.parts.drawing.generation.engine, self.parts.critic
         needs = Needs(temperature=settings.temperature)
         if settings.needs_old:
-            self.put("old", self.numbers(engine, needs))
+            self.put("old", self.rollout_logprobs() or self.numbers(engine, needs))
         if settings.beta:
             with engine.reference():
                 self.put("reference", self.numbers(engine, needs))
         if critic is not None:
             self.put("values", self.numbers(critic.engine, critic.loss.needs))
+
+    def rollout_logprobs(self) -> Numbers:
+        """The sampler's log-probabilities, where the run takes them as the old policy's and it knows them all."""
+        sampled = {c.number: c.values["sampled"] for c in self.completed if not c.silent}
+        known = self.settings.use_rollout_logprobs and not any(np.isnan(v).any() for v in sampled.values())
+        return sampled if known else {}
 
     def numbers(self, engine: Engine, needs: Needs) -> Numbers:
         """Of all completions. Collective."""
@@ -173,6 +183,26 @@ class RolloutSource:
         return [
             [
                 None if c is None else replace(c, values={**c.values, "keep": found.get(c.number, NOTHING) >= least})
+                for c in micro
+            ]
+            for micro in micros
+        ]
+
+    def with_selected(self, micros: list[Micro]) -> list[Micro]:
+        """`selected`: the tokens of high covariance, over all ranks (arXiv:2505.22617)."""
+        engine, first = self.parts.drawing.generation.engine, self.parts.drawing.generation.first
+        needs = Needs(temperature=self.settings.temperature)
+        logprobs = token_numbers(engine, micros, self.parts.layout, needs, first)
+        numbers = sorted(n for n, v in logprobs.items() if len(v))
+        seed = [self.settings.seed, self.generations, self.used]
+        chosen = self.parts.estimator.select_tokens(
+            [logprobs[n] for n in numbers], [self.completed[n].values["advantages"] for n in numbers], seed
+        )
+        selected = dict(zip(numbers, chosen, strict=True))
+        nothing = NOTHING.astype(bool)
+        return [
+            [
+                None if c is None else replace(c, values={**c.values, "selected": selected.get(c.number, nothing)})
                 for c in micro
             ]
             for micro in micros
@@ -230,7 +260,7 @@ def rollout_tokens(number: int, rollout: Rollout, settings: RlSettings) -> Rollo
     """A rollout as the loss sees it. A critic learns nothing from a completion that no reward function applies to."""
     completion = rollout.completion
     silent = settings.mask_truncated and not completion.finished
-    silent = silent or settings.estimator == "gae" and math.isnan(rollout.total)
+    silent = silent or estimator_entry(settings.estimator).critic and math.isnan(rollout.total)
     values = {"sampled": NOTHING if silent else np.asarray(completion.logprobs, dtype=np.float32)}
     return RolloutTokens(
         number, rollout.prompt.token_ids, completion.token_ids, action_mask(completion), values, silent

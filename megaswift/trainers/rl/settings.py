@@ -5,9 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.config import SwiftConfig
+from megaswift.config.loss_table import COVARIANCES, losses_needing
 from megaswift.config.preference import beta_of
 from megaswift.config.rl_batch import generation_plan
-from megaswift.config.rl_defaults import corrects_sampler, estimator_of, kl_estimator_of, kl_in_reward_of, whitens
+from megaswift.config.rl_defaults import (
+    corrects_sampler,
+    estimator_of,
+    kl_estimator_of,
+    kl_in_reward_of,
+    policy_loss_of,
+    whitens,
+)
 from megaswift.losses.sampler_correction import SamplerCorrection
 
 
@@ -37,6 +45,9 @@ class RlSettings:
     tries: int = 1
     """Samplings of a generation until every group has a spread."""
     top_entropy_quantile: float = 1.0
+    use_rollout_logprobs: bool = False
+    """The sampler's log-probabilities are those of the old policy."""
+    loss_type: str = "dapo"
     each_reward: bool = False
     """Rewards are normalised one by one (GDPO), so that a group has a spread where any of them has."""
 
@@ -53,13 +64,20 @@ class RlSettings:
     @property
     def needs_old(self) -> bool:
         """Whether the policy's log-probabilities before the first step must be known apart from the step's own."""
-        return self.steps > 1 or self.corrects or self.kl_in_reward
+        return self.steps > 1 or self.corrects or self.kl_in_reward or self.use_rollout_logprobs
+
+    @property
+    def needs_covariances(self) -> bool:
+        """Whether the loss treats tokens of high covariance apart."""
+        return self.loss_type in losses_needing("grpo", COVARIANCES)
 
     @property
     def forward_passes(self) -> float:
-        """Passes through the policy's model beside a step: old and reference once a generation, the entropies before
-        each step."""
-        return (self.needs_old + (self.beta != 0)) / self.iterations + (self.top_entropy_quantile < 1.0)
+        """Passes through the policy's model beside a step: old and reference once a generation, entropies and
+        covariances before each step."""
+        scored_old = self.needs_old and not self.use_rollout_logprobs
+        each_step = (self.top_entropy_quantile < 1.0) + self.needs_covariances
+        return (scored_old + (self.beta != 0)) / self.iterations + each_step
 
 
 def correction_of(cfg: SwiftConfig) -> SamplerCorrection:
@@ -93,5 +111,7 @@ def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
         corrects=corrects_sampler(cfg),
         tries=1 + rl.max_resample_times if rl.dynamic_sample else 1,
         top_entropy_quantile=rl.top_entropy_quantile,
+        use_rollout_logprobs=rl.use_rollout_logprobs,
+        loss_type=policy_loss_of(cfg),
         each_reward=rl.multi_objective_aggregation == "normalize_then_sum",
     )

@@ -69,6 +69,8 @@ def test_fresh_completions_are_told_once() -> None:
         {"beta": 0.1},
         {"mask_truncated_completions": True},
         {"top_entropy_quantile": 0.5},
+        {"loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0},
+        {"loss_type": "kl_cov", "use_rollout_logprobs": True, "beta": 0.1},
         {"advantage_estimator": "rloo", "beta": 0.1, "kl_controller": "adaptive"},
     ],
     ids=str,
@@ -175,6 +177,33 @@ def test_uncertain_tokens_are_trl_s(tmp_path: Path) -> None:
     )
     assert torch.equal(kept, trl.get_high_entropy_mask(entropies, mask, 0.7))
     assert 0.2 < float(kept.sum() / mask.sum()) < 0.5
+
+
+def test_the_sampler_s_log_probabilities_are_those_of_the_old_policy() -> None:
+    """-0.5 of every token, as `Samples` has it, also in the first step on a generation, without a pass for them."""
+    made = source(use_rollout_logprobs=True)
+    scored: list[Any] = []
+    made.numbers = lambda *a: scored.append(a)  # type: ignore[method-assign, assignment, func-returns-value]
+    for batch in made.next():
+        assert torch.equal(batch.fields["old"], -0.5 * (batch.loss_weights != 0)) and not scored
+    assert all("old" not in b.fields for b in source().next())
+
+
+def test_tokens_of_high_covariance_are_selected_over_the_whole_step() -> None:
+    """By hand: log-probabilities are -token / 100, advantages those of the batch; the largest 4 of all tokens."""
+    batches = source(loss_type="kl_cov", kl_cov_ratio=0.17).next()
+    labelled = [b.loss_weights != 0 for b in batches]
+    tokens = [float(t) for b, m in zip(batches, labelled, strict=True) for t in b.labels[m]]
+    advantages = [float(a) for b, m in zip(batches, labelled, strict=True) for a in b.fields["advantages"][m]]
+    selected = [bool(s) for b, m in zip(batches, labelled, strict=True) for s in b.fields["selected"][m]]
+    n = len(tokens)
+    means = sum(tokens) / n, sum(advantages) / n
+    covariances = [-(t - means[0]) * (a - means[1]) for t, a in zip(tokens, advantages, strict=True)]
+    assert sum(selected) == int(0.17 * n) > 1
+    assert min(c for c, s in zip(covariances, selected, strict=True) if s) >= max(
+        c for c, s in zip(covariances, selected, strict=True) if not s
+    )
+    assert all(not b.fields["selected"][~m].any() for b, m in zip(batches, labelled, strict=True))
 
 
 def test_groups_without_spread_are_drawn_again() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.preference import GRPO_LOSSES
+from megaswift.config.loss_table import loss_names
 from megaswift.config.rl import RlConfig
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_types import PolicySettings as Formulas
@@ -75,6 +75,11 @@ LOSS: dict[str, tuple[Options, PolicyLoss]] = {
         {"importance_sampling_mode": "geometric_mask", "importance_sampling_correction": True},
         replace(PLAIN, ratio_level="sequence"),
     ),
+    "loss_agg_mode": ({"loss_agg_mode": "seq-mean-token-sum"}, replace(PLAIN, loss_agg_mode="seq-mean-token-sum")),
+    "kl_cov_coef": (
+        {"loss_type": "kl_cov", "kl_cov_coef": 0.4},
+        replace(PLAIN, loss_type="kl_cov", settings=Formulas(kl_cov_coef=0.4)),
+    ),
     "max_completion_length": ({"max_completion_length": 99}, replace(PLAIN, max_completion_length=99)),
     "temperature": ({"temperature": 0.7}, replace(PLAIN, temperature=0.7)),
 } | {
@@ -96,7 +101,7 @@ def test_the_loss(name: str) -> None:
     assert policy(**options) == expected != PLAIN
 
 
-@pytest.mark.parametrize("name", GRPO_LOSSES)
+@pytest.mark.parametrize("name", loss_names("grpo"))
 def test_the_loss_type(name: str) -> None:
     level = {"importance_sampling_level": "sequence"} if name == "luspo" else {}
     assert policy(loss_type=name, **level).loss_type == name
@@ -190,6 +195,8 @@ SETTINGS: dict[str, tuple[Options, Options]] = {
     "whiten_advantages": ({"whiten_advantages": True, "advantage_estimator": "rloo"}, {"whitens": True}),
     "mask_truncated_completions": ({"mask_truncated_completions": True}, {"mask_truncated": True}),
     "top_entropy_quantile": ({"top_entropy_quantile": 0.3}, {"top_entropy_quantile": 0.3}),
+    "use_rollout_logprobs": ({"use_rollout_logprobs": True}, {"use_rollout_logprobs": True, "needs_old": True}),
+    "kl_cov_ratio": ({"loss_type": "kl_cov", "kl_cov_ratio": 0.1}, {"needs_covariances": True}),
     "multi_objective_aggregation": ({"multi_objective_aggregation": "normalize_then_sum"}, {"each_reward": True}),
     "importance_sampling_correction": ({"importance_sampling_correction": True}, {"corrects": True}),
 }
@@ -260,6 +267,10 @@ ELSEWHERE = {
     "reward_funcs": "test_grpo_run",
     "reward_model": "here",
     "reward_weights": "here",
+    "clip_cov_ratio": "rl/test_rollout_source",
+    "clip_cov_lb": "rl/test_rollout_source",
+    "clip_cov_ub": "rl/test_rollout_source",
+    "pass_at_k": "../losses/test_estimators",
     "scale_rewards": "rl/test_advantage_estimator",
     "kl_controller": "rl/test_advantage_estimator",
     "target_kl": "rl/test_advantage_estimator",

@@ -1,0 +1,216 @@
+"""Every value of `--loss_type`: its task, its paper, the options that it reads, and what it needs.
+
+One row a loss. The accepted values, `--help`, the rules about ignored and conflicting options, and what the trainer
+computes beforehand all derive from these rows; the formulas are in `megaswift.losses`, under the same names. Loads no
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+KL_PAIRS = "kl_pairs"
+"""Needs log-probabilities of mismatched prompts and completions in each micro-batch (KTO's z0)."""
+RUNNING_MEAN = "running_mean"
+"""Needs the running mean of rewards (BCO's delta)."""
+COVARIANCES = "covariances"
+"""Needs the covariance of each token's log-probability and advantage over the global batch (Clip-Cov, KL-Cov)."""
+TOKEN_MEAN, SEQ_MEAN_TOKEN_SUM, SEQ_MEAN_TOKEN_MEAN, SEQ_MEAN_TOKEN_SUM_NORM = AGG_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+"""What the sum over tokens is divided by, under verl's names: the tokens of the global batch; its completions; its
+completions, of each the mean over its tokens; its completions times `max_completion_length`."""
+TASK_OF = {"simpo": "cpo", "ppo": "grpo"}
+"""Tasks whose losses are rows of another task."""
+ALPHAPO = "alphapo"
+"""simpo without the likelihood term, with an `alpha`: a name for settings, not a formula of its own."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A condition on the value of an option, without which a loss cannot be used."""
+
+    option: str
+    holds: Callable[[Any], bool]
+    why: str
+    """Follows the option and its value in the message."""
+    fix: str
+
+
+@dataclass(frozen=True)
+class LossEntry:
+    """One loss of one task."""
+
+    name: str
+    task: str
+    paper: str
+    reads: frozenset[str] = frozenset()
+    """Of the options in `LOSS_OPTIONS`, those that the formula reads."""
+    needs: frozenset[str] = frozenset()
+    """`KL_PAIRS`, `RUNNING_MEAN`, `COVARIANCES`."""
+    requires: tuple[Requirement, ...] = ()
+    loss_agg_mode: str | None = None
+    """Of a policy's loss: the default of `loss_agg_mode`."""
+
+
+LOSS_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "label_smoothing": (0.0,),
+    "f_divergence_type": ("reverse_kl",),
+    "discopop_tau": (None, False, 0, ()),
+    "simpo_gamma": (None, False, 0, ()),
+    "epsilon": (None,),
+    "epsilon_high": (None,),
+    "delta": (None, False, 0, ()),
+    "clip_cov_ratio": (None,),
+    "clip_cov_lb": (None,),
+    "clip_cov_ub": (None,),
+    "kl_cov_ratio": (None,),
+    "kl_cov_coef": (None,),
+    "sapo_temperature_pos": (None, False, 0, ()),
+    "sapo_temperature_neg": (None, False, 0, ()),
+    "vespo_k_pos": (None,),
+    "vespo_lambda_pos": (None,),
+    "vespo_k_neg": (None,),
+    "vespo_lambda_neg": (None,),
+}
+"""Options that only some losses read -> values that are accepted with the other losses too, because they change
+nothing."""
+READ_INSTEAD: dict[tuple[str, str, str], tuple[str, str]] = {
+    ("grpo", "cispo", "epsilon"): (
+        "cispo limits the ratio on its upper side only, by epsilon_high",
+        "--epsilon_high 5",
+    )
+}
+"""(task, loss, option that it does not read) -> the rule and the fix, where another option has its place."""
+
+
+def _entry(task: str, name: str, paper: str, reads: str = "", *requires: Requirement, needs: str = "") -> LossEntry:
+    return LossEntry(name, task, paper, frozenset(reads.split()), frozenset(needs.split()), requires)
+
+
+def _policy(name: str, paper: str, mode: str, reads: str, *requires: Requirement, needs: str = "") -> LossEntry:
+    return replace(_entry("grpo", name, paper, reads, *requires, needs=needs), loss_agg_mode=mode)
+
+
+_UNSORTED = Requirement(
+    "use_weighting", lambda v: not v, "weights each pair, and {loss_type} sorts the pairs", "--use_weighting false"
+)
+_SMOOTHED = Requirement(
+    "label_smoothing", lambda v: v > 0, "must be > 0: exo_pair takes its logarithm", "--label_smoothing 0.001"
+)
+_BELOW_HALF = Requirement(
+    "label_smoothing",
+    lambda v: v < 0.5,
+    "must be < 0.5: robust divides by 1 - 2 x label_smoothing",
+    "--label_smoothing 0.1",
+)
+_LEVEL = "importance_sampling_level"
+_PER_COMPLETION = Requirement(
+    _LEVEL,
+    lambda v: v != "token",
+    "loss_type luspo takes one ratio per completion",
+    "--importance_sampling_level sequence",
+)
+_PER_TOKEN = Requirement(
+    _LEVEL,
+    lambda v: v == "token",
+    "loss_type vespo forms the ratio of a completion itself",
+    "--importance_sampling_level token",
+)
+_CAP = Requirement(
+    "epsilon_high",
+    lambda v: v is None or v >= 1,
+    "is the largest ratio itself in loss_type cispo; below 1 it cuts the ratio of every token",
+    "--epsilon_high 5",
+)
+_WHOLE = Requirement(
+    "loss_agg_mode",
+    lambda v: v in (None, SEQ_MEAN_TOKEN_MEAN),
+    "does not apply to loss_type rloo: all tokens of a completion share one ratio, and completions count alike",
+    "--loss_type dapo, or no --loss_agg_mode",
+)
+_CLIP = "epsilon epsilon_high delta"
+
+LOSS_TABLE: tuple[LossEntry, ...] = (
+    _entry("dpo", "sigmoid", "arXiv:2305.18290", "f_divergence_type label_smoothing"),
+    _entry("dpo", "hinge", "arXiv:2305.10425", "f_divergence_type"),
+    _entry("dpo", "ipo", "arXiv:2310.12036", "f_divergence_type"),
+    _entry("dpo", "exo_pair", "arXiv:2402.00856", "f_divergence_type label_smoothing", _SMOOTHED),
+    _entry("dpo", "nca_pair", "arXiv:2402.05369"),
+    _entry("dpo", "robust", "arXiv:2403.00409", "f_divergence_type label_smoothing", _BELOW_HALF),
+    _entry("dpo", "bco_pair", "arXiv:2404.04656"),
+    _entry("dpo", "sppo_hard", "arXiv:2405.00675"),
+    _entry("dpo", "aot", "arXiv:2406.05882", "label_smoothing", _UNSORTED),
+    _entry("dpo", "aot_unpaired", "arXiv:2406.05882", "label_smoothing", _UNSORTED),
+    _entry("dpo", "apo_zero", "arXiv:2408.06266"),
+    _entry("dpo", "apo_down", "arXiv:2408.06266"),
+    _entry("dpo", "discopop", "arXiv:2406.08414", "f_divergence_type discopop_tau"),
+    _entry("dpo", "sft", "arXiv:2404.19733"),
+    _entry("dpo", "sigmoid_norm", "arXiv:2411.15124", "f_divergence_type"),
+    _entry("kto", "kto", "arXiv:2402.01306", needs=KL_PAIRS),
+    _entry("kto", "apo_zero_unpaired", "arXiv:2408.06266"),
+    _entry("kto", "bco", "arXiv:2404.04656", needs=RUNNING_MEAN),
+    _entry("cpo", "sigmoid", "arXiv:2401.08417", "label_smoothing"),
+    _entry("cpo", "hinge", "arXiv:2305.10425"),
+    _entry("cpo", "ipo", "arXiv:2310.12036"),
+    _entry("cpo", "simpo", "arXiv:2405.14734", "label_smoothing simpo_gamma"),
+    _entry("cpo", ALPHAPO, "arXiv:2501.03884", "label_smoothing simpo_gamma"),
+    _policy("dapo", "arXiv:2503.14476", TOKEN_MEAN, _CLIP),
+    _policy("grpo", "arXiv:2402.03300", SEQ_MEAN_TOKEN_MEAN, _CLIP),
+    _policy("bnpo", "arXiv:2402.03300", TOKEN_MEAN, _CLIP),
+    _policy("dr_grpo", "arXiv:2503.20783", SEQ_MEAN_TOKEN_SUM_NORM, _CLIP),
+    _policy("cispo", "arXiv:2506.13585", TOKEN_MEAN, "epsilon_high", _CAP),
+    _policy("sapo", "arXiv:2511.20347", SEQ_MEAN_TOKEN_MEAN, "sapo_temperature_pos sapo_temperature_neg"),
+    _policy("luspo", "arXiv:2602.05261", SEQ_MEAN_TOKEN_SUM, _CLIP, _PER_COMPLETION),
+    _policy(
+        "vespo", "arXiv:2602.10693", TOKEN_MEAN, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", _PER_TOKEN
+    ),
+    _policy("rloo", "arXiv:2402.14740", SEQ_MEAN_TOKEN_MEAN, _CLIP, _WHOLE),
+    _policy(
+        "clip_cov",
+        "arXiv:2505.22617",
+        TOKEN_MEAN,
+        f"{_CLIP} clip_cov_ratio clip_cov_lb clip_cov_ub",
+        needs=COVARIANCES,
+    ),
+    _policy("kl_cov", "arXiv:2505.22617", TOKEN_MEAN, "kl_cov_ratio kl_cov_coef", needs=COVARIANCES),
+)
+"""The first loss of a task is its default."""
+
+
+def loss_entries(task: str, names: tuple[str, ...] | None = None) -> tuple[LossEntry, ...]:
+    """The losses of a task, in the order of the table; with `names`, those of these names."""
+    rows = (e for e in LOSS_TABLE if e.task == TASK_OF.get(task, task))
+    return tuple(e for e in rows if names is None or e.name in names)
+
+
+def loss_names(task: str) -> tuple[str, ...]:
+    """What `loss_type` may be in a task, the default first."""
+    return tuple(e.name for e in loss_entries(task))
+
+
+def losses_reading(task: str, option: str) -> tuple[str, ...]:
+    """The losses of a task that read an option."""
+    return tuple(e.name for e in loss_entries(task) if option in e.reads)
+
+
+def losses_needing(task: str, need: str) -> frozenset[str]:
+    """The losses of a task with a need."""
+    return frozenset(e.name for e in loss_entries(task) if need in e.needs)
+
+
+def readers_text(task: str, option: str) -> str:
+    """For `--help`: which losses read an option that not every loss reads; empty for any other option."""
+    if option not in LOSS_OPTIONS:
+        return ""
+    readers, known = losses_reading(task, option), loss_names(task)
+    others = tuple(name for name in known if name not in readers)
+    if not readers or not others:
+        return ""
+    few = ", ".join(readers if len(readers) <= len(others) else others)
+    return f"loss_type {few}" if len(readers) <= len(others) else f"not for loss_type {few}"

@@ -1,0 +1,27 @@
+"""What a launcher is: an object `LAUNCHER` in its module, which `config/launcher_table.py` names."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+from megaswift.config import SwiftConfig
+from megaswift.config.launch import LaunchConfig
+from megaswift.config.launcher_table import launcher_entry
+from megaswift.errors import Problem
+
+
+class Launcher(Protocol):
+    """Starts the processes of a run and waits for them."""
+
+    def missing(self, launch: LaunchConfig) -> list[Problem]:
+        """What this machine lacks: packages, versions."""
+
+    def start(self, cfg: SwiftConfig, words: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Runs `megaswift TASK WORDS` in workers to the end; the exit code. ConfigError where they cannot start."""
+
+
+def launcher_of(launch: LaunchConfig) -> Launcher:
+    """The launcher of a run; its module is imported now."""
+    return cast(Launcher, importlib.import_module(launcher_entry(launch.launcher).module).LAUNCHER)

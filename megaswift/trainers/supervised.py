@@ -1,0 +1,50 @@
+"""A run whose batches come from a data set: supervised, pretraining, preference and reward-model tasks build their loop
+here. Reinforcement learning: `rl/build.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megaswift.trainers.loop import Loop, unchanged
+from megaswift.trainers.schedule import check_warmup, count_steps, lr_at
+from megaswift.trainers.summary import SummaryFacts
+from megaswift.trainers.timers import timed
+
+if TYPE_CHECKING:
+    from megaswift.trainers.session import Session
+
+
+@dataclass(frozen=True)
+class BuiltLoop:
+    """What a task hands to the session: a loop that is ready to be restored and run."""
+
+    loop: Loop
+    facts: Callable[[], SummaryFacts]
+    """The run summary, asked for once the loop stands at its first step. Collective."""
+
+
+def build_supervised(session: Session) -> BuiltLoop:
+    """Data first: a malformed row stops the run before a model is built."""
+    cfg, build = session.cfg, session.build
+    with timed(session.seconds, "data"):
+        source, held = build.data()
+        total = count_steps(cfg, source)
+    check_warmup(total, cfg.optim)
+    with timed(session.seconds, "model"), session.memory_advice():
+        engine = build.engine(fresh=build.resumed is None, total_steps=total)
+        hooks = build.hooks(engine, held)
+    transform = build.preparation()
+    loop = Loop(
+        engine,
+        source,
+        build.task.loss(cfg),
+        lambda step: lr_at(step, loop.total_steps, cfg.optim),  # a resumed run may have another number of steps
+        total,
+        hooks if transform is None else [transform, *hooks],
+        unchanged if transform is None else transform.prepare,
+        seconds=session.seconds,
+    )
+    return BuiltLoop(loop, lambda: build.facts(engine, source, held, loop.total_steps, loop.step))

@@ -1,0 +1,212 @@
+"""What it takes to add a loss, an estimator or a launcher: each is added to a copy of the package by its few lines, and
+then accepted, listed, refused with the wrong options and computed. Covers `config/loss_table.py`, `loss_rules.py`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megaswift
+
+PACKAGE = Path(megaswift.__file__).parent
+
+
+class Copy:
+    """A copy of the package that a test adds to."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.touched = root, set[str]()
+        shutil.copytree(PACKAGE, root / "megaswift", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def insert(self, path: str, before: str, text: str) -> None:
+        """Puts text in front of the first line that contains `before`."""
+        file = self.root / "megaswift" / path
+        content = file.read_text(encoding="utf-8")
+        start = content.rindex("\n", 0, content.index(before)) + 1
+        file.write_text(content[:start] + text + content[start:], encoding="utf-8")
+        self.touched.add(path)
+
+    def run(self, program: str, exit_code: int = 0) -> str:
+        """What a program prints that sees only the copy."""
+        environ = os.environ | {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environ, cwd=self.root, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == exit_code, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Copy:
+    return Copy(tmp_path)
+
+
+REFUSED = """
+from megaswift.config import load
+from megaswift.errors import ConfigError
+def refused(*words):
+    try:
+        load(words[0], [*words[1:]], environ={})
+    except ConfigError as error:
+        return "; ".join(f"{p.what} {p.rule}" for p in error.problems)
+    return "accepted"
+"""
+
+
+def test_a_preference_loss_takes_two_source_files(package: Copy) -> None:
+    """And a line in docs/preference.md and a case in tests/losses/test_dpo.py: four files."""
+    package.insert(
+        "config/loss_table.py",
+        '_entry("kto", "kto"',
+        '    _entry("dpo", "cubic", "arXiv:0000.00000", "label_smoothing", _BELOW_HALF),\n',
+    )
+    package.insert(
+        "losses/dpo_types.py",
+        "LOSS_TYPES: dict",
+        "def _cubic(x: PairStats) -> Tensor:\n"
+        '    """By hand: (1 - margin)^3, smoothed."""\n'
+        "    return (1 - x.settings.label_smoothing) * (1 - x.margin) ** 3\n\n\n",
+    )
+    package.insert("losses/dpo_types.py", '"sigmoid": _sigmoid,', '    "cubic": _cubic,\n')
+    told = package.run(
+        REFUSED
+        + """
+import sys
+from megaswift.config.help_page import task_help
+print(refused("dpo", "--loss_type", "cubic", "--label_smoothing", "0.1"))
+print(refused("dpo", "--loss_type", "cubic", "--discopop_tau", "0.1"))
+print(refused("dpo", "--loss_type", "cubic", "--f_divergence_type", "forward_kl"))
+print(refused("dpo", "--loss_type", "cubic", "--label_smoothing", "0.6"))
+print(refused("cpo", "--loss_type", "cubic"))
+page = " ".join(task_help("dpo", 120).split())
+print("sigmoid_norm | cubic)" in page, "loss_type sigmoid, exo_pair, robust, aot, aot_unpaired, cubic" in page)
+print("torch" in sys.modules)
+import torch
+from megaswift.losses.contract import Batch, ModelOutputs
+from megaswift.losses.dpo import DPO
+from megaswift.losses.dpo_types import DpoSettings
+ids = torch.zeros(2, 3, dtype=torch.long)
+rows = torch.arange(3).expand(2, 3)
+batch = Batch(ids, ids, torch.ones(2, 3), rows, torch.ones(2, 3, dtype=torch.bool),
+              fields={"pairs": torch.tensor([[0, 1]]), "reference": torch.zeros(2, 3)})
+x = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -2.0, -2.0]])
+outputs = ModelOutputs(logprobs=x, entropy=x, correct=x, mean_logit=x)
+terms, _ = DPO(("cubic",), settings=DpoSettings(0.1, 0.25))(outputs, batch)
+print(terms[0].name, round(float(terms[0].sum), 6))
+"""
+    ).splitlines()
+    assert told[0] == "accepted"
+    assert "--discopop_tau 0.1" in told[1] and "is read by loss_type discopop only" in told[1]
+    assert "is read by loss_type sigmoid, hinge, ipo" in told[2]
+    assert "must be < 0.5" in told[3]
+    assert "--loss_type cubic" in told[4] and "another task" in told[4]
+    assert told[5:7] == ["True True", "False"]
+    assert told[7] == f"loss/cubic {round(0.75 * 0.7**3, 6)}"  # margin 0.1 x (-3 + 6)
+    assert len(package.touched) == 2
+
+
+def test_an_estimator_takes_two_source_files(package: Copy) -> None:
+    """And a line in docs/rl.md: three files. The wiring is that of every estimator: tests/trainers/rl."""
+    package.insert(
+        "config/estimator_table.py",
+        '        "gae",',
+        '        "median", "grpo", "arXiv:0000.00000", _reads("whiten_advantages"), kl_in_reward=False\n'
+        "    ),\n    EstimatorEntry(\n",
+    )
+    package.insert(
+        "losses/estimators.py",
+        "def estimate_fields",
+        '@ESTIMATORS.add("median")\ndef _median(x: EstimatorInput) -> Tensor:\n'
+        "    groups = x.rewards.view(-1, x.group)\n"
+        "    return (groups - groups.median(1, keepdim=True).values).flatten()\n\n\n",
+    )
+    told = package.run(
+        REFUSED
+        + """
+import sys
+from megaswift.config import load
+from megaswift.config.help_page import task_help
+from megaswift.config.rl_defaults import kl_in_reward_of, policy_loss_of
+grpo = ("grpo", "--advantage_estimator", "median")
+print(refused(*grpo, "--whiten_advantages"))
+print(refused(*grpo, "--scale_rewards", "batch"))
+print(refused(*grpo, "--gamma", "0.9"))
+print(refused(*grpo, "--num_generations", "1"))
+print(refused("ppo", "--advantage_estimator", "median"))
+cfg = load("grpo", [*grpo[1:], "--beta", "0.1", "--num_generations", "3"], environ={})
+print(kl_in_reward_of(cfg), policy_loss_of(cfg))
+page = " ".join(task_help("grpo", 120).split())
+print("| median)" in page, "advantage_estimator rloo, median" in page, "torch" in sys.modules)
+import numpy as np
+from megaswift.data.rollout_batches import RolloutTokens
+from megaswift.trainers.rl.advantage_estimator import AdvantageEstimator
+from megaswift.trainers.rl.settings import rl_settings
+settings = rl_settings(cfg, 1)
+zeros = {name: np.zeros(2, dtype=np.float32) for name in ("old", "sampled")}
+tokens = [RolloutTokens(i, [1], [2, 3], [True, True], zeros, False) for i in range(3)]
+class Judged:
+    by_token = None
+    def __init__(self, total):
+        self.total, self.rewards = total, {"a": total}
+found = AdvantageEstimator(cfg, settings, 0.1)([Judged(v) for v in (1.0, 4.0, 2.0)], tokens)
+print([v.tolist() for v in found["advantages"]])
+"""
+    ).splitlines()
+    assert told[0] == "accepted"
+    assert "is read by advantage_estimator grpo only" in told[1]
+    assert "is read by advantage_estimator reinforce_plus_plus and gae only" in told[2]
+    assert "compares the completions of a prompt" in told[3] and "median" in told[4]
+    assert told[5:7] == ["False dapo", "True True False"]
+    assert told[7] == "[[-1.0, -1.0], [2.0, 2.0], [0.0, 0.0]]"
+    assert len(package.touched) == 2
+
+
+def test_a_launcher_takes_two_source_files(package: Copy) -> None:
+    """And a line in docs: three files."""
+    package.insert(
+        "config/launcher_table.py",
+        '        "ray",',
+        '        "echo", "megaswift.launchers.echo", ("max_restarts",), always_starts=True\n'
+        "    ),\n    LauncherEntry(\n",
+    )
+    (package.root / "megaswift/launchers/echo.py").write_text(
+        '''"""Prints what it would start."""
+from megaswift.errors import Problem
+class EchoLauncher:
+    def missing(self, launch):
+        return [Problem("--launcher echo", "needs a terminal", "one")] * (launch.max_restarts > 8)
+    def start(self, cfg, words, environ):
+        print(cfg.task, *words)
+        return 7
+LAUNCHER = EchoLauncher()
+'''
+    )
+    told = package.run(
+        REFUSED
+        + """
+import sys
+from megaswift.config import load
+from megaswift.config.help_page import task_help
+from megaswift.launchers.launcher import launcher_of
+from megaswift.launchers.local import wants_processes
+words = ["--launcher", "echo", "--max_restarts", "2"]
+print(refused("sft", *words))
+print(refused("sft", *words, "--num_workers", "2"))
+print(refused("sft", "--launcher", "echo", "--master_addr", "h"))
+print("(torchrun | echo | ray)" in " ".join(task_help("sft", 120).split()), "torch" in sys.modules)
+cfg = load("sft", words, environ={})
+print(wants_processes(cfg.launch), launcher_of(cfg.launch).start(cfg, words, {}))
+import megaswift.entry as entry
+print(entry.main("sft", ["--launcher", "echo", "--max_restarts", "9", "--model", "m", "--dataset", "d"]))
+""",
+        exit_code=2,
+    ).splitlines()
+    assert told[0] == "accepted"
+    assert "is read by launcher ray only" in told[1] and "is read by launcher torchrun only" in told[2]
+    assert told[3] == "True False" and told[4:6] == ["sft --launcher echo --max_restarts 2", "True 7"]
+    assert len(package.touched) == 1
