@@ -69,7 +69,7 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
     worker = is_worker(os.environ)
     if task == RLHF and cfg.task not in ALIGNMENT:
         raise ConfigError(
-            Problem("--rlhf_type", "is missing: it says which objective", f"--rlhf_type {' | '.join(ALIGNMENT)}")
+            Problem("--rlhf_type", "is missing: it selects the task", f"--rlhf_type {' | '.join(ALIGNMENT)}")
         )
     cfg = resumed_config(cfg, attempt(os.environ))
     world = process_count(cfg)
@@ -150,7 +150,7 @@ def other_processes(cfg: SwiftConfig) -> list[Problem]:
             fix = (
                 RAY_FIX
                 if cfg.launch.launcher == "ray"
-                else "leave it out here, and say it to torchrun, accelerate or deepspeed"
+                else "leave it out here, and set it in torchrun, accelerate or deepspeed"
             )
-            found.append(Problem(f"--{name} {wanted}", f"the launcher was started with {real}", fix))
+            found.append(Problem(f"--{name} {wanted}", f"does not match the launcher, which started {real}", fix))
     return found

@@ -85,7 +85,7 @@ class Command(Generic[Config]):
         line = read_command_line(list(argv), self.table)
         state = ResolveState(problems=list(line.problems))
         state.problems += [
-            Problem(word, f"belongs to no option of megaswift {self.name}", f"megaswift {self.name} --help")
+            Problem(word, f"is an unexpected argument of megaswift {self.name}", f"megaswift {self.name} --help")
             for word in line.files
         ]
         first: dict[str, Given] = {}

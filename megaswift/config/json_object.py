@@ -18,5 +18,5 @@ def read_object(path: Path, what: str, fix: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem(what, f"is not JSON: {error}", fix)) from error
     if not isinstance(found, dict):
-        raise ConfigError(Problem(what, "holds no JSON object", fix))
+        raise ConfigError(Problem(what, "does not contain a JSON object", fix))
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from megaswift.config.sections import Sections
 
-ONE_OF = "one of the two"
+ONE_OF = "keep one of the two"
 """The fix where two options say the same thing: either may go."""
 Test = Callable[[Sections], Any]
 

@@ -139,7 +139,7 @@ def _number(option: Option, raw: Any) -> float:
 def _int(option: Option, raw: Any) -> int:
     number = _number(option, raw)
     if number != int(number):
-        raise Invalid("must be a whole number", f"--{option.name} {math.ceil(number)}")
+        raise Invalid("must be an integer", f"--{option.name} {math.ceil(number)}")
     try:
         value = int(raw)  # keeps digits that a float would lose
     except ValueError:
@@ -207,14 +207,14 @@ def _map(option: Option, raw: Any) -> dict[str, str]:
                 raise Invalid(f"is not JSON: {error.msg} at column {error.colno}", example_value(option)) from None
             except (RecursionError, ValueError):
                 raise Invalid(
-                    "is not JSON that can be read: nested too deeply, or a number is too long", example_value(option)
+                    "is not valid JSON: nested too deeply, or a number is too long", example_value(option)
                 ) from None
         elif isinstance(item, str) and "=" in item:
             item = dict([item.split("=", 1)])
         if isinstance(item, dict):
             item = {k: json.dumps(v) if isinstance(v, bool | int | float) else v for k, v in item.items()}
         if not isinstance(item, dict) or not all(isinstance(v, str) for v in item.values()):
-            raise Invalid("must be pairs FROM=TO or a JSON object of text", example_value(option))
+            raise Invalid("must be FROM=TO pairs or a JSON object of strings", example_value(option))
         found.update({str(k): v for k, v in item.items()})
     return found
 

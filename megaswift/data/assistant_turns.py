@@ -163,7 +163,7 @@ class TurnFinder:
     def find(self, messages: Sequence[Message], tools: Any, text: str) -> list[tuple[int, int]]:
         """Character ranges of the assistant turns in `text`, in order of the assistant messages."""
         if MARKS.search(text):
-            raise RowError("messages", "holds characters of Unicode's private use plane 15", "text without them")
+            raise RowError("messages", "characters from Unicode's private use plane 15", "text without such characters")
         edges = any(isinstance(c := m.get("content"), str) and c != c.strip() for m in messages)
         for how in _MARKINGS:
             if how.outside and not edges:
@@ -177,8 +177,8 @@ class TurnFinder:
                 return self._turns(messages, found)
         raise RowError(
             "messages",
-            "the chat template changes with the contents in a way that hides the assistant's turns",
-            "a template with {% generation %} around the assistant's part (--chat_template)",
+            "the assistant's turns cannot be located: the chat template transforms message contents",
+            "a chat template with {% generation %} around the assistant's turns (--chat_template)",
         )
 
     def _turns(self, messages: Sequence[Message], marked: str) -> list[tuple[int, int]]:
@@ -197,8 +197,8 @@ class TurnFinder:
             if begin is None:
                 raise RowError(
                     f"messages[{i}]",
-                    "the chat template leaves this assistant message out, or hides where it begins",
-                    "a template with {% generation %} around the assistant's part (--chat_template)",
+                    "the chat template omits this assistant message, or its start cannot be located",
+                    "a chat template with {% generation %} around the assistant's turns (--chat_template)",
                 )
             stop = self._stop(marked, end if end is not None else begin, end is not None)
             turns.append((begin, stop))

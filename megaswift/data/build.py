@@ -80,7 +80,7 @@ def check_task(data: Any, task: str) -> None:
         raise DataError(
             Problem(
                 "--truncation_strategy split",
-                "is for plain text (pt): it would tear conversations apart",
+                "is only for plain text (pt): conversations cannot be split",
                 "delete, left or right",
             )
         )
@@ -88,7 +88,7 @@ def check_task(data: Any, task: str) -> None:
         raise DataError(
             Problem(
                 "--truncation_strategy split",
-                "a stream keeps only the first piece without packing",
+                "without packing, streaming would keep only the first piece",
                 "--packing true, or right",
             )
         )
@@ -100,7 +100,7 @@ def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
         raise DataError(
             Problem(
                 ", ".join(names),
-                f"no token of {len(docs)} rows carries loss",
+                f"none of {len(docs)} rows has label tokens",
                 "rows with assistant messages (not all `loss: false`), a larger --max_length, or --loss_scale all",
             )
         )
@@ -119,7 +119,7 @@ def _tell(docs: Documents, data: Any, names: Sequence[str]) -> None:
             )
     silent = int((docs.labels == 0).sum())
     if silent:
-        log.warn(f"{where}{silent} of {len(docs)} rows have no token that carries loss")
+        log.warn(f"{where}{silent} of {len(docs)} rows have no label tokens")
 
 
 def _held_out(data: Any, tokenizer: Any, task: str) -> Documents:

@@ -37,7 +37,7 @@ def _facts(store: TokenStore) -> dict[str, Any]:
 def same_data(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """DataError when a checkpoint's position is one in other data, or in another order; it names what differs."""
     problems = [
-        Problem(WHAT, f"{option} was {state.get(key)} in the checkpoint, now {now[key]}", FIX)
+        Problem(WHAT, f"{option} was {state.get(key)} in the checkpoint, but is {now[key]} now", FIX)
         for key, option in _OPTIONS.items()
         if state.get(key) != now[key]
     ]
@@ -63,7 +63,7 @@ def _differences(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[Probl
         f"{state['documents']:,} "
         f"documents in the checkpoint, now {now['documents']:,} (max_length, or another option that selects rows)"
     )
-    return [Problem(WHAT, rule, f"the same {CHOICE}, or a new run from the exported weights")]
+    return [Problem(WHAT, rule, f"keep the same {CHOICE}, or start a new run from the exported weights")]
 
 
 def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -87,8 +87,8 @@ def gather_documents(stores: Sequence[tuple[DatasetFiles, TokenStore]]) -> Docum
             raise DataError(
                 Problem(
                     source.name,
-                    useless if bad else "holds no rows",
-                    "--strict true tells what is wrong with them" if bad else "",
+                    useless if bad else "contains no rows",
+                    "--strict true to see the errors" if bad else "",
                 )
             )
         units = len(store) // store.width
@@ -147,7 +147,7 @@ def truncate_documents(docs: Documents, max_length: int, strategy: str) -> Docum
         raise DataError(
             Problem(
                 f"--max_length {max_length}",
-                f"no row is left of {len(whole)}: the longest has {longest} tokens",
+                f"none of {len(whole)} rows remains: the longest has {longest} tokens",
                 f"--max_length {longest}, or --truncation_strategy right (or split, for pt)",
             )
         )
@@ -229,7 +229,7 @@ def held_out(sample: np.ndarray, ratio: float, seed: int) -> np.ndarray:
         raise DataError(
             Problem(
                 f"--split_dataset_ratio {ratio}",
-                f"leaves {len(rows) - count} of {len(rows)} rows for training, {count} for evaluation",
+                f"leaves {len(rows) - count} of {len(rows)} rows for training and {count} for evaluation",
                 f"--split_dataset_ratio {1 / len(rows):.2g}" if len(rows) > 1 else "more rows",
             )
         )

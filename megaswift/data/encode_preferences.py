@@ -80,8 +80,8 @@ class PreferenceEncoder:
         if self.spec.system and not unit.samples[0].messages:
             raise RowError(
                 "prompt",
-                "a text, trained without a chat template; --system has no place in it",
-                "messages, or no --system",
+                "plain text, which is trained without a chat template, so --system cannot be applied",
+                "messages, or omit --system",
             )
         return replace(unit, samples=tuple(with_system(s, self.spec.system) for s in unit.samples))
 
@@ -109,27 +109,25 @@ class PreferenceEncoder:
             for ids, mask in sides
         ]
         if not all(mask.any() for _, mask in sides):
-            raise PreferenceError(
-                EMPTY, "(answer)", "no token of an answer carries loss", "an answer that says something"
-            )
+            raise PreferenceError(EMPTY, "(answer)", "the completion has no label tokens", "a non-empty completion")
         prompt = min(first_label(mask) for _, mask in sides)
         if len(sides) == 2:
             (a, _), (b, _) = sides
             shared = shared_prefix(a, b)
             if shared == len(a) == len(b):
                 raise PreferenceError(
-                    IDENTICAL, "(tokens)", "both answers become the same tokens", "two different answers"
+                    IDENTICAL, "(tokens)", "both completions have the same tokens", "two different completions"
                 )
             if shared < prompt and not plain:
                 raise PreferenceError(
                     PROMPTS,
                     "(tokens)",
-                    f"the chat template renders the prompt of the two answers differently from token {shared} on",
-                    "a template whose prompt does not depend on the answer (--chat_template)",
+                    f"the chat template renders the prompt differently for the two completions, from token {shared} on",
+                    "a template that renders the prompt independently of the completion (--chat_template)",
                 )
             prompt = min(prompt, shared)
         if prompt == 0:
-            raise PreferenceError(NO_PROMPT, "(tokens)", "no token before the answer", "a prompt")
+            raise PreferenceError(NO_PROMPT, "(tokens)", "no token before the completion", "a prompt")
         if plain:
             for _, mask in sides:
                 mask[prompt:] = 1

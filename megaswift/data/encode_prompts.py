@@ -41,12 +41,12 @@ class PromptEncoder(Encoder):
         if sample.text is not None and self.spec.system:
             raise RowError(
                 "prompt",
-                "a text, which goes to the model without a chat template; --system has no place in it",
-                "messages, or no --system",
+                "plain text, which is used without a chat template, so --system cannot be applied",
+                "messages, or omit --system",
             )
         if sample.text is None and self._chat is None:
             raise RowError(
-                "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja, or a text in prompt"
+                "messages", "the tokenizer has no chat template", "--chat_template FILE.jinja, or plain text in prompt"
             )
         said: Any = sample.text
         text = sample.text

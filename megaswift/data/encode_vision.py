@@ -73,8 +73,7 @@ class VisionEncoder(Encoder):
             raise DataError(
                 Problem(
                     f"the processor in {self._processor.spec.folder}",
-                    "gives other tokens than its tokenizer does for the "
-                    "text that it makes, so the assistant's tokens cannot be told",
+                    "tokenizes its text differently from its tokenizer, so the assistant's tokens cannot be located",
                     "another model",
                 )
             )

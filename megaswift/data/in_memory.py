@@ -70,7 +70,9 @@ def _stored(rows: Iterable[Mapping[str, Any]], option: str, cache: str | None) -
         fresh.replace(target)
     except OSError as error:
         raise DataError(
-            Problem(f"--dataset_cache_dir {folder}", f"cannot be written ({error.strerror})", "a folder with space")
+            Problem(
+                f"--dataset_cache_dir {folder}", f"cannot be written ({error.strerror})", "a folder with free space"
+            )
         ) from None
     finally:
         with suppress(OSError):
@@ -87,7 +89,7 @@ def _line(row: Mapping[str, Any], number: int, option: str) -> bytes:
         raise ConfigError(
             Problem(
                 option,
-                f"row {number}, column {column}: {type(row.get(column)).__name__} has no place in JSON",
+                f"row {number}, column {column}: {type(row.get(column)).__name__} cannot be represented in JSON",
                 "text, numbers, lists and dictionaries; images as paths; or a Parquet file: dataset.to_parquet(FILE)",
             )
         ) from None

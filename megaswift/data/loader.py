@@ -270,7 +270,7 @@ class StoredSource:
             self._go_on(self.data, state)
         elif state["rows"] != self.rows:  # of an older version, which did not save how it packed
             rule = f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint: packed for another layout"
-            raise DataError(Problem(WHAT, rule, "the checkpoint's --cp, --tp, --sequence_parallel and --packing"))
+            raise DataError(Problem(WHAT, rule, "use --cp, --tp, --sequence_parallel and --packing of the checkpoint"))
 
     def _go_on(self, data: DocumentRows, state: Mapping[str, Any]) -> None:
         """In the middle of an epoch, with the documents that rows of another packing have left."""
@@ -283,7 +283,7 @@ class StoredSource:
             taken = self._taken - ((epoch + 1) * rows - len(left))
         if was != data.pack_shape:
             if len(was.pack(data.docs.length)) != rows:
-                raise DataError(Problem(WHAT, "the rows of the checkpoint cannot be packed again", FIX))
+                raise DataError(Problem(WHAT, "the remaining rows of the checkpoint cannot be repacked", FIX))
             stages = (*stages, LayoutSpan(was, taken)) if taken or stages else ()
         if not stages:
             self._taken = epoch * self.rows + taken
@@ -292,7 +292,7 @@ class StoredSource:
         done = 0 if was != data.pack_shape else taken
         self._taken = (epoch + 1) * self.rows - len(self._rest) + done
         if was != data.pack_shape:
-            info(f"the {len(self._rest)} rows that are left of epoch {epoch + 1} are packed again for this layout")
+            info(f"repacking the remaining {len(self._rest)} rows of epoch {epoch + 1} for this layout")
 
     @property
     def stats(self) -> dict[str, float]:

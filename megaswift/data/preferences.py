@@ -19,7 +19,7 @@ from megaswift.data.sources import DatasetFiles
 from megaswift.data.token_store import TokenStore
 from megaswift.errors import DataError, Problem
 
-NO_ANSWER, PROMPT_CUT = "the answer cut away", "the prompt cut away"
+NO_ANSWER, PROMPT_CUT = "the completion truncated away", "the prompt truncated away"
 CUT_CAUSES = (NO_ANSWER, PROMPT_CUT, IDENTICAL)
 """Why a unit that was cut is left out."""
 
@@ -62,8 +62,8 @@ def gather_preferences(stores: list[tuple[DatasetFiles, TokenStore]]) -> Prefere
         raise DataError(
             Problem(
                 _place(units, i),
-                f"{missing.sum()} of {len(units)} rows have no `margin`, the others have one",
-                "a margin in every row, 0 for none, or in no row",
+                f"{missing.sum()} of {len(units)} rows have no `margin`, but others do",
+                "a margin in every row (0 for no margin), or in none",
             )
         )
     return units
@@ -101,8 +101,8 @@ def truncate_preferences(units: Preferences, max_length: int, strategy: str) -> 
         raise DataError(
             Problem(
                 f"--max_length {max_length}",
-                f"no {'pair' if units.width == 2 else 'row'} is left of {len(units)}: the "
-                f"longest answer with its prompt has {longest} tokens",
+                f"none of {len(units)} {'pairs' if units.width == 2 else 'rows'} remains: the "
+                f"longest completion with its prompt has {longest} tokens",
                 f"--max_length {longest}",
             )
         )

@@ -56,13 +56,13 @@ def unreadable(folder: Path, label: str) -> list[Problem]:
     """What a vision-language model's folder, or this machine, lacks for reading images. No torch."""
     problems = []
     if importlib.util.find_spec("PIL") is None:
-        problems.append(Problem(label, "reads images, and pillow is not installed", EXTRA))
+        problems.append(Problem(label, "needs pillow to read images, which is not installed", EXTRA))
     if not any((folder / name).is_file() for name in FILES[:2]):
         problems.append(
             Problem(
                 str(folder),
                 f"has no processor ({FILES[0]} or {FILES[1]})",
-                "copy the model's processor files beside config.json",
+                "copy the model's processor files into the folder of config.json",
             )
         )
     return problems
@@ -123,8 +123,8 @@ class Processor:
         except REFUSED as error:
             raise RowError(
                 "images",
-                f"the model's processor refuses this conversation ({first_line(error)})",
-                "as many images as its text has places for",
+                f"the model's processor rejects this conversation ({first_line(error)})",
+                "as many images as placeholders in the text",
             ) from None
 
     def expand(self, text: str, images: Sequence[Any]) -> ProcessedConversation:
@@ -135,8 +135,8 @@ class Processor:
             raise WeightsError(
                 Problem(
                     f"the processor in {self.spec.folder} ({type(self.inner).__name__})",
-                    "does not say which text its images replace",
-                    "another model, or a newer transformers",
+                    "does not define the image placeholder in the text",
+                    "use another model, or a newer version of transformers",
                 )
             )
         pieces, spans, gained, at = [], [], [], 0
@@ -169,8 +169,8 @@ class Processor:
             raise WeightsError(
                 Problem(
                     f"the chat template in {self.spec.folder}",
-                    f"refuses a question with images ({first_line(error)})",
-                    "--chat_template FILE with places for images",
+                    f"rejects a user message with images ({first_line(error)})",
+                    "--chat_template FILE that supports images",
                 )
             ) from None
         # not of one colour: some models drop images of zeros
@@ -219,7 +219,7 @@ def _load(spec: ProcessorSpec) -> Any:
         ) from None
     if getattr(made, "image_processor", None) is None or getattr(made, "tokenizer", None) is None:
         raise WeightsError(
-            Problem(label, "reads no images", f"the model's own processor files ({', '.join(FILES[:2])})")
+            Problem(label, "is not an image processor", f"the model's own processor files ({', '.join(FILES[:2])})")
         )
     return made
 

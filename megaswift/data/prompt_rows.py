@@ -65,7 +65,7 @@ def prompt_row(row: Row, task: str, names: Mapping[str, str]) -> PromptRow:
         end -= 1
         answer = sample.messages[end].get("content") if answer is None else answer
     if not end:
-        raise RowError(form.required[0], "nothing before the answer", "a question")
+        raise RowError(form.required[0], "no message before the completion", "a question")
     if isinstance(answer, str) and answer:
         columns.setdefault(names.get(ANSWER, ANSWER), answer)
     return PromptRow(replace(sample, messages=sample.messages[:end], loss=sample.loss[:end]), columns)

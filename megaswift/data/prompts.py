@@ -154,8 +154,8 @@ def prompts_of(
         raise DataError(
             Problem(
                 ", ".join(c.data.dataset),
-                f"{log.count_text(len(docs), 'prompt')}, fewer than the {per_generation} of one generation",
-                "more completions of each (--num_generations), a smaller --global_batch_size or "
+                f"{log.count_text(len(docs), 'prompt')}, fewer than the {per_generation} prompts of one generation",
+                "more completions per prompt (--num_generations), a smaller --global_batch_size or "
                 f"--generation_batch_size, more data, or {c.data.dataset[0]}#{per_generation} to repeat rows",
             )
         )
@@ -216,7 +216,7 @@ def fitting_prompts(docs: Documents, longest: int, completion: int, strategy: st
         raise DataError(
             Problem(
                 f"--max_length {longest}",
-                f"no prompt is left of {len(docs)}: the shortest has {int(docs.length.min())} "
+                f"none of {len(docs)} prompts remains: the shortest has {int(docs.length.min())} "
                 f"tokens; {_room(longest, completion)}",
                 f"--max_length {int(docs.length.max()) + completion}",
             )

@@ -184,4 +184,8 @@ def plain_row(row: Mapping[str, Any]) -> None:
     """RowError for what only a chat template could write into plain texts."""
     for column in ("system", "tools"):
         if row.get(column):
-            raise RowError(column, "beside texts, which are trained without a chat template", "messages in their place")
+            raise RowError(
+                column,
+                "cannot be combined with plain text, which is trained without a chat template",
+                "messages instead of plain text",
+            )

@@ -80,9 +80,7 @@ class StreamCounts:
         self.counted[what] += 1
         if not self.quiet and what not in self._told:
             self._told.add(what)
-            warn(
-                f"row {number + 1} is longer than --max_length {max_length}: {what}, as such rows will be from here on"
-            )
+            warn(f"row {number + 1} is longer than --max_length {max_length}: {what}, and so will further rows be")
 
     def note(self, notes: Sequence[str]) -> None:
         """What is counted of a row that is kept, of which the first of its kind is told."""
@@ -90,7 +88,7 @@ class StreamCounts:
             self.counted[note] += 1
             if not self.quiet and note not in self._told:
                 self._told.add(note)
-                warn(f"a row {NOTES[note]}; more of them are counted")
+                warn(f"a row {NOTES[note]}; further ones are counted without a message")
 
 
 class StreamContents(Protocol):
@@ -234,15 +232,16 @@ class StreamSource:
         if state.get("sources") != names:
             raise DataError(
                 Problem(
-                    "--resume_from_checkpoint", f"--dataset was {state.get('sources')} in the checkpoint, now {names}"
+                    "--resume_from_checkpoint",
+                    f"--dataset was {state.get('sources')} in the checkpoint, but is {names} now",
                 )
             )
         now, was = asdict(self.options), state.get("options", {})  # absent from older checkpoints
         changed = [
             Problem(
                 "--resume_from_checkpoint",
-                f"{'--data_seed' if k == 'seed' else '--' + k} was {was[k]} in the checkpoint, now {v}",
-                "the same options, or a new run from the exported weights",
+                f"{'--data_seed' if k == 'seed' else '--' + k} was {was[k]} in the checkpoint, but is {v} now",
+                "use the same options, or start a new run from the exported weights",
             )
             for k, v in now.items()
             if k in was and was[k] != v

@@ -47,7 +47,7 @@ def read_on(sources: Sequence[DatasetFiles], at: Cursor) -> Iterator[Placed]:
         elif at.source + 1 < len(sources):
             at = replace(at, source=at.source + 1, file=0, offset=0, line=1, taken=0)
         elif at.rows == 0:
-            raise DataError(Problem(", ".join(s.name for s in sources), "holds no rows"))
+            raise DataError(Problem(", ".join(s.name for s in sources), "contains no rows"))
         else:
             at = Cursor(epoch=before.epoch + 1, rows=at.rows)
 

@@ -86,7 +86,7 @@ class PreferenceContents:
         if has == self.layout.margins:
             return item
         rule = "has a `margin`, and rows before it have none" if has else "has no `margin`, and rows before it have one"
-        return Problem(place, rule, "a margin in every row, 0 for none, or in no row")
+        return Problem(place, rule, "a margin in every row (0 for no margin), or in none")
 
     def batches(self, taken: Sequence[Item], geometry: LoaderGeometry) -> list[Batch]:
         """Tensors of a step's micro-batches."""
@@ -103,7 +103,7 @@ class PreferenceContents:
         return DataError(
             Problem(
                 names_of(sources),
-                f"no {unit} of a whole epoch is of use within --max_length {self.options.max_length} "
+                f"no {unit} of a whole epoch is usable within --max_length {self.options.max_length} "
                 f"(--truncation_strategy {self.options.truncation_strategy}): {told}",
                 "a larger --max_length, or other data",
             )

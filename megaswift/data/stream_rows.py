@@ -124,7 +124,7 @@ class TokenRowContents:
         return DataError(
             Problem(
                 names_of(sources),
-                "no row of a whole epoch has a token that carries loss within "
+                "no row of a whole epoch has label tokens within "
                 f"--max_length {self.options.max_length} (--truncation_strategy {self.options.truncation_strategy})",
                 "a larger --max_length, or --truncation_strategy left or right",
             )
@@ -178,14 +178,12 @@ class TokenRowContents:
         if self._usable(some):
             return
         if not readable:
-            raise DataError(
-                Problem(names, f"none of its {looked} rows can be read", "--strict true tells what is wrong with them")
-            )
+            raise DataError(Problem(names, f"none of its {looked} rows is valid", "--strict true to see the errors"))
         if not labelled:
             raise DataError(
                 Problem(
                     names,
-                    f"no token of {looked} rows carries loss",
+                    f"none of {looked} rows has label tokens",
                     "rows with assistant messages, or --loss_scale all",
                 )
             )

@@ -81,11 +81,11 @@ class TemplateProbe:
                 continue
             if role == "assistant":
                 if "tool_calls" in message and message["tool_calls"] and not self.calls:
-                    raise RowError(f"messages[{i}].tool_calls", "tool calls, which the chat template leaves out", FIX)
+                    raise RowError(f"messages[{i}].tool_calls", "tool calls, which the chat template omits", FIX)
                 if next(carries, False) and is_empty(message):
                     found.append(EMPTY_ANSWERS)
             elif not self.role(role):
                 if role not in ("system", "developer"):
-                    raise RowError(f"messages[{i}]", f"a {role} message, which the chat template leaves out", FIX)
+                    raise RowError(f"messages[{i}]", f"a {role} message, which the chat template omits", FIX)
                 found.append(UNUSED_SYSTEM)
         return tuple(dict.fromkeys(found)) if found else ()

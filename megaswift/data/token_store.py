@@ -229,5 +229,5 @@ class TokenStore:
         ]
         if lost:
             told = [Problem(self.place(i), f"column images: no such file: {file}") for i, file in lost[:10]]
-            more = [Problem(f"and {len(lost) - 10} more images", "are gone too")] if len(lost) > 10 else []
+            more = [Problem(f"and {len(lost) - 10} more images", "are missing too")] if len(lost) > 10 else []
             raise DataError([*told, *more])

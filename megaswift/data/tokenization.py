@@ -8,6 +8,7 @@ out on purpose: max_length, truncation, packing and order, which are views over 
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -36,41 +38,49 @@ WORKER_BYTES = 2 << 20
 """Input that is worth the start of another process (about a second)."""
 IMAGE_WORKER_BYTES = 1 << 16
 """The same where each row brings images, which take far longer than its text."""
-_CODE = (
-    "chat.py",
-    "template_limits.py",
-    "template_probe.py",
-    "assistant_turns.py",
-    "columns.py",
-    "encode.py",
-    "encode_preferences.py",
-    "preference_rows.py",
-    "encode_prompts.py",
-    "prompt_rows.py",
-    "row_counts.py",
-    "split_points.py",
-    "piece_cache.py",
-    "sample.py",
-    "roles.py",
-    "json_text.py",
-    "readers.py",
-    "sources.py",
-    "token_store.py",
-    "images.py",
-    "processor.py",
-    "encode_vision.py",
-    "formats",
-)
+ENTRY = "tokenize_worker.py"
+"""The module that tokenises; with all that it imports, the code that decides which tokens a row becomes."""
+
+
+def tokenization_code() -> list[Path]:
+    """The files of `megaswift.data` that `ENTRY` imports, directly or not, within functions too; itself included. Of an
+    imported package (`formats`, whose modules register themselves) all files."""
+    folder = Path(__file__).parent
+    reached: set[Path] = set()
+    pending = [folder / ENTRY]
+    while pending:
+        file = pending.pop()
+        if file not in reached:
+            reached.add(file)
+            pending += [path for name in _imported(file) for path in _files_of(folder, name)]
+    return sorted(reached)
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Dotted names below `megaswift.data` that a file imports; of `from package import name` both readings."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        yield from (name.removeprefix("megaswift.data.") for name in names if name.startswith("megaswift.data."))
+
+
+def _files_of(folder: Path, name: str) -> list[Path]:
+    """The file of a module, or all files of a package; none where the name is not a module."""
+    path = folder.joinpath(*name.split("."))
+    return (
+        sorted(path.glob("*.py")) if path.is_dir() else [file for file in [path.with_suffix(".py")] if file.is_file()]
+    )
 
 
 @cache
 def code_version() -> str:
     """Hash of the code that decides which tokens a row becomes."""
-    here = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in _CODE:
-        for path in sorted((here / name).glob("*.py")) if (here / name).is_dir() else [here / name]:
-            digest.update(path.read_bytes())
+    for file in tokenization_code():
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
@@ -108,7 +118,7 @@ def tokenize_datasets(
     root = cache_root(data.dataset_cache_dir)
     names = data.val_dataset if val else data.dataset
     if not names:
-        raise DataError(Problem("--dataset", "is not given", "--dataset data.jsonl"))
+        raise DataError(Problem("--dataset", "is missing", "--dataset data.jsonl"))
     stores = []
     if not val:
         check_columns(data, task)
@@ -165,7 +175,7 @@ def _malformed(reports: list[PieceReport]) -> DataError:
     read, bad = reports[: first + 1], reports[first].bad
     told = alike(reports[first].problems[:SHOWN])
     if bad > SHOWN:
-        told.append(Problem(f"and {bad - SHOWN} more rows", "malformed too"))
+        told.append(Problem(f"and {bad - SHOWN} more rows", "are malformed too"))
     fix = "correct the row, or --strict false to skip such rows and count them"
     if bad > 1 and not any(r.rows or r.causes for r in read):
         other = (
@@ -237,8 +247,8 @@ def _run_workers(scratch: Path, spec: EncodeSpec, parts: list[FilePart], count: 
     if any(codes):
         raise DataError(
             Problem(
-                "tokenising",
-                f"worker processes ended with exit codes {codes}",
-                "a smaller --dataset_num_proc when memory ran out; their messages are above",
+                "tokenization",
+                f"worker processes failed with exit codes {codes}",
+                "see their messages above; if they ran out of memory: a smaller --dataset_num_proc",
             )
         )

@@ -49,7 +49,7 @@ def load_tokenizer(folder: Path, trust: bool, fix: str) -> Any:
         made = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
         made("x")  # what its files say of lengths and special tokens is first read here
         if (largest := largest_token(made)) > MOST_TOKENS:
-            raise ValueError(f"a token has the id {largest:,}; at most {MOST_TOKENS:,}")
+            raise ValueError(f"token ID {largest:,} exceeds the maximum of {MOST_TOKENS:,}")
         return made
 
 

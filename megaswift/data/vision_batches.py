@@ -70,8 +70,8 @@ class VisionCollator:
             raise DataError(
                 Problem(
                     store.place(number),
-                    "its images are not those that it was tokenised with: their sizes changed",
-                    "the images as they were, or another --dataset_cache_dir",
+                    "its images have changed since tokenization: their sizes differ",
+                    "restore the images, or use another --dataset_cache_dir",
                 )
             )
         return ImageInputs(row, 0, len(ids), made)

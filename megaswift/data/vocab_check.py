@@ -55,6 +55,4 @@ def check_batch(batch: Batch, rows: int) -> None:
 
 
 def _beyond(place: str, token: str, rows: int) -> DataError:
-    return DataError(
-        Problem(place, f"token {token} is not among the {rows:,} of the model's embedding: the tokenizer has more", FIX)
-    )
+    return DataError(Problem(place, f"token {token} is out of range: the model's embedding has {rows:,} rows", FIX))

@@ -161,7 +161,7 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*RAY, "--num_workers", "2", "--lr", "x"], ["--lr x"]),
         (
             [*RAY, "--num_workers", "2", "--master_port", "1"],
-            ["--master_port 1: would be ignored: Ray places the processes"],
+            ["--master_port 1: would be ignored: Ray assigns ranks and addresses"],
         ),
         (["--launcher", "rai", "--num_workers", "2"], ["--launcher rai", "ray"]),
     ],

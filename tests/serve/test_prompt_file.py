@@ -135,7 +135,7 @@ def test_rows_that_cannot_be_asked_are_told_with_their_lines_and_no_model_is_loa
         "d.jsonl:3 and 1 more like it: column nosuch",
         "d.jsonl:4: column messages[0].role",
         "d.jsonl:5: the prompt has 203 tokens, the model takes 128",
-        "d.jsonl:6: images are not read: this model reads text only",
+        "d.jsonl:6: images are not read: this model accepts only text",
         "d.jsonl:7: column messages",
     ):
         assert part in text, text
@@ -169,7 +169,7 @@ def test_all_mistakes_of_a_command_line_at_once(tmp_path: Path) -> None:
         "--model: is missing",
         "--dataset nosuch.jsonl: no such file",
         "--quantization_bit 5: must be 4 or 8",
-        "--top_logprobs 3: is for --logprobs",
+        "--top_logprobs 3: needs --logprobs",
         "'gpu' is no device",
     ):
         assert part in text, text
@@ -194,10 +194,10 @@ def test_all_mistakes_of_a_command_line_at_once(tmp_path: Path) -> None:
         "off",
     )
     for part in (
-        "--num_beams 3: knows its answer only at the end",
+        "--num_beams 3: cannot be used in interactive chat",
         "--top_p 0.5: would be ignored",
         "has no adapter_config.json",
-        "--result_path a.jsonl: is for a file",
+        "--result_path a.jsonl: applies only to a prompt file",
         "--offload_folder off: would be ignored",
     ):
         assert part in text, text
