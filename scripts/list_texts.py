@@ -45,8 +45,10 @@ def text_of(node: ast.expr) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        parts = (v.value if isinstance(v, ast.Constant) else "{" + ast.unparse(v) + "}" for v in node.values)
-        return "".join(str(part) for part in parts)
+        parts = (
+            "{" + ast.unparse(v.value) + "}" if isinstance(v, ast.FormattedValue) else text_of(v) for v in node.values
+        )
+        return "".join(parts)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return text_of(node.left) + text_of(node.right)
     if isinstance(node, ast.IfExp):

@@ -211,7 +211,7 @@ def fill_auto(given: Mapping[str, Any], facts: RunFacts, label: str) -> FilledCo
         )
     kind = deepspeed_kind(config)
     if kind is None and not problems:
-        fix = "configs/deepspeed has one each"
+        fix = "see the examples in configs/deepspeed"
         problems.append(
             Problem(
                 f'{label}: "stage": {zero.get("stage")}', f"with this offload is not one of {', '.join(KINDS)}", fix

@@ -125,7 +125,7 @@ def _types(plain: dict[str, Any], label: str) -> Iterator[Problem]:
             value = plain[name].upper() if isinstance(plain[name], str) else plain[name]
             plain[name] = value if isinstance(value, bool) else str(value)
             if plain[name] not in WORDS:
-                fix = "--engine ddp, without the file" if plain[name] in ("NO_SHARD", "3") else "true or false"
+                fix = "--engine ddp without the file" if plain[name] in ("NO_SHARD", "3") else "true or false"
                 yield Problem(f'{label}: "{name}": {json.dumps(value)}', "is not a supported sharding strategy", fix)
     for name in (*OFFLOADS, RECOMPUTES):
         if not isinstance(plain.get(name, False), bool):

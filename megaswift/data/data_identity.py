@@ -50,10 +50,10 @@ def same_data(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 def _differences(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
     was, sets = state.get(_SETS), now.get(_SETS)
     if not was or not sets:  # a checkpoint of an older version
-        rule = f"the data set, its tokenisation or --max_length is not what it was in the checkpoint ({CHOICE})"
+        rule = f"the data set, its tokenization or --max_length differs from the checkpoint ({CHOICE})"
         return [Problem(WHAT, rule, FIX)]
     if len(was) != len(sets):
-        rule = f"the data sets were {_names(was)} in the checkpoint, now {_names(sets)}"
+        rule = f"the data sets were {_names(was)} in the checkpoint, but are {_names(sets)} now"
         return [Problem(WHAT, rule, FIX)]
     found = [_changed(a, b) for a, b in zip(was, sets, strict=True) if a["content"] != b["content"]]
     if found:
@@ -73,7 +73,7 @@ def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         for what in ("rows", "tokens")
         if was[what] != now[what]
     )
-    why = "its file changed, or the tokenizer, the chat template or an option of tokenisation did"
+    why = "its file, the tokenizer, the chat template or a tokenization option has changed"
     return f"the data set {name} has other content: {counts or 'as many rows and tokens, other tokens'} ({why})"
 
 

@@ -80,9 +80,9 @@ def gather_documents(stores: Sequence[tuple[DatasetFiles, TokenStore]]) -> Docum
         if len(store) == 0:
             bad = store.manifest["bad"]
             useless = (
-                f"none of its {bad} rows can be read"
+                f"none of its {bad} rows is valid"
                 if not store.manifest["causes"]
-                else f"no row is of use; {store.skipped}"
+                else f"no row is usable; {store.skipped}"
             )
             raise DataError(
                 Problem(

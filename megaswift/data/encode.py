@@ -301,7 +301,7 @@ def check_text(text: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            found = f"half of a surrogate pair (\\u{ord(text[e.start]):04x}) after rendering"
+            found = f"an unpaired surrogate (\\u{ord(text[e.start]):04x}) after rendering"
             raise RowError("messages", found, "complete characters in the chat template and in --system") from None
 
 

@@ -269,7 +269,7 @@ class StoredSource:
         if isinstance(self.data, DocumentRows) and "packing" in state:
             self._go_on(self.data, state)
         elif state["rows"] != self.rows:  # of an older version, which did not save how it packed
-            rule = f"documents lie in {self.rows} rows, in {state['rows']} in the checkpoint: packed for another layout"
+            rule = f"documents are packed into {self.rows} sequences, but into {state['rows']} in the checkpoint: packed for another layout"
             raise DataError(Problem(WHAT, rule, "use --cp, --tp, --sequence_parallel and --packing of the checkpoint"))
 
     def _go_on(self, data: DocumentRows, state: Mapping[str, Any]) -> None:

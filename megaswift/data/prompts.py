@@ -172,7 +172,7 @@ def _read(c: Sections, tokenizer: Any, names: Sequence[str], val: bool = False) 
         c.data.truncation_strategy,
     )
     where = f"{', '.join(names)}: " if val else ""
-    why = {"deleted": "are too long", "truncated": "are too long", "empty": "have no token"}
+    why = {"deleted": "are too long", "truncated": "are too long", "empty": "have no tokens"}
     for what, text in why.items():
         if docs.counted.get(what):
             room = f" ({_room(c.data.max_length, c.rl.max_completion_length)})" if what != "empty" else ""

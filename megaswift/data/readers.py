@@ -128,9 +128,7 @@ def _json_item(row: Any, halves: bool) -> Any:
         if halves:
             json_text.check_characters(row)
     except json_text.JsonError as e:
-        found = e.found.replace(
-            "is half of a surrogate pair", "is a byte that is not UTF-8, or half of a surrogate pair"
-        )
+        found = e.found.replace("is an unpaired surrogate", "is a byte that is not UTF-8, or an unpaired surrogate")
         return LineError(e.where, found, e.expected)
     return row
 
@@ -211,7 +209,7 @@ def _parquet_file(path: Path) -> pq.ParquetFile:
         raise DataError(Problem(str(path), f"not a Parquet file: {reason(e)}", "a complete copy of the file")) from None
     most = ROWS_A_BYTE * path.stat().st_size
     if sum(claimed) != file.metadata.num_rows or min(claimed, default=0) < 0 or sum(claimed) > most:
-        rule = f"is damaged: it claims {file.metadata.num_rows:,} rows in {path.stat().st_size:,} bytes"
+        rule = f"is damaged: the footer claims {file.metadata.num_rows:,} rows in {path.stat().st_size:,} bytes"
         raise DataError(Problem(str(path), rule, "a complete copy of the file"))
     return file
 

@@ -251,9 +251,9 @@ class StreamSource:
             rule = (
                 f"the checkpoint is in the middle of a block of the stream whose rows were packed for another layout "
                 f"(documents padded to {before.get('multiple')} tokens, now {packed['multiple']}; rows of "
-                f"{before.get('capacity')}, now {packed['capacity']}): rows would be lost or come twice"
+                f"{before.get('capacity')}, now {packed['capacity']}): rows would be lost or repeated"
             )
-            fix = "the checkpoint's --cp, --tp and --sequence_parallel, or the data without --streaming"
+            fix = "use --cp, --tp and --sequence_parallel of the checkpoint, or the data without --streaming"
             changed.append(Problem("--resume_from_checkpoint", rule, fix))
         if changed:
             raise DataError(changed)

@@ -85,7 +85,7 @@ class PreferenceContents:
             self._sure, self.layout = True, replace(self.layout, margins=has)
         if has == self.layout.margins:
             return item
-        rule = "has a `margin`, and rows before it have none" if has else "has no `margin`, and rows before it have one"
+        rule = "has a `margin`, but earlier rows do not" if has else "has no `margin`, but earlier rows do"
         return Problem(place, rule, "a margin in every row (0 for no margin), or in none")
 
     def batches(self, taken: Sequence[Item], geometry: LoaderGeometry) -> list[Batch]:

@@ -182,7 +182,7 @@ def _malformed(reports: list[PieceReport]) -> DataError:
             "other data, another task, another template (--chat_template FILE), "
             "or --columns FROM=TO where columns have other names"
         )
-        fix = f"no row so far could be read: {next((p.fix for p in told if p.fix), other)}"
+        fix = f"no valid row so far: {next((p.fix for p in told if p.fix), other)}"
     return DataError([*(replace(p, fix="") for p in told[:-1]), replace(told[-1], fix=fix)])
 
 

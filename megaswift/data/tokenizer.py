@@ -62,7 +62,7 @@ def fast_tokenizer(text: str) -> Any:
     """The fast tokenizer of this JSON text, which transformers may have made of files that do not fit each other."""
     from tokenizers import Tokenizer
 
-    rule = "its vocabulary and merges do not fit each other: {}"
+    rule = "its vocabulary and merges do not match: {}"
     with _as_problem("tokenizer.json", rule, "the model's own tokenizer files"):
         return Tokenizer.from_str(text)
 

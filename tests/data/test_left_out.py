@@ -225,6 +225,6 @@ def test_the_proposed_columns_are_ready_to_paste(tmp_path: Path) -> None:
     cfg = config(tmp_path, jsonl(tmp_path / "d.jsonl", [{"question": "q", "answer": "a"}] * 2))
     with pytest.raises(DataError) as e:
         load_documents(cfg.data, cfg.train, tokenizer("qwen", "qwen2_5"))
-    assert str(e.value).endswith("try: no row so far could be read: --columns question=query answer=response")
+    assert str(e.value).endswith("try: no valid row so far: --columns question=query answer=response")
     with pytest.raises(RowError, match="nested too deep"):
         conversation(json.dumps([[]]).replace("[]", "[" * 500 + "]" * 500), "messages")

@@ -180,7 +180,7 @@ def test_or_are_skipped_and_counted_by_cause(tmp_path: Path, capsys: pytest.Capt
         "d.jsonl: 7 rows skipped: 1 malformed, 1 with an empty completion, 3 with identical completions, 1 with no "
         "prompt, 1 with two prompts (--strict false)"
     ) in capsys.readouterr().err
-    with pytest.raises(DataError, match="no row is of use; 5 rows skipped"):
+    with pytest.raises(DataError, match="no row is usable; 5 rows skipped"):
         made(tmp_path, rows[:5], strict=False, kind="mistral", name="mistral")
 
 

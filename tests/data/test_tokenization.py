@@ -173,7 +173,7 @@ def test_at_most_ten_are_shown(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "d.jsonl", [{"query": "x", "response": i} for i in range(25)])
     with pytest.raises(DataError, match="and 15 more rows") as e:
         texts(tmp_path, path)
-    assert len(e.value.problems) == 11 and "try: no row so far could be read" in str(e.value)
+    assert len(e.value.problems) == 11 and "try: no valid row so far" in str(e.value)
     jsonl(tmp_path / "d.jsonl", [ROWS[0], *({"query": "x", "response": i} for i in range(25))])
     with pytest.raises(DataError, match="and 15 more rows(.|\n)*try: correct the row, or --strict false"):
         texts(tmp_path, path)
@@ -184,7 +184,7 @@ def test_the_same_mistake_of_several_rows_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(DataError) as e:
         texts(tmp_path, mixed)
     assert [p.what for p in e.value.problems] == [f"{mixed}:1 and 1 more like it", f"{mixed}:2 and 1 more like it"]
-    assert "is for megaswift pt, not for sft" in str(e.value) and "try: no row so far could be read" in str(e.value)
+    assert "is for megaswift pt, not for sft" in str(e.value) and "try: no valid row so far" in str(e.value)
 
 
 def test_csv_rows_of_the_wrong_width(tmp_path: Path) -> None:
